@@ -12,7 +12,7 @@ TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml
 
 # Tests of what `make test-all` does not install: Ray, lm-evaluation-harness, and Slurm, which comes with
 # the machine or not.
-ENGINES := tests/launch/test_ray.py tests/launch/test_slurm.py tests/test_harness.py
+ENGINES := tests/unit/tools/test_ray.py tests/unit/tools/test_slurm.py tests/unit/training/test_lm_eval.py
 
 # What is imported is compiled once and not in every process, also where the environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
@@ -39,7 +39,7 @@ test-processors: .venv/ready
 
 # Changed inputs of every kind; ends with a summary, and with the command for each finding.
 fuzz: .venv/ready
-	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) --seed $(SEED)
+	$(BIN)/python tests/support/fuzz/fuzz.py --seconds $(SECONDS) --seed $(SEED)
 
 # Tests and measures kernels and whole steps on the GPU that is here, with the Python that has its torch;
 # ARGS=--skip-training and ARGS=--only-training each have the whole of its time.

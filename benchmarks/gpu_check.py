@@ -93,7 +93,7 @@ class Tests:
 
 TESTS = {
     # Most of their time is Triton's compiler.
-    "kernels": Tests(0.25, ["tests/kernels"], "tests/kernels/test_spans.py"),
+    "kernels": Tests(0.25, ["tests/unit/kernels"], "tests/unit/kernels/test_spans.py"),
     # Graphs, and ranks that share the GPU; each file starts four processes of its own on it.
     "steps": Tests(
         0.2,

@@ -25,7 +25,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything (such as transformers) imports Triton
 
-from pool import RARELY, Pool
+from rank_pool import RARELY, Pool
 
 from megaframe.config import RunConfig
 from megaframe.data.indexed import TokenFileWriter

@@ -5,7 +5,7 @@ python tools/drill.py --ranks 4 --faults kill,stop,link --rounds 5 --folder runs
 Each round starts a small run, causes one fault at a random moment, and waits for the end of the
 run. The run must report the fault, and its losses must equal those of an undisturbed run: bitwise,
 or to 1e-10 if the layout changed. Faults inside a rank's process (wrong numbers, memory, code) are
-not covered here but in tests/faults.
+not covered here but in tests/end_to_end.
 """
 
 from __future__ import annotations

@@ -1,2 +1,1 @@
-"""What a model is made of, without torch: matrices, experts, windows, and the division into
-stages."""
+"""What a model is made of, without torch: matrices, experts, windows, division into stages."""

@@ -35,8 +35,8 @@ class Software:
     precision, or 2 with `parallel.reduce_precision=bf16`.
     gradients_of: which gradients are sent together, those of a `block`, of a `chunk`, or as many as
     `parallel.bucket_size` says (`buckets`).
-    exchange_in_steps: whether coded parts are exchanged in steps (`planner/hierarchy.py`); if not,
-    between all pairs of ranks.
+    exchange_in_steps: whether coded parts are exchanged in steps (`planner/hierarchy.py`);
+    otherwise between all pairs of ranks.
     copy_engines: whether copy engines do the transfers of the tensor axis, so that concurrent
     compute is not delayed.
     overlap_data, overlap_tensor, overlap_pipeline: whether these transfers overlap with compute.

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
+from parity_runs import MODELS, assert_same, run
 from tolerances import unit_roundoff
-from training import MODELS, assert_same, run
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch

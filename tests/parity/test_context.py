@@ -6,8 +6,8 @@ ranks, the last pieces hold nothing but padding.
 import json
 
 import pytest
+from parity_runs import FEW, MODELS, assert_same, assert_same_bits, global_batch, run, share
 from tolerances import promised
-from training import FEW, MODELS, assert_same, assert_same_bits, global_batch, run, share
 
 from megaframe.config import RunConfig, load
 from megaframe.distributed.mesh import Mesh, world_size

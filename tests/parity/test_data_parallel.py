@@ -1,7 +1,7 @@
 """Data parallel ranks give the one-process loss, norm and weights, to 1e-10 in fp64."""
 
 import pytest
-from training import GLOBAL_BATCH, MODELS, STEPS, assert_same, assert_same_bits, run
+from parity_runs import GLOBAL_BATCH, MODELS, STEPS, assert_same, assert_same_bits, run
 
 
 @pytest.mark.quick(

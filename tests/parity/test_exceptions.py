@@ -5,8 +5,8 @@ much, and a run says so at its start; both are checked against two steps in fp64
 from pathlib import Path
 
 import pytest
+from parity_runs import MODELS, run
 from tolerances import PROMISE
-from training import MODELS, run
 
 from megaframe.config import RunConfig
 from megaframe.layout import Layout

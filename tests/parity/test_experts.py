@@ -5,7 +5,7 @@ each balance, with tensor, context, pipeline and data ranks, ZeRO and recompute.
 from functools import cache
 
 import pytest
-from training import FEW, assert_same, assert_same_bits, run
+from parity_runs import FEW, assert_same, assert_same_bits, run
 
 MOE = {"experts": 6, "ffn": 12, "top_k": 2, "balance_rate": 0.05, "balance_loss": 0.1}
 GATED = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}

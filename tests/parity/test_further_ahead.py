@@ -7,8 +7,8 @@ import json
 
 import pytest
 import torch
+from parity_runs import FEW, assert_same, run
 from tolerances import promised
-from training import FEW, assert_same, run
 
 from megaframe.config import load
 from megaframe.data.microbatch import IGNORE, Microbatch, look_ahead, part_of

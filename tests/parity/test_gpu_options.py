@@ -6,9 +6,9 @@ import os
 
 import pytest
 import torch
+from host_waits import nobody_waits
+from parity_runs import MODELS, assert_same, assert_same_bits, run
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import MODELS, assert_same, assert_same_bits, run
-from waits import nobody_waits
 
 from megaframe.architecture.pipeline import step_schedule
 from megaframe.architecture.stages import stage_plans
@@ -120,7 +120,7 @@ def test_the_tables_of_rotation_come_to_a_device_once():
 def run_watched(*given):
     """`run`, which fails if the host waits within an engine's step. The numbers of the previous
     step are read before it, when they are on the host already."""
-    import training
+    import parity_runs as training
 
     step = Engine.run
 

@@ -10,10 +10,10 @@ a GPU for each rank, the same cases run as CUDA graphs.
 import os
 from dataclasses import replace
 
+import fake_graph as tape
 import pytest
-import tape
 import torch
-from training import MODELS, deterministic, global_batch, on, share, with_documents
+from parity_runs import MODELS, deterministic, global_batch, on, share, with_documents
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import IGNORE

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from parity_runs import global_batch, share
 from tolerances import near
-from training import global_batch, share
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size

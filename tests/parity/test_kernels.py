@@ -5,11 +5,11 @@ The truth is the same run in fp64. The errors of plain code in fp32 are measured
 tolerance; with 8-bit products, so does what they lose where a number may round to either neighbour.
 """
 
+import parity_runs as training
 import pytest
 import torch
-import training
+from parity_runs import MODELS, run
 from tolerances import growth, unit_roundoff
-from training import MODELS, run
 
 from megaframe.config.schema import Kernels as Section
 from megaframe.errors import UserError

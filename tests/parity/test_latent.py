@@ -4,8 +4,8 @@ rank; their gradients, and those of the latents' norms, are summed over tensor r
 """
 
 import pytest
+from parity_runs import FEW, assert_same, run
 from test_tensor import one_block
-from training import FEW, assert_same, run
 
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4}
 YARN = {"kind": "yarn", "factor": 40, "original_length": 64, "high_frequency": 32}

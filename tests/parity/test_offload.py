@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from late import kept_away
+from entry_runs import losses, train
+from fake_streams import kept_away
+from parity_runs import FEW, MODELS, assert_same, assert_same_bits, run
 from test_health import built
-from test_pretrain import losses, train
-from training import FEW, MODELS, assert_same, assert_same_bits, run
 
 from megaframe.checkpoint.background import Background
 from megaframe.data_parallel.replicas import Replicas

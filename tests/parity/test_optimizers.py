@@ -5,7 +5,7 @@ under ZeRO, tensor, context and pipeline ranks, and replicas.
 from contextlib import contextmanager, nullcontext
 
 import pytest
-from training import FEW, MODELS, assert_same, run
+from parity_runs import FEW, MODELS, assert_same, run
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size

@@ -5,7 +5,7 @@ with chunks, uneven layers, tied embeddings, recompute, uneven masks, accumulati
 from itertools import pairwise
 
 import pytest
-from training import MODELS, assert_same, assert_same_bits, global_batch, run, share
+from parity_runs import MODELS, assert_same, assert_same_bits, global_batch, run, share
 
 from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig

@@ -5,7 +5,7 @@ equal to serial ones.
 
 import pytest
 import torch
-from training import MODELS, assert_same, deterministic, run
+from parity_runs import MODELS, assert_same, deterministic, run
 
 from megaframe.distributed.collectives import (
     all_gather,

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
-from kept import kept_by_block
+from parity_runs import FEW, MODELS, STEPS, assert_same, assert_same_bits, run
+from saved_bytes import kept_by_block
 from torch.distributed import _symmetric_memory
-from training import FEW, MODELS, STEPS, assert_same, assert_same_bits, run
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch

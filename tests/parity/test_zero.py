@@ -4,7 +4,7 @@ with tensor, context and pipeline ranks, recompute and many microbatches.
 
 import pytest
 import torch
-from training import MODELS, assert_same, assert_same_bits, run
+from parity_runs import MODELS, assert_same, assert_same_bits, run
 
 from megaframe.data_parallel.bucket import Bucket, Sharing
 from megaframe.data_parallel.buffers import Buffers

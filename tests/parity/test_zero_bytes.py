@@ -4,7 +4,7 @@ when overlapped, and bytes follow the closed forms, separately for slow links.
 
 import pytest
 import torch
-from training import MODELS, global_batch, run, share
+from parity_runs import MODELS, global_batch, run, share
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size

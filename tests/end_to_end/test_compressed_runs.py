@@ -1,0 +1,58 @@
+"""Whole runs with compressed gradients: resuming, also under another layout."""
+
+import pytest
+from entry_runs import lines, losses, train
+
+KINDS = {
+    "int8": {},
+    "topk": {"parallel__compress_keep": 0.05},
+    "powersgd": {"parallel__compress_keep": 1},
+}
+
+
+@pytest.mark.quick(when=lambda kind: kind == "powersgd")
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(kind, (4, 2, 3)) for kind in KINDS] + [("int8", (2, 1, 0)), ("topk", (2, 1, 2))],
+)
+def test_a_resumed_run_is_bitwise_one_that_never_stopped(kind, layout, pool, overrides, tmp_path):
+    ranks, replicas, zero = layout
+    keys = {
+        "parallel__compress": kind,
+        "parallel__zero": zero,
+        "parallel__data_replicate": replicas,
+        "train__precision": "fp32",
+        "train__microbatch": 1,
+        "optim__schedule": "constant",
+        "checkpoint__every": 3,
+        **KINDS[kind],
+    }
+    pool.run(ranks, train, overrides(run__dir=tmp_path / "whole", train__steps=6, **keys))
+    pool.run(ranks, train, overrides(train__steps=3, **keys))
+    pool.run(ranks, train, overrides(train__steps=6, checkpoint__resume="latest", **keys))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert "compression is dropped" not in (tmp_path / "run/run.log").read_text()
+
+
+def test_another_layout_drops_what_was_not_sent_and_says_so(pool, overrides, tmp_path):
+    keys = {"parallel__compress": "topk", "optim__schedule": "constant", "checkpoint__every": 3}
+    pool.run(2, train, overrides(train__steps=3, **keys))
+    resumed = overrides(
+        train__steps=6, checkpoint__resume="latest", **{**keys, "train__microbatch": 1}
+    )
+    pool.run(4, train, resumed)
+    assert "compression is dropped" in (tmp_path / "run/run.log").read_text()
+    assert len(losses(tmp_path / "run")) == 6
+
+
+def test_bytes_are_in_every_line(pool, overrides, tmp_path):
+    """Without sharding, only gradients are sent, which compression makes smaller."""
+    sent = {}
+    for kind in ("none", "int8"):
+        folder = tmp_path / kind
+        keys = {"parallel__compress": kind, "parallel__zero": 0, "train__steps": 3}
+        pool.run(2, train, overrides(run__dir=folder, **keys))
+        sent[kind] = [line["bytes"] for line in lines(folder)]
+        assert all(step.keys() == {"data", "world"} for step in sent[kind])
+        assert sent[kind][1]["data"] == sent[kind][2]["data"]
+    assert 0 < sent["int8"][2]["data"] < sent["none"][2]["data"] / 4

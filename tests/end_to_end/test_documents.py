@@ -1,0 +1,232 @@
+"""Every command of the README and of the guides runs, in order, in a copy of what git tracks.
+Links, keys and names in the documents are right."""
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from repo_copy import ROOT, copy_tracked
+
+from megaframe.config import RunConfig, load
+from megaframe.config.describe import COMMON, keys
+from megaframe.errors import UserError
+
+NOT_HERE = {
+    "make test": "is what runs this test",
+    ".venv/bin/python benchmarks/published.py --write": "test_predictions.py runs it",
+}
+GUIDES = (
+    "start",
+    "layout",
+    "long",
+    "resuming",
+    "evaluation",
+    "schedule",
+    "kernel",
+    "model",
+    "pipeline",
+    "tensor",
+    "experts",
+    "checkpoints",
+    "plan",
+    "prediction",
+    "dashboard",
+    "faults",
+    "clusters",
+    "gpu",
+)
+"""Guides in docs/, in the order in which their commands run."""
+SMALLER = "train.seq=64 train.global_batch=4 train.microbatch=2 train.eval_samples=4"
+"""Overrides for every run on the demo's data: an eighth of the work, and a shorter evaluation."""
+SHORTER = {"make demo": f'make demo OVERRIDES="train.steps=5 train.eval_every=5 {SMALLER}"'}
+
+
+def commands(text):
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """Return a copy of what git tracks, linked to this environment."""
+    folder = copy_tracked(tmp_path_factory.mktemp("clone"))
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+def shorter(command):
+    """Return the same command with less to compute."""
+    trains = "pretrain_gpt.py --config configs/demo" in command and "--dry-run" not in command
+    return SHORTER.get(command, f"{command} {SMALLER}" if trains else command)
+
+
+def run_all(found, clone):
+    """Run commands one after the other, and assert that each succeeds."""
+    environment = {**os.environ, "PYTHONPATH": str(clone)}
+    for command in found:
+        if command in NOT_HERE:
+            continue
+        result = subprocess.run(
+            ["bash", "-c", shorter(command)],
+            cwd=clone,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+
+
+README = commands((ROOT / "README.md").read_text())
+FIRST = next(number for number, command in enumerate(README) if "torchrun" in command)
+"""How many commands the README has before the first one with several ranks."""
+
+
+@pytest.fixture(scope="module")
+def begun(clone):
+    """Return the copy after the README's first commands."""
+    run_all(README[:FIRST], clone)
+    return clone
+
+
+def test_the_first_commands_of_the_readme_work(begun):
+    assert FIRST > 3 and README[0] == "make demo"
+    assert (begun / "runs/demo/metrics.jsonl").read_text().count("\n") == 5
+    assert (begun / "runs/demo/checkpoints/latest").exists()
+
+
+@pytest.mark.slow
+def test_the_other_commands_of_the_readme_and_then_of_the_guides_work(begun):
+    clone, found = begun, README[FIRST:]
+    guides = [line for name in GUIDES for line in commands((ROOT / f"docs/{name}.md").read_text())]
+    assert len(found) > 8 and {*NOT_HERE, *SHORTER} <= {*README, *guides}
+    run_all([*found, *guides], clone)
+    drawn, shown = (root / "docs/images/zb-v.svg" for root in (clone, ROOT))
+    assert drawn.read_text() == shown.read_text(), "the picture in the guide is another"
+
+
+def documents():
+    yield from (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md")))
+    yield from (ROOT / "benchmarks/README.md", ROOT / "kernels/README.md")
+
+
+def prose(document):
+    """Return a document without its code blocks."""
+    return re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+
+
+def headings(document):
+    """Yield the anchors of a document's headings, as GitHub makes them."""
+    for title in re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def test_links_of_the_documents_lead_somewhere():
+    for document in documents():
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(#[^)]+)?\)", prose(document)):
+            there = document.parent / target if target else document
+            assert there.exists(), f"{document.name}: {target}"
+            if anchor and there.suffix == ".md":
+                assert anchor[1:] in headings(there), f"{document.name}: {target}{anchor}"
+
+
+def test_the_index_names_every_guide_and_every_command_is_run():
+    index = (ROOT / "docs/README.md").read_text()
+    for document in ROOT.glob("docs/*.md"):
+        name = document.stem
+        assert name == "README" or f"({name}.md)" in index, f"docs/README.md lacks {name}.md"
+        assert name in GUIDES or not commands(document.read_text()), f"{name}.md is not run"
+
+
+def test_the_table_of_options_is_what_the_schema_says():
+    spec = importlib.util.spec_from_file_location("options_tool", ROOT / "tools/options.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert (ROOT / "docs/options.md").read_text() == tool.table(), (
+        "run: python tools/options.py > docs/options.md"
+    )
+    assert all(f"`{name}`" in tool.table() for name, key in keys().items() if not key.section)
+    rows = re.findall(r"^\| `([a-z_.0-9]+)`", tool.table(), re.MULTILINE)
+    assert tuple(rows[: len(COMMON)]) == COMMON, "the page begins with what --help shows"
+
+
+FILES = ("run.log", "model.py", "plan.html", "data.py", "train.py")
+"""Names of files that look like keys."""
+PAST = ("log", "CHANGELOG", "prediction")
+"""Documents that record the past, and may name keys and files that no longer exist."""
+
+
+def named_keys(document):
+    """Yield what looks like a key between backticks. On the page for users of other trainers only
+    the last column of tables counts, because the first has those trainers' keys."""
+    text = document.read_text()
+    if document.stem == "coming":
+        rows = [line.strip("| ").rpartition(" | ")[2] for line in text.splitlines()]
+        text = "\n".join(rows)
+    for quoted in re.findall(r"`([a-z_]+\.[a-z0-9_.]+(?:=[^`]*)?)`", text):
+        for name in re.split(r" (?=[a-z_]+\.[a-z_.]+=)", quoted):
+            if name.partition(".")[0] in RunConfig.model_fields and name not in FILES:
+                yield name
+
+
+BESIDE = {
+    "model.moe": ["model.moe.experts=8"],
+    "model.latent": [
+        f"model.latent.{key}=8" for key in ("kv_rank", "head_dim", "rotary_dim", "value_dim")
+    ],
+    "parallel.compress": ["parallel.data_replicate=2"],
+}
+"""Overrides that are needed together with keys of these prefixes."""
+
+
+def mistake(name):
+    """Return what is wrong with a key or its value, or None."""
+    key, equals, value = name.partition("=")
+    if key not in keys():
+        return "no such key"
+    beside = [more for part, some in BESIDE.items() if key.startswith(part) for more in some]
+    try:
+        if equals and not value.isupper():  # capitals are a placeholder
+            load(None, [*beside, name])
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_keys_that_documents_name_exist_and_take_what_is_given():
+    told = [(d, name) for d in documents() if d.stem not in PAST for name in named_keys(d)]
+    wrong = [f"{d.name}: {name}: {said}" for d, name in told if (said := mistake(name))]
+    assert not wrong and len(told) > 300
+
+
+def defined(path):
+    """Yield the names of a module's functions, classes, methods (with their class) and values."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            functions = (n for n in node.body if isinstance(n, ast.FunctionDef))
+            yield from (f"{node.name}.{function.name}" for function in functions)
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def test_what_guides_say_is_in_a_file_is_there():
+    """Names after a link to a module exist there: functions with (), and capitalised names."""
+    found = 0
+    for document in ROOT.glob("docs/*.md"):
+        for path, after in re.findall(r"\]\(([^)]+\.py)\)((?:(?!\]\().)*)", document.read_text()):
+            names = set(defined(document.parent / path))
+            for name in re.findall(r"`([\w.]+\(\)|[A-Z]\w+)`", after):
+                assert name.removesuffix("()") in names, f"{document.name}: {path} has no {name}"
+                found += 1
+    assert found > 60
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    assert "make test-all\n" in (ROOT / ".ci/run").read_text()
+    assert "`make test-all`" in prose(ROOT / "README.md")
+    assert "make test" in README

@@ -1,0 +1,154 @@
+"""Ranks that die, stop or never start: the others end in time, and name the one at fault."""
+
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_process import Program, places, stuck_after
+
+from megaframe.distributed.watchdog import at_fault
+from megaframe.errors import EXIT_LOST_RANKS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pretrain_gpt
+
+MARGIN = 12.0
+"""Seconds after the timeout within which all ranks must end."""
+
+
+@pytest.fixture
+def launch(overrides, tmp_path):
+    """launch(ranks, world, programs={}, **changes) -> processes; errors go to tmp_path/RANK."""
+    started = []
+
+    def make(ranks, world, programs=None, **changes):
+        keys = overrides(**{"model__layers": 4, "train__steps": 10**6, **changes})
+        for rank, place in enumerate(places(world)):
+            if rank in ranks:
+                program = (programs or {}).get(rank, pretrain_gpt.main)
+                errors = tmp_path / str(rank)
+                started.append(Program(program, words=keys, environment=place, errors=errors))
+        return started
+
+    yield make
+    for process in started:
+        process.kill()
+
+
+def wait_for_steps(folder, processes):
+    metrics = folder / "run/metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert all(process.poll() is None for process in processes), told(folder, processes)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def told(folder, processes):
+    """Return what each rank wrote to standard error."""
+    return [(folder / str(rank)).read_text() for rank in range(len(processes))]
+
+
+def end(processes, limit):
+    deadline = time.monotonic() + limit
+    for process in processes:
+        assert process.wait(max(0.0, deadline - time.monotonic())) == EXIT_LOST_RANKS
+
+
+@pytest.mark.quick(when=lambda victim: victim == 3)
+@pytest.mark.parametrize(
+    ("axes", "victim", "how", "name"),
+    [
+        ((2, 2, 2), 3, signal.SIGKILL, "rank 3 (pipeline 1, data 1: stages 1, 3) is gone"),
+        ((2, 2, 1), 0, signal.SIGKILL, "rank 0 (pipeline 0, data 0: stage 0) is gone"),
+        ((3, 1, 1), 1, signal.SIGSTOP, "rank 1 (pipeline 1, data 0: stage 1) is gone or stuck"),
+    ],
+)
+def test_a_rank_that_is_lost_is_named_by_all_others(axes, victim, how, name, launch, tmp_path):
+    """This includes ranks that communicate only with ranks that have left, and the loss of rank 0,
+    which has the store."""
+    pipeline, data, chunks = axes
+    timeout = 5 if how is signal.SIGSTOP else 15
+    world = pipeline * data
+    processes = launch(
+        range(world),
+        world,
+        parallel__pipeline=pipeline,
+        parallel__data=data,
+        parallel__chunks=chunks,
+        parallel__schedule="interleaved" if chunks > 1 else "1f1b",
+        parallel__timeout=timeout,
+        train__microbatch=1,
+    )
+    wait_for_steps(tmp_path, processes)
+    lost = processes[victim]
+    lost.send_signal(how)
+    others = [process for process in processes if process is not lost]
+    end(others, timeout + MARGIN)
+    for rank, text in enumerate(told(tmp_path, processes)):
+        if rank != victim:
+            assert text.startswith(f"error: rank {rank}: {name}"), text
+            assert "Traceback" not in text and text.count(" is gone") == 1
+    if how is signal.SIGSTOP:  # a rank that wakes up alone ends, too
+        lost.send_signal(signal.SIGCONT)
+        end([lost], timeout + MARGIN)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_its_own_code_is_named_and_says_where(launch, tmp_path):
+    timeout = 5
+    processes = launch(
+        range(2),
+        2,
+        {1: partial(stuck_after, 3)},
+        parallel__pipeline=2,
+        parallel__timeout=timeout,
+    )
+    end(processes, 60 + timeout + MARGIN)
+    other, own = told(tmp_path, processes)
+    name = "rank 1 (pipeline 1, data 0: stage 1) is alive, but stuck or too slow"
+    assert other.startswith(f"error: rank 0: {name}")
+    assert own.startswith(f"error: rank 1: {name}") and "in stuck_for_ever" in own
+
+
+def test_a_rank_that_never_comes_ends_the_others_with_a_message(launch, tmp_path):
+    processes = launch([0, 1], 3, parallel__data=3, parallel__timeout=3, train__global_batch=6)
+    end(processes, 60)
+    for text in told(tmp_path, processes):
+        assert "Traceback" not in text
+        assert "the 3 ranks did not all meet at 127.0.0.1:" in text
+        assert "within parallel.timeout=3 s" in text
+
+
+ranks = st.integers(0, 7)
+
+
+@settings(deadline=None)
+@given(
+    dead=st.sets(ranks, min_size=1, max_size=3),
+    late=st.sets(ranks, max_size=3),
+    groups=st.lists(st.sets(ranks, min_size=2), min_size=1, max_size=8),
+)
+def test_the_dead_are_at_fault_and_never_those_who_lost_them_or_answer(dead, late, groups):
+    """In every group with a dead rank, members lose contact with all others."""
+    alive = set(range(8)) - dead
+    reporting = alive - late
+    lost = {}
+    for group in groups:
+        if group & dead:
+            for rank in group & reporting:
+                lost.setdefault(rank, set()).update(group - {rank})
+    seen = set().union(*lost.values()) & dead if lost else set()
+    assert at_fault(lost, answered=alive) == tuple(sorted(seen))
+
+
+def test_who_answers_is_at_fault_only_if_nobody_is_silent():
+    assert at_fault({0: [1, 2]}, answered={0, 2}) == (1,)
+    assert at_fault({0: [1], 2: [1]}, answered={0, 1, 2}) == (1,)
+    assert at_fault({0: [1], 1: [0]}, answered={0, 1}) == ()

@@ -1,0 +1,118 @@
+"""Whole runs with options of optimizers: resuming, types of state, averages, and the dry run."""
+
+import sys
+
+import pytest
+import torch
+from entry_runs import losses, pretrain_gpt, train
+
+from megaframe.checkpoint import Slice, open_checkpoint
+from megaframe.checkpoint.train_state import new_state, without_missing
+from megaframe.errors import UserError
+from megaframe.training.generation import load_model
+
+EVERY = {"optim__schedule": "constant", "checkpoint__every": 6, "train__precision": "fp32"}
+
+
+@pytest.mark.quick(when=lambda optim: optim["optim__name"] == "muon")
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"optim__name": "muon", "optim__state": "int8", "optim__ema": 0.9},
+        {"optim__name": "lion", "optim__state": "bf16", "optim__lr": 0.001},
+    ],
+)
+def test_a_resumed_run_is_that_which_never_stopped_to_the_last_bit(
+    optim, pool, overrides, tmp_path
+):
+    parallel = {"parallel__zero": 1, "parallel__tensor": 2}
+    pool.run(2, train, overrides(run__dir=tmp_path / "whole", **EVERY, **optim, **parallel))
+    pool.run(2, train, overrides(train__steps=6, **EVERY, **optim, **parallel))
+    pool.run(2, train, overrides(checkpoint__resume="latest", **EVERY, **optim, **parallel))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_ranks_another_optimizer_and_other_frozen_weights(
+    pool, overrides, tmp_path
+):
+    every = {**EVERY, "train__precision": "fp64", "train__global_batch": 32, "optim__lr": 0.01}
+    parts = [
+        (1, {"optim__state": "int8", "optim__frozen": "[blocks.0.*]"}),
+        (2, {"optim__frozen": "[embedding.*]", "parallel__zero": 3}),
+        (2, {"optim__name": "muon", "optim__ema": 0.5, "parallel__tensor": 2}),
+        (4, {"optim__name": "muon", "optim__ema": 0.5, "parallel__zero": 2}),
+    ]
+    weights = []
+    for number, (ranks, keys) in enumerate(parts, 1):
+        resume = {"checkpoint__resume": "latest"} if number > 1 else {}
+        pool.run(ranks, train, overrides(train__steps=6 * number, **every, **keys, **resume))
+        _, stage = load_model(tmp_path / "run/checkpoints")
+        weights.append({p.spec.name: p.value for p in stage.parameters()})
+    found = losses(tmp_path / "run")
+    assert found[-1] < 0.9 * found[0]
+
+    def same(name, one, other):
+        return torch.equal(weights[one][name], weights[other][name])
+
+    assert not same("blocks.0.mlp.up.weight", 0, 1)
+    assert same("embedding.tokens.weight", 0, 1) and not same("embedding.tokens.weight", 1, 2)
+
+
+def test_the_average_is_saved_and_used(pool, overrides, tmp_path):
+    keys = {**EVERY, "optim__ema": 0.6, "optim__frozen": "[blocks.1.*]", "train__steps": 6}
+    pool.run(2, train, overrides(**keys, parallel__zero=2))
+    folder = tmp_path / "run/checkpoints"
+    _, plain = load_model(folder)
+    _, averaged = load_model(folder, ema=True)
+    for one, other in zip(plain.parameters(), averaged.parameters(), strict=True):
+        assert one.spec.name == other.spec.name
+        frozen = one.spec.name.startswith("blocks.1.")
+        assert torch.equal(one.value, other.value) == frozen
+        torch.testing.assert_close(one.value, other.value, rtol=0, atol=0.06)
+    pool.run(
+        1, train, overrides(**{**keys, "run__dir": tmp_path / "without", "optim__ema": "null"})
+    )
+    with pytest.raises(UserError, match="has no average of weights; train with optim"):
+        load_model(tmp_path / "without/checkpoints", ema=True)
+
+
+def test_state_that_is_not_saved_is_named_and_starts_anew():
+    tensor = torch.zeros(2)
+    wanted = ["a", "b", *(f"optimizer.{kind}/{n}" for kind in ("mean", "ema") for n in "ab")]
+    slices = [Slice(name, (2,), (0,), tensor) for name in wanted]
+    saved = {"a", "b", "optimizer.mean/a", "optimizer.square/a"}
+    assert [part.name for part in without_missing(slices, saved)] == [
+        "a", "b", "optimizer.mean/a", "a", "b",
+    ]  # fmt: skip
+    assert list(new_state(slices, saved)) == [
+        "the checkpoint has no optimizer state `mean` of b; it starts from zero",
+        "the checkpoint has no optimizer state `ema` of a and 1 more; it starts from the weights",
+    ]
+    assert list(new_state(slices[:3], saved)) == []
+    missing = [Slice("c", (2,), (0,), tensor)]
+    assert without_missing(missing, saved) == missing  # a missing weight fails later, in the load
+
+
+def test_a_checkpoint_in_8_bits_holds_what_any_run_can_load(pool, overrides, tmp_path):
+    pool.run(1, train, overrides(**EVERY, optim__state="int8", train__steps=6))
+    with open_checkpoint(tmp_path / "run/checkpoints/step-00000006") as checkpoint:
+        for name, saved in checkpoint.tensors.items():
+            plain = name.partition("/")[2] or name
+            assert saved.shape == checkpoint.tensors[plain].shape
+            assert saved.dtype == "F32"
+
+
+def test_the_dry_run_says_how_every_parameter_is_trained(overrides, capsys, monkeypatch):
+    keys = {"optim__name": "muon", "optim__frozen": "[head.*]", "optim__state": "bf16"}
+    keys |= {"optim__groups__embedding__lr": 0.5, "optim__lr": 0.02, "model__bias": True}
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--dry-run", *overrides(**keys)])
+    pretrain_gpt.main()
+    text = capsys.readouterr().out
+    assert "optimizer   muon, state as bf16" in text
+    words = [line.split() for line in text.splitlines()]
+    assert ["matrix", "muon", "8", "6,144", "0.02", "0.1"] in words
+    assert ["embedding", "adamw", "1", "976", "0.01", "0.1"] in words
+    assert ["head", "frozen", "1", "976", "-", "-"] in words
+    assert ["vector", "adamw", "16", "416", "0.02", "0"] in words
+    assert ["vector", "frozen", "2", "32", "-", "-"] in words

@@ -1,0 +1,479 @@
+"""Whole runs through the entry: resuming, layouts, evaluation, and the messages for mistakes."""
+
+import math
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from entry_runs import lines, losses, pretrain_gpt, train
+from rank_process import Program
+from tolerances import near, promised
+
+from megaframe.checkpoint import locate
+from megaframe.checkpoint.manifest import MANIFEST, decode, encode
+from megaframe.config.describe import keys
+from megaframe.data.indexed import TokenFileWriter
+
+LEARN = {"train__steps": 60, "train__global_batch": 32, "train__microbatch": 16, "optim__lr": 0.03}
+
+
+SOMETIMES = {"time_max", "time_min", "stages", "stragglers", "bandwidth", "resumed_after"}
+"""Keys that a line has only with several ranks, or after a resume."""
+
+
+def test_a_run_learns_and_leaves_its_records(pool, overrides, tmp_path):
+    pool.run(1, train, overrides(**{**LEARN, "train__eval_every": 30, "checkpoint__every": 25}))
+    found = lines(tmp_path / "run")
+    assert found[0]["loss"] == pytest.approx(math.log(61), rel=0.05)
+    assert found[-1]["loss"] < 0.7 * found[0]["loss"]
+    for key in (
+        "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_second",
+        "mfu", "hfu", "memory_bytes", "seconds", "time",
+    ):  # fmt: skip
+        assert found[-1][key] is not None
+    assert found[-1]["tokens"] == 32 * 16
+    assert found[59]["eval_perplexity"] == pytest.approx(math.exp(found[59]["eval_loss"]))
+    assert "eval_loss" not in found[30]
+    saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
+    assert saved == ["step-00000050", "step-00000060"]
+    assert (tmp_path / "run/config.yaml").exists()
+
+
+@pytest.mark.quick(when=lambda documents: documents)
+@pytest.mark.parametrize("documents", [False, True])
+def test_ranks_do_not_change_the_run(documents, pool, overrides, tmp_path):
+    """Data order, losses and evaluation stay the same, with masks and a growing batch."""
+    runs = {}
+    for ranks, microbatch in ((1, 8), (2, 2), (4, 1)):
+        folder = tmp_path / f"run{ranks}"
+        extra = {}
+        if documents:
+            extra = {
+                "data__mask_eod": True,
+                "data__reset_attention": True,
+                "data__reset_positions": True,
+            }
+        keys = overrides(
+            run__dir=folder,
+            train__microbatch=microbatch,
+            train__batch_ramp="{start: 8, increment: 8, samples: 40}",
+            train__global_batch=16,
+            train__eval_every=4,
+            train__eval_samples=13,
+            **extra,
+        )
+        pool.run(ranks, train, keys)
+        runs[ranks] = lines(folder)
+    for line, *others in zip(runs[1], runs[2], runs[4], strict=True):
+        for other in others:
+            assert other.keys() - SOMETIMES == line.keys() - SOMETIMES
+            for key in {"loss", "grad_norm", "eval_loss", "tokens"} & line.keys():
+                assert other[key] == promised(line[key])
+    assert [line["tokens"] // 16 for line in runs[1]] == [8] * 5 + [16] * 7
+
+
+@pytest.mark.parametrize(
+    "axes", [("data",), pytest.param(("pipeline", "context", "tensor"), marks=pytest.mark.slow)]
+)
+def test_each_source_is_evaluated_and_no_layout_changes_what_it_comes_to(
+    axes, pool, corpus, overrides, tmp_path
+):
+    with TokenFileWriter(str(tmp_path / "other"), np.dtype(np.uint16)) as writer:
+        for start in range(30):
+            writer.append(np.arange(start, start + 31).astype(np.uint16))
+
+    def evaluated(ranks, name, *sources, **changes):
+        folder = tmp_path / name
+        changes = {"train__eval_samples": 42, **changes}
+        keys = overrides(run__dir=folder, train__eval_every=6, **changes)
+        given = ", ".join(f"{{path: {path}, split: {split}}}" for path, split in sources)
+        pool.run(ranks, train, [*keys, f"data.sources=[{given}]"])
+        return lines(folder)[-1]
+
+    trained, held_out = (corpus, [0.8, 0.2, 0]), (tmp_path / "other", [0, 1, 0])
+    one = evaluated(1, "one", trained, held_out)
+    assert one["eval_losses"].keys() == {"tokens", "other"}
+    assert one["eval_loss"] == near(sum(one["eval_losses"].values()) / 2, 4)
+    alone = evaluated(1, "alone", trained, train__eval_samples=21)
+    assert "eval_losses" not in alone
+    assert alone["eval_loss"] == promised(one["eval_losses"]["tokens"])
+    for axis in axes:
+        changes = {f"parallel__{axis}": 2, "train__microbatch": 1}
+        other = evaluated(2, axis, trained, held_out, **changes)
+        assert other["eval_losses"] == promised(one["eval_losses"])
+        assert other["eval_loss"] == promised(one["eval_loss"])
+
+
+def test_a_killed_run_continues_on_the_same_curve(pool, overrides, tmp_path):
+    steps = {"train__steps": 40, "checkpoint__every": 4, "model__dropout": 0.1}
+    pool.run(1, train, overrides(run__dir=tmp_path / "whole", **steps))
+    keys = [*overrides(**steps), "checkpoint.resume=latest"]
+    for at_least in (6, 17):
+        process = Program(pretrain_gpt.main, words=keys)
+        wait_for_lines(tmp_path / "run/metrics.jsonl", at_least, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    pool.run(1, train, keys)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def wait_for_lines(path, count, process):
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        if path.exists() and path.read_text().count("\n") >= count:
+            return
+        time.sleep(0.002)
+    # On a fast machine the run may have ended; then nothing is killed, and the curves agree anyway.
+
+
+def test_resume_under_other_ranks_and_a_longer_run(pool, overrides, tmp_path):
+    """The order of the data does not depend on the length of the run."""
+    constant = {"optim__schedule": "constant", "checkpoint__every": 6}
+    pool.run(1, train, overrides(run__dir=tmp_path / "whole", train__steps=12, **constant))
+    pool.run(2, train, overrides(train__steps=6, **constant))
+    log = tmp_path / "run/run.log"
+    assert "resumed" not in log.read_text()
+    more = overrides(train__steps=12, checkpoint__resume="latest", train__microbatch=1, **constant)
+    pool.run(4, train, more)
+    assert losses(tmp_path / "run") == promised(losses(tmp_path / "whole"))
+    first, second = (f"{tmp_path}/run/checkpoints/step-000000{step}" for step in ("06", "12"))
+    changed = "train.steps: 6 there, 12 here; train.microbatch: 2 there, 1 here"
+    assert f"resumed from step 6 of {first}\nchanged since then: {changed}\n" in log.read_text()
+    size = log.stat().st_size
+    pool.run(4, train, more)
+    text = log.read_text()[size:]
+    assert f"resumed from step 12 of {second}\n" in text and "changed" not in text
+    finished = "the run is finished: step 12 of train.steps=12; to train longer, raise train.steps"
+    assert finished in text
+    assert len(lines(tmp_path / "run")) == 12
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_run_folder_is_as_good_as_its_checkpoints(elsewhere, pool, overrides, tmp_path):
+    """Also if it was moved, and if its checkpoints are in another folder."""
+    home = tmp_path / "saved" if elsewhere else tmp_path / "moved/checkpoints"
+    where = {"checkpoint__folder": home} if elsewhere else {}
+    pool.run(1, train, overrides(checkpoint__every=6, **where))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    places = [tmp_path / "moved", home, home / "step-00000012"]
+    for number, path in enumerate(places):
+        assert locate(str(path), "--checkpoint") == home / "step-00000012"
+        name = tmp_path / str(number)
+        pool.run(1, train, overrides(run__dir=f"{name}-new", checkpoint__weights=path))
+        pool.run(
+            1, train, overrides(run__dir=f"{name}-on", checkpoint__resume=path, train__steps=13)
+        )
+        text = Path(f"{name}-on/run.log").read_text()
+        assert f"resumed from step 12 of {home}/step-00000012" in text
+        assert lines(Path(f"{name}-on"))[0]["step"] == 13
+
+
+LAYOUTS = (
+    (1, {}),
+    (2, {"pipeline": 2, "chunks": 2, "schedule": "zb-v"}),
+    (4, {"pipeline": 2, "data": 2, "chunks": 3, "schedule": "interleaved"}),
+    (4, {"pipeline": 4, "schedule": "zb-h1", "layers_per_stage": "[1, 2, 1, 2]"}),
+    (4, {"tensor": 2, "pipeline": 2, "schedule": "1f1b"}),
+    (4, {"tensor": 2, "data": 2}),
+    (4, {"zero": 3}),
+    (4, {"tensor": 2, "zero": 2}),
+    (2, {"zero": 3, "data_replicate": 2}),
+    (4, {"pipeline": 2, "chunks": 3, "schedule": "interleaved", "zero": 1}),
+)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [LAYOUTS[1], LAYOUTS[5], LAYOUTS[8]],  # pipeline, tensor and data ranks
+        pytest.param(LAYOUTS, marks=pytest.mark.slow),
+    ],
+)
+def test_resume_under_other_layouts(layouts, pool, overrides, tmp_path):
+    """Each part of the run has another layout and schedule; tied weights are saved once."""
+    every = {
+        "model__layers": 6,
+        "model__tie_embeddings": True,
+        "model__dropout": 0.1,
+        "optim__schedule": "constant",
+        "checkpoint__every": 2,
+        "train__microbatch": 1,
+        "train__eval_every": 2,
+        "train__eval_samples": 6,
+    }
+    pool.run(
+        1, train, overrides(run__dir=tmp_path / "whole", train__steps=2 * len(layouts), **every)
+    )
+    for part, (ranks, parallel) in enumerate(layouts, 1):
+        keys = {f"parallel__{key}": value for key, value in parallel.items()}
+        resumed = {"train__steps": 2 * part, "checkpoint__resume": "latest"}
+        pool.run(ranks, train, overrides(**every, **resumed, **keys))
+    for line, other in zip(lines(tmp_path / "run"), lines(tmp_path / "whole"), strict=True):
+        assert other.keys() - SOMETIMES == line.keys() - SOMETIMES
+        for key in {"loss", "grad_norm", "eval_loss", "tokens"} & line.keys():
+            assert line[key] == promised(other[key])
+
+
+def test_gradients_that_are_not_finite_are_named_on_every_stage(pool, overrides, tmp_path):
+    keys = {
+        "train__precision": "fp16",
+        "optim__loss_scale": 2.0**40,
+        "parallel__pipeline": 2,
+        "train__steps": 2,
+    }
+    pool.run(2, train, overrides(**keys))
+    log = (tmp_path / "run/run.log").read_text()
+    assert re.search(r"step 1: gradients of blocks\.\d.* \(first in the backward pass of", log)
+    assert lines(tmp_path / "run")[0]["skipped"] == 1.0
+
+
+def test_runs_are_bitwise_equal(pool, overrides, tmp_path):
+    keys = {"train__precision": "bf16", "run__deterministic": True, "model__dropout": 0.2}
+    for name in "ab":
+        pool.run(2, train, overrides(run__dir=tmp_path / name, **keys))
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_precision_learns(precision, pool, overrides, tmp_path):
+    keys = {**LEARN, "train__precision": precision, "optim__loss_scale": 2.0**30}
+    pool.run(1, train, overrides(**keys))
+    found = lines(tmp_path / "run")
+    assert found[-1]["loss"] < 0.7 * math.log(61)
+    skipped = [line["skipped"] for line in found]
+    assert bool(sum(skipped)) == (precision == "fp16")
+    if precision == "fp16":
+        assert skipped[0] and not skipped[-1] and found[-1]["loss_scale"] < 2.0**30
+
+
+def test_checkpoint_every_0_saves_none(pool, overrides, tmp_path):
+    pool.run(1, train, overrides())
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+class TestMistakes:
+    """A mistake gives one message on standard error, exit status 2, and no half-written files."""
+
+    @pytest.fixture
+    def mistake(self, overrides, capsys, monkeypatch):
+        def make(*words, **changes):
+            monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *overrides(**changes)])
+            with pytest.raises(SystemExit) as status:
+                pretrain_gpt.main()
+            text = capsys.readouterr().err
+            assert status.value.code == 2
+            assert text.startswith("error: ") and "Traceback" not in text
+            for word in words:
+                assert str(word) in text, text
+            return text
+
+        return make
+
+    def test_unknown_key(self, mistake, tmp_path):
+        mistake("model.hiden", "model.hidden", model__hiden=3)
+        assert not (tmp_path / "run").exists()
+
+    def test_wrong_type_and_all_at_once(self, mistake):
+        mistake("train.steps", "model.heads", "optim.lr", train__steps="many", model__heads=0,
+                optim__lr=-1)  # fmt: skip
+
+    def test_batch_that_does_not_divide(self, mistake):
+        mistake("train.global_batch", "7", "6 or 8", train__global_batch=7)
+
+    def test_axis_without_a_room(self, mistake):
+        mistake("parallel.tensor", "2", parallel__tensor=2)
+
+    def test_missing_data(self, mistake, tmp_path):
+        mistake("nowhere", data__sources=f"[{{path: {tmp_path}/nowhere}}]")
+        assert not (tmp_path / "run").exists()
+
+    def test_truncated_data(self, mistake, corpus, tmp_path):
+        for suffix in (".bin", ".idx"):
+            whole = Path(corpus + suffix).read_bytes()
+            (tmp_path / f"cut{suffix}").write_bytes(whole[: len(whole) - 10])
+        mistake("cut", data__sources=f"[{{path: {tmp_path}/cut}}]")
+
+    def test_foreign_data(self, mistake, tmp_path):
+        (tmp_path / "foreign.bin").write_bytes(b"x" * 1000)
+        (tmp_path / "foreign.idx").write_bytes(b"<html>" * 100)
+        mistake("foreign.idx", data__sources=f"[{{path: {tmp_path}/foreign}}]")
+
+    def test_ids_beyond_the_vocabulary(self, mistake):
+        mistake("model.vocab", "50", model__vocab=50)
+
+    def test_no_vocabulary(self, mistake):
+        mistake("model.vocab", model__vocab="null")
+
+    def test_sample_longer_than_the_data(self, mistake):
+        mistake("train.seq", "100000", train__seq=100000, train__steps=1)
+
+    def test_missing_checkpoint(self, mistake, tmp_path):
+        mistake("absent", checkpoint__resume=tmp_path / "absent")
+        mistake("absent", checkpoint__weights=tmp_path / "absent")
+        # `latest` is for resuming only: missing weights never become a silent fresh start.
+        mistake("checkpoint.weights=latest", "no such folder", checkpoint__weights="latest")
+        assert not (tmp_path / "run").exists()
+
+    def test_another_model(self, mistake, pool, corpus, overrides):
+        pool.run(1, train, overrides(checkpoint__every=12))
+        mistake("model.layers", "2", "3", model__layers=3, checkpoint__resume="latest")
+        text = mistake("model.norm_eps: 1e-05 there, 0.001 here", "checkpoint.weights=",
+                       model__norm_eps=1e-3, checkpoint__resume="latest")  # fmt: skip
+        assert "model.hidden" not in text
+        mistake("model.window: null there, [8, null] here",
+                model__window="[8, null]", checkpoint__resume="latest")  # fmt: skip
+        mistake("train.seq: 16 there, 8 here", train__seq=8, checkpoint__resume="latest")
+        mistake("run.seed: 1234 there, 5 here", run__seed=5, checkpoint__resume="latest")
+        held_out = f"[{{path: {corpus}, split: [1, 0, 0]}}]"
+        mistake("data.sources, split of tokens: [0.8, 0.2, 0.0] there, [1.0, 0.0, 0.0] here",
+                data__sources=held_out, checkpoint__resume="latest")  # fmt: skip
+        inside = {"model__rotary_scaling": "{kind: yarn, factor: 2.0}"}
+        text = mistake("model.rotary_scaling.factor: 1.0 there, 2.0 here",
+                       **inside, checkpoint__resume="latest")  # fmt: skip
+        assert "{" not in text
+
+    def test_a_checkpoint_of_a_newer_version(self, mistake, pool, overrides, tmp_path):
+        pool.run(1, train, overrides(checkpoint__every=12))
+        path = tmp_path / "run/checkpoints/step-00000012"
+        rewrite(path, lambda config: config["model"].update(newer=True))
+        mistake(path, "model.newer", "version", checkpoint__resume="latest")
+        mistake("model.newer", run__dir=tmp_path / "new", checkpoint__weights=path)
+
+    def test_a_fresh_start_over_another_run(self, mistake, pool, overrides, tmp_path):
+        pool.run(1, train, overrides())
+        before = (tmp_path / "run/metrics.jsonl").read_bytes()
+        mistake("run.dir", "checkpoint.resume=latest")
+        assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+    def test_a_run_folder_that_cannot_be_written(self, mistake, tmp_path):
+        (tmp_path / "file").write_text("")
+        told = mistake("Not a directory", "run.dir", run__dir=tmp_path / "file" / "run")
+        assert "make room" not in told
+
+
+def test_dry_run_prints_and_touches_nothing(overrides, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--dry-run", *overrides()])
+    pretrain_gpt.main()
+    text = capsys.readouterr().out
+    count = 61 * 16 * 2 + 2 * (12 * 16 * 16 + 2 * 16) + 16
+    for words in ("hidden: 16", f"{count:,} in", "1 rank", "total"):
+        assert words in text, text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_warm_up_longer_than_the_run_is_a_warning(overrides, pool, tmp_path):
+    """It is no error, because a first try is often a few steps of a config with a long warm-up."""
+    pool.run(1, train, overrides(train__steps=2, optim__warmup=8))
+    found = [line["lr"] for line in lines(tmp_path / "run")]
+    assert found == pytest.approx([0.01 / 9, 0.02 / 9])
+    warning = "optim.warmup=8 is longer than train.steps=2: the learning rate is still rising"
+    assert warning in (tmp_path / "run/run.log").read_text()
+
+
+def test_explain_and_help(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--explain", "train.seq"])
+    pretrain_gpt.main()
+    assert "Tokens per sample" in capsys.readouterr().out
+    texts = {}
+    for words in (("--help",), ("-h",), ("--help", "all")):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+        with pytest.raises(SystemExit) as status:
+            pretrain_gpt.main()
+        assert status.value.code == 0
+        texts[words] = capsys.readouterr().out
+    usual, _, everything = texts.values()
+    assert texts["-h",] == usual
+    assert len(usual.splitlines()) <= 40 and max(map(len, usual.splitlines())) <= 100
+    for words in ("train.seq", "--dry-run", "--gpus N", "--explain KEY", "configs/demo.yaml"):
+        assert words in usual and words in everything
+    assert "faults.compare_every" not in usual
+    assert all(f" {name} " in everything for name, key in keys().items() if not key.section)
+    assert "Takes one of fp32, bf16, fp16, fp64." in " ".join(everything.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tensor-model-parallel-size", "8"], ["tensor_model_parallel_size is parallel.tensor"]),
+        (["--lr=3e-4", "--bogus"], ["--lr: did you mean optim.lr?", "--bogus: did you mean "]),
+        (["--dry_run"], ["--dry_run: did you mean --dry-run?"]),
+        (["--help", "optim.lr"], ["invalid choice: 'optim.lr'"]),
+        (["optim.lr", "3e-4"], ["'optim.lr' is not of the form section.key=value"]),
+        (["tensor_model_parallel_size=8"], ["tensor_model_parallel_size is parallel.tensor"]),
+    ],
+)
+def test_command_lines_of_other_programs(words, said, overrides, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words, *overrides()])
+    with pytest.raises(SystemExit) as status:
+        pretrain_gpt.main()
+    text = capsys.readouterr().err
+    assert status.value.code == 2 and "Traceback" not in text
+    assert all(line in text for line in said), text
+    assert not (tmp_path / "run").exists()
+
+
+def test_overrides_may_be_spaced_and_stand_before_and_after_options(capsys, monkeypatch):
+    words = ["optim.lr", "=", "3e-3", "--config", "demo", "train.steps=7", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words, "run.seed=9", "run.device=cpu"])
+    pretrain_gpt.main()
+    text = capsys.readouterr().out
+    assert "  lr: 0.003\n" in text and "  steps: 7\n" in text and "  seed: 9\n" in text
+
+
+def test_a_run_first_says_its_size_device_data_layout_and_kernels(pool, overrides, tmp_path):
+    """In this order and before anything else; what few users need is only in the log."""
+    folder = tmp_path / "run"
+    pool.run(2, train, overrides(parallel__pipeline=2, parallel__chunks=1, train__steps=1))
+    log = (folder / "run.log").read_text().splitlines()
+    first = ("parameters", "device", "data", "batch", "layout", "kernels:")
+    assert tuple(line.split()[0] for line in log[: len(first)]) == first
+    assert log[0].startswith("parameters  8,")
+    assert re.fullmatch(r"device      CPU \(.+\) with \d+ threads? a rank, in fp64", log[1])
+    tokens, samples = re.fullmatch(
+        r"data        ([\d,]+) tokens: ([\d,]+) samples of 16 in 1 source", log[2]
+    ).groups()
+    assert int(tokens.replace(",", "")) == 16 * int(samples.replace(",", "")) > 1000
+    assert log[4] == "layout      2 ranks = pipeline 2"
+
+
+def rewrite(path, change):
+    """Change the config in a checkpoint to what another version would have written."""
+    manifest = decode((path / MANIFEST).read_bytes(), path)
+    change(manifest.state["config"])
+    (path / MANIFEST).write_bytes(encode(manifest))
+
+
+def test_a_checkpoint_from_before_a_key_was_there(pool, overrides, tmp_path):
+    """A key that was added later gets its default, with which the run trains as before."""
+    constant = {"optim__schedule": "constant", "checkpoint__every": 6}
+    pool.run(1, train, overrides(run__dir=tmp_path / "whole", **constant))
+    pool.run(1, train, overrides(**constant, train__steps=6))
+    path = tmp_path / "run/checkpoints/step-00000006"
+
+    def older(config):
+        del config["model"]["mtp_depth"], config["model"]["rotary_scaling"]["mscale"]
+        del config["run"]["seed"], config["data"]["mask_eod"], config["faults"]
+
+    rewrite(path, older)
+    pool.run(1, train, overrides(**constant, checkpoint__resume="latest"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    warm = {"run__dir": tmp_path / "warm", "checkpoint__weights": path, "train__steps": 1}
+    pool.run(1, train, overrides(**warm))
+
+
+def test_a_run_goes_on_when_its_data_has_moved(pool, overrides, corpus, tmp_path):
+    pool.run(1, train, overrides(run__dir=tmp_path / "whole"))
+    keys = {"checkpoint__every": 6, "checkpoint__resume": "latest"}
+    pool.run(2, train, overrides(**keys, train__steps=6, optim__decay=12))
+    (tmp_path / "there").mkdir()
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpus}{suffix}", tmp_path / "there")
+    there = tmp_path / "there" / Path(corpus).name
+    pool.run(2, train, overrides(**keys, data__sources=f"[{{path: {there}}}]"))
+    assert losses(tmp_path / "run") == promised(losses(tmp_path / "whole"))
+    assert f"{corpus} is now {there}" in (tmp_path / "run/run.log").read_text()

@@ -1,0 +1,111 @@
+"""Two runs never write the same folder; killed runs, restarts and readers are not in the way."""
+
+import signal
+import time
+
+import pytest
+from fault_runs import log, losses, main
+from rank_process import Program, places, stuck_after
+
+from megaframe.checkpoint import open_checkpoint
+from megaframe.checkpoint.load import locate
+from megaframe.checkpoint.names import LOCK
+
+SAVES = {"checkpoint__every": 1, "checkpoint__resume": "latest"}
+
+
+def wait_for_step(folder, step, *runs):
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
+    while not metrics.exists() or metrics.read_text().count("\n") < step:
+        assert time.monotonic() < deadline and all(run.poll() is None for run in runs)
+        time.sleep(0.02)
+
+
+def refused(overrides, tmp_path, **changes):
+    """Return the message of a run that is refused, on two ranks that end alike."""
+    ranks = [
+        Program(
+            entry, words=overrides(**changes), environment=place, errors=tmp_path / f"errors-{rank}"
+        )
+        for rank, place in enumerate(places(2))
+    ]
+    try:
+        assert [rank.wait(60) for rank in ranks] == [2, 2]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return (tmp_path / "errors-0").read_text()
+
+
+def entry():
+    import pretrain_gpt
+
+    pretrain_gpt.main()
+
+
+def test_a_second_run_is_refused_until_the_first_is_dead(pool, overrides, tmp_path):
+    run = tmp_path / "run"
+    pool.run(1, main, overrides(run__dir=tmp_path / "whole", **SAVES))
+    first = Program(stuck_after, 4, words=overrides(**SAVES))
+    try:
+        wait_for_step(run, 3, first)
+        records = [run / name for name in ("metrics.jsonl", "config.yaml", "run.log")]
+        before = [path.read_bytes() for path in records]
+        name = f"is in use by another run: process {first._process.pid} on host"
+        assert f"run.dir={run} {name}" in refused(overrides, tmp_path, **SAVES)
+        other = {"run__dir": tmp_path / "other", "checkpoint__folder": run / "checkpoints"}
+        assert f"checkpoint.folder={run}/checkpoints {name}" in refused(
+            overrides, tmp_path, **SAVES, **other
+        )
+        assert not (tmp_path / "other").exists()
+        assert [path.read_bytes() for path in records] == before
+        with open_checkpoint(locate(run, "--checkpoint")) as checkpoint:  # readers need no lock
+            assert checkpoint.step >= 3
+    finally:
+        first.kill()
+    assert pool.run(1, main, overrides(**SAVES)) == [0]
+    line = f"took over run.dir={run} and checkpoint.folder={run}/checkpoints from process"
+    assert log(run).count(line) == 1
+    assert losses(run) == losses(tmp_path / "whole")
+    assert not list(run.rglob(LOCK))
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_because_another_is_lost_unlocks_its_folders(overrides, tmp_path):
+    """Otherwise a first rank on another host would wait for the end of a lease."""
+    keys = overrides(checkpoint__every=10**6, train__steps=10**6)
+    ranks = [Program(entry, words=keys, environment=place) for place in places(2)]
+    try:
+        wait_for_step(tmp_path / "run", 3, *ranks)
+        assert (tmp_path / "run" / LOCK).exists()
+        ranks[1].send_signal(signal.SIGKILL)
+        assert ranks[0].wait(60) == 3
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert not list((tmp_path / "run").rglob(LOCK))
+
+
+def lose_lock(trainer, step):
+    """Let another process have the folder, as if this one had been suspended for a minute."""
+    if trainer.step == step:
+        trainer._lock._lost = "run.dir=... was taken over"
+
+
+def test_a_run_that_was_taken_over_ends_without_a_save(pool, overrides, tmp_path):
+    keys = overrides(**{**SAVES, "checkpoint__every": 2})
+    assert pool.run(1, main, keys, lose_lock, None, 3) == [2]
+    assert not (tmp_path / "run/checkpoints/step-00000004").exists()
+
+
+@pytest.mark.slow
+def test_two_runs_at_the_same_time_are_one(overrides, tmp_path):
+    for number in range(2):
+        keys = overrides(run__dir=tmp_path / str(number), checkpoint__every=4, train__steps=40)
+        runs = [Program(entry, words=keys) for _ in range(4)]
+        try:
+            assert sorted(run.wait(60) for run in runs) == [0, 2, 2, 2]
+        finally:
+            for run in runs:
+                run.kill()
+        assert len(losses(tmp_path / str(number))) == 40

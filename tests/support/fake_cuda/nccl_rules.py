@@ -1,0 +1,448 @@
+"""NCCL's and CUDA's rules, applied to the calls that the hosts of all ranks make.
+
+`simulate(programs)` runs the calls of all ranks without a clock: whatever may happen happens, and
+nothing that has happened ever keeps something else from happening. So the outcome depends neither
+on speed nor on the order in which ranks are looked at, and fewer rules never stop a program that
+more rules let through. docs/gpu.md lists the rules with their sources.
+
+host         making a communicator takes all ranks of the world, one communicator at a time; the
+             first message from one rank to another and the first collective of a form also take
+             the hosts of all who take part, because NCCL connects them then
+group        the messages of a group start together and connect together, near ranks first
+stream       work runs in order, within a stream and within a communicator
+queue        streams take turns at a limited number of hardware queues; work that waits keeps back
+             whatever is behind it in its queue
+collectives  a rank's collectives run in the order in which its host starts them, whatever their
+             communicator, because a device may not have room for two
+"""
+
+import sys
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+QUEUES = 8
+"""Hardware queues of a device unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise."""
+
+
+_HERE = Path(__file__).resolve().parent
+_PROJECT = [_HERE.parents[2] / name for name in ("megaframe", "tests")]
+_OWN = ("nccl_rules.py", "recorder.py", "machine.py", "collectives.py", "cuda.py")
+
+
+def line():
+    """Return where the project makes a call: its innermost line, such as `executor.py:320`, outside
+    of what communicates (`distributed`) if there is one."""
+    frame, found = sys._getframe(1), ""
+    while frame is not None:
+        folder, name = _file(frame.f_code.co_filename)
+        if name and folder != "distributed":
+            return f"{name}:{frame.f_lineno}"
+        found = found or f"{name}:{frame.f_lineno}" * bool(name)
+        frame = frame.f_back
+    return found
+
+
+@cache
+def _file(path):
+    """Return folder and name of a file of the project; empty for others, and for those that make
+    calls in its name."""
+    path = Path(path)
+    own = path.parent == _HERE and path.name in _OWN
+    if own or not any(folder in path.parents for folder in _PROJECT):
+        return "", ""
+    return path.parent.name, path.name
+
+
+@dataclass(frozen=True)
+class Create:
+    """A communicator is made. All ranks of the world call this, in one order."""
+
+    communicator: str
+    ranks: tuple[int, ...]
+    where: str = ""
+
+    def __str__(self):
+        return f"making communicator {self.communicator} of ranks {list(self.ranks)}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Work of a stream that needs nobody else."""
+
+    stream: int
+    where: str = ""
+
+    def __str__(self):
+        return f"a kernel on stream {self.stream}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """An event is recorded: it has happened when the stream's work so far is done."""
+
+    stream: int
+    event: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A stream waits for an event."""
+
+    stream: int
+    event: int
+    where: str = ""
+
+    def __str__(self):
+        return f"stream {self.stream} waiting"
+
+
+@dataclass(frozen=True)
+class Synchronize:
+    """The host waits for an event, or for all work so far if it is None."""
+
+    event: int | None
+    where: str = ""
+
+    def __str__(self):
+        return "the host waiting for its device"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """form: operation, type and shape, which must be the same on all ranks. uneven: ranks may send
+    each other nothing in one call and something in the next, so every call may connect."""
+
+    communicator: str
+    stream: int
+    form: str
+    uneven: bool = False
+    where: str = ""
+
+    def __str__(self):
+        return f"{self.form} over {self.communicator}"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A message to a rank (`send`) or from one (`receive`). size: type and number of elements."""
+
+    kind: str
+    peer: int
+    size: str = ""
+
+    def __str__(self):
+        return f"{self.kind} {self.size} ".replace("  ", " ") + (
+            f"to rank {self.peer}" if self.kind == "send" else f"from rank {self.peer}"
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Messages that NCCL starts as one operation; a single message is a group of one."""
+
+    communicator: str
+    stream: int
+    transfers: tuple[Transfer, ...]
+    where: str = ""
+
+    def __str__(self):
+        return f"{' and '.join(map(str, self.transfers))} over {self.communicator}"
+
+
+def size(tensor):
+    """Return type and number of elements, such as `float32 8`."""
+    return f"{tensor.dtype} {tensor.numel()}".removeprefix("torch.")
+
+
+def collective(communicator, stream, kind, tensor, uneven):
+    """Return the call that starts a collective. tensor: has the same type on all ranks, and unless
+    it is uneven the same size."""
+    form = size(tensor).split()[0] if uneven else size(tensor)
+    return Collective(communicator, stream, f"{kind} {form}", uneven, line())
+
+
+def end_of(rank, transfer):
+    """Return which end of a message a rank has: source, target, whether it sends."""
+    sends = transfer.kind == "send"
+    return (rank, transfer.peer, True) if sends else (transfer.peer, rank, False)
+
+
+def other_end(rank, transfer):
+    source, target, sends = end_of(rank, transfer)
+    return source, target, not sends
+
+
+def connections(rank, ranks, transfers, known):
+    """Return the messages of a group that NCCL has to connect first, in the rounds in which it does
+    so: it goes on to the next round when all of one are connected. In round i a rank sends to the
+    i-th rank after it.
+
+    ranks: of the communicator. known: messages that are connected.
+    """
+    rounds = defaultdict(dict)
+    for one in transfers:
+        source, target, _ = which = end_of(rank, one)
+        if one.peer != rank and one not in known:
+            rounds[(ranks.index(target) - ranks.index(source)) % len(ranks)][which] = one
+    return [[*near.values()] for _, near in sorted(rounds.items())]
+
+
+class Broken(Exception):
+    """Calls that NCCL does not bring to an end. ranks: whose calls they are."""
+
+    def __init__(self, text, ranks):
+        super().__init__(text)
+        self.ranks = tuple(dict.fromkeys(ranks))
+
+
+class Mismatch(Broken):
+    """Ranks call different things where they must call the same."""
+
+
+class Deadlock(Broken):
+    """Ranks wait for each other forever, or for a call that a rank never makes."""
+
+
+@dataclass(eq=False)
+class _Work:
+    """A call for the device. fifos: those of its rank that it must be first in, none while the host
+    has not started it. after: what a wait is for. sides: what it is matched with, and its number
+    there. started: it has been first in all fifos."""
+
+    rank: int
+    call: object
+    after: object = None
+    sides: list = field(default_factory=list)
+    fifos: list = field(default_factory=list)
+    started: bool = False
+    done: bool = False
+
+
+@dataclass
+class _Rank:
+    host: object
+    call: object = None
+    blocked_by: list = field(default_factory=list)
+    ended: bool = False
+    fifos: dict = field(default_factory=dict)
+    last: dict = field(default_factory=dict)
+    events: dict = field(default_factory=dict)
+    queues: dict = field(default_factory=dict)
+    created: int = 0
+
+
+def simulate(programs, queues=QUEUES):
+    """Run the calls of each rank. Raises `Mismatch` or `Deadlock` if they do not come to an end."""
+    _Simulation(programs, queues).run()
+
+
+class _Simulation:
+    def __init__(self, programs, queues):
+        self._queues, self._world = queues, range(len(programs))
+        self._ranks = [_Rank(self._host(rank, calls)) for rank, calls in enumerate(programs)]
+        self._members, self._created = {}, []
+        self._met = defaultdict(set)
+        """The ranks that have come to what needs several hosts."""
+        self._works = defaultdict(list)
+        """The work of each side of what is matched, in order, with what must be the same. Sides are
+        (communicator, rank) of collectives, and (communicator, *end_of(...)) of messages."""
+        self._woken = deque(self._world)
+
+    def run(self):
+        while self._woken:
+            rank = self._woken.popleft()
+            self._go_on(rank)
+            self._run_device(rank)
+        if not all(one.ended and not any(one.fifos.values()) for one in self._ranks):
+            raise self._deadlock()
+
+    def _wake(self, ranks):
+        self._woken.extend(rank for rank in ranks if rank not in self._woken)
+
+    # ------------------------------------------------------------------------------------- the host
+
+    def _go_on(self, rank):
+        one = self._ranks[rank]
+        one.blocked_by = next(one.host, [])
+        one.ended = not one.blocked_by
+
+    def _host(self, rank, calls):
+        """Make the calls of a rank; yield, while the host is blocked, what it waits for: ranks
+        whose hosts must come, or work."""
+        for call in calls:
+            one = self._ranks[rank]
+            one.call = call
+            if isinstance(call, Create):
+                yield from self._create(rank, call)
+            elif isinstance(call, Collective):
+                yield from self._collective(rank, call)
+            elif isinstance(call, Group):
+                yield from self._group(rank, call)
+            elif isinstance(call, Record):
+                one.events[call.event] = one.last.get(call.stream)
+            elif isinstance(call, Synchronize):
+                known = [one.events.get(call.event)]
+                for work in [*one.last.values()] if call.event is None else known:
+                    while work is not None and not work.done:
+                        yield [work]
+            elif isinstance(call, Wait):
+                self._start(_Work(rank, call, one.events.get(call.event)))
+            else:
+                self._start(_Work(rank, call))
+
+    def _meet(self, rank, what, ranks):
+        """Block the host until the hosts of all these ranks have come to the same."""
+        self._met[what].add(rank)
+        self._wake(ranks)
+        while missing := [other for other in ranks if other not in self._met[what]]:
+            yield missing
+
+    def _create(self, rank, call):
+        one = self._ranks[rank]
+        if one.created == len(self._created):
+            self._created.append((rank, call))
+        other, theirs = self._created[one.created]
+        if (call.communicator, call.ranks) != (theirs.communicator, theirs.ranks):
+            raise _mismatch(rank, call, other, theirs)
+        yield from self._meet(rank, ("create", one.created), self._world)
+        one.created += 1
+        self._members[call.communicator] = call.ranks
+
+    def _collective(self, rank, call):
+        name, ranks = call.communicator, self._members[call.communicator]
+        work = _Work(rank, call)
+        others = [(name, other) for other in ranks if other != rank]
+        place = self._join(work, (name, rank), others, call.form)
+        yield from self._meet(rank, (name, call.form, place if call.uneven else None), ranks)
+        self._start(work)
+
+    def _group(self, rank, call):
+        name, ranks = call.communicator, self._members[call.communicator]
+        work = _Work(rank, call)
+        for one in call.transfers:
+            self._join(work, (name, *end_of(rank, one)), [(name, *other_end(rank, one))], one.size)
+        known = [one for one in call.transfers if (name, *end_of(rank, one)) in self._met]
+        for near in connections(rank, ranks, call.transfers, known):
+            self._met.update({(name, *end_of(rank, one)): {rank} for one in near})
+            self._wake(one.peer for one in near)
+            for one in near:
+                while (name, *other_end(rank, one)) not in self._met:
+                    yield [one.peer]
+        self._start(work)
+
+    def _join(self, work, mine, others, what):
+        """Make work the next of its side, to be matched with the same of the other sides. Returns
+        its number there."""
+        place = len(self._works[mine])
+        self._works[mine].append((work, what))
+        for side in others:
+            work.sides.append((side, place))
+            for theirs, said in self._works[side][place : place + 1]:
+                if said != what:
+                    raise _mismatch(work.rank, work.call, theirs.rank, theirs.call)
+        return place
+
+    # ----------------------------------------------------------------------------------- the device
+
+    def _start(self, work):
+        """Put work into the queues of its rank."""
+        one, call = self._ranks[work.rank], work.call
+        # The order of a queue is also that of each of its streams.
+        fifos = [("queue", one.queues.setdefault(call.stream, len(one.queues) % self._queues))]
+        if isinstance(call, Collective | Group):
+            fifos.append(("communicator", call.communicator))
+        if isinstance(call, Collective):
+            fifos.append(("collectives",))
+        work.fifos = [one.fifos.setdefault(fifo, deque()) for fifo in fifos]
+        for fifo in work.fifos:
+            fifo.append(work)
+        one.last[call.stream] = work
+        self._wake([work.rank])
+
+    def _run_device(self, rank):
+        """Start and end work of a rank, until nothing more may."""
+        fifos, moved = self._ranks[rank].fifos.values(), True
+        while moved:
+            moved = False
+            for fifo in fifos:
+                while fifo and self._run_first(fifo[0]):
+                    moved = True
+
+    def _run_first(self, work):
+        """Return whether work that is first in one of its queues has ended."""
+        if not work.started and all(fifo[0] is work for fifo in work.fifos):
+            work.started = True
+            if isinstance(work.call, Collective | Group):
+                self._wake(self._members[work.call.communicator])
+        if not work.started or [*self._missing(work)]:
+            return False
+        work.done = True
+        for fifo in work.fifos:
+            fifo.popleft()
+        self._wake([work.rank])
+        return True
+
+    def _missing(self, work):
+        """Yield what started work waits for: other work, or ranks whose hosts must start theirs."""
+        if work.after is not None and not work.after.done:
+            yield work.after
+        for side, place in work.sides:
+            begun = [other for other, _ in self._works[side][place : place + 1]]
+            if not begun or not begun[0].fifos:
+                yield _rank_of(side)
+            elif not begun[0].started:
+                yield begun[0]
+
+    # --------------------------------------------------------------------------------- explanations
+
+    def _deadlock(self):
+        """Follow what waits for what, until it comes back to itself or to a rank that has ended."""
+        rank = next(rank for rank in self._world if not self._has_ended(rank))
+        one, path = self._ranks[rank], []
+        node = next(fifo[0] for fifo in one.fifos.values() if fifo) if one.ended else rank
+        while node not in path and (waits := self._waits_for(node)):
+            path.append(node)
+            node = waits[0]
+        if node in path:
+            path, last = path[path.index(node) :], "the last for the first"
+        else:
+            path, last = [*path, node], "the last never comes"
+        text = "\n".join(f"  {self._told(node)}" for node in path)
+        ranks = [node if isinstance(node, int) else node.rank for node in path]
+        return Deadlock(f"each waits for the next, and {last}:\n{text}", ranks)
+
+    def _has_ended(self, rank):
+        one = self._ranks[rank]
+        return one.ended and not any(one.fifos.values())
+
+    def _waits_for(self, node):
+        """Return what a host (the number of its rank) or work waits for."""
+        if isinstance(node, int):
+            one = self._ranks[node]
+            return one.blocked_by
+        if node.started:
+            return [*self._missing(node)]
+        return [fifo[0] for fifo in node.fifos if fifo[0] is not node]
+
+    def _told(self, node):
+        if isinstance(node, _Work):
+            return f"rank {node.rank}, device: {_shown(node.call)}"
+        one = self._ranks[node]
+        return f"rank {node}, host: " + ("has ended" if one.ended else _shown(one.call))
+
+
+def _rank_of(side):
+    """Return the rank of a side: see `_Simulation`."""
+    return side[2] if len(side) == 4 and not side[3] else side[1]
+
+
+def _shown(call):
+    return f"{call} [{call.where}]" if call.where else str(call)
+
+
+def _mismatch(rank, call, other, theirs):
+    both = sorted([(rank, _shown(call)), (other, _shown(theirs))])
+    told = ", ".join(f"rank {number}: {text}" for number, text in both)
+    return Mismatch(f"ranks do not call the same: {told}", (rank, other))

@@ -1,0 +1,393 @@
+"""Small programs for the stand-in: those with a fault of each kind, and those that use the
+project's own code for streams, of which any wait can be left out."""
+
+import sys
+import threading
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.cuda import Event, Stream, current_stream
+
+import pretrain_gpt
+from fake_cuda import collectives
+from fake_cuda.collectives import Work
+from fake_cuda.cuda import Properties
+from fake_cuda.nccl_layouts import LAYOUTS, configured, trained
+from megaframe.checkpoint.background import Background
+from megaframe.checkpoint.slices import Slice
+from megaframe.distributed import mesh as meshes
+from megaframe.distributed.collectives import Pending, Ring, all_reduce, pass_on, receive, send
+from megaframe.distributed.device_to_host import land
+from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.nccl_settings import LINK_CTAS
+from megaframe.layout import Layout
+from megaframe.metrics import meter
+from megaframe.metrics.timers import DeviceClock
+from megaframe.optim.state_offload import GpuRoute
+from megaframe.pipeline_parallel.activation_offload import Shelf
+from megaframe.training.cuda_graph import record_cuda
+
+
+def pretrain_on():
+    """Pretrain on another device than an H200: the command line begins with its name, compute
+    capability and GiB."""
+    name, capability, memory, *sys.argv[1:] = sys.argv[1:]
+    Properties.name, Properties.total_memory = name, int(float(memory) * 2**30)
+    Properties.major, Properties.minor = map(int, capability.split("."))
+    pretrain_gpt.main()
+
+
+def device():
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def main():
+    """Run the program that the command line names."""
+    globals()[sys.argv[1]]()
+
+
+def without():
+    """Run the program that the command line names first, in which one function does not make one
+    call to a stream, an event or a transfer."""
+    program, function, method = sys.argv[1:]
+    for owner in (Stream, Event, Tensor, torch.cuda, Work):
+        if method in vars(owner):
+            _leave_out(owner, method, function)
+    globals()[program]()
+
+
+def _leave_out(owner, method, function):
+    real = getattr(owner, method)
+
+    def maybe(*arguments):
+        if sys._getframe(1).f_code.co_name != function:
+            return real(*arguments)
+
+    setattr(owner, method, maybe)
+
+
+# ---------------------------------------------------------------------------------------- faults
+
+
+def unordered_streams():
+    x, side = torch.zeros(100, device="cuda"), Stream()
+    with torch.cuda.stream(side):
+        x.add_(1)
+    current_stream().wait_stream(side)
+
+
+def ordered_streams():
+    x, side = torch.zeros(100, device="cuda"), Stream()
+    side.wait_stream(current_stream())
+    with torch.cuda.stream(side):
+        x.add_(1)
+    current_stream().wait_stream(side)
+    assert x.add_(1).sum().item() == 200
+
+
+def reads_of_two_streams():
+    x, side = torch.zeros(100, device="cuda"), Stream()
+    side.wait_stream(current_stream())
+    with torch.cuda.stream(side):
+        x + 1
+    x + 1
+    current_stream().wait_stream(side)
+
+
+def used_on_a_side_stream(after):
+    """Free memory while a side stream may read it, unless after(x, side) prevents that."""
+    x, side = torch.zeros(100, device="cuda"), Stream()
+    side.wait_stream(current_stream())
+    with torch.cuda.stream(side):
+        x + 1
+    after(x, side)
+
+
+def freed_in_use():
+    used_on_a_side_stream(lambda x, side: None)
+
+
+def freed_but_recorded():
+    used_on_a_side_stream(Tensor.record_stream)
+
+
+def freed_after_a_wait():
+    used_on_a_side_stream(lambda x, side: current_stream().wait_stream(side))
+
+
+def pinned_memory_read_too_early():
+    x, there = torch.ones(100, device="cuda"), torch.zeros(100, pin_memory=True)
+    there.copy_(x, non_blocking=True)
+    assert there.isnan().all()
+    torch.cuda.synchronize()
+    assert (there == 1).all()
+
+
+def pinned_memory_changed_too_early():
+    x, there = torch.ones(100, device="cuda"), torch.zeros(100, pin_memory=True)
+    x.copy_(there, non_blocking=True)
+    there.fill_(2)
+    torch.cuda.synchronize()
+
+
+def unrecorded_event():
+    current_stream().wait_event(Event())
+
+
+def nothing_written():
+    assert torch.empty(100, device="cuda").isnan().all().item()
+
+
+def captured(function, before=lambda: None):
+    """Capture function(x) and replay it; return x, and what it returned."""
+    x = torch.ones(100, device="cuda")
+    before()
+    result, replay = record_cuda(lambda: function(x))
+    x.fill_(3)
+    replay()
+    return x, result
+
+
+def a_graph():
+    def work(x):
+        side = Stream()
+        side.wait_stream(current_stream())
+        with torch.cuda.stream(side):
+            y = 2 * x
+        current_stream().wait_stream(side)
+        y.record_stream(side)
+        return y + x
+
+    assert (captured(work)[1] == 9).all().item()
+
+
+def a_graph_that_waits():
+    captured(lambda x: x.sum().item())
+
+
+def a_graph_that_copies_from_pageable_memory():
+    captured(lambda x: x.copy_(torch.zeros(100), non_blocking=True))
+
+
+def a_graph_with_an_event_from_outside():
+    event = Event()
+    captured(lambda x: current_stream().wait_event(event), event.record)
+
+
+def a_graph_that_loses_a_stream():
+    side = Stream()
+
+    def work(x):
+        side.wait_stream(current_stream())
+        with torch.cuda.stream(side):
+            torch.ones(1, device="cuda")
+
+    captured(work)
+
+
+def a_graph_and_another_stream():
+    """Change what a graph reads, on a stream that it does not wait for."""
+    x, _ = captured(lambda x: x + 1)
+    with torch.cuda.stream(Stream()):
+        x.zero_()
+
+
+def a_mask():
+    x = torch.ones(100, device="cuda")
+    x[x > 0]
+
+
+def raises(error, function, *arguments):
+    try:
+        function(*arguments)
+    except error:
+        return
+    raise AssertionError(f"no {error.__name__}")
+
+
+@triton.jit
+def _copy(target, source):
+    tl.store(target, tl.load(source))
+
+
+def mixed_devices():
+    here, there = torch.ones(2), torch.ones(2, device="cuda")
+    raises(RuntimeError, torch.add, here, there)
+    raises(RuntimeError, torch.add, there, here)
+    raises(ValueError, _copy[(1,)], there, here)
+
+
+def a_kernel_without_order():
+    x, y = torch.zeros(2, device="cuda"), torch.ones(2, device="cuda")
+    with torch.cuda.stream(Stream()):
+        _copy[(1,)](x, y)
+
+
+# --------------------------------------------------------------------------- the project's code
+
+
+def shelf():
+    """Tensors go to the host and come back, while their memory is used again and again."""
+    own = Shelf(device())
+    for _ in range(2):
+        stored = [own.store(torch.full((1000,), float(i), device="cuda")) for i in range(4)]
+        for i in reversed(range(4)):
+            if i:
+                stored[i - 1].fetch()
+            assert (stored[i].take() == i).all().item()
+    own._let_go(0)
+    current_stream().wait_stream(own._in)
+
+
+def landing():
+    """What a step computed reaches the host while the device goes on."""
+    x = torch.ones(100, device="cuda")
+    landed = land([Pending(x.mul_(2))], device())
+    del x
+    (found,) = landed()
+    assert (found == 2).all()
+
+
+def route():
+    """Chunks of optimizer state come, are computed with and go back."""
+    own = GpuRoute(device())
+    home = [{"m": own.keep((torch.full((size,), 1.0),))} for size in (100, 100, 200, 200, 100)]
+    after = [None] * len(home)
+    for _ in range(2):
+        for i, parts in enumerate(home):
+            visit = own.fetch(parts, after[i])
+            own.arrive()
+            visit.parts["m"][0].mul_(2)
+            after[i] = own.put_back(visit, parts)
+    own.settle()
+    assert all((parts["m"][0] == 4).all() for parts in home)
+
+
+def background():
+    """Tensors are saved while the next step is computed, which waits before it changes them."""
+    saved_in_background(lambda: None)
+
+
+def background_far_behind():
+    """The same, where the thread that saves knows nothing of the device before they change."""
+    changed, synchronize = threading.Event(), Event.synchronize
+
+    def late(event):
+        changed.wait()
+        synchronize(event)
+
+    Event.synchronize = late
+    saved_in_background(changed.set)
+
+
+def saved_in_background(changed):
+    x, found = torch.zeros(1000, device="cuda").add_(5), []
+
+    def work(planned, copy):
+        found.extend(bytes(copy.take(piece)) for piece in planned)
+
+    own = Background()
+    own.start([Slice("x", (1000,), (0,), x)], work)
+    own.copied()
+    x.zero_()
+    changed()
+    own.wait()
+    assert b"".join(found)[:4000] == bytes(torch.full((1000,), 5.0).numpy())
+
+
+def clock():
+    """A graph of work whose time is taken."""
+    now = DeviceClock(device())
+    now()
+
+    def work(x):
+        now()
+        return x + 1
+
+    captured(work)
+
+
+def settings():
+    """Two ranks of a pipeline make their groups and links."""
+    mesh = Mesh(Layout(pipeline=2), device="cuda", timeout=30)
+    mesh.connect([(0, 1), (1, 0)])
+    handles = [mesh.world.handle, mesh.link(0, 1).handle, mesh.link(1, 0).handle]
+    asked = [vars(handle.options.config).get("max_ctas") for handle in handles]
+    assert asked == [None, LINK_CTAS, LINK_CTAS], asked
+    assert all(handle.options.is_high_priority_stream for handle in handles)
+    assert not any(mesh.take_traffic().values())
+    mesh.close()
+
+
+def transfer():
+    """Two ranks sum their gradients while they compute something else."""
+    mesh = Mesh(Layout(data=2), device="cuda", timeout=30)
+    x = torch.ones(100, device="cuda")
+    pending = all_reduce(x, mesh.group("data"))
+    y = torch.ones(100, device="cuda")
+    assert (y + pending.wait() == 3).all().item()
+    mesh.close()
+
+
+# ------------------------------------------------------- what NCCL would wait for, on several ranks
+
+
+def layout_of_a_test():
+    """Do with real ranks what is recorded of ranks that run alone."""
+    config = configured(*LAYOUTS[int(sys.argv[2])])
+    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cuda", timeout=60)
+    trained(config)(mesh)
+    mesh.close()
+
+
+def two_ranks():
+    """Return a group of two ranks, what this one has, and where it receives."""
+    collectives.PATIENCE = 3.0
+    mesh = Mesh(Layout(data=2), device="cuda", timeout=30)
+    return mesh, torch.full((4,), float(mesh.rank), device="cuda"), torch.empty(4, device="cuda")
+
+
+def messages_both_ways_as_one():
+    mesh, x, came = two_ranks()
+    group = mesh.group("data")
+    for _ in range(2):
+        pass_on(x, came, Ring(group.index, 2, group)).wait()
+        assert (came == 1 - mesh.rank).all().item()
+    mesh.close()
+
+
+def messages_both_ways_one_by_one():
+    mesh, x, came = two_ranks()
+    leaving = send(x, mesh.group("data"))
+    receive(came, mesh.group("data")).wait()
+    leaving.wait()
+
+
+def collectives_in_opposite_orders():
+    mesh, x, _ = two_ranks()
+    groups = [mesh._make_group(("data",), [(0, 1)]) for _ in range(2)]
+    for group in groups[:: 1 if mesh.rank else -1]:
+        all_reduce(x, group).wait()
+
+
+def communicators_in_another_order():
+    mesh, _, _ = two_ranks()
+    members = [(0,), (0, 1)] if mesh.rank else [(0, 1), (0,)]
+    for ranks in members:
+        mesh._new_handles([ranks], None, "data", link=True)
+
+
+def a_collective_without_a_rank():
+    mesh, x, _ = two_ranks()
+    if mesh.rank == 0:
+        all_reduce(x, mesh.group("data")).wait()
+
+
+def pretrain_without_connecting():
+    """Pretrain with links that nothing connects before a step."""
+    collectives.PATIENCE = 3.0
+    meshes.connect_link = lambda *arguments, **options: None
+    meter.free_seconds = lambda *arguments: {}
+    pretrain_gpt.main()

@@ -1,0 +1,200 @@
+"""Records the calls of one rank of any world, which runs alone: the real engine, on tensors without
+content (`megaframe.training.meta_step`), with process groups that write down what they are asked to
+start.
+
+What kernels would run is not written down: one stands for all between two transfers. Numbers that
+are real because the host needs them, such as how many rows go to each expert, are waited for by the
+host.
+"""
+
+from contextlib import contextmanager
+
+import torch
+
+from fake_cuda.nccl_rules import (
+    Create,
+    Group,
+    Kernel,
+    Record,
+    Synchronize,
+    Transfer,
+    Wait,
+    collective,
+    line,
+    size,
+)
+from megaframe.distributed import collectives
+from megaframe.distributed.fake_group import Alike, Done
+from megaframe.distributed.mesh import Mesh
+from megaframe.training.meta_step.meta_tensors import Hollow
+
+COMPUTE, POOL = 0, 32
+"""The stream of kernels; and the number of torch's streams, which communicators take in turn."""
+
+
+class Calls(list):
+    """The calls of one rank."""
+
+    def __init__(self):
+        super().__init__()
+        self._events = self.communicators = 0
+
+    def event(self, stream):
+        """Record an event."""
+        self._events += 1
+        self.append(Record(stream, self._events))
+        return self._events
+
+    def transfer(self, call, real):
+        """Start a transfer that follows what the rank has computed. real: the host needs what it
+        brings."""
+        where = line()
+        self.append(Kernel(COMPUTE, where))
+        self.append(Wait(call.stream, self.event(COMPUTE), where))
+        self.append(call)
+        return _Work(self, self.event(call.stream), real)
+
+
+class _Work(Done):
+    def __init__(self, calls, event, real):
+        super().__init__()
+        self._calls, self._event, self._real = calls, event, real
+
+    def wait(self, timeout=None):
+        self._calls.append(Wait(COMPUTE, self._event, line()))
+        if self._real:
+            self._calls.append(Synchronize(self._event, line()))
+        return True
+
+
+class Recorded(Alike):
+    """The communicator `name`, as rank ranks[index]."""
+
+    def __init__(self, calls, name, ranks, index):
+        super().__init__(index, len(ranks))
+        self._calls, self._name, self._ranks = calls, name, ranks
+        self._stream = 1 + calls.communicators % POOL
+        calls.communicators += 1
+        self._grouped = None
+
+    def _collective(self, kind, tensor, uneven):
+        call = collective(self._name, self._stream, kind, tensor, uneven)
+        return self._calls.transfer(call, not tensor.is_meta)
+
+    def _message(self, kind, tensor, peer):
+        transfer = Transfer(kind, self._ranks[peer], size(tensor))
+        if self._grouped is None:
+            return self._start([transfer], not tensor.is_meta)
+        self._grouped.append(transfer)
+        return None
+
+    def _start(self, transfers, real=False):
+        call = Group(self._name, self._stream, tuple(transfers), line())
+        return self._calls.transfer(call, real)
+
+    def _start_coalescing(self, device):
+        self._grouped = []
+
+    def _end_coalescing(self, device):
+        transfers, self._grouped = self._grouped, None
+        return self._start(transfers)
+
+    def allreduce(self, tensors, options):
+        super().allreduce(tensors, options)
+        return self._collective("all_reduce", tensors[0], False)
+
+    def _allgather_base(self, out, given, opts=None):
+        super()._allgather_base(out, given, opts)
+        return self._collective("all_gather", given, False)
+
+    def allgather(self, *given, **options):
+        super().allgather(*given, **options)
+        return self._collective("all_gather", given[1][0], True)
+
+    def _reduce_scatter_base(self, out, given, opts=None):
+        super()._reduce_scatter_base(out, given, opts)
+        return self._collective("reduce_scatter", out, False)
+
+    def reduce_scatter(self, *given):
+        super().reduce_scatter(*given)
+        return self._collective("reduce_scatter", given[0][0], True)
+
+    def alltoall_base(self, out, given, coming, leaving, opts=None):
+        super().alltoall_base(out, given, coming, leaving, opts)
+        return self._collective("all_to_all", given, bool(coming))
+
+    def recv(self, tensors, source, tag):
+        super().recv(tensors, source, tag)
+        return self._message("receive", tensors[0], source)
+
+    def send(self, tensors, target, tag):
+        super().send(tensors, target, tag)
+        return self._message("send", tensors[0], target)
+
+    # For tensors on the host torch calls these, and for those without content the names before.
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
+    all_to_all_single = alltoall_base
+
+
+class RecordingMesh(Mesh):
+    """The mesh of a rank that runs alone and writes down its calls."""
+
+    def __init__(self, layout, rank, calls):
+        self.calls, self._made = calls, 0
+        super().__init__(layout, alone=rank)
+
+    def _new_handle(self, ranks, backend, **options):
+        if backend == "gloo":
+            return super()._new_handle(ranks, backend, **options)
+        self._made += 1
+        name = f"communicator {self._made}"
+        self.calls.append(Create(name, ranks, line()))
+        if self.rank not in ranks:
+            return None
+        return Recorded(self.calls, name, ranks, ranks.index(self.rank))
+
+
+_SHAPES = {}
+"""Results of operators by their arguments: all ranks have the same."""
+
+
+class _Hollow(Hollow):
+    """A number without content that the host asks for is one, and the host waits for it."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self._calls, self._shapes = calls, _SHAPES
+
+    def run(self, func, args, kwargs):
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            self._calls.append(Synchronize(self._calls.event(COMPUTE), line()))
+            return 1
+        return super().run(func, args, kwargs)
+
+
+@contextmanager
+def _as_on_a_gpu():
+    """Start what a GPU would, although tensors are on the host or have no content."""
+    methods = {
+        "in_pairs": lambda self, tensor: False,
+        "in_groups": lambda self, tensor: isinstance(self.handle, Recorded),
+    }
+    before = {name: vars(collectives.Group)[name] for name in methods}
+    _set(methods)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(methods):
+    for name, method in methods.items():
+        setattr(collectives.Group, name, method)
+
+
+def calls_of(layout, rank, work):
+    """Return the calls of a rank that does work(mesh) alone."""
+    calls = Calls()
+    with _Hollow(calls), _as_on_a_gpu():
+        work(RecordingMesh(layout, rank, calls))
+    return calls

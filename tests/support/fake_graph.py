@@ -1,0 +1,123 @@
+"""A CPU's stand-in for a CUDA graph: what a function launches is written down with the very tensors
+of that time, and replayed without any of the function's Python code. So a number that is not in the
+same memory any more, or that the host would have to supply, shows in the results.
+
+Operators, kernels and transfers are written down. Recording fails on what a GPU could not record: a
+wait for something started before, a transfer that nobody waits for, a query whether a transfer has
+arrived, a number that the host must know, and numbers that come from the host.
+"""
+
+import sys
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from host_waits import nobody_waits
+from megaframe_kernels import device
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megaframe.distributed import pending
+from megaframe.distributed.pending import Pending
+
+
+class Tape(TorchDispatchMode):
+    """Writes down what is launched. steps: what is replayed. works: transfers in flight, by number.
+    order: the axes of all transfers, in the order in which they were started."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.works, self.kept, self.order = [], {}, [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        made = function(*args, **kwargs)
+        name = function.__name__.split(".")[0]
+        assert name != "lift_fresh", "numbers come from the host"
+        # Detached, so that no autograd graph of an argument is kept.
+        given = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        found = [x.detach() for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+        here = {x.untyped_storage().data_ptr() for x in tensors(given)}
+        fresh = [x.untyped_storage().data_ptr() not in here for x in found]
+        self.kept.append((given, found))
+        if function._schema.is_mutable:
+            self.steps.append(lambda: function(*given[0], **given[1]))
+        elif any(fresh) and "empty" not in name:
+            assert all(fresh), f"{function} gives a view and something new"
+            self.steps.append(partial(into, found, function, given))
+        return made
+
+    def play(self):
+        with torch.no_grad():
+            for step in self.steps:
+                step()
+
+
+def tensors(tree):
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def into(found, function, given):
+    made = tensors(function(*given[0], **given[1]))
+    for old, new in zip(found, made, strict=True):
+        old.copy_(new)
+
+
+def record(compute, order):
+    """Record on a tape, as `megaframe.training.cuda_graph.record_cuda` does on a GPU. order: is
+    extended by the axes of each transfer, in order."""
+    tape = Tape()
+    with nobody_waits(), written(tape), tape:
+        passed = compute()
+    assert not tape.works, "a transfer is recorded that nobody waits for"
+    order += tape.order
+    return passed, tape.play
+
+
+@contextmanager
+def written(tape):
+    """Return a context in which a tape also gets transfers and kernels, which torch's dispatcher
+    does not see."""
+    started, finish, launch = pending.started, Pending._finish, device.launch
+    numbers = {}
+
+    def begin(number, start):
+        tape.works[number] = start()
+
+    def start_one(value, group, start, *arguments, **more):
+        number = len(numbers)
+        with _disable_current_modes():
+            made = started(value, group, start, *arguments, **more)
+        numbers[id(made)] = number, made
+        tape.works[number] = None
+        tape.order.append(group.axes)
+        tape.steps.append(lambda: begin(number, start))
+        return made
+
+    def finish_one(self):
+        if self._work is not None:
+            assert id(self) in numbers, "a graph waits for what was started before it"
+            number, _ = numbers[id(self)]
+            del tape.works[number]
+            tape.steps.append(lambda: tape.works.pop(number).wait())
+        finish(self)
+
+    def launch_one(inner, *arguments, **options):
+        inner(*arguments, **options)
+        # With an empty stack this is inside an operator, which is itself written down.
+        if torch._C._len_torch_dispatch_stack():
+            tape.steps.append(partial(launch, *arguments, **options))
+
+    def asked(self):
+        raise AssertionError("a graph cannot tell what has arrived")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pending, "_finish", finish_one)
+        patch.setattr(Pending, "arrived", asked)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("megaframe") and getattr(module, "started", None) is started:
+                patch.setattr(module, "started", start_one)
+            if name.startswith("megaframe_kernels") and hasattr(module, "launch"):
+                patch.setattr(module, "launch", partial(launch_one, module.launch))
+        yield

@@ -1,0 +1,337 @@
+"""Runs programs of the project on changed inputs, each in a forked child: `make fuzz SECONDS=600`.
+
+There are three good outcomes: an answer, an error of one message with status 2, and a refusal by a
+limit (which is such an error too). Everything else is a finding: a traceback, a death, more than
+`SECONDS` or `BYTES`, a program started, something written outside of the working folder, and a
+secret or an escape sequence in what is printed or written.
+
+python tests/support/fuzz/fuzz.py --seconds 600 --seed 1
+python tests/support/fuzz/fuzz.py --seed 1 --target goodput --case 17   (one input again)
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", COLUMNS="200")
+
+import gc
+
+import mutators
+from targets import ROOT, targets
+
+from megaframe.errors import reported
+
+sys.dont_write_bytecode = True
+
+SECONDS, HANGING, BYTES, FILE_BYTES = 10, 20, 2 << 30, 1 << 28
+"""Limits of one input: seconds of a processor, seconds by the clock (others may be busy), address
+space beyond what all of torch takes, and one written file."""
+GOOD = (0, 2)
+_WRITES = {"os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.chmod"}
+_MOVES = {"os.rename", "os.link", "os.symlink"}
+_HARMLESS = ("uname", "git", "lscpu")
+"""Programs that describe the machine and the version of the code."""
+_STARTS = {"os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "pty.spawn"}
+
+
+class Guard:
+    """An audit hook that records what is written outside of a folder, and programs started."""
+
+    def __init__(self, folder):
+        self.folder, self.found = os.path.realpath(folder), []
+        sys.addaudithook(self)
+
+    def __call__(self, event, given):
+        if event == "open":
+            path, mode, flags = given
+            if not isinstance(path, str | bytes | os.PathLike):
+                return
+            written = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or set(mode or "") & set(
+                "wax+"
+            )
+            self.check(event, [path] if written else [])
+        elif event in _WRITES:
+            self.check(event, given[:1])
+        elif event in _MOVES:
+            self.check(event, given[1:2] if event == "os.symlink" else given[:2])
+        elif event in _STARTS and given[0] not in _HARMLESS:
+            self.found.append(f"{event}: {given!r}"[:200])
+
+    def check(self, event, paths):
+        for path in paths:
+            if isinstance(path, int):
+                continue
+            with contextlib.suppress(ValueError):
+                real = os.path.realpath(os.path.join(os.getcwd(), os.fsdecode(path)))
+                inside = os.path.commonpath([real, self.folder]) == self.folder
+                if not inside and not real.startswith(
+                    ("/dev/null", "/dev/shm/torch", "/proc/self")
+                ):
+                    self.found.append(f"{event} outside: {real}")
+
+
+def child(target, draw, folder, report):
+    """Change the inputs in `folder` and take them; never returns. report: file for the outcome."""
+    os.setpgid(0, 0)
+    os.chdir(folder)
+    words, variables = change(target, draw)
+    for number, path in ((0, os.devnull), (1, "../out"), (2, "../err")):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), number)
+    # A test's own streams would not write there.
+    sys.stdout, sys.stderr = (
+        open(number, "w", encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
+        for number, errors in ((1, "strict"), (2, "backslashreplace"))
+    )
+    os.environ.update({"HOME": str(folder), "TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder)})
+    os.environ.update(variables)
+    tempfile.tempdir = None
+    sys.argv = ["program", *words]
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    guard = Guard(folder)
+    for limit, most in (
+        (resource.RLIMIT_AS, now + BYTES),
+        (resource.RLIMIT_CPU, SECONDS),
+        (resource.RLIMIT_FSIZE, FILE_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(limit, (most, most))
+    status, trace = 0, ""
+    try:
+        with reported():
+            target.call()
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+    except BaseException:
+        status, trace = 1, traceback.format_exc()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    found = {"status": status, "trace": trace, "guard": guard.found}
+    os.write(report, json.dumps(found).encode())
+    os._exit(0)
+
+
+def change(target, draw):
+    """Change some of a target's inputs, or none without `draw`. Returns its words and variables."""
+    if draw is None:
+        return list(target.words), {}
+    ways = [way for way in ("files", "words", "variables") if getattr(target, way)]
+    if len(target.words) == target.fixed and "words" in ways:
+        ways.remove("words")
+    way = draw.choice(ways)
+    words, variables = list(target.words), {}
+    if way == "files":
+        paths = sorted(path for pattern in target.files for path in Path().glob(pattern))
+        for path in draw.sample(paths, min(len(paths), draw.choice([1, 1, 1, 2]))):
+            mutators.file(draw, path)
+    elif way == "words":
+        words[target.fixed :] = mutators.arguments(draw, words[target.fixed :])
+    else:
+        for name in draw.sample(target.variables, draw.choice([1, 2, 4])):
+            text = draw.choice([*mutators.TEXTS, "0", "1", "2", "4096", "-3", "65536", "1e9"])
+            variables[name] = text
+    return words, variables
+
+
+def judged(target, status, report, folder, before):
+    """Return the kind of outcome of a child, and for a finding what it was."""
+    texts = {name: (folder.parent / name).read_bytes() for name in ("out", "err")}
+    if status is None:
+        return "hung", f"more than {HANGING} s by the clock"
+    if not report:
+        died = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else status
+        slow = died in ("SIGXCPU", "SIGKILL")
+        return (
+            ("slow", f"more than {SECONDS} s")
+            if slow
+            else ("died", f"{died} {texts['err'][-300:]}")
+        )
+    found = json.loads(report)
+    if found["guard"]:
+        return "outside", found["guard"][0]
+    if found["trace"] or b"Traceback (most" in texts["err"]:
+        trace = found["trace"] or texts["err"].decode(errors="replace")
+        return "traceback", where(trace)
+    if found["status"] not in (*GOOD, *target.statuses):
+        return "status", f"status {found['status']}: {texts['err'][-200:]!r}"
+    if found["status"] == 2 and not any(one in texts["err"] for one in (b"error: ", b"usage: ")):
+        return "status", f"status 2 without an error: {texts['err'][-200:]!r}"
+    for name, text in {**texts, **written(folder, before)}.items():
+        if mutators.SECRET.encode() in text and not target.passes:
+            if b"unrecognized arguments" in text or b"usage: " in text:
+                continue  # argparse repeats what it was given on the same terminal
+            return "secret", f"in {name}: {text[:200]!r}"
+        if name in texts and b"\x1b" in text and b"usage: " not in text:
+            return "escape", f"in {name}: {text[max(0, text.index(27) - 80) :][:160]!r}"
+    said = texts["err"].decode(errors="replace")
+    return ("answer", "") if found["status"] != 2 else ("refused", said)
+
+
+def written(folder, before):
+    """Return the content of the files of a folder that were not there before the program ran."""
+    found = {}
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if name not in before and path.is_file() and not path.is_symlink():
+            found[name] = path.read_bytes()[: 1 << 24]
+    return found
+
+
+def where(trace):
+    """Return the innermost line of the project in a traceback, and the error."""
+    ours = [line.strip() for line in trace.splitlines() if "File " in line and str(ROOT) in line]
+    ours = [line for line in ours if "/tests/support/fuzz/" not in line] or ours
+    place = ours[-1].replace(f"{ROOT}/", "") if ours else "?"
+    last = [line for line in trace.splitlines() if line.strip()][-1]
+    return f"{place}: {last[:200]}"
+
+
+def one(target, case, seed, template, folder):
+    """Take one changed input, or the valid one if `case` is None; return kind and text of the
+    outcome."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    work = folder / "work"
+    shutil.copytree(template, work)
+    before = {str(path.relative_to(work)) for path in work.rglob("*")}
+    for name in ("out", "err"):
+        (folder / name).touch()
+    reading, writing = os.pipe()
+    made = os.fork()
+    if made == 0:
+        os.close(reading)
+        try:
+            draw = None if case is None else random.Random(f"{seed} {target.name} {case}")
+            child(target, draw, work, writing)
+        except BaseException:
+            traceback.print_exc()  # of the fuzzer itself
+        finally:
+            os._exit(99)
+    os.close(writing)
+    status, end = None, time.monotonic() + HANGING
+    while time.monotonic() < end:
+        gone, code = os.waitpid(made, os.WNOHANG)
+        if gone:
+            status = code
+            break
+        time.sleep(0.002)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(made, signal.SIGKILL)
+    if status is None:
+        os.waitpid(made, 0)
+    with os.fdopen(reading, "rb") as pipe:
+        report = pipe.read() if status is not None else b""
+    return judged(target, status, report, work, before)
+
+
+class Fuzzer:
+    """Takes inputs of all targets in turn. kept: the first input of each kind of finding."""
+
+    def __init__(self, seed, home, names=()):
+        self.seed, self.home = seed, Path(home)
+        self.targets = [one for one in targets() if not names or one.name in names]
+        self.counts = {target.name: Counter() for target in self.targets}
+        self.findings = {}
+        self.kept = self.home / "findings"
+        for target in self.targets:
+            self.prepare(target)
+        gc.collect()
+        gc.freeze()
+
+    def template(self, target):
+        return (
+            self.home
+            / "valid"
+            / f"{target.make.__qualname__}".replace("<locals>.", "")
+            / (target.name if "<locals>" in target.make.__qualname__ else "")
+        )
+
+    def prepare(self, target):
+        """Make the valid inputs of a target, and see that they are taken."""
+        folder = self.template(target)
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            here = os.getcwd()
+            os.chdir(folder)
+            try:
+                target.make()
+            finally:
+                os.chdir(here)
+        kind, text = one(target, None, self.seed, folder, self.home / "case")
+        assert kind == "answer", f"{target.name}: its valid input is no answer: {kind} {text}"
+
+    def take(self, target, case):
+        """Take an input, count its outcome, and keep what it was if it is a finding."""
+        folder = self.home / "case"
+        kind, text = one(target, case, self.seed, self.template(target), folder)
+        self.counts[target.name][kind] += 1
+        if kind not in ("answer", "refused"):
+            known = self.findings.setdefault((target.name, kind, text[:160]), [case, 0, text])
+            known[1] += 1
+            if known[1] == 1:
+                shutil.move(folder, self.kept / f"{target.name.replace(' ', '-')}-{case}")
+        return kind, text
+
+    def run(self, seconds, cases=None):
+        """Take inputs for some seconds, or a number of each target."""
+        end, case = time.monotonic() + seconds, 0
+        while time.monotonic() < end and (cases is None or case < cases):
+            for target in self.targets:
+                self.take(target, case)
+                if time.monotonic() > end:
+                    break
+            case += 1
+
+    def summary(self):
+        """Return counts of all outcomes, and a line for each finding."""
+        total = sum((count for count in self.counts.values()), Counter())
+        lines = [f"{'':<14}{'inputs':>8}{'answers':>9}{'refused':>9}{'findings':>10}"]
+        for name, count in [*self.counts.items(), ("all", total)]:
+            inputs, good = count.total(), count["answer"] + count["refused"]
+            row = f"{inputs:>8}{count['answer']:>9}{count['refused']:>9}{inputs - good:>10}"
+            lines.append(f"{name:<14}{row}")
+        for (name, kind, _), (case, times, text) in sorted(self.findings.items()):
+            again = f"--seed {self.seed} --target {name!r} --case {case}"
+            lines.append(f"{kind}, {times} times: {text}\n    again: {again}")
+        return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", default=str(int(time.time())), help="default: the time")
+    parser.add_argument("--target", action="append", default=[], help="of which; default: all")
+    parser.add_argument("--case", type=int, help="take this input only, and leave it in ./fuzzed")
+    given = parser.parse_args()
+    home = Path("fuzzed").resolve() if given.case is not None else Path(tempfile.mkdtemp())
+    (home / "findings").mkdir(parents=True, exist_ok=True)
+    fuzzer = Fuzzer(given.seed, home, given.target)
+    if given.case is not None:
+        for target in fuzzer.targets:
+            print(*fuzzer.take(target, given.case))
+        return 0
+    fuzzer.run(given.seconds)
+    print(f"seed {given.seed}\n{fuzzer.summary()}")
+    if fuzzer.findings:
+        print(f"the inputs are in {fuzzer.kept}")
+        return 1
+    shutil.rmtree(home)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,322 @@
+"""What is fuzzed: every kind of file, argument and variable that the project reads. Each target has
+a maker of valid inputs and a command or a call that takes them."""
+
+import gzip
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[3]
+TESTS = ROOT / "tests"
+sys.path[:0] = [str(TESTS / "support"), str(TESTS / "unit/data"), str(ROOT / "tools"), str(ROOT)]
+
+from run_folders import lines, write  # noqa: E402
+
+from megaframe.config import RunConfig  # noqa: E402
+
+MODEL = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 257, "norm": "rmsnorm", "ffn": 16}
+MODEL |= {"activation": "swiglu", "bias": False, "tie_embeddings": False, "position": "rotary"}
+TRAIN = {"seq": 8, "steps": 2, "global_batch": 2, "microbatch": 2, "precision": "fp32"}
+CONFIG = {
+    "run": {"dir": "run", "device": "cpu"},
+    "model": MODEL,
+    "train": TRAIN,
+    "data": {"sources": [{"path": "tokens", "weight": 1.0}], "tokenizer": "bytes"},
+    "optim": {"lr": 0.001, "frozen": []},
+    "checkpoint": {"every": 2, "memory_every": 0},
+    "meter": {"peak_tflops": 1.0},
+    "kernels": {"matmul": "torch"},
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """make: writes valid inputs into the working folder. words: a command line that takes them.
+    call: what is called, with `sys.argv` set. files: patterns of the files to change; empty if only
+    words and variables are. variables: environment variables to change. statuses: exit statuses
+    besides 0 and 2 that are answers. fixed: number of first words that are not changed; a word that
+    says where to write stays. passes: whether what is in its files is passed on as it is."""
+
+    name: str
+    make: Callable[[], None]
+    call: Callable[[], object]
+    words: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    statuses: tuple[int, ...] = ()
+    fixed: int = 0
+    passes: bool = False
+
+
+def main_of(path):
+    """Return the function that runs a program of the project."""
+    name = f"fuzzed_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+    def run():
+        sys.exit(module.main())
+
+    return run
+
+
+def nothing():
+    """Make no file."""
+
+
+def tokens():
+    from megaframe.data.indexed import TokenFileWriter
+
+    draw = np.random.default_rng(0)
+    with TokenFileWriter("tokens", np.dtype(np.uint16)) as writer:
+        for _ in range(30):
+            writer.append(np.append(draw.integers(0, 256, 20), 256).astype(np.uint16))
+
+
+def read_tokens():
+    from megaframe.data.indexed import TokenFile
+
+    file = TokenFile("tokens")
+    sum(int(file.sequence(number).sum()) for number in range(len(file)))
+
+
+def config():
+    tokens()
+    Path("config.yaml").write_text(json.dumps(CONFIG))
+
+
+def checkpoint():
+    """Train a run of two steps, once: later calls copy it."""
+    config()
+    made = os.fork()
+    if made == 0:
+        sys.argv = ["pretrain_gpt.py", "--config", "config.yaml"]
+        try:
+            with open(os.devnull, "w") as silent:
+                os.dup2(silent.fileno(), 1)
+            main_of("pretrain_gpt.py")()
+        except SystemExit as ended:
+            os._exit(ended.code or 0)
+        os._exit(0)
+    assert os.waitpid(made, 0)[1] == 0, "no checkpoint could be made"
+    shutil.copytree("run/checkpoints/step-00000002", "saved/step-00000002")
+
+
+def exported(kind):
+    """Return a maker of an export of the checkpoint."""
+
+    def make():
+        checkpoint()
+        from megaframe.checkpoint import open_checkpoint
+
+        with open_checkpoint(Path("saved/step-00000002")) as found:
+            if kind == "hf":
+                from megaframe.checkpoint.convert.huggingface.model_folder import export
+            else:
+                from megaframe.checkpoint.convert.dcp import export
+            export(found, Path("exported"))
+        shutil.rmtree("run")
+
+    return make
+
+
+def tokenizers():
+    import test_tokenizer as made
+
+    Path("corpus.txt").write_text(made.CORPUS)
+    from megaframe.data.preprocessing.input_shards import Reading
+    from megaframe.data.preprocessing.train_tokenizer import train_sentencepiece
+
+    train_sentencepiece(["corpus.txt"], Reading(), "pieces", 296, "bpe", 1)
+    made.hugging_face(Path("hf.json"), "ByteLevel")
+    Path("ranks.tiktoken").write_bytes(made.rank_lines(made.RANKS))
+
+
+def read_tokenizer(name):
+    def call():
+        from megaframe.data.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(name)
+        found = tokenizer.encode("def area(width): return width ☃")
+        tokenizer.decode(found)
+        assert len(tokenizer.token_bytes()) == tokenizer.vocab_size
+
+    return call
+
+
+def run_folder():
+    write(Path("run"), lines(60), {"meter": {"wandb": "x"}})
+    prediction = {"step_seconds": 2.0, "mfu": 0.4, "breakdown": {"compute": 1.5, "tensor": 0.5}}
+    Path("prediction.json").write_text(json.dumps(prediction))
+
+
+def continue_metrics():
+    """Begin a run again in a folder that has metrics."""
+    from megaframe.metrics.sinks import open_sinks, set_aside
+    from megaframe.resilience.downtime import last_saved
+
+    last_saved(Path("run"))
+    config = RunConfig.model_validate({"run": {"dir": "run"}})
+    for sink in open_sinks(config, 30):
+        sink.close()
+    set_aside(Path("run/metrics.jsonl"))
+
+
+def corpus():
+    import pyarrow
+    import pyarrow.parquet
+    import zstandard
+
+    texts = [f"text {number} ☃" for number in range(50)]
+    jsonl = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts)
+    Path("a.jsonl").write_text(jsonl)
+    Path("b.jsonl.gz").write_bytes(gzip.compress(jsonl.encode()))
+    Path("c.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(jsonl.encode()))
+    Path("d.txt").write_text("\n\n".join(texts))
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, "e.parquet", write_page_checksum=True, row_group_size=20)
+
+
+def read_corpus():
+    from megaframe.data.preprocessing.documents import texts
+    from megaframe.data.preprocessing.input_shards import Reading, pieces
+
+    for path in sorted(Path().iterdir()):
+        for piece in pieces(str(path), Reading(), 400):
+            for text in texts(piece, Reading()):
+                text.encode()
+
+
+def trace():
+    events = [
+        {"ph": "X", "cat": kind, "name": name, "ts": 10.0 * at, "dur": 8.0, "args": {"device": 0}}
+        for at, (kind, name) in enumerate(
+            [("kernel", "gemm"), ("kernel", "nccl"), ("gpu_memcpy", "m")]
+        )
+    ]
+    text = json.dumps({"traceEvents": events})
+    Path("one.json").write_text(text)
+    Path("two.json.gz").write_bytes(gzip.compress(text.encode()))
+
+
+def cluster():
+    import yaml
+
+    given = yaml.safe_load((ROOT / "configs/clusters/h100-ib.yaml").read_text())
+    Path("cluster.yaml").write_text(json.dumps(given, default=str))
+
+
+def costs():
+    found = {"kill": {"restart": 15.0, "load": 10.0, "again": 5.0}, "whole": {"stall": 0.2}}
+    Path("drill.json").write_text(json.dumps(found))
+
+
+def schedule():
+    Path("plan.txt").write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1  # last\n")
+
+
+def read_cache():
+    from megaframe.training import autotune
+
+    autotune.read_cache(Path("cache.json"), {"cpu": "x"})
+
+
+def cache():
+    found = {"machine": {"cpu": "x"}, "routines": {"type": "", "products": {}, "attention": {}}}
+    Path("cache.json").write_text(json.dumps(found))
+
+
+PRETRAIN, TOOL = main_of("pretrain_gpt.py"), main_of("tools/checkpoint.py")
+SMALL = ("--config", "config.yaml")
+KEYS = tuple(
+    f"{section}.{key}={inner}"
+    for section, values in CONFIG.items()
+    for key, inner in values.items()
+    if not isinstance(inner, list)
+)
+SAVED = ("saved/step-*/manifest.json", "saved/step-*/*.safetensors")
+LAUNCHED = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WANDB_BASE_URL", "NETRC"),
+)
+
+
+def targets():
+    """Yield all targets."""
+    yield Target("config", config, PRETRAIN, (*SMALL, "--dry-run"), ("config.yaml",), fixed=3)
+    yield Target("overrides", config, PRETRAIN, ("--dry-run", *KEYS), fixed=1)
+    yield Target("explain", nothing, PRETRAIN, ("--explain", "train.steps"), fixed=1)
+    yield Target(
+        "environment", config, PRETRAIN, (*SMALL, "--dry-run"), variables=LAUNCHED, fixed=3
+    )
+    yield Target("token files", tokens, read_tokens, files=("tokens.*",))
+    yield Target("corpus", corpus, read_corpus, files=("*.*",), passes=True)
+    for name, kind in (
+        ("pieces.model", "sentencepiece"),
+        ("hf.json", "hf"),
+        ("ranks.tiktoken",) * 2,
+    ):
+        kind = kind.removeprefix("ranks.")
+        yield Target(kind, tokenizers, read_tokenizer(f"{kind}:{name}"), files=(name,))
+    for command in (
+        "inspect --tensors",
+        "verify",
+        "reshard --files 2 --to new",
+        "export-dcp --to new",
+    ):
+        first, *rest = command.split()
+        words = (first, "saved/step-00000002", *rest)
+        fixed = 1 if first in ("inspect", "verify") else len(words)
+        yield Target(first, checkpoint, TOOL, words, SAVED, statuses=(1,), fixed=fixed)
+    words = ("diff", "saved/step-00000002", "run/checkpoints/step-00000002")
+    yield Target("diff", checkpoint, TOOL, words, SAVED, statuses=(1,), fixed=1)
+    words = ("--checkpoint", "saved", "--prompt", "x", "--tokens", "2", "--tokenizer", "bytes")
+    yield Target("generate", checkpoint, main_of("tools/generate.py"), words, SAVED)
+    resume = ("checkpoint.resume=saved/step-00000002", "train.steps=3", "checkpoint.every=0")
+    yield Target("resume", checkpoint, PRETRAIN, (*SMALL, *resume), SAVED, fixed=5)
+    words = ("import-dcp", "exported", "--to", "new")
+    yield Target(
+        "import-dcp", exported("dcp"), TOOL, words, ("exported/.metadata", "exported/__*"), fixed=4
+    )
+    words = ("import-hf", "exported", "--to", "new")
+    yield Target("import-hf", exported("hf"), TOOL, words, ("exported/*",), fixed=4)
+    runs = ("run/metrics.jsonl", "run/config.yaml", "run/environment.json", "prediction.json")
+    words = ("run", "--prediction", "prediction.json")
+    yield Target("dashboard", run_folder, main_of("tools/dashboard.py"), words, runs)
+    yield Target("report", run_folder, main_of("tools/report.py"), words, runs)
+    yield Target("metrics", run_folder, continue_metrics, files=runs[:1], passes=True)
+    words = ("one.json", "two.json.gz", "--gaps", "2")
+    yield Target("trace", trace, main_of("tools/exposed.py"), words, ("*.json*",))
+    words = (
+        "--measured",
+        "drill.json",
+        "--ranks",
+        "1024",
+        "--costs",
+        "restart=15",
+        "--target",
+        "0.9",
+    )
+    yield Target("goodput", costs, main_of("tools/goodput.py"), words, ("drill.json",))
+    words = ("--schedule", "file:plan.txt", "--stages", "2", "--microbatches", "2", "--chunks", "1")
+    yield Target("schedule", schedule, main_of("tools/schedule.py"), words, ("plan.txt",))
+    words = (
+        "--config",
+        "gpt2-124m",
+        "--cluster",
+        "cluster.yaml",
+        "--gpus",
+        "8",
+        "model.vocab=50257",
+    )
+    yield Target("plan", cluster, main_of("tools/plan.py"), words, ("cluster.yaml",))
+    yield Target("cache", cache, read_cache, files=("cache.json",))

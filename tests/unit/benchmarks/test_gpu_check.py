@@ -1,0 +1,385 @@
+"""The kernel benchmark, on tiny sizes: everything runs, is checked and is recorded; a failure costs
+only its own measurement.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu_check  # noqa: E402
+import kernel_bench  # noqa: E402
+import limited  # noqa: E402
+import training_gpu  # noqa: E402
+from gpu_goals import goals, order_of, table  # noqa: E402
+from kernel_bench import Ceilings, Measurement, Pass, Timing, error_of, pass_of, share  # noqa: E402
+from kernel_cases import MIDDLE, REAL, TINY, Case, Work, cases  # noqa: E402
+from limited import run_limited, told, write_json  # noqa: E402
+from megaframe_kernels.registry import KERNELS  # noqa: E402
+
+
+def command(*arguments):
+    given = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--dry", *arguments]
+    return subprocess.run(given, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("check") / "result.json"
+    done = command("--skip-tests", "--skip-training", "--write", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return path
+
+
+@pytest.fixture
+def result(path):
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_every_kernel_is_measured_and_right(result):
+    measured = {m["kernel"] for m in result["measurements"]}
+    assert measured == set(KERNELS) - {"scaled_product"} == set(result["active"])
+    assert not result["left_out_for_time"]
+    for m in result["measurements"]:
+        refused = m["trouble"] is not None and m["details"] is None
+        assert refused or (m["trouble"] is None and m["error"] < 0.02), m
+        assert refused or m["forward"]["seconds"] > 0, m
+    triton = [m for m in result["measurements"] if m["implementation"] == "triton"]
+    assert all(m["trouble"] is None for m in triton)
+    assert result["order"]["router"] == ["triton"] == result["active"]["router"][:1]
+    assert {one["kernel"] for one in result["chosen_over_best"]} >= {"attention", "norm"}
+    assert any(goal["measured"] is not None for goal in result["goals"])
+
+
+@pytest.mark.slow
+def test_a_second_call_keeps_what_the_first_found(path, result):
+    again = gpu_check.begin(path, dry=True)
+    assert again.known["measurements"] == result["measurements"]
+    again.known["commit"] = "another"
+    write_json(path, again.known)
+    assert not gpu_check.begin(path, dry=True).known["measurements"]
+
+
+def test_a_kernel_that_is_none_is_an_error_that_lists_them():
+    done = command("--only", "norms")
+    assert done.returncode == 2 and "linear_cross_entropy" in done.stderr
+
+
+def test_some_kernels_alone_overwrite_no_result(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_check, "check_kernels", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--dry", "--skip-tests", "--only", "norm"])
+    assert gpu_check.main() == 0
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_sizes_have_the_same_cases_and_work_that_counts():
+    real, middle, tiny = (list(cases(size)) for size in (REAL, MIDDLE, TINY))
+    assert [c.kernel for c in real] == [c.kernel for c in tiny] == [c.kernel for c in middle]
+    assert {c.kernel for c in real} == set(gpu_check.NAMES)
+    for case in real:
+        assert case.forward.bytes > 1e5 or case.forward.flops > 1e10
+    causal = next(c for c in real if c.kernel == "attention")
+    assert causal.forward.flops == pytest.approx(4 * 8192**2 / 2 * 32 * 128, rel=1e-3)
+    assert causal.backward.flops == 2.5 * causal.forward.flops
+    grouped = [c for c in real if c.kernel == "grouped_product"]
+    assert {c.name for c in grouped} >= {"8 experts", "64 experts"}
+    assert grouped[0].forward.products == ((32768, 14336, 4096),)
+    assert grouped[0].backward.flops == 2 * grouped[0].forward.flops
+    # The backward pass reads the gradient, and reads and writes each row once.
+    unpermute = next(c for c in real if c.kernel == "unpermute")
+    assert unpermute.backward.bytes == (1 + 2 * 2) * 2 * 16384 * 4096
+
+
+def test_the_share_is_of_the_ceiling_that_binds():
+    ceilings = Ceilings(copy=4e12, product=8e14)
+    assert share(Work(bytes=4e9), 2e-3, ceilings) == pytest.approx(0.5)
+    assert share(Work(bytes=4e9, flops=8e12), 2e-2, ceilings) == pytest.approx(0.5)
+
+
+def test_a_pass_stands_beside_a_copy_or_bare_products(monkeypatch):
+    monkeypatch.setattr(kernel_bench, "copy_seconds", lambda size, dry: size / 1e9)
+    monkeypatch.setattr(kernel_bench, "product_seconds", lambda shape, dry: 1e-3)
+    ceilings, timing = Ceilings(4e12, 8e14), Timing(4e-3, 3e-3, 5e-3)
+    moved = pass_of(Work(bytes=6e6), timing, ceilings, True)
+    assert moved.copy_share == pytest.approx(0.75) and moved.product_share is None
+    assert (moved.low, moved.high) == (3e-3, 5e-3)
+    multiplied = pass_of(Work(flops=1e9, products=((1, 2, 3),) * 3), timing, ceilings, True)
+    assert multiplied.product_share == pytest.approx(0.75) and multiplied.copy_share is None
+
+
+class Clocked:
+    """Stands for an event of a GPU that executes everything immediately."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Clocked.now
+
+    def elapsed_time(self, other):
+        return 1000 * (other.at - self.at)
+
+
+@pytest.mark.parametrize(
+    ("each", "few", "calls"),
+    [(1e-4, False, 3 + 100), (5e-3, False, 3 + 30), (1.0, False, 3 + 10), (1.0, True, 1 + 3)],
+)
+def test_a_timing_has_enough_samples_and_nothing_of_what_precedes_a_call(
+    monkeypatch, each, few, calls
+):
+    def pass_time(seconds):
+        Clocked.now += seconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Clocked)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: pass_time(cycles / 2e9))
+    filler = SimpleNamespace(zero_=lambda: pass_time(1e-4))
+    monkeypatch.setattr(kernel_bench, "_cache_filler", lambda: filler)
+    ran = []
+
+    def run():
+        ran.append(pass_time(each * (1.5 if len(ran) % 2 else 1.0)))
+
+    found = kernel_bench.timing_of(run, False, few)
+    assert len(ran) == pytest.approx(calls, abs=20 if each == 5e-3 else 0)
+    assert found.low == pytest.approx(each, rel=0.2) and found.high == pytest.approx(1.5 * each)
+    assert found.low <= found.seconds <= found.high
+
+
+class Doubled(torch.autograd.Function):
+    """A function with a correct forward and a wrong backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2.0 * x, (x > 0).int()
+
+    @staticmethod
+    def backward(ctx, given, _):
+        return 2.5 * given
+
+
+def test_what_is_checked_is_gradients_and_whole_numbers_too():
+    def given():
+        return (torch.linspace(-1, 1, 8).requires_grad_(),)
+
+    def reference(x):
+        return 2.0 * x, (x > 0).int()
+
+    case, kernel = Case("any", "any", given, Work(1.0)), SimpleNamespace(reference=reference)
+    assert error_of(kernel, reference, case) == 0.0  # twice a number is exact
+    assert error_of(kernel, Doubled.apply, case) == pytest.approx(0.25)
+    with pytest.raises(ValueError, match="output 1 differs"):
+        error_of(kernel, lambda x: (2.0 * x, (x > 0.5).int()), case)
+    with pytest.raises(ValueError, match="output 0 is off by nan"):
+        error_of(kernel, lambda x: (2.0 * x / 0.0 * 0.0, (x > 0).int()), case)
+
+
+def test_what_cannot_be_checked_is_timed_and_says_so(monkeypatch):
+    monkeypatch.setattr(kernel_bench, "error_of", lambda *_: 1 / 0)
+    case = next(c for c in cases(TINY) if c.kernel == "norm")
+    found = kernel_bench.measure(case, case, KERNELS["norm"], "torch", Ceilings(1.0, 1.0), dry=True)
+    assert found.forward.seconds > 0 and found.trouble.startswith("check: ZeroDivisionError")
+    assert "Traceback" in found.details
+
+
+def measured(case, name, seconds, error=0.0, trouble=None, **more):
+    one = Pass(seconds, seconds, seconds, 1.0, 1.0, 0.5, **more) if seconds else None
+    return asdict(Measurement("norm", case, name, one, error=error, trouble=trouble))
+
+
+def test_the_order_is_of_speed_and_leaves_out_what_is_wrong():
+    one = measured
+    found = [
+        *(one("a", "triton", 1.0), one("a", "torch", 3.0), one("a", "liger", 0.5, error=0.5)),
+        *(one("b", "triton", 2.0), one("b", "torch", 1.0), one("b", "reference", 0.1)),
+    ]
+    assert order_of(found) == ["triton", "torch"]
+    assert order_of([one("a", "triton", None, trouble="x")]) == []
+    assert order_of([one("a", "triton", 1.0, trouble="check: x")]) == []
+
+
+def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
+    found = [
+        measured("a", "triton", 1.0, copy_share=0.99),
+        measured("a", "torch", 0.5, copy_share=1.0),
+        measured("b", "triton", None, trouble="refused"),
+        measured("b", "torch", 1.0, copy_share=0.98),
+    ]
+    for m in found[:2]:
+        m["backward"] = {**m["forward"], "copy_share": 0.5}
+    own = Pass(1e-3, 1e-3, 1e-3, 0.0, 0.6e12, 0.5)
+    causal = "causal, head 128, 8192 tokens"
+    found.append(asdict(Measurement("attention", causal, "triton", own, own)))
+    slow, quick = (replace(own, seconds=seconds) for seconds in (2e-3, 8e-4))
+    found.append(asdict(Measurement("attention", causal, "triton-fused", slow, quick)))
+    fast = asdict(Measurement("attention", causal, "cudnn", own, own, error=0.5))
+    rows = [
+        {
+            "row": "llama-8b-slice",
+            "times_plain": 1.2,
+            "ours": {"mfu_causal": 0.5, "gpu_idle": 0.01},
+        },
+        {"row": "llama-8b-slice-fp8", "times_bf16": 1.31, "ours": {}},
+        {"row": "gpt2-124m-graph", "ours": {"host_seconds_per_step": 9e-4}},
+        {"row": "moe-slice", "trouble": "left out for time"},
+    ]
+    active = {"norm": ["triton", "torch", "reference"], "attention": ["cudnn", "triton"]}
+    result = gpu_check.Results({**gpu_check._OF_KERNELS, "active": active, "training": []})
+    result.add(measurements=[*found, fast], training=rows)
+    reached = {goal["name"]: goal for goal in result.known["goals"]}
+    assert reached["norm forward over a copy"]["measured"] == 0.98
+    assert reached["norm forward over a copy"]["met"] is True
+    assert reached["norm backward over a copy"]["met"] is False
+    assert reached["rotary forward over a copy"]["met"] is None
+    assert reached["own attention forward, TFLOP/s"]["measured"] == pytest.approx(600.0)
+    assert reached["own attention backward, TFLOP/s"]["measured"] == pytest.approx(750.0)
+    # The chosen implementation gives wrong results, so its speed does not meet the goal.
+    assert reached["chosen attention over the best"]["met"] is None
+    assert reached["llama-8b-slice: mfu_causal"]["met"] is False
+    assert reached["llama-8b-slice: over plain torch.compile"]["met"] is True
+    assert reached["llama-8b-slice: idle GPU of a step"]["met"] is False
+    assert reached["llama-8b-slice-fp8: times_bf16"]["met"] is True
+    assert reached["gpt2-124m-graph: host_seconds_per_step"]["met"] is True
+    assert reached["moe-slice: mfu_causal"]["met"] is None
+    (first, *_) = (one for one in result.known["chosen_over_best"] if one["case"] == "a")
+    assert (first["chosen"], first["best"], first["ratio"]) == ("triton", "torch", 0.5)
+    assert "llama-8b-slice: mfu_causal" in table(goals(result.known))
+    broken = measured("a", "triton", None, trouble="CUDA error") | {"details": "Traceback"}
+    result.add(measurements=[broken, found[1]])
+    assert not result.known["chosen_over_best"]
+
+
+BROKEN = """
+import json, os, sys
+begin = int(sys.argv[sys.argv.index("--begin") + 1])
+print(json.dumps({"todo": [["norm", "a", name] for name in "xyz"]}))
+for number in range(begin, 3):
+    print(json.dumps({"begun": number}), flush=True)
+    if number == 1:
+        print("CUDA error: an illegal memory access", file=sys.stderr, flush=True)
+        os.abort()
+    one = {"kernel": "norm", "case": "a", "implementation": "xyz"[number]}
+    one["forward"] = {"seconds": 1.0, "share": 0.5}
+    one |= {"backward": None, "error": None, "trouble": None, "details": None}
+    print(json.dumps({"measured": one}), flush=True)
+"""
+
+
+def empty():
+    return gpu_check.Results({**gpu_check._OF_KERNELS, "tests": {}, "training": []})
+
+
+def test_an_implementation_that_ends_its_process_costs_only_itself(tmp_path):
+    results = empty()
+    script = [sys.executable, "-c", BROKEN]
+    gpu_check.measure_group(script, ["norm"], results, time.monotonic() + 100)
+    found = {m["implementation"]: m for m in results.known["measurements"]}
+    assert list(found) == ["x", "y", "z"]
+    assert found["y"]["trouble"] == "ended by SIGABRT" and "illegal" in found["y"]["details"]
+    assert found["z"]["trouble"] is None and not results.known["left_out_for_time"]
+
+
+def test_what_never_begins_is_told_once_and_what_has_no_time_is_listed():
+    results = empty()
+    script = [sys.executable, "-c", "raise SystemExit('no such library')"]
+    gpu_check.measure_group(script, ["norm"], results, time.monotonic() + 100)
+    (found,) = results.known["measurements"]
+    assert found["trouble"] == "no such library"
+    gpu_check.measure_group(script, ["norm", "rotary"], results, time.monotonic() + 1)
+    assert results.known["left_out_for_time"] == ["norm", "rotary"]
+
+
+def test_rows_that_are_left_out_stay_as_they_were(monkeypatch):
+    made = {"row": "gpt-1.3b", "ours": {"mfu_causal": 0.5}}
+    results = empty()
+    results.add(training=[made])
+    found = [{"row": name, "trouble": "left out for time"} for name in ("moe-slice", "gpt-1.3b")]
+    monkeypatch.setattr(training_gpu, "measure", lambda *_: iter(found))
+    gpu_check.check_training(results, (), 0.0, dry=True)
+    assert results.known["training"] == [made, found[0]]
+
+
+@pytest.mark.slow
+def test_tests_end_as_pytest_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(limited, "_GRACE", 60.0)  # even a slow pytest reports its failures
+    good, bad, slow = (tmp_path / f"test_{name}.py" for name in ("good", "bad", "slow"))
+    good.write_text("def test_failed_errors(): pass")
+    bad.write_text("def test_one(): pass\ndef test_two(): assert 1 == 2")
+    slow.write_text("import time\ndef test_one(): assert 1 == 2\ndef test_two(): time.sleep(600)")
+
+    def run(path, seconds):
+        return gpu_check.run_tests(gpu_check.Tests(1.0, [], str(path)).command(True), seconds)
+
+    assert run(good, 60)["outcome"] == "passed"
+    found = run(bad, 60)
+    assert found["outcome"] == "failed" and found["counts"].startswith("1 failed, 1 passed")
+    assert "assert 1 == 2" in found["log"]
+    heeded = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background job
+    try:
+        found = run(slow, 10)
+    finally:
+        signal.signal(signal.SIGINT, heeded)
+    assert found["outcome"].startswith("not finished after") and "assert 1 == 2" in found["log"]
+
+
+@pytest.mark.slow
+def test_tests_of_steps_are_there_and_what_has_no_time_is_left_out():
+    results, soon = empty(), time.monotonic() + 100
+    gpu_check.check_tests(results, "steps", 500.0, soon, dry=True)
+    gpu_check.check_tests(results, "kernels", 20.0, soon, dry=False)
+    steps, kernels = results.known["tests"]["steps"], results.known["tests"]["kernels"]
+    assert steps["outcome"] == "passed", steps
+    assert kernels == {"outcome": "left out for time"}
+    for tests in gpu_check.TESTS.values():
+        assert all((ROOT / target.partition("::")[0]).exists() for target in tests.targets)
+
+
+def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(limited, "_GRACE", 0.2)
+    mark = tmp_path / "pid"
+    script = f"sleep 60 & echo $! > {mark}; echo begun; wait"
+    for limits in ({"seconds": 1.0}, {"seconds": 50.0, "quiet": 1.0}):
+        done = run_limited(["bash", "-c", script], **limits)
+        assert done.code is None and done.lines == ["begun"] and done.seconds < 20
+        # The process is gone, or a zombie that has not been waited for.
+        status = Path(f"/proc/{mark.read_text().strip()}/stat")
+        until = time.monotonic() + 10
+        while status.exists() and status.read_text().split()[2] != "Z":
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+
+def test_a_line_is_an_object_or_nothing():
+    assert told('{"a": 1}') == {"a": 1}
+    assert [told(line) for line in ("warning", "{broken", "[1]", "")] == [None] * 4
+
+
+def test_the_commit_is_told_also_without_git(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("MEGAFRAME_COMMIT", raising=False)
+    assert gpu_check.commit() == "unknown"
+    monkeypatch.setenv("MEGAFRAME_COMMIT", "1234abc")
+    assert gpu_check.commit() == "1234abc"
+
+
+def test_the_order_goes_into_the_table(tmp_path):
+    table = tmp_path / "choices.json"
+    table.write_text(json.dumps({"unmeasured": {"norm": ["torch"]}, "h200": {"rotary": ["torch"]}}))
+    gpu_check.choose({"chip": "h200", "order": {"norm": ["triton", "torch"]}}, table)
+    assert json.loads(table.read_text()) == {
+        "unmeasured": {"norm": ["torch"]},
+        "h200": {"rotary": ["torch"], "norm": ["triton", "torch"]},
+    }

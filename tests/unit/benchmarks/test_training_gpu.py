@@ -1,0 +1,139 @@
+"""The benchmark of whole steps on a GPU, in a tiny size on a CPU: both contenders train the same
+model, and every row's config is one that a run accepts.
+"""
+
+import contextlib
+import gzip
+import json
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaframe.config import load
+from megaframe.validate.run import check
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]
+import gpu_workload  # noqa: E402
+import training_gpu  # noqa: E402
+
+
+@pytest.mark.slow
+def test_rows_run_and_both_contenders_start_alike(tmp_path):
+    path = tmp_path / "rows.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "training_gpu.py"), "--dry"]
+    command += ["--only", "moe-slice", "moe-slice-host", "--write", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    experts, host = json.loads(path.read_text())
+    assert experts["same_start"], experts
+    for name in ("ours", "plain"):
+        found = experts[name]
+        assert found["host_seconds_per_step"] > 0 and found["tflops_causal"] > 0
+    assert experts["ours"]["parts"]["compute"] > 0
+    assert sum(experts["ours"]["waterfall"].values()) == pytest.approx(1.0)
+    few, many = host["ours"]["host_seconds"]
+    assert host["ours"]["host_seconds_per_block"] == pytest.approx((many - few) / 4)
+
+
+@pytest.mark.parametrize("row", training_gpu.ROWS, ids=lambda row: row.name)
+def test_a_row_is_a_config_that_a_run_takes(row):
+    check(load(str(ROOT / row.path), row.arguments(dry=False)), 1, data=False)
+
+
+def test_rows_have_names_of_their_own():
+    assert len({row.name for row in training_gpu.ROWS}) == len(training_gpu.ROWS)
+
+
+def test_ratios_are_of_rows_of_one_model():
+    rows = [
+        {"row": "a", "ours": {"tokens_per_second": 2.0}},
+        {"row": "a-fp8", "ours": {"tokens_per_second": 3.0}},
+        {"row": "b-fp8", "ours": {"trouble": "none"}},
+        {"row": "c-fp8", "trouble": "left out for time"},
+    ]
+    first, second, *others = training_gpu.with_ratios(rows)
+    assert second["times_bf16"] == 1.5
+    assert all("times_bf16" not in row for row in (first, *others))
+
+
+def script(tmp_path, monkeypatch, text):
+    """Run `text` as the script of a contender."""
+    (tmp_path / "one.py").write_text(f"import json, os, sys\n{text}\n")
+    monkeypatch.setattr(training_gpu, "PEERS", tmp_path)
+    return training_gpu.contender("one.py", training_gpu.ROWS[0], dry=True, seconds=30.0)
+
+
+def test_a_contender_finds_what_its_caller_finds(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/of/the/caller")
+    found = script(tmp_path, monkeypatch, "print(json.dumps({'path': os.environ['PYTHONPATH']}))")
+    assert found["path"].split(":") == [str(ROOT), str(ROOT / "kernels"), "/of/the/caller"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("print('no JSON')", {"trouble": "it printed no result"}),
+        ("sys.exit('out of memory')", {"trouble": "out of memory"}),
+        (
+            "print(json.dumps({'step_seconds': 1.0}), flush=True); sys.exit('no profiler')",
+            {"step_seconds": 1.0, "incomplete": "no profiler"},
+        ),
+    ],
+)
+def test_a_contender_that_breaks_says_why_and_keeps_what_it_had(tmp_path, monkeypatch, text, said):
+    found = script(tmp_path, monkeypatch, text)
+    found.pop("details")
+    assert found == said
+
+
+def test_rows_without_time_are_left_out():
+    rows = list(training_gpu.measure(dry=True, until=time.monotonic() + 1))
+    assert [row["trouble"] for row in rows] == ["left out for time"] * len(training_gpu.ROWS)
+    assert all(map(training_gpu.line_of, rows))
+
+
+def test_a_profile_says_how_long_the_gpu_does_nothing(tmp_path, monkeypatch):
+    def event(name, start, lasted):
+        found = {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": lasted}
+        return {**found, "args": {"device": 0}}
+
+    class Profiled(contextlib.nullcontext):
+        def export_chrome_trace(self, path):
+            events = [event("gemm", 0, 60), event("norm", 80, 20)]
+            Path(path).write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+
+        def __enter__(self):
+            return self
+
+    monkeypatch.setattr(gpu_workload, "profile", lambda activities: Profiled())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    steps, kept = [], tmp_path / "results" / "h200-row.json.gz"
+    given = partial(steps.append, 1), torch.device("cuda")
+    found = gpu_workload.profiled(*given, kept)
+    assert len(steps) == 2 and kept.exists()
+    assert found["gpu_idle"] == pytest.approx(0.2) and found["gpu_exposed_communication"] == 0
+    assert found["gpu_gaps"][0]["after"] == "norm"
+    assert [one["name"] for one in found["gpu_kernels"]] == ["gemm", "norm"]
+    monkeypatch.setattr(gpu_workload, "_MOST_TRACE", 1)
+    gpu_workload.profiled(*given, tmp_path / "large.json.gz")
+    assert not (tmp_path / "large.json.gz").exists()
+    assert gpu_workload.profiled(given[0], torch.device("cpu"), kept) == {}
+
+
+def test_the_longest_kernels_of_a_trace(tmp_path):
+    def event(name, lasted, category="kernel"):
+        return {"ph": "X", "cat": category, "name": name, "ts": 0, "dur": lasted}
+
+    events = [event("a", 10), event("b", 25), event("a", 20), event("host", 99, "cpu_op")]
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    first, second = gpu_workload.longest_kernels(path)
+    assert (first["name"], first["seconds"], first["calls"]) == ("a", pytest.approx(30e-6), 2)
+    assert second["share"] == pytest.approx(25 / 55)
+    assert len(gpu_workload.longest_kernels(path, 1)) == 1

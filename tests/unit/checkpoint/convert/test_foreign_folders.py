@@ -1,0 +1,264 @@
+"""Foreign folders: whatever is in them, an import is right or one error, and does no harm."""
+
+import json
+import os
+import random
+import resource
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from small_model_folders import CONFIGS, small_folder, weights, write_folder
+
+from megaframe.checkpoint import open_checkpoint
+from megaframe.checkpoint.convert.huggingface import model_folder as folders
+from megaframe.errors import UserError
+
+MEGABYTE = 1 << 20
+VALUES = (
+    *(None, True, False, 0, 1, 2, 3, 7, 8, 16, 61, -1, 2**31, 2**63, 10**30, -(10**30)),
+    *(0.5, 1.0, -1.5, 1e-300, 1e308, 1e-6, float("nan"), float("inf"), -float("inf")),
+    *("", "x", "1", "yarn", "llama3", "float32", "full_attention", "\x1b[31m", "\ud800", "\0"),
+    *([], [1], ["x"], [[]], {}, {"a": 1}, {"rope_type": "yarn"}, ["sliding_attention"] * 2),
+)
+"""What a key is changed to."""
+OTHERS = (
+    *("sliding_window", "layer_types", "rope_scaling", "rope_theta", "attention_bias", "head_dim"),
+    *("tie_word_embeddings", "use_sliding_window", "max_window_layers", "torch_dtype", "n_layer"),
+    *("topk_method", "scoring_func", "num_experts", "quantization_config", "norm_topk_prob"),
+)
+"""Keys that are added."""
+FREE = {"dtype", "max_window_layers", "sliding_window", "layer_types", "use_sliding_window"}
+"""Keys that an export writes in another form."""
+
+
+def refusal(folder, to):
+    """Return the error of an import, of one folder to a new one, after which nothing is left."""
+    with pytest.raises(UserError) as caught:
+        folders.load(folder, to)
+    assert not to.exists() or not os.listdir(to)
+    return str(caught.value)
+
+
+def assert_right(folder, to, exported):
+    """Assert that an import has the folder's weights and what its config says."""
+    with open_checkpoint(to / "step-00000000") as opened:
+        folders.export(opened, exported, "fp32", "none")
+    ours, theirs = (load_file(one / "model.safetensors") for one in (exported, folder))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, theirs = (json.loads((one / "config.json").read_text()) for one in (exported, folder))
+    for key in ours.keys() & theirs.keys() - FREE:
+        if key == "rope_parameters":
+            base = (theirs[key] or {}).get("rope_theta") or theirs.get("rope_theta")
+            default = 1e6 if theirs["model_type"] == "mixtral" else 1e4
+            assert ours[key]["rope_theta"] == float(base or default)
+        elif theirs[key] is not None:
+            kind = type(ours[key])  # 10**30 is read as 1e30
+            assert ours[key] == kind(theirs[key]), key
+
+
+def mutated(config, draw):
+    """Change, remove or add one to three keys."""
+    config = json.loads(json.dumps(config))
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        place = config
+        inner = config.get("rope_parameters")
+        if isinstance(inner, dict) and inner and draw.random() < 0.25:
+            place = inner
+        key = draw.choice([*place, *(OTHERS if place is config else ())])
+        old = place.get(key)
+        how = draw.randrange(4)
+        if how == 0:
+            place.pop(key, None)
+        elif how == 1 and isinstance(old, int | float):
+            place[key] = draw.choice((old * 2, old + 1, old - 1, -old, float(old), str(old)))
+        else:
+            place[key] = draw.choice(VALUES)
+    return config
+
+
+@pytest.mark.quick(when=lambda family: family == "gpt2")
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_changed_config_is_read_right_or_refused(family, tmp_path):
+    folder = small_folder(tmp_path / "theirs", family)
+    folders.load(folder, tmp_path / "first")
+    assert_right(folder, tmp_path / "first", tmp_path / "first-hf")
+    draw, outcomes = random.Random(family), [0, 0]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(200):
+        config = mutated(CONFIGS[family], draw)
+        (folder / "config.json").write_text(json.dumps(config))
+        to = tmp_path / f"to-{number}"
+        try:
+            folders.load(folder, to)
+        except UserError as error:
+            assert str(error).isprintable() or "does not fit its config" in str(error)
+            assert len(str(error)) < 2000 and not to.exists()
+            outcomes[0] += 1
+            continue
+        assert_right(folder, to, tmp_path / f"again-{number}")
+        outcomes[1] += 1
+    assert min(outcomes) > 20, outcomes
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown * 1024 < 100 * MEGABYTE
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_changed_bytes_of_any_file_are_refused_or_read(data, tmp_path_factory):
+    """A changed weight cannot be noticed; anything else must be an error, not a traceback."""
+    tmp_path = tmp_path_factory.mktemp("bytes")
+    folder = small_folder(tmp_path / "theirs")
+    path = folder / data.draw(st.sampled_from(["config.json", "model.safetensors"]))
+    content = bytearray(path.read_bytes())
+    place = data.draw(st.integers(0, min(len(content) - 1, 4000)))
+    content[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+    path.write_bytes(content)
+    try:
+        folders.load(folder, tmp_path / "to")
+    except UserError:
+        assert not (tmp_path / "to").exists()
+
+
+ABSURD = {
+    "num_hidden_layers": "1000000000 layers are more than the folder's 21 tensors",
+    "hidden_size": "hidden_size=1000000000 is more than the folder holds: 21 tensors,",
+    "num_attention_heads": "num_attention_heads=1000000000 is more than",
+    "vocab_size": "vocab_size=1000000000 is more than",
+}
+
+
+@pytest.mark.parametrize("key", ABSURD)
+def test_absurd_sizes_are_refused_before_any_work(key, tmp_path):
+    folder = small_folder(tmp_path / "theirs", tie_word_embeddings=False)
+    (folder / "config.json").write_text(json.dumps({**CONFIGS["llama"], key: 10**9}))
+    assert ABSURD[key] in refusal(folder, tmp_path / "to")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_hidden_layers": "2"}, "num_hidden_layers='2': input should be a valid integer"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers=2.0: input should be a valid integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True: input should be a valid integer"),
+        ({"hidden_size": -16}, "hidden_size=-16: input should be greater than or equal to 1"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: input should be a finite number"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0: input should be greater than 0"),
+        ({"rms_norm_eps": None}, "llama: rms_norm_eps is missing"),
+        ({"rope_parameters": [1]}, "rope_parameters=[1]: input should be an object"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' needs factor, original_max"),
+        ({"rope_parameters": {"\x1b[31m": 1}}, r"'rope_parameters.\x1b[31m'=1: extra inputs"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.full_attention={}: extra"),
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not one of gpt2, llama"),
+        ({"model_type": "mistral"}, "mistral: sliding_window is missing"),
+        ({"num_key_value_heads": 3}, "model.kv_heads=3 does not divide model.heads=4"),
+    ],
+)
+def test_wrong_types_and_ranges_are_named(keys, message, tmp_path):
+    folder = small_folder(tmp_path / "theirs")
+    (folder / "config.json").write_text(json.dumps({**CONFIGS["llama"], **keys}))
+    assert message in refusal(folder, tmp_path / "to")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64],
+    ids=str,
+)
+def test_weights_that_are_no_floating_point_numbers_are_refused(dtype, tmp_path):
+    tensors = weights(CONFIGS["llama"])
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
+    folder = write_folder(tmp_path / "theirs", CONFIGS["llama"], tensors)
+    message = refusal(folder, tmp_path / "to")
+    assert "model.norm.weight has the type" in message
+    assert "weights are F64, F32, F16, BF16" in message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused_with_their_number(value, tmp_path):
+    tensors = weights(CONFIGS["llama"])
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5:7] = value
+    folder = write_folder(tmp_path / "theirs", CONFIGS["llama"], tensors)
+    message = "model.layers.1.mlp.up_proj.weight: 2 of 192 elements are NaN or infinite in fp32"
+    assert refusal(folder, tmp_path / "to") == message
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_other_floating_point_types_are_read(dtype, tmp_path):
+    tensors = weights(CONFIGS["llama"], dtype)
+    named = str(dtype).removeprefix("torch.")
+    folder = write_folder(tmp_path / "theirs", {**CONFIGS["llama"], "dtype": named}, tensors)
+    checkpoint = folders.load(folder, tmp_path / "to")
+    with open_checkpoint(checkpoint) as opened:
+        folders.export(opened, tmp_path / "again")
+    again = load_file(tmp_path / "again/model.safetensors")
+    assert json.loads((tmp_path / "again/config.json").read_text())["dtype"] == named
+    assert all(torch.equal(again[name], tensors[name].float().to(dtype)) for name in tensors)
+
+
+def test_numbers_too_large_for_a_type_are_not_exported(tmp_path):
+    tensors = weights(CONFIGS["llama"])
+    tensors["model.norm.weight"][2] = 1e6
+    folder = write_folder(tmp_path / "theirs", CONFIGS["llama"], tensors)
+    message = r"norm\.weight: 1 of 16 .* infinite in float16"
+    checkpoint = folders.load(folder, tmp_path / "to")
+    with open_checkpoint(checkpoint) as opened, pytest.raises(UserError, match=message):
+        folders.export(opened, tmp_path / "again", "fp16")
+    assert sorted(os.listdir(tmp_path)) == ["theirs", "to"]
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+)
+@pytest.mark.parametrize("what", ["pipe", "device", "folder"])
+def test_only_regular_files_are_opened(name, what, tmp_path):
+    folder = small_folder(tmp_path / "theirs")
+    (folder / name).unlink(missing_ok=True)
+    if what == "pipe":
+        os.mkfifo(folder / name)
+    elif what == "device":
+        (folder / name).symlink_to("/dev/zero")
+    else:
+        (folder / name).mkdir()
+    why = "Is a directory" if what == "folder" else "Not a regular file"
+    assert refusal(folder, tmp_path / "to") == f"cannot read {folder / name}: {why}"
+
+
+def test_links_to_files_are_followed_as_the_hubs_cache_has_them(tmp_path):
+    folder = small_folder(tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for path in folder.iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    assert folders.load(tmp_path / "snapshot", tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"model.norm.weight": ".."}, "Is a directory"),
+        ({"model.norm.weight": ""}, "Is a directory"),
+        ({"model.norm.weight": "a\0b"}, "No file can have this name"),
+        ({"model.norm.weight": "x" * 300}, "File name too long"),
+        ({"model.norm.weight": "other.safetensors"}, "No such file"),
+        ({"absent": "model.safetensors"}, "absent is not in model.safetensors, as"),
+        ({"\x1b[31m": "model.safetensors"}, r"'\x1b[31m' is not in model.safetensors"),
+        ([1], "has no weight_map"),
+    ],
+)
+def test_an_index_names_files_of_the_folder(index, message, tmp_path):
+    folder = small_folder(tmp_path / "theirs")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert message in refusal(folder, tmp_path / "to")
+
+
+def test_a_tensor_is_in_one_file(tmp_path):
+    folder = small_folder(tmp_path / "theirs")
+    tensors = weights(CONFIGS["llama"])
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, folder / "b.safetensors")
+    index = dict.fromkeys(tensors, "model.safetensors") | {"model.norm.weight": "b.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    message = refusal(folder, tmp_path / "to")
+    assert "model.norm.weight is in two files, b.safetensors and model.safetensors" in message

@@ -1,0 +1,322 @@
+"""Hugging Face models: the logits are the same after an import and after an export."""
+
+import json
+
+import pytest
+import torch
+from entry_runs import train
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tolerances import assert_near
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megaframe.architecture.windows import windows
+from megaframe.checkpoint import open_checkpoint
+from megaframe.checkpoint.convert.huggingface import model_folder as folders
+from megaframe.checkpoint.convert.huggingface.families import ARCHITECTURES, config_of, model_of
+from megaframe.checkpoint.inspect import damage
+from megaframe.config import Model
+from megaframe.data.microbatch import Microbatch
+from megaframe.errors import UserError
+from megaframe.training.generation import load_model
+
+pytestmark = pytest.mark.numeric
+
+SHAPE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "vocab_size": 61,
+    "initializer_range": 0.3,
+}
+GROUPED = {**SHAPE, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+LOCAL = {**GROUPED, "num_hidden_layers": 4, "sliding_window": 3}
+SLIDES = {**LOCAL, "use_sliding_window": True}
+FULL, LOCALLY = "full_attention", "sliding_attention"
+EXPERTS = {"num_experts_per_tok": 2}
+DEEPSEEK = {
+    **{**SHAPE, **EXPERTS, "num_key_value_heads": 4, "moe_intermediate_size": 8},
+    **{"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    **{"kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5},
+}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+}
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1},
+    **{"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+
+
+def of(kind, **keys):
+    """Return a function that makes a config of transformers, whose import takes seconds."""
+
+    def config():
+        import transformers
+
+        return getattr(transformers, f"{kind}Config")(**keys)
+
+    return config
+
+
+MODELS = {
+    "gpt2": of(
+        "GPT2",
+        **{"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 20, "vocab_size": 61},
+        **{"initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 0},
+    ),
+    "llama": of("Llama", **GROUPED),
+    "llama3": of("Llama", **GROUPED, rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "mistral": of("Mistral", **GROUPED, sliding_window=5),
+    "ministral": of("Ministral", **LOCAL, layer_types=[FULL, LOCALLY, LOCALLY, FULL]),
+    "qwen2": of("Qwen2", **GROUPED),
+    "qwen2_last": of("Qwen2", **SLIDES, max_window_layers=3, tie_word_embeddings=True),
+    "qwen3": of("Qwen3", **GROUPED),
+    "qwen3_types": of("Qwen3", **SLIDES, layer_types=[LOCALLY, FULL, LOCALLY, FULL]),
+    "qwen3_last": of("Qwen3", **SLIDES, max_window_layers=3),
+    "qwen3_all": of("Qwen3", **SLIDES, max_window_layers=0),
+    "qwen3_moe": of(
+        "Qwen3Moe",
+        **GROUPED,
+        **EXPERTS,
+        num_experts=6,
+        moe_intermediate_size=12,
+        norm_topk_prob=True,
+    ),
+    "qwen3_moe_all": of(
+        "Qwen3Moe",
+        **{**GROUPED, **EXPERTS, "num_experts": 6, "moe_intermediate_size": 12},
+        **{"sliding_window": 3, "use_sliding_window": True},
+    ),
+    "mixtral": of("Mixtral", **GROUPED, **EXPERTS, num_local_experts=4),
+    "deepseek_v2": of(
+        "DeepseekV2", **DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1, topk_method="greedy"
+    ),
+    "deepseek_v3": of(
+        "DeepseekV3", **DEEPSEEK, q_lora_rank=12, n_group=4, topk_group=2, rope_parameters=YARN
+    ),
+}
+SUMS = 4 * (6 * 32 + 18) + 32
+"""Lengths of the sums from a token to a logit: in four layers, six products with sums over 32
+channels, and 18 tokens; and the head."""
+TOKENS = torch.randint(0, 61, (2, 18), generator=torch.Generator().manual_seed(0))
+
+
+def made(name, path):
+    """Save a random model of this kind to `path`, and return its logits."""
+    torch.manual_seed(1)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(MODELS[name]()).eval()
+    with torch.no_grad():
+        for key, value in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in key or "ln_" in key or key.endswith("bias"):
+                value.add_(0.2 * torch.randn(value.shape))
+    model.save_pretrained(path)
+    return logits(model)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(TOKENS).logits
+
+
+class InFp64(TorchDispatchMode):
+    """Makes fp64 of what code asks for in fp32: transformers' norms, routers and rotary angles."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
+def exact_logits(folder):
+    """Return the logits of a folder of transformers, computed in fp64."""
+    from transformers import AutoModelForCausalLM
+
+    with InFp64():
+        how = {"dtype": torch.float64, "experts_implementation": "eager"}
+        return logits(AutoModelForCausalLM.from_pretrained(folder, **how).eval())
+
+
+@torch.no_grad()
+def our_logits(path):
+    """Return our logits, computed in fp64 and rounded to fp32 at the end."""
+    _, stage = load_model(path, precision="fp64")
+    x = stage.hidden(Microbatch(TOKENS, TOKENS, torch.arange(2)))
+    return stage.head.logits(x).view(2, 18, -1)
+
+
+def assert_same_logits(checkpoint, folder):
+    wanted = exact_logits(folder)
+    assert wanted.dtype is torch.float64
+    assert_near(our_logits(checkpoint), wanted, SUMS, sums=torch.float64)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_the_same_both_ways(name, tmp_path):
+    wanted = made(name, tmp_path / "theirs")
+    checkpoint = folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+    assert list(damage(checkpoint)) == []
+    assert_same_logits(checkpoint, tmp_path / "theirs")
+    with open_checkpoint(checkpoint) as opened:
+        folders.export(opened, tmp_path / "again", "fp32")
+    from transformers import AutoModelForCausalLM
+
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert type(again).__name__ in ARCHITECTURES.values()
+    assert torch.equal(logits(again.eval()), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        ("llama", None),
+        ("mistral", 5),
+        ("ministral", (None, 3, 3)),
+        ("qwen3", None),
+        ("qwen3_types", (3, None)),
+        ("qwen3_last", (None, None, None, 3)),
+        ("qwen3_all", 3),
+        ("qwen3_moe_all", 3),
+    ],
+)
+def test_windows_are_the_shortest_pattern_of_their_layers(name, window):
+    model = model_of(MODELS[name]().to_dict())
+    assert model.window == window
+    assert model_of(config_of(model, 64)).window == window
+    again = model.model_copy(update={"window": (*windows(model), *windows(model))})
+    assert config_of(again, 64) == config_of(model, 64)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"window": (3, 5)}, "as ministral:\n  model.window=(3, 5) would become 3"),
+        ({"window": (3, None, 5, None), "qk_norm": True}, "become (3, None)"),
+        ({"window": (3, None), "moe": {"experts": 4, "score": "softmax"}}, "None) would become 3"),
+        ({"window": 3, "norm": "layernorm", "position": "learned"}, "window=3 would become None"),
+    ],
+)
+def test_windows_that_no_family_has_are_refused(keys, message):
+    shape = {"layers": 4, "hidden": 32, "heads": 4, "vocab": 61}
+    with pytest.raises(UserError) as caught:
+        config_of(Model(**{**shape, "norm": "rmsnorm", "activation": "swiglu", **keys}), 64)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("mistral", {"layer_types": [FULL, LOCALLY]}, "mistral: layer_types has full_attention in"),
+        ("ministral", {"layer_types": [FULL]}, "has 1 layers, and num_hidden_layers is 4"),
+        ("ministral", {"layer_types": ["chunked"] * 4}, "'chunked' is none of full_attention"),
+        ("qwen3_types", {"use_sliding_window": False}, "there is no sliding_window for them"),
+    ],
+)
+def test_layer_types_that_mean_nothing_here_are_refused(name, keys, message):
+    with pytest.raises(UserError) as caught:
+        model_of({**MODELS[name]().to_dict(), **keys})
+    assert message in str(caught.value)
+
+
+def test_large_models_are_several_files(tmp_path, monkeypatch):
+    wanted = made("qwen3_moe", tmp_path / "theirs")
+    monkeypatch.setattr(folders, "FILE_BYTES", 10_000)
+    monkeypatch.setattr(folders, "PIECE_BYTES", 600)
+    checkpoint = folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+    assert len(list(checkpoint.glob("*.safetensors"))) > 3
+    with open_checkpoint(checkpoint) as opened:
+        folders.export(opened, tmp_path / "again", "fp32")
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 3
+    from transformers import AutoModelForCausalLM
+
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(logits(again.eval()), wanted)
+    once_more = folders.load(tmp_path / "again", tmp_path / "twice")
+    assert_same_logits(once_more, tmp_path / "again")
+
+
+def changed(folder, **keys):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_type": "opt"}, "model_type 'opt' is not one of gpt2, llama"),
+        ({"hidden_act": "gelu"}, "llama: hidden_act='gelu' is not supported, only 'silu'"),
+        ({"attention_bias": True}, "attention_bias=true has a bias"),
+        ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
+        ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight has no counterpart"),
+        ({"vocab_size": 60}, "model.embed_tokens.weight is [61, 32], not [60, 32]"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic"}},
+            "rope_type 'dynamic' is not one of default",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_written(keys, message, tmp_path):
+    made("llama", tmp_path / "theirs")
+    changed(tmp_path / "theirs", **keys)
+    with pytest.raises(UserError) as caught:
+        folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+    assert message in str(caught.value)
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_foreign_folders_do_no_harm(tmp_path):
+    made("llama", tmp_path / "theirs")
+    index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
+    (tmp_path / "theirs/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="no weight_map of file names"):
+        folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+    (tmp_path / "theirs/model.safetensors.index.json").unlink()
+    (tmp_path / "theirs/model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(UserError, match="cannot read"):
+        folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+    (tmp_path / "theirs/config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="is not JSON"):
+        folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+
+
+def test_a_run_starts_with_imported_weights_and_its_export_has_the_tokenizer(
+    tmp_path, overrides, pool
+):
+    """Also checks the names on the tool's command line."""
+    made("qwen3", tmp_path / "theirs")
+    checkpoint = folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+    model, _ = load_model(checkpoint)
+    keys = {
+        f"model__{key}": value
+        for key, value in model.model.model_dump(mode="json", exclude_none=True).items()
+        if not isinstance(value, dict)
+    }
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(60)} | {"</s>": 60}, unk_token="w0"))
+    words.save(str(folder / "tokenizer.json"))
+    run = overrides(
+        **keys,
+        checkpoint__weights=checkpoint,
+        checkpoint__every=1,
+        data__tokenizer=f"hf:{folder / 'tokenizer.json'}",
+        optim__lr=1e-12,
+        optim__min_lr=0,
+        train__steps=1,
+        train__precision="fp32",
+    )
+    pool.run(2, train, run)
+    with open_checkpoint(tmp_path / "run/checkpoints/step-00000001") as opened:
+        folders.export(opened, tmp_path / "again", tokenizer=f"hf:{folder / 'tokenizer.json'}")
+    from transformers import AutoTokenizer
+
+    # The step is lost in fp32, or moves a logit by less than its rounding.
+    again, first = (exact_logits(tmp_path / name) for name in ("again", "theirs"))
+    assert_near(again, first, 1, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert tokenizer.convert_tokens_to_ids(["w7", "w42"]) == [7, 42]

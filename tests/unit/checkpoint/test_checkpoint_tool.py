@@ -1,0 +1,128 @@
+"""tools/checkpoint.py: what it prints for intact, damaged, equal and different checkpoints, and
+that resharding into another number of files keeps the content."""
+
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from checkpoint_helpers import load_all, part, save, whole
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+
+import checkpoint as tool
+
+WEIGHT = torch.arange(60, dtype=torch.float64).view(6, 10)
+MOMENT = torch.linspace(-1, 1, 7).to(torch.bfloat16)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Save two ranks' halves of a matrix and, on one rank, optimizer state in low precision."""
+    halves = [part("a.weight", WEIGHT, ((row, 0), (3, 10))) for row in (0, 3)]
+    moment = whole("optimizer.moment/a.weight", MOMENT)
+    state = {"config": {"model": {"layers": 3}, "parallel": {"tensor": 2}}}
+    return save(tmp_path / "checkpoints", [[halves[0]], [halves[1], moment]], state=state)
+
+
+def run(capsys, monkeypatch, *arguments):
+    """Run the tool; return its exit status and output."""
+    monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        tool.main()
+    printed = capsys.readouterr()
+    return caught.value.code, printed.out + printed.err
+
+
+def test_inspect_counts_weights_and_state(saved, capsys, monkeypatch):
+    for path in (saved, saved.parent):
+        status, text = run(capsys, monkeypatch, "inspect", path, "--tensors")
+        assert status == 0
+        assert "step 1, 2 files" in text and "layers=3" in text and "tensor=2" in text
+        words = [line.split() for line in text.splitlines()]
+        assert ["weights", "1", "60", "0.000"] in words
+        assert ["optimizer", "moment", "1", "7", "0.000"] in words
+        assert ["a.weight", "[6,", "10]", "F64", "2"] in words
+
+
+def test_a_whole_checkpoint_is_verified(saved, capsys, monkeypatch):
+    status, text = run(capsys, monkeypatch, "verify", saved)
+    assert (status, "2 tensors in 3 slices are whole" in text) == (0, True)
+
+
+def test_every_flipped_byte_is_found_and_named(saved, capsys, monkeypatch):
+    for path in saved.iterdir():
+        before = path.read_bytes()
+        for place in (0, len(before) // 2, len(before) - 1):
+            flipped = bytearray(before)
+            flipped[place] ^= 1
+            path.write_bytes(flipped)
+            status, text = run(capsys, monkeypatch, "verify", saved)
+            assert status == 1 and path.name in text
+            assert "a.weight" in text or path.name == "manifest.json"
+        path.write_bytes(before)
+
+
+def test_all_that_is_damaged_is_named_at_once(saved, capsys, monkeypatch):
+    (saved / "rank-00000.safetensors").unlink()
+    other = saved / "rank-00001.safetensors"
+    other.write_bytes(other.read_bytes()[:-1])
+    status, text = run(capsys, monkeypatch, "verify", saved)
+    assert status == 1
+    assert "rank-00000.safetensors: No such file or directory; it holds a.weight" in text
+    assert "it holds a.weight, optimizer.moment/a.weight" in text
+    status, text = run(capsys, monkeypatch, "verify", saved / "nowhere")
+    assert status == 2 and "nowhere: there is no such folder" in text
+
+
+def test_differences_are_told_whatever_the_slices(saved, tmp_path, capsys, monkeypatch):
+    changed = WEIGHT.clone()
+    changed[4, 7] += 0.59
+    columns = [part("a.weight", changed, ((0, column), (6, 5))) for column in (0, 5)]
+    other = save(tmp_path / "other", [columns, [whole("b", torch.ones(3))]])
+    status, text = run(capsys, monkeypatch, "diff", saved, other)
+    assert status == 1 and "3 tensors differ, 0 are the same" in text
+    words = [line.split() for line in text.splitlines()]
+    assert ["a.weight", "0.59", "0.01"] in words
+    assert any(line[:3] == ["b", "only", "in"] for line in words)
+    same = save(tmp_path / "same", [[whole("a.weight", WEIGHT)], [whole("c", MOMENT)]])
+    status, text = run(capsys, monkeypatch, "diff", saved, same, "--tolerance", "0.02")
+    assert "2 tensors differ, 1 are the same within 0.02" in text
+    assert run(capsys, monkeypatch, "diff", saved, saved.parent)[0] == 0
+
+
+def test_numbers_that_are_none_are_not_the_same_as_numbers(tmp_path, capsys, monkeypatch):
+    values = torch.tensor([1.0, torch.nan, torch.inf])
+    one = save(tmp_path / "one", [[whole("a", values)]])
+    assert run(capsys, monkeypatch, "diff", one, one)[0] == 0
+    other = save(tmp_path / "other", [[whole("a", torch.tensor([torch.nan, torch.nan, 2.0]))]])
+    status, text = run(capsys, monkeypatch, "diff", one, other, "--tolerance", "1e9")
+    assert status == 1 and "inf" in text
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(1, 6))
+def test_other_files_hold_the_same(files):
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        rows = [part("a", WEIGHT, ((row, 0), (1, 10))) for row in range(6)]
+        source = save(folder / "source", [rows[:1], [*rows[1:], whole("b", MOMENT)]])
+        with tool.open_checkpoint(source) as opened:
+            made = tool.regroup(opened, folder / "made", files)
+        assert 1 <= len(list(made.glob("*.safetensors"))) <= files
+        assert not list((folder / "made").glob("*.tmp"))
+        found, wanted = load_all(made), load_all(source)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert list(tool.damage(made)) == []
+
+
+def test_a_checkpoint_that_is_there_is_not_written_over(saved, capsys, monkeypatch):
+    folder = saved.parent
+    status, text = run(capsys, monkeypatch, "reshard", saved, "--to", folder, "--files", 1)
+    assert status == 2 and "already exists" in text
+    status, text = run(capsys, monkeypatch, "reshard", saved, "--to", folder, "--files", 0)
+    assert status == 2 and "use 1 or more" in text

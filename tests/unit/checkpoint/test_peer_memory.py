@@ -1,0 +1,260 @@
+"""Copies in the memory of nodes: a run that loses ranks or a node continues from them."""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_helpers import part
+from entry_runs import losses
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_process import Program, places, stuck_after
+from tolerances import promised
+
+from megaframe.checkpoint.stores.memory_folder import Ram
+from megaframe.checkpoint.stores.peer_memory import MemoryWriter, Peers, peer_of
+from megaframe.checkpoint.stores.peer_memory_load import recall
+from megaframe.config import load
+from megaframe.distributed.mesh import Mesh, global_rank, world_size
+from megaframe.errors import UserError
+from megaframe.layout import Layout
+from megaframe.training.trainer import Trainer
+
+KEYS = {
+    "train__steps": 12,
+    "train__microbatch": 1,
+    "model__dropout": 0.1,
+    "parallel__zero": 1,
+    "parallel__node_size": 2,
+    "checkpoint__every": 5,
+    "checkpoint__memory_every": 2,
+    "checkpoint__resume": "latest",
+}
+
+
+class Stopped(Exception):
+    """Ends a run after step 9, leaving its folders as a kill would."""
+
+
+def train(keys, memory, stop=False, node_size=2):
+    """Run training with a folder for each node's memory; return True if `stop` ended it."""
+    node = global_rank() // node_size
+    config = load(None, [*keys, f"checkpoint.memory_dir={memory}/{node}"])
+    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    trainer = Trainer(config, mesh)
+    step = trainer._train_step
+
+    def train_step():
+        step()
+        if stop and trainer.step == 9:
+            trainer.saving._memory.wait()
+            raise Stopped
+
+    trainer._train_step = train_step
+    try:
+        trainer.run()
+    except Stopped:
+        trainer.saving._writer.wait()
+        return True
+    finally:
+        mesh.close()
+
+
+def files(memory):
+    return sorted(str(path.relative_to(memory)) for path in memory.rglob("rank-*"))
+
+
+@pytest.fixture
+def memory(tmp_path):
+    for node in "01":
+        (tmp_path / "memory" / node).mkdir(parents=True)
+    return tmp_path / "memory"
+
+
+def wait_for_copies(memory, step, processes):
+    """Wait until all copies of a step exist.
+
+    Only the folder of that step is read, because those of earlier steps are removed meanwhile.
+    """
+    deadline = time.monotonic() + 60
+    while len(list(memory.glob(f"*/*/step-{step:08d}/rank-*.json"))) < 8:
+        assert all(process.poll() is None for process in processes)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_killed_ranks_and_a_lost_node_go_on_from_memory(pool, overrides, memory, tmp_path):
+    whole = tmp_path / "whole"
+    pool.run(4, train, overrides(**KEYS, run__dir=whole), memory)
+    assert not list(memory.glob("*/*"))  # a finished run removes its copies
+    first = start(overrides(**KEYS), memory)
+    try:
+        wait_for_copies(memory, 8, first)
+    finally:
+        for process in first:
+            process.kill()
+    shutil.rmtree(memory / "1")
+    (memory / "1").mkdir()
+    pool.run(4, train, overrides(**KEYS), memory)
+    log = (tmp_path / "run/run.log").read_text()
+    assert "copies in memory of step 8 are used; the newest saved checkpoint is of step 5" in log
+    assert losses(tmp_path / "run") == losses(whole)
+    assert not list(memory.glob("*/*"))
+
+
+def start(keys, memory):
+    """Start four ranks, each in its own process, which hang after step 9."""
+    nodes = [f"checkpoint.memory_dir={memory}/{rank // 2}" for rank in range(4)]
+    return [
+        Program(stuck_after, 9, words=[*keys, node], environment=place)
+        for node, place in zip(nodes, places(4), strict=True)
+    ]
+
+
+def lose_a_node(memory):
+    shutil.rmtree(memory / "0")
+    (memory / "0").mkdir()
+
+
+def lose_a_part(memory, step="*"):
+    for path in memory.rglob(f"step-{step}/rank-00001.*"):
+        path.unlink()
+
+
+def lose_a_new_part(memory):
+    lose_a_part(memory, "00000008")
+
+
+def damage_one_copy(memory):
+    (path,) = memory.glob("1/*/step-00000008/rank-00002.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def of_another_run(memory):
+    (memory.parent / "run/run-id").write_text("0123456789abcdef\n")
+
+
+GONE = "not resumed from copies in memory: "
+FROM_MEMORY = "resumed from step 8 of copies in memory"
+
+
+# The largest loss, after which other ranks go on.
+@pytest.mark.quick(when=lambda loss: loss is lose_a_node)
+@pytest.mark.parametrize(
+    ("loss", "ranks", "said"),
+    [
+        (lose_a_node, 2, [FROM_MEMORY]),
+        (lose_a_part, 4, [f"{GONE}those of step 8 lack the parts of ranks 1 of 4"]),
+        (lose_a_new_part, 4, ["in memory: those of step 8", "copies in memory of step 6 are used"]),
+        (damage_one_copy, 4, ["rank-00002.safetensors is damaged", FROM_MEMORY]),
+        (of_another_run, 4, [f"{GONE}there are none"]),
+    ],
+)
+def test_what_is_lost_and_what_goes_on(loss, ranks, said, pool, overrides, memory, tmp_path):
+    """The run continues on four data ranks, or on two tensor ranks."""
+    keys = overrides(**KEYS)
+    whole = tmp_path / "whole"
+    pool.run(1, train, overrides(**{**KEYS, "checkpoint__memory_every": 0}, run__dir=whole), memory)
+    assert pool.run(4, train, keys, memory, True) == [True] * 4
+    both = [f"{node}/{{}}/step-{step:08d}/rank-0000{rank}.{kind}"
+            for node in "01" for step in (6, 8) for rank in range(4)
+            for kind in ("json", "safetensors")]  # fmt: skip
+    (name,) = {path.name for path in memory.glob("*/*")}
+    assert files(memory) == sorted(one.format(name) for one in both)
+    loss(memory)
+    if ranks == 2:
+        keys += ["parallel.tensor=2", "parallel.node_size=1"]
+    pool.run(ranks, train, keys, memory, False, ranks // 2)
+    log = (tmp_path / "run/run.log").read_text()
+    for text in said:
+        assert text in log, log
+    found = losses(tmp_path / "run")
+    assert found == promised(losses(whole))
+    assert not list(memory.glob("*/*"))
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_a_peer_is_on_the_next_node_and_keeps_at_most_as_many_as_needed(world, node_size):
+    keepers = [peer_of(rank, world, node_size) for rank in range(world)]
+    if node_size >= world:
+        assert keepers == [None] * world
+        return
+    nodes = -(-world // node_size)
+    for rank, keeper in enumerate(keepers):
+        assert keeper // node_size == (rank // node_size + 1) % nodes
+    last = world - (nodes - 1) * node_size
+    assert max(keepers.count(rank) for rank in range(world)) <= -(-node_size // last)
+    every = [Peers.of(rank, world, node_size) for rank in range(world)]
+    assert sorted(source for one in every for source in one.sources) == list(range(world))
+
+
+def copy_without_room(memory):
+    """Save with a second rank that cannot write; return its messages and what is recalled."""
+    mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
+    ram = Ram.of(memory / str(mesh.rank), memory)
+    group, run, full = mesh.beside(), "0" * 16, torch.arange(8.0).view(4, 2)
+    writer = MemoryWriter(ram, group, Peers.of(mesh.rank, 2, 1), run, None)
+    mine = [part("a", full, ((2 * mesh.rank, 0), (2, 2)))]
+    said = []
+    writer.save(2, mine, {"step": 2})
+    writer.wait()
+    if mesh.rank == 1:
+        (ram.folder / "step-00000004").touch()  # in the way
+    writer.save(4, mine, {"step": 4})
+    try:
+        writer.wait()
+    except UserError as error:
+        said.append(str(error))
+    found = recall(ram, run, group, None, said.append)
+    target = torch.zeros(2, 4)
+    with found:
+        found.load([part("a", torch.zeros(4, 2), ((0, 0), (4, 2)))])
+        target = part("a", torch.zeros(4, 2), ((1, 0), (2, 2)))
+        found.load([target])
+    result = said, found.step, found.state, target.tensor.tolist()
+    mesh.close()
+    return result
+
+
+def test_a_copy_that_fails_is_told_to_all_and_the_one_before_stays(pool, memory):
+    for said, step, state, rows in pool.run(2, copy_without_room, memory):
+        assert "copies of step 4 in memory could not be made: rank 1: cannot write" in said[0]
+        assert "checkpoint.memory_dir" in said[0]
+        assert (step, state, rows) == (2, {"step": 2}, [[2, 3], [4, 5]])
+
+
+def test_a_folder_that_others_can_read_is_refused(tmp_path):
+    ram = Ram.of(tmp_path, tmp_path / "run")
+    assert ram.folder.stat().st_mode & 0o777 == 0o700
+    assert Ram.of(tmp_path, tmp_path / "run") == ram != Ram.of(tmp_path, tmp_path / "other")
+    ram.folder.chmod(0o755)
+    with pytest.raises(UserError, match="with mode 0755"):
+        Ram.of(tmp_path, tmp_path / "run")
+    ram.folder.rmdir()
+    ram.folder.symlink_to(tmp_path)
+    with pytest.raises(UserError, match="alone, with mode 0700"):
+        Ram.of(tmp_path, tmp_path / "run")
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_record_is_what_was_written_or_none(data):
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as name:
+        ram = Ram.of(Path(name), Path(name))
+        mesh = Mesh(Layout(), device="cpu")
+        writer = MemoryWriter(ram, mesh.beside(), Peers(None, ()), "0" * 16, None)
+        writer.save(1, [part("a", torch.ones(2), ((0,), (2,)))], {"x": [1.5]})
+        writer.wait()
+        (record,) = ram.records("0" * 16)
+        path = ram.path(1, 0).with_suffix(".json")
+        content = bytearray(path.read_bytes())
+        place = data.draw(st.integers(0, len(content) - 1))
+        content[place] ^= 1 << data.draw(st.integers(0, 7))
+        path.write_bytes(content)
+        assert record.state == {"x": [1.5]} and not list(ram.records("0" * 16))

@@ -1,0 +1,366 @@
+"""Reading run folders that are complete, being written, damaged, mixed, or something else."""
+
+import json
+import math
+import os
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from run_folders import lines, write
+
+from megaframe.dashboard.advice import advice
+from megaframe.dashboard.downsample import block_maxima, buckets, extremes, means
+from megaframe.dashboard.page import embedded, write_whole
+from megaframe.dashboard.panels import PANELS, losses, page_data, predicted, read_prediction
+from megaframe.dashboard.report import html, report
+from megaframe.dashboard.run_folder import Run
+from megaframe.dashboard.serve import Server
+from megaframe.dashboard.wandb_workspace import workspace
+from megaframe.errors import UserError
+from megaframe.metrics.sinks import flat
+
+
+def test_a_whole_run_has_every_panel_and_no_note(tmp_path):
+    run = Run(write(tmp_path / "run", lines(60)))
+    assert run.notes == []
+    data = page_data([run])
+    (found,) = data["runs"]
+    for panel in PANELS:
+        names = [
+            name
+            for name in found["series"]
+            for key in panel.keys
+            if (name.startswith(key) if key.endswith("/") else name == key)
+        ]
+        has = {
+            "lines": names,
+            "waterfall": found["waterfall"],
+            "heat": found["heat"].get(panel.id),
+            "bars": found["bars"].get(panel.id),
+        }
+        assert has[panel.kind], panel.id
+    assert [event["kind"] for event in found["events"]] == ["skip", "restart", "checkpoint"]
+    assert found["events"][2]["step"] == 50
+    assert found["heat"]["stragglers"]["z"][1] == pytest.approx([40] * 6)
+    assert found["bars"]["sources"] == {"places": ["web", "code"], "kinds": {"samples": [60, 120]}}
+    json.dumps(data, allow_nan=False)
+
+
+def test_bars_of_sources_leave_out_those_that_nothing_is_trained_on(tmp_path):
+    def places(**data):
+        run = Run(write(tmp_path / "run", lines(10), config={"data": data}))
+        return page_data([run])["runs"][0]["bars"]["sources"]["places"]
+
+    held_out = {"path": "held-out", "split": [0.0, 1.0, 0.0]}
+    two = [{"path": "web", "split": None}, {"path": "code", "split": [1.0, 0.0, 0.0]}]
+    assert places(sources=[held_out, *two]) == ["web", "code"]
+    none = {"sources": [held_out, {"path": "more"}, *two], "split": [0.0, 1.0, 0.0]}
+    assert places(**none) == ["source 0", "source 1"]
+
+
+def test_losses_and_mfu_are_the_whole_peak(tmp_path):
+    run = Run(write(tmp_path / "run", lines(60)))
+    assert sum(losses(run).values()) == pytest.approx(1)
+    wanted = {"step_seconds": 2.0, "mfu": 0.4, "breakdown": {"compute": 1.5, "tensor": 0.5}}
+    assert predicted(wanted) == pytest.approx(
+        {"kernels": 0.35, "communication/tensor": 0.25, "mfu": 0.4}
+    )
+
+
+def test_a_run_still_being_written_is_read_on_and_one_replaced_anew(tmp_path):
+    every = [json.dumps(line) + "\n" for line in lines(30)]
+    folder = write(tmp_path / "run", [])
+    path = folder / "metrics.jsonl"
+    run = Run(folder)
+    assert run.notes == ["no metrics yet"]
+    with open(path, "a") as file:
+        file.write("".join(every[:10]) + every[10][:40])
+    assert run.read() and len(run.metrics) == 10
+    assert any("incomplete" in note for note in run.notes)
+    assert not run.read()
+    with open(path, "a") as file:
+        file.write(every[10][40:])
+    assert run.read() and len(run.metrics) == 11 and not run.notes
+    (tmp_path / "other").write_text("".join(every[:5]))
+    (tmp_path / "other").replace(path)
+    assert run.read() and len(run.metrics) == 5
+
+
+@pytest.mark.parametrize(
+    "odd",
+    ["hello", "[1, 2]", '{"loss": 1}', '{"step": true}', "[" * 5000, '{"step": -1}', "\x00\x00"],
+)
+def test_lines_of_something_else_are_left_out_and_counted(tmp_path, odd):
+    folder = write(tmp_path / "run", lines(5))
+    path = folder / "metrics.jsonl"
+    text = path.read_text().splitlines()
+    path.write_text("\n".join([*text[:3], odd, *text[3:]]) + "\n")
+    run = Run(folder)
+    assert len(run.metrics) == 5
+    assert run.notes == ["1 lines are not metrics and are ignored (line 4)"]
+
+
+def test_nothing_is_read_after_an_endless_line_or_thousands_of_odd_ones(tmp_path):
+    folder = write(tmp_path / "run", lines(5))
+    path = folder / "metrics.jsonl"
+    whole = path.read_bytes()
+    with open(path, "ab") as file:
+        file.truncate(8 << 30)  # a hole, which takes no disk
+    run = Run(folder)
+    assert len(run.metrics) == 5
+    assert "nothing after line 6 is read: this is no file of metrics" in run.notes
+    path.write_bytes(b"odd\n" * 20_000 + whole)
+    run = Run(folder)
+    assert len(run.metrics) == 0 and not run.read()
+    assert "nothing after line 10000 is read: this is no file of metrics" in run.notes
+
+
+def test_two_runs_in_one_file_are_the_later_one_with_a_note(tmp_path):
+    first = list(lines(30))
+    second = [{**line, "loss": 100.0} for line in lines(10, start=10)]
+    run = Run(write(tmp_path / "run", [*first, *second]))
+    assert run.metrics.column("step").tolist() == [*range(1, 21)]
+    assert run.metrics.column("loss")[9:12].tolist() == [first[9]["loss"], 100.0, 100.0]
+    assert "after step 30 comes step 11 (line 31)" in run.notes[0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    value=st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        ),
+        max_leaves=8,
+    ),
+    key=st.sampled_from([*next(lines(1)), "ranks", "config", "time"]),
+)
+def test_any_value_of_any_key_is_shown_or_left_out(tmp_path_factory, value, key):
+    text = json.dumps({**next(lines(1)), key: value, "step": 2})
+    folder = tmp_path_factory.mktemp("odd")
+    write(folder, lines(1))
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(text + "\n")
+    run = Run(folder)
+    embedded(page_data([run]))
+    html(report(run))
+
+
+def test_other_layouts_missing_ranks_and_missing_files_are_notes(tmp_path):
+    one = Run(write(tmp_path / "one", lines(20), {"parallel": {"tensor": 2}}, {"ranks": 8}))
+    assert one.notes == ["rows have 4 ranks and the run 8: some are missing"]
+    changed = [*lines(20), *lines(20, ranks=2, stages=1, start=20)]
+    two = Run(write(tmp_path / "two", changed, {"parallel": {"tensor": 1}}))
+    (tmp_path / "two" / "environment.json").write_text("{")
+    two = Run(tmp_path / "two")
+    assert "environment.json cannot be read and is ignored" in two.notes
+    data = page_data([one, two])
+    assert [run["heat"]["stragglers"]["rows"] for run in data["runs"]] == [[0, 1, 2, 3], [0, 1]]
+    assert data["differences"] == [["parallel.tensor", "2", "1"]]
+    (tmp_path / "two" / "metrics.jsonl").unlink()
+    assert "there is no metrics.jsonl" in Run(tmp_path / "two").notes
+    assert page_data([Run(tmp_path / "two")])["runs"][0]["series"] == {}
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"neither metrics\.jsonl nor config\.yaml"):
+        Run(tmp_path)
+    with pytest.raises(UserError, match="is not a run folder"):
+        Run(tmp_path / "nowhere")
+
+
+def test_an_unknown_peak_is_na_and_its_waterfall_ends_with_compute(tmp_path):
+    found = []
+    for line in lines(5):
+        lost = {cause: share for cause, share in line["lost"].items() if cause != "kernels"}
+        lost = {"compute": 1 - sum(lost.values()), **lost}
+        found.append({**line, "mfu": None, "hfu": None, "lost": lost})
+    run = Run(write(tmp_path / "run", found))
+    assert any("MFU n/a" in note for note in run.notes)
+    assert "mfu" not in losses(run) and sum(losses(run).values()) == pytest.approx(1)
+    assert "| MFU | n/a |" in report(run)
+
+
+@settings(deadline=None, max_examples=80)
+@given(values=st.lists(st.none() | st.floats(-1e6, 1e6), max_size=60), most=st.integers(1, 20))
+def test_thinning_keeps_means_and_extremes(values, most):
+    found = np.array([math.nan if one is None else one for one in values])
+    starts = buckets(len(found), most)
+    assert len(starts) == min(len(found), most)
+    low, high = extremes(found, starts)
+    good = found[np.isfinite(found)]
+    if good.size:
+        assert np.nanmin(low) == good.min() and np.nanmax(high) == good.max()
+        counts = np.add.reduceat(np.isfinite(found).astype(float), starts)
+        total = np.nansum(means(found, starts) * counts)
+        assert total == pytest.approx(good.sum(), rel=1e-9, abs=1e-6)
+    else:
+        assert not np.isfinite(means(found, starts)).any()
+
+
+def test_one_slow_rank_of_many_is_still_there_when_thinned():
+    table = np.zeros((1000, 700))
+    table[617, 350:] = 9.0
+    thinned = block_maxima(table, 160, 200)
+    assert thinned.shape == (160, 200) and thinned[:, -1].max() == 9.0
+    assert (thinned[:, -1] > 0).sum() == 1
+
+
+def test_the_report_names_the_largest_losses_and_escapes_names(tmp_path):
+    name = "<b>x<b>|*y*"
+    folder = write(tmp_path / name, lines(30))
+    prediction = {"step_seconds": 1.0, "mfu": 0.5, "breakdown": {"compute": 0.9, "data": 0.1}}
+    text = report(Run(folder), prediction)
+    assert "| kernels below peak |" in text and "| predicted |" in text
+    assert "step 7: update skipped" in text and "resumed after step 19" in text
+    page = html(text)
+    assert "<b>x" not in page and "&lt;b&gt;x&lt;b&gt;|*y*" in page
+    first = next(advice(losses(Run(folder))))
+    assert first[0] == "kernels" and "train.microbatch" in first[1]
+
+
+def test_a_workspace_has_the_panels_of_metrics_that_a_run_writes():
+    pytest.importorskip("wandb_workspaces")
+    names = set(dict(flat(next(lines(1, every=1))))) | {"eval_bits_per_byte", "mtp_loss"}
+    spec = workspace("entity", "project")._to_model().spec.model_dump(by_alias=True)
+    sections = spec["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == ["Training", "Pages", "Configs"]
+    found = {}
+    for panel in sections[0]["panels"]:
+        shown = panel["config"]
+        pattern = shown.get("metricRegex")
+        match = {name for name in names if pattern and re.fullmatch(pattern, name)}
+        assert match or (set(shown["metrics"]) <= names and shown["metrics"]), shown
+        found[shown["chartTitle"]] = shown
+    without = {"stragglers", "memory_ranks", "experts"}
+    assert found.keys() == {panel.title for panel in PANELS if panel.id not in without}
+    assert found["Gradient norm"]["yLogScale"] and found["Where the peak went"]["metricRegex"]
+
+
+def shown(folder):
+    """Return a run with the texts of its page and its report, which must be printable."""
+    run = Run(folder)
+    data = page_data([run])
+    text = report(run)
+    json.dumps(data, allow_nan=False)
+    html(text).encode()
+    assert all(one.isprintable() or one == "\n" for one in text)
+    return run, data["runs"][0], text
+
+
+def test_rows_that_lack_places_or_are_missing_are_left_out_with_a_note(tmp_path):
+    def changed(change):
+        found = list(lines(20))
+        for line in found:
+            change(line)
+        return shown(write(tmp_path / "run", found))[:2]
+
+    run, data = changed(lambda line: line["stages"].update(bubble=[0.01] * 5))
+    assert "rows of stages have 2 to 5 places: shorter ones are left out" in run.notes
+    assert list(data["bars"]["stages"]["kinds"]) == ["bubble"]
+    run, data = changed(lambda line: line["stages"].pop("work"))
+    assert "there are rows of stages, but none of stages/work" in run.notes
+    assert len(data["bars"]["stages"]["places"]) == 2
+    run, data = changed(lambda line: line.get("ranks", {}).pop("memory_bytes", None))
+    assert "there are rows of ranks, but none of ranks/memory_bytes" in run.notes
+    assert set(data["bars"]["memory_ranks"]["kinds"]) == {"weights", "optimizer"}
+    _, data = changed(lambda line: line.get("ranks", {}).update({"held/weights": [1.0]}))
+    assert set(data["bars"]["memory_ranks"]["kinds"]) == {"optimizer", "the rest at its peak"}
+
+
+def test_steps_that_go_back_before_all_rows_leave_none(tmp_path):
+    later = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
+    run, data, _ = shown(write(tmp_path / "run", [*lines(20), *later]))
+    assert run.metrics.rows == {} and data["heat"] == {} and len(run.metrics) == 2
+    assert "after step 20 comes step 1" in run.notes[0]
+
+
+@pytest.mark.parametrize("name", ["²", "١٢", "9" * 5000, "1_0", ""])
+def test_odd_digits_in_names_and_values_are_names_and_no_values(tmp_path, name):
+    line = {**next(lines(1)), "step": 2, "loss": name}
+    line["experts"] = {"tokens": {name: [1.0, 2.0], "0": [1.0, 1.0]}}
+    run, data, _ = shown(write(tmp_path / "run", [next(lines(1)), line]))
+    assert np.isnan(run.metrics.column("loss")[1]) and len(data["heat"]["experts"]["z"]) == 2
+
+
+@pytest.mark.parametrize("step", ["NaN", "1e400", "9" * 5000, '"٣"', "1_000", "-1", "2.0"])
+def test_a_step_that_is_no_step_is_noted(tmp_path, step):
+    folder = write(tmp_path / "run", lines(3))
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(f'{{"step": {step}, "loss": 1}}\n')
+    assert "1 lines are not metrics and are ignored (line 4)" in shown(folder)[0].notes
+
+
+def test_a_name_given_twice_in_a_line_is_one_value(tmp_path):
+    line = {"step": 1, "time/data": 1.0, "time": {"data": 2.0}, "loss": 3.0}
+    run, _, _ = shown(write(tmp_path / "run", [line, {**line, "step": 2}]))
+    assert run.metrics.column("time/data").tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a0: &a [x, x]\n" + "".join(f"a{n}: &a{n} [*a, *a]\n" for n in range(1, 60)),
+        "x: " + "[" * 5000 + "]" * 5000,
+        "? {a: b}\n: c\nx: !!python/object:os.system y",
+        "x: 0x" + "f" * 100_000,
+        "\x1b[31m",
+        "- 1",
+    ],
+)
+def test_a_config_of_a_stranger_is_shown_or_noted(tmp_path, text):
+    folder = write(tmp_path / "run", lines(3))
+    (folder / "config.yaml").write_text(text)
+    shown(folder)
+    (folder / "environment.json").write_text('{"a": ' + "[" * 5000 + "]" * 5000 + "}")
+    assert "environment.json cannot be read and is ignored" in shown(folder)[0].notes
+
+
+def test_names_of_strangers_are_escaped_and_their_secrets_masked(tmp_path):
+    config = {"meter": {"wandb": "\x1b[31mred\x07"}, "run": {"dir": "s3://key:Zq8@host/x"}}
+    config["data"] = {"sources": [{"path": "\x1b]0;title\x07"}, {"path": "\u202ecode"}]}
+    odd = {"layout": "\ud800\x9b", "\x1b[2J": 1}
+    folder = write(tmp_path / "r\x1b[31mun", lines(3), config, odd)
+    _, data, text = shown(folder)
+    assert data["name"] == r"r\x1b[31mun" and "\\x1b" in data["folder"]
+    assert data["bars"]["sources"]["places"] == [r"\x1b]0;title\x07", r"\u202ecode"]
+    assert "Zq8" not in json.dumps(data) and r"# r\\x1b\[31mun" in text
+    assert [r"\x1b[2J", "1"] in data["environment"]
+
+
+def test_pipes_and_devices_in_a_run_folder_are_notes(tmp_path):
+    folder = write(tmp_path / "run", lines(3))
+    for name in ("metrics.jsonl", "config.yaml", "environment.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+    run, _, _ = shown(folder)
+    assert "config.yaml cannot be read and is ignored" in run.notes and len(run.metrics) == 0
+    with pytest.raises(UserError, match="is not a JSON object with step_seconds"):
+        read_prediction(folder / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 9999, '{"step_seconds": 1, "breakdown": {"data": 1' + "0" * 400 + "}}", "{}", "[1]"],
+)
+def test_what_is_no_prediction_is_refused(tmp_path, text):
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(UserError, match="is not a JSON object with step_seconds"):
+        read_prediction(tmp_path / "p.json")
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "page.html").mkdir()
+    for name in ("page.html", "x" * 300, "none/page.html"):
+        with pytest.raises(UserError, match="cannot write"):
+            write_whole(tmp_path / name, "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70000), ("a..b", 0), ("x" * 300, 0)])
+def test_an_address_that_cannot_be_is_refused(tmp_path, host, port):
+    with pytest.raises(UserError, match="cannot listen on"):
+        Server([Run(write(tmp_path / "run", lines(3)))], host=host, port=port)

@@ -1,0 +1,125 @@
+"""What a run sets for CUDA and NCCL: values of the environment count, and bad ones are refused."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import pretrain_gpt
+from megaframe.distributed.collectives import ALONE, Group
+from megaframe.distributed.fake_group import Alike
+from megaframe.distributed.nccl_settings import LINK_CTAS, Settings, allocate, set_up
+from megaframe.errors import UserError
+
+NAMES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NCCL_MAX_CTAS",
+    "TORCH_NCCL_HIGH_PRIORITY",
+    "NCCL_LOCAL_REGISTER",
+)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """environment(**values): the environment has these of the variables and no others."""
+
+    def make(**values):
+        for name in NAMES:
+            monkeypatch.setenv(name, "")  # so that what a run sets is undone
+            monkeypatch.delenv(name)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return make
+
+
+@pytest.mark.parametrize(("streams", "queues"), [(3, 8), (8, 8), (17, 17), (32, 32), (None, 32)])
+def test_there_is_a_hardware_queue_for_each_stream(streams, queues, environment):
+    environment()
+    found = set_up(streams)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == str(queues)
+    assert (found.link_ctas, found.high_priority, found.register) == (LINK_CTAS, True, False)
+    assert not found.warnings and len(found.lines) == 4
+    assert found.lines[0].startswith(f"nccl: CUDA_DEVICE_MAX_CONNECTIONS={queues}, as the layout")
+
+
+def test_values_of_the_environment_count_and_are_logged_as_such(environment):
+    values = dict(zip(NAMES, ("20", "16", "0", "1"), strict=True))
+    environment(**values)
+    found = set_up(17)
+    assert {name: os.environ[name] for name in NAMES} == values
+    assert (found.link_ctas, found.high_priority, found.register) == (None, False, True)
+    assert found.lines == tuple(f"nccl: {n}={v}, from the environment" for n, v in values.items())
+
+
+@pytest.mark.parametrize(
+    ("given", "streams", "mend"), [("1", 17, "; leave it unset, or use 17"), (None, 40, "forever")]
+)
+def test_fewer_hardware_queues_than_streams_are_a_warning(given, streams, mend, environment):
+    environment(**({NAMES[0]: given} if given else {}))
+    (warning,) = set_up(streams).warnings
+    text = f"warning: {NAMES[0]}={given or 32} is less than the {streams} streams of this layout"
+    assert warning.startswith(text) and warning.endswith(mend)
+
+
+class Registering(Alike):
+    """A group with memory of its own for transfers, on some devices."""
+
+    def __init__(self, supported):
+        super().__init__(0, 2)
+        self._supported, self.allocated = supported, []
+
+    def _get_backend(self, device):
+        return self
+
+    def supports_tensor_alloc(self, device):
+        return self._supported
+
+    def allocate_tensor(self, size, *, dtype, device):
+        self.allocated.append(torch.full((size,), 7.0, dtype=dtype, device=device))
+        return self.allocated[-1]
+
+
+@pytest.mark.parametrize("supported", [True, False])
+@pytest.mark.parametrize("settings", [Settings(register=True), Settings(), None])
+def test_only_what_is_asked_for_is_registered_where_torch_can(supported, settings):
+    handle, device = Registering(supported), torch.device("cpu")
+    group = Group(("data_shard", "context"), (0, 1), 0, handle)
+    made = allocate(5, torch.bfloat16, device, group, settings)
+    assert made.shape == (5,) and made.dtype == torch.bfloat16 and not made.any()
+    registered = supported and settings is not None and settings.register
+    assert [one is made for one in handle.allocated] == [True] * registered
+    alone = allocate(5, torch.float64, device, ALONE, Settings(register=True))
+    assert alone.shape == (5,) and alone.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "range"),
+    [
+        (NAMES[0], ["0", "33", "-1", "", "8.0", "eight", "9" * 5000, "٣"], "1 to 32"),
+        (NAMES[1], ["0", "65"], "1 to 64"),
+        (NAMES[2], ["2"], "0 to 1"),
+        (NAMES[3], ["2"], "0 to 1"),
+    ],
+)
+def test_values_out_of_range_are_refused_with_name_and_range(name, values, range, environment):
+    for value in values:
+        environment(**{name: value})
+        with pytest.raises(UserError, match=f"{name}='.*' in the environment is not a number from"):
+            set_up(8)
+        with pytest.raises(UserError, match=f"from {range}; leave it unset"):
+            set_up(8)
+
+
+def test_a_run_is_refused_before_it_starts(overrides, environment, monkeypatch, capsys, tmp_path):
+    environment(NCCL_MAX_CTAS="99")
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *overrides(run__device="auto")])
+    with pytest.raises(SystemExit) as status:
+        pretrain_gpt.main()
+    assert status.value.code == 2 and not (tmp_path / "run").exists()
+    said = "error: NCCL_MAX_CTAS='99' in the environment is not a number from 1 to 64; leave it"
+    assert said in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""NUMA binding: what is read from /sys, how ranks divide cores, and a process that is bound."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaframe.distributed.numa import divide, in_ranges, node_at, node_cores, nodes_by_rank
+
+ROOT = Path(__file__).resolve().parents[3]
+GPUS = {"0000:3b:00.0": 0, "0000:5e:00.0": 0, "0000:af:00.0": 1, "0000:d8:00.0": -1}
+
+
+@pytest.fixture
+def system(tmp_path):
+    """Return the root of a machine of two NUMA nodes with 8 cores each, of which each has two
+    hardware threads; a third node has memory only."""
+
+    def write(name, text):
+        path = tmp_path / "sys" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+    for node, cores in enumerate(("0-7,16-23", "8-15,24-31", "")):
+        write(f"devices/system/node/node{node}/cpulist", cores)
+    for number in range(32):
+        siblings = f"{number % 16},{number % 16 + 16}"
+        write(f"devices/system/cpu/cpu{number}/topology/thread_siblings_list", siblings)
+    for address, node in GPUS.items():
+        write(f"bus/pci/devices/{address}/numa_node", str(node))
+    return tmp_path
+
+
+def numbers(text):
+    """Return the numbers in `0-3,8`."""
+    parts = (part.split("-") for part in text.split(","))
+    return {n for ends in parts for n in range(int(ends[0]), int(ends[-1]) + 1)}
+
+
+def test_nodes_and_devices_are_read_as_the_kernel_writes_them(system):
+    known = node_cores(system)
+    assert {node: in_ranges(cores) for node, cores in known.items()} == {
+        0: "0-7,16-23",
+        1: "8-15,24-31",
+    }
+    found = {address: node_at(address.upper(), known, system) for address in GPUS}
+    assert [*found.values()] == [0, 0, 1, None]
+    assert node_at("0000:00:00.0", known, system) is None
+    assert node_at("0000:d8:00.0", {0: known[0]}, system) == 0, "there is only one"
+    assert node_cores(system / "nothing") == {}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "allowed", "expected"),
+    [
+        ([0, 0, 1], "0-31", ["0-3,16-19", "4-7,20-23", "8-15,24-31"]),
+        # A container: what is allowed is divided, and hardware threads stay together.
+        ([0, 0], "0-2,16-18", ["0,16", "1-2,17-18"]),
+        ([0, 0], "0-3", ["0-1", "2-3"]),
+        # A node without allowed cores, one that is not known, and more ranks than cores.
+        ([0, 1], "0-7", ["0-7", ""]),
+        ([None, 1], "0-31", ["", "8-15,24-31"]),
+        ([0, 0, 0], "1-2,17", ["1-2,17"] * 3),
+    ],
+)
+def test_ranks_of_a_node_divide_its_allowed_cores(nodes, allowed, expected, system):
+    binding = divide(nodes, node_cores(system), numbers(allowed), system)
+    assert [in_ranges(cores) for cores in binding.cores] == expected
+
+
+def test_without_gpus_ranks_are_spread_over_the_nodes_they_may_use(system):
+    known = node_cores(system)
+    assert nodes_by_rank(4, known, range(32)) == [0, 0, 1, 1]
+    assert nodes_by_rank(3, known, range(32)) == [0, 0, 1]
+    assert nodes_by_rank(2, known, range(8, 12)) == [1, 1]
+    assert nodes_by_rank(2, {}, range(8)) == [None, None]
+
+
+def test_the_log_says_where_the_ranks_of_a_machine_are(system):
+    binding = divide([0, 0, 1, 1, None], node_cores(system), range(32), system)
+    assert str(binding) == (
+        "local ranks 0-1 on node 0 (cores 0-3,16-19 and 4-7,20-23), "
+        "local ranks 2-3 on node 1 (cores 8-11,24-27 and 12-15,28-31)"
+    )
+
+
+BOUND = """
+import json, os, sys, threading
+from pathlib import Path
+import torch
+from megaframe.distributed.numa import bind
+for wanted, root in zip(sys.argv[1::2], sys.argv[2::2]):
+    lines = bind(wanted, torch.device("cpu"), root=Path(root))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(sorted(os.sched_getaffinity(0))))
+    thread.start(); thread.join()
+    tasks = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+    sets = {tuple(sorted(os.sched_getaffinity(task))) for task in tasks}
+    print(json.dumps([lines, found[0], len(sets)]))
+"""
+"""Binds itself, each time as two words say, and prints what it logs, the cores of a thread that it
+starts, and how many sets of cores its threads have."""
+
+
+def test_a_process_is_bound_with_all_its_threads(tmp_path):
+    allowed = sorted(os.sched_getaffinity(0))
+    folder = tmp_path / "sys/devices/system/node/node0"
+    folder.mkdir(parents=True)
+    (folder / "cpulist").write_text(in_ranges(allowed) + "\n")
+    own = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}
+    words = ["auto", tmp_path, "node", tmp_path / "nothing", "node", tmp_path]
+    paths = os.pathsep.join((str(ROOT), *filter(None, sys.path)))
+    done = subprocess.run(
+        [sys.executable, "-c", BOUND, *map(str, words)],
+        env={**os.environ, **own, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert found[0][:2] == [[], allowed], "a CPU's ranks are bound only if asked"
+    (line,), cores, _ = found[1]
+    assert cores == allowed
+    assert line.endswith("not bound: the system does not say which cores a NUMA node has")
+    (line,), cores, sets = found[2]
+    assert cores == (allowed[len(allowed) // 2 :] or allowed) and sets == 1
+    assert line.startswith("bound to NUMA nodes, ") and "local ranks 0-1 on node 0 (cores " in line

@@ -1,0 +1,98 @@
+"""Compiling for chips that are not present, with Triton's own compiler and the assembler's
+report."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from megaframe_kernels.ahead import CHIPS, Usage
+from megaframe_kernels.examples import EXAMPLES
+from megaframe_kernels.registry import KERNELS
+
+PACKAGE = Path(__file__).resolve().parents[3] / "kernels"
+
+
+def compiled(folder, *arguments):
+    """Compile into a folder. Return the rows of the report."""
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE), "TRITON_CACHE_DIR": str(folder)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "megaframe_kernels.ahead", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--kernels", "rotary", "router", "--chips", *map(str, CHIPS)),
+        ("--kernels", "grouped_scaled_product", "--examples", "blocks", "--chips", "90", "100"),
+        ("--kernels", "attention", "--examples", "head 64", "head 128, fused", "--chips", "90"),
+    ],
+)
+def test_nothing_spills(arguments, tmp_path):
+    rows = compiled(tmp_path, *arguments)
+    if "grouped_scaled_product" in arguments:
+        keeps_nan(tmp_path)
+        units = {row.split()[-1] for row in rows if row.startswith("_multiply")}
+        assert units == {"wgmma", "tcgen05.mma"}
+    if "attention" in arguments:
+        units = {row.split()[-1] for row in rows if not row.startswith("prepare_backward")}
+        assert len(rows) == 6 and units == {"wgmma"}
+        adds_in_bulk(tmp_path)
+
+
+def adds_in_bulk(folder):
+    """Assert that the loop has one addition by the copy engine, which is waited for only just
+    before the next one, and that all five products use Hopper's matrix units."""
+    (fused,) = (p for p in folder.rglob("backward_keys.ptx") if "cp.reduce" in p.read_text())
+    text = fused.with_suffix(".ttgir").read_text()
+    loop = text[text.index("scf.for") :]
+    products, added = (loop.count(f"ttng.{one} ") for one in ("warp_group_dot", "async_tma_reduce"))
+    assert (products, added) == (5, 1) and "tt.dot " not in text
+    assert loop.index("async_tma_store_wait") < loop.index("async_tma_reduce")
+    # All four loads of the next visit are in flight while a tile is computed.
+    assert int(re.search(r"ttg.async_wait .*\{num = (\d+)", loop)[1]) >= 4
+
+
+@pytest.mark.slow
+def test_no_maximum_or_minimum_of_numbers_loses_nan(tmp_path):
+    """The interpreter cannot show this: its maximum of two numbers always keeps NaN."""
+    compiled(tmp_path, "--kernels", "activation", "quantise", "--chips", "90")
+    keeps_nan(tmp_path)
+
+
+def keeps_nan(folder):
+    text = "".join(path.read_text() for path in folder.rglob("*.ptx"))
+    found = set(re.findall(r"\b(?:max|min)\.[\w.]*f32", text))
+    assert found and all(".NaN." in name for name in found)
+
+
+def test_no_number_that_changes_with_the_step_makes_a_kernel_of_its_own(tmp_path):
+    compiled(tmp_path, "--kernels", "adamw", "--examples", "bf16, stochastic", "--chips", "90")
+    (text,) = (path.read_text() for path in tmp_path.rglob("*.ttir"))
+    assert "%seed: i32 loc" in text and "%first: i32 loc" in text
+
+
+def test_what_does_not_fit_is_told():
+    fits = Usage("k", "e", 90, 255, 0, 200 * 1024, 0, 0, "wgmma")
+    assert fits.clean
+    spills = {"stack": 8}, {"spill_stores": 4}, {"spill_loads": 4}
+    for bad in (*spills, {"shared": 228 * 1024}, {"serial": True}, {"columns": 576}):
+        assert not replace(fits, **bad).clean
+    assert not replace(fits, chip=80).clean
+
+
+def test_every_triton_kernel_has_examples():
+    written = {"linear_cross_entropy", "loss", "scattered_adamw", "scattered_square_sum"}
+    # These are compiled by the examples of other kernels.
+    written |= {"attention_backward", "grouped_gradient"}
+    written |= {"grouped_scaled_gradient", "quantise_experts", "quantise_columns"}
+    names = {n for n, k in KERNELS.items() if "triton" in k.implementations} - written
+    names = {"permute" if n in ("unpermute", "expert_order") else n for n in names}
+    assert names == set(EXAMPLES)

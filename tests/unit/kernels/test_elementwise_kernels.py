@@ -1,0 +1,63 @@
+"""Activations and rotary positions, against fp64."""
+
+import pytest
+import torch
+from kernel_exactness import DTYPES, check, rand
+from megaframe_kernels import activation, rotary
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", activation.KINDS)
+def test_activation(kind, dtype):
+    x = rand(3, 5, 66, dtype=dtype, scale=2.0).requires_grad_()
+    check(activation.KERNEL, "triton", (x, kind))
+
+
+@pytest.mark.parametrize("kind", activation.KINDS)
+@pytest.mark.parametrize("shape", [(1, 2), (0, 8), (4, 0), (3, 2050)])
+def test_activation_of_odd_and_empty_sizes(kind, shape):
+    check(activation.KERNEL, "triton", (rand(*shape).requires_grad_(), kind))
+
+
+def test_activation_of_strided_rows():
+    x = rand(6, 4, 40)[::2, :, 3:37].requires_grad_()
+    check(activation.KERNEL, "triton", (x, "swiglu"))
+    check(activation.KERNEL, "triton", (x.detach().transpose(1, 2).requires_grad_(), "gelu"))
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu2", "swiglu"])
+def test_activation_of_large_values(kind):
+    x = rand(4, 32, dtype=torch.bfloat16, scale=1e15).requires_grad_()
+    check(activation.KERNEL, "triton", (x, kind))
+
+
+@pytest.mark.parametrize("kind", activation.KINDS)
+def test_activation_of_nan(kind):
+    x = rand(2, 32)
+    x[0, 3] = float("nan")
+    x.requires_grad_()
+    y = activation.KERNEL.implementations["triton"].run(x, kind)
+    (d_x,) = torch.autograd.grad(y.sum(), x)
+    assert y[0, 3].isnan() and d_x[0, 3].isnan()
+    assert torch.isfinite(y[1]).all() and torch.isfinite(d_x[1]).all()
+
+
+def table(shape, dtype=torch.float32):
+    angle = rand(*shape, seed=5, scale=3.0)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "half"),
+    [((2, 7, 3, 16), 8), ((1, 3, 5, 20), 6), ((3, 1, 1, 2), 1), ((0, 4, 2, 8), 4)],
+)
+def test_rotary(shape, half, dtype):
+    x = rand(*shape, dtype=dtype).requires_grad_()
+    check(rotary.KERNEL, "triton", (x, *table((shape[1], half))), length=2)
+    check(rotary.KERNEL, "triton", (x, *table((*shape[:2], half), dtype)), length=2)
+
+
+def test_rotary_of_a_slice_of_fused_heads():
+    x = rand(2, 5, 4, 3, 16)[:, ::2, :, 1].requires_grad_()
+    check(rotary.KERNEL, "triton", (x, *table((3, 8))), length=2)

@@ -1,0 +1,166 @@
+"""Router, permutation and grouped product of mixture-of-experts layers, against fp64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_exactness import (
+    DEVICE,
+    DTYPES,
+    assert_close,
+    check,
+    deterministic,
+    generator,
+    rand,
+    wide,
+)
+from megaframe_kernels import grouped, permute, router
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(13, 8, 2), (3, 17, 5), (0, 4, 1), (2, 1, 1)])
+def test_router(score, normalise, tokens, experts, k):
+    logits = rand(tokens, experts, scale=2.0).requires_grad_()
+    bias = rand(experts, seed=1, scale=0.3)
+    options = {"score": score, "normalise": normalise}
+    check(router.KERNEL, "triton", (logits, k, bias), options, experts, scale=0.05)
+    check(router.KERNEL, "triton", (logits, k), options, experts, scale=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_router_of_strided_low_precision_logits_with_ties(dtype):
+    logits = (rand(9, 24, scale=2.0).round() / 2).to(dtype)[:, ::2].requires_grad_()
+    check(router.KERNEL, "triton", (logits, 4), {}, 12)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_nan_is_passed_on_and_chooses_experts_that_are_there(score):
+    logits = rand(9, 11)
+    logits[2] = torch.nan
+    logits[5, 7] = torch.nan
+    want, chosen = router.reference(logits, 4, score=score)
+    got, mine = router.run_triton(logits, 4, score=score)
+    assert torch.equal(mine, chosen) and torch.equal(got.isnan(), want.isnan())
+    assert got[2].isnan().all() and got[5].isnan().any() and got.isnan().any(1).sum() == 2
+
+
+def order_of(tokens, k, experts, seed=0, skipped=()):
+    """Return random choices of experts, of which those in `skipped` get none, and their order."""
+    allowed = torch.tensor([e for e in range(experts) if e not in skipped], device="cpu")
+    draws = torch.rand(tokens, len(allowed), generator=generator(seed), device="cpu")
+    chosen = allowed[draws.argsort(1)[:, :k]].to(torch.int32).to(DEVICE)
+    return chosen, permute.Order(*permute.reference_order(chosen, experts))
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    seed=st.integers(0, 10**6),
+    tokens=st.integers(0, 300),
+    k=st.integers(1, 3),
+    experts=st.integers(3, 40),
+)
+def test_order(seed, tokens, k, experts):
+    chosen, order = order_of(tokens, k, experts, seed)
+    got = permute.launch_order(chosen, experts)
+    for mine, true in zip(got, (order.order_P, order.places_TK, order.ends_E), strict=True):
+        assert mine.dtype == torch.int32 and torch.equal(mine, true)
+
+
+@pytest.mark.parametrize("stranger", [-1, 5, 4096])
+def test_an_order_leads_to_choices_whatever_was_chosen(stranger):
+    chosen, order = order_of(40, 2, 5)
+    chosen[3, 1] = chosen[30, 0] = stranger
+    with deterministic():
+        got, places, ends = permute.launch_order(chosen, 5)
+    assert ((got >= 0) & (got < 80)).all() and ((places >= 0) & (places < 80)).all()
+    assert ends[-1] == 78 and (order.ends_E - ends).max() <= 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(11, 33), (0, 16), (1, 1100)])
+def test_permute_and_unpermute(dtype, tokens, width):
+    _, order = order_of(tokens, 2, 5)
+    x = rand(tokens, width, dtype=dtype).requires_grad_()
+    check(permute.PERMUTE, "triton", (x, order.order_P, order.places_TK), length=2)
+    y = rand(2 * tokens, width, dtype=dtype).requires_grad_()
+    weights = rand(tokens, 2, seed=3).requires_grad_()
+    given = (order.order_P, order.places_TK)
+    check(permute.UNPERMUTE, "triton", (y, weights, *given), {}, 2, width)
+    check(permute.UNPERMUTE, "triton", (y, None, *given), {}, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("scatter", [False, True])
+def test_grouped_product(dtype, gather, scatter):
+    _, order = order_of(37, 2, 6, skipped=(0, 3))
+    x = rand(37 if gather else 74, 40, dtype=dtype).requires_grad_()
+    weights = rand(6, 21, 40, dtype=dtype, seed=1).requires_grad_()
+    given = (x, weights, order.ends_E, order.order_P, order.places_TK)
+    options = {"gather": gather, "scatter": scatter}
+    check(grouped.KERNEL, "triton", given, options, 40, 74, scale=4.0)
+
+
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(0, 8, 8), (1, 1, 1), (140, 150, 70)])
+def test_grouped_product_of_odd_sizes(tokens, outputs, inputs):
+    _, order = order_of(tokens, 1, 3)
+    x = rand(tokens, inputs).requires_grad_()
+    weights = rand(3, inputs, outputs, seed=1).transpose(1, 2).detach().requires_grad_()
+    check(grouped.KERNEL, "triton", (x, weights, order.ends_E), {}, inputs, tokens, scale=4.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("add", [False, True])
+def test_gradients_of_experts_in_higher_precision(dtype, add):
+    _, order = order_of(37, 2, 6, skipped=(0, 3))
+    d_y, x = rand(74, 21, dtype=dtype), rand(74, 40, dtype=dtype, seed=1)
+    given = (rand(6, 21, 40, seed=2), d_y, x, order.ends_E, add)
+    check(grouped.GRADIENT, "triton", given, {}, 74, scale=4.0)
+
+
+@pytest.mark.parametrize("name", ["triton", "torch"])
+@pytest.mark.parametrize("ends", [[3, 7], [33, 33], [0, 0], [0, 130]])
+def test_places_beyond_the_last_expert_are_zero(name, ends):
+    x = rand(130, 16, dtype=torch.bfloat16).requires_grad_()
+    weights = rand(2, 8, 16, dtype=torch.bfloat16, seed=1).requires_grad_()
+    given = (x, weights, torch.tensor(ends, dtype=torch.int32))
+    with deterministic():
+        y = grouped.KERNEL.implementations[name].run(*given)
+        d_x, d_weights = torch.autograd.grad(y, (x, weights), torch.ones_like(y))
+    assert (y[ends[-1] :] == 0).all() and (d_x[ends[-1] :] == 0).all()
+    want = grouped.reference(*(wide(t) for t in given))
+    assert_close(grouped.KERNEL, y.detach(), want.detach(), 16, "product", scale=4.0)
+    assert torch.isfinite(d_weights).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "change", "taken"),
+    [
+        ((10, 16), lambda x: x, True),
+        ((10, 24), lambda x: x[:, :16], True),
+        ((2, 24, 16), lambda w: w.transpose(1, 2), True),
+        ((10, 12), lambda x: x, False),
+        ((10, 20), lambda x: x[:, :16], False),
+        ((10, 24), lambda x: x[:, 4:20], False),
+        ((10, 32), lambda x: x[:, ::2], False),
+        ((1, 16), lambda x: x.expand(10, -1), False),
+        ((2, 12, 16), lambda w: w, False),
+    ],
+)
+def test_torch_is_given_strides_of_whole_16_bytes(shape, change, taken):
+    reason = grouped._torch_refuses_strides(change(rand(*shape, dtype=torch.bfloat16)))
+    assert (reason is None) == taken
+
+
+def test_gradients_are_bitwise_repeatable():
+    _, order = order_of(50, 4, 8)
+    x, weights = rand(50, 16).requires_grad_(), rand(8, 24, 16, seed=1).requires_grad_()
+    moved = (order.ends_E, order.order_P, order.places_TK)
+
+    def gradients():
+        y = grouped.run_triton(x, weights, *moved, gather=True, scatter=True)
+        return torch.autograd.grad(y.square().sum(), (x, weights))
+
+    for one, other in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(one, other)

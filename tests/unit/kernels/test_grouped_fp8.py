@@ -1,0 +1,272 @@
+"""Experts in 8 bits: each is rounded as it would be alone, and products agree with fp64."""
+
+import pytest
+import torch
+from kernel_exactness import DEVICE, DTYPES, assert_close, deterministic, rand
+from megaframe_kernels import fp8, grouped_fp8
+from megaframe_kernels.kernel import KernelError
+from megaframe_kernels.registry import KERNELS
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+COUNTS = [(3, 0, 200, 128, 0), (0, 0, 0), (1,), (0, 300, 0), (129, 127, 1, 31), tuple(range(12))]
+SUMS = torch.float16 if DEVICE == "cuda" else None
+"""Chips of generation 9 sum 8-bit products with 14 bits, so fp16's tolerance holds."""
+
+
+def ends_of(counts):
+    return torch.tensor(counts).cumsum(0).int()
+
+
+def bits(x):
+    return x.view(torch.uint8)
+
+
+def chosen(name, *arguments):
+    """Return Triton's implementation. Raises `KernelError` if it refuses the arguments."""
+    implementation = KERNELS[name].implementations["triton"]
+    reason = implementation.refuses(*arguments)
+    if reason is not None:
+        raise KernelError(reason)
+    return implementation.run
+
+
+def same(name, *arguments):
+    """Return whether Triton and the reference agree bit by bit, with new memory filled by NaN."""
+    with deterministic():
+        got = chosen(name, *arguments)(*arguments)
+    want = KERNELS[name].reference(*arguments)
+    assert got[0].dtype == want[0].dtype and got[0].shape == want[0].shape
+    assert torch.equal(bits(got[0]), bits(want[0]))
+    return torch.equal(got[1], want[1]) and got[1].dtype == torch.float32
+
+
+@pytest.mark.quick(when=lambda counts: counts == COUNTS[0])
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", fp8.TYPES)
+def test_every_expert_has_a_scale_of_its_own(counts, dtype):
+    x = rand(sum(counts) + 3, 40, scale=30.0)  # three rows belong to no expert
+    assert same("quantise_experts", x, ends_of(counts), dtype)
+
+
+@pytest.mark.quick(when=lambda counts: counts == COUNTS[0])
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", fp8.TYPES)
+@pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
+def test_columns(counts, dtype, sharing):
+    x = rand(sum(counts), 75, scale=30.0)
+    assert same("quantise_columns", x, ends_of(counts), dtype, sharing)
+
+
+@pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
+def test_columns_of_strided_low_precision_with_zeros_and_rows_of_nobody(dtype, sharing):
+    x = rand(300, 150, dtype=dtype)[::2, 20:90]
+    x[3:9] = 0.0
+    x[:, 5] = 0.0
+    assert same("quantise_columns", x, ends_of((20, 0, 110)), fp8.TYPES[0], sharing)
+    assert same("quantise_experts", x, ends_of((20, 0, 110)), fp8.TYPES[0])
+    turned = x.t()  # its rows are not contiguous
+    assert same("quantise_columns", turned, ends_of((20, 0, 50)), fp8.TYPES[0], sharing)
+
+
+@pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
+def test_rounding_is_that_of_each_expert_alone(sharing):
+    """In the transposed result, each expert's rows start at a multiple of 128."""
+    x, counts = rand(331, 48), (3, 0, 200, 128)
+    block = {"expert": None, "column": (1, 0), "block": (1, 128)}[sharing]
+    got, scales = grouped_fp8.run_columns(x, ends_of(counts), sharing=sharing)
+    start = spaced = 0
+    for expert, count in enumerate(counts):
+        if count:
+            want, by = fp8.reference(x[start : start + count].t(), block=block)
+            rows = slice(expert, expert + 1)
+            if sharing == "block":
+                rows = slice(spaced // 128, spaced // 128 + by.shape[1])
+            assert torch.equal(bits(got[:, spaced : spaced + count]), bits(want))
+            assert (scales[rows] == by.t()).all()
+        start, spaced = start + count, spaced + -(-count // 128) * 128
+
+
+@pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
+def test_what_is_not_finite_shows_in_the_products_of_its_expert_alone(sharing):
+    counts = (40, 30, 50)
+    ends, x, dy = ends_of(counts), rand(120, 16), rand(120, 32, seed=1)
+    x[45, 3] = float("nan")
+    grads = torch.zeros(3, 32, 16)
+    left, right = (grouped_fp8.run_columns(t, ends, sharing=sharing) for t in (dy, x))
+    grouped_fp8.run_gradient(grads, left[0], right[0], left[1], right[1], ends, False)
+    assert grads[1, :, 3].isnan().all() and grads[[0, 2]].isfinite().all()
+    weights, by = rand(3, 8, 16, seed=2), (1, 0)
+    q, scales = fp8.run_triton(x, block=by)
+    matrices, theirs = fp8.run_triton(weights.view(24, 16), block=by)
+    given = q, matrices.view(3, 8, 16), scales, theirs.view(3, 8, 1), ends
+    y = grouped_fp8.run_triton(*given)
+    assert y[45].isnan().all() and y[torch.arange(120) != 45].isfinite().all()
+
+
+def operands(counts, outputs, inputs, blocks, left=torch.float8_e4m3fn, scale=1.0):
+    """Return rows and matrices in 8 bits, with a scale per row or per block."""
+    x = rand(sum(counts), inputs, scale=scale)
+    weights = rand(len(counts) * outputs, inputs, seed=1)
+    a, a_scales = fp8.reference(x, left, (1, 128) if blocks else (1, 0))
+    if not blocks:
+        b, b_scales = fp8.reference(weights, block=(1, 0))
+    else:
+        pairs = [fp8.reference(w, block=(128, 128)) for w in weights.split(outputs)]
+        b = torch.cat([q.view(torch.uint8) for q, _ in pairs]).view(torch.float8_e4m3fn)
+        b_scales = torch.cat([s for _, s in pairs])
+    experts = len(counts)
+    shaped = b.view(experts, outputs, inputs), b_scales.view(experts, -1, b_scales.shape[1])
+    return a, shaped[0], a_scales, shaped[1], ends_of(counts)
+
+
+def test_a_result_may_be_rounded_to_its_own_type_whatever_sums_are_kept_in():
+    true = torch.tensor([[1 + 2**-8 - 2**-14]], dtype=torch.float64)
+    got = (true + 2**-13).bfloat16()  # what such a sum loses turns it to the other neighbour
+    assert_close(grouped_fp8.KERNEL, got, true, 1, "rounding", precision=torch.float16)
+
+
+@pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "outputs", "inputs"),
+    [
+        ((3, 0, 200, 128, 0), 144, 272),
+        ((0, 0), 16, 16),
+        ((1,), 16, 128),
+        ((129, 0, 127, 31), 128, 400),
+    ],
+)
+def test_product(dtype, blocks, counts, outputs, inputs):
+    given = operands(counts, outputs, inputs, blocks)
+    got = chosen("grouped_scaled_product", *given, dtype)(*given, dtype)
+    want = grouped_fp8.reference(*given, torch.float64)
+    # A sum may be much smaller than its terms, so errors are compared with at least 1.
+    assert_close(grouped_fp8.KERNEL, got, want, inputs, "product", 1.0, SUMS)
+    assert got.dtype == dtype
+
+
+def test_rows_of_matrices_may_lie_apart():
+    a, b, *rest = operands((3, 0, 40), 48, 96, False)
+    apart = torch.zeros(3, 50, 160, dtype=torch.uint8).view(b.dtype)
+    bits(apart)[:, :48, 32:128] = bits(b)
+    got = grouped_fp8.run_triton(a, apart[:, :48, 32:128], *rest)
+    assert torch.equal(got, grouped_fp8.run_triton(a, b, *rest)) and got.any()
+    turned = bits(b).mT.contiguous().view(b.dtype).mT  # the summed dim is not contiguous
+    assert torch.equal(got, grouped_fp8.run_triton(a, turned, *rest))
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+def test_products_of_two_types_and_of_any_size(scale):
+    given = operands((40, 0, 30), 48, 96, False, torch.float8_e5m2, scale)
+    got = grouped_fp8.run_triton(*given, torch.float32)
+    want = grouped_fp8.reference(*given, torch.float64)
+    assert_close(grouped_fp8.KERNEL, got, want, 96, "product", scale, SUMS)
+
+
+def test_all_numbers_of_the_types_are_multiplied_exactly():
+    for kind in fp8.TYPES:
+        every = torch.arange(256, dtype=torch.uint8).view(kind)
+        every = every[every.float().isfinite()]
+        a = torch.zeros(len(every), 16, dtype=torch.float32).to(kind)
+        bits(a)[:, 3] = bits(every)
+        b = torch.eye(16).to(torch.float8_e4m3fn)[None]
+        scales = torch.ones(len(every), 1), torch.ones(1, 16, 1)
+        got = grouped_fp8.run_triton(a, b, *scales, ends_of((len(every),)), torch.float32)
+        assert torch.equal(got[:, 3], every.float()) and (got[:, :3] == 0).all()
+
+
+def test_places_beyond_the_last_expert_are_zero():
+    a, b, a_scales, b_scales, _ = operands((100, 60), 32, 48, False)
+    a_scales[150:] = float("nan")
+    for ends in ([3, 7], [33, 33], [0, 0], [0, 130]):
+        given = a, b, a_scales, b_scales, torch.tensor(ends, dtype=torch.int32)
+        with deterministic():
+            got = grouped_fp8.run_triton(*given)
+        assert (got[ends[-1] :] == 0).all() and got.isfinite().all()
+        if ends[-1]:
+            assert (got[: ends[-1]] != 0).any()
+
+
+@pytest.mark.quick(when=lambda counts: counts == COUNTS[4])
+@pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
+@pytest.mark.parametrize("counts", COUNTS)
+def test_gradient(sharing, counts):
+    ends = ends_of(counts)
+    dy, x = rand(sum(counts), 144), rand(sum(counts), 75, seed=1)
+    wide = torch.float8_e5m2 if sharing == "expert" else torch.float8_e4m3fn
+    left, right = (
+        grouped_fp8.run_columns(t, ends, kind, sharing)
+        for t, kind in ((dy, wide), (x, torch.float8_e4m3fn))
+    )
+    for dtype, add in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, True)):
+        given = left[0], right[0], left[1], right[1], ends, add
+        into = rand(len(counts), 144, 75, seed=2, dtype=dtype)
+        want = grouped_fp8.reference_gradient(into.double(), *given)
+        run = chosen("grouped_scaled_gradient", into, *given)
+        got = run(into, *given)
+        assert got is into
+        length, scale = max(counts), max(counts) ** 0.5
+        assert_close(grouped_fp8.GRADIENT, got, want, length, "gradient", scale, SUMS)
+
+
+@pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
+def test_all_is_bitwise_repeatable(sharing):
+    def products():
+        ends = ends_of((130, 0, 70))
+        left, right = (
+            grouped_fp8.run_columns(rand(200, n), ends, sharing=sharing) for n in (32, 48)
+        )
+        grads = torch.zeros(3, 32, 48)
+        grouped_fp8.run_gradient(grads, left[0], right[0], left[1], right[1], ends, True)
+        return grads, grouped_fp8.run_triton(*operands((130, 0, 70), 32, 48, False))
+
+    for one, other in zip(products(), products(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_cannot_be_rounded_is_refused():
+    x, ends = rand(4, 16), ends_of((4,))
+    refuses = grouped_fp8.QUANTISE_COLUMNS.implementations["triton"].refuses
+    assert refuses(x, ends) is None
+    assert "int64" in refuses(x, ends.long())
+    assert "float64" in refuses(x.double(), ends)
+    assert "float16" in refuses(x, ends, torch.float16)
+    assert "'row' is none of" in refuses(x, ends, torch.float8_e4m3fn, "row")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, None),
+        ({"major": 10}, "generation 9"),
+        ({"major": 8}, "generation 9"),
+        ({"a": (100, 40)}, "16 divides"),
+        ({"a_scales": (100, 2)}, "one scale for a row"),
+        ({"b_scales": (4, 1, 1)}, "one scale for a row"),
+        ({"kind": torch.float8_e5m2}, "takes e4m3"),
+        ({"out": torch.float32}, "gives bf16"),
+        ({"ends": torch.int64}, "not int32"),
+        ({"apart": 64}, None),
+        ({"apart": 56}, "whole 16 bytes"),
+    ],
+)
+def test_what_torch_is_not_given(change, why, monkeypatch):
+    for module in (fp8, grouped_fp8):
+        monkeypatch.setattr(module, "capability", lambda index: (change.get("major", 9), 0))
+    with FakeTensorMode(), torch.device("cuda"):
+        a = torch.empty(change.get("a", (100, 48)), dtype=change.get("kind", torch.float8_e4m3fn))
+        apart = change.get("apart", a.shape[1])
+        b = torch.empty_strided((4, 32, a.shape[1]), (32 * apart, apart, 1), dtype=fp8.TYPES[0])
+        scales = change.get("a_scales", (100, 1)), change.get("b_scales", (4, 32, 1))
+        ends = torch.empty(4, dtype=change.get("ends", torch.int32))
+        given = a, b, *map(torch.empty, scales), ends, change.get("out", torch.bfloat16)
+        implementation = grouped_fp8.KERNEL.implementations["torch"]
+        reason = implementation.refuses(*given)
+        if why is None:  # torch checks the rest itself
+            monkeypatch.setattr(grouped_fp8.grouped, "clear_op", lambda *_: None)
+            assert reason is None and implementation.run(*given).shape == (100, 32)
+        else:
+            assert why in reason

@@ -1,0 +1,139 @@
+"""Every operator passes torch.library's checks, and kernels compile without a graph break."""
+
+import pytest
+import torch
+from kernel_exactness import DEVICE, rand
+from megaframe_kernels import permute
+from megaframe_kernels.registry import KERNELS
+from megaframe_kernels.selection import select
+from megaframe_kernels.spans import find_spans
+from tolerances import assert_near
+
+ops = torch.ops.megaframe
+CHOICES = select(KERNELS)
+CHOSEN = torch.tensor([[0, 2], [1, 0], [2, 1]], dtype=torch.int32, device=DEVICE)
+ORDER = permute.Order(*permute.reference_order(CHOSEN, 3))
+
+
+def leaf(*shape, seed=0, dtype=torch.float32):
+    return rand(*shape, seed=seed, dtype=dtype).requires_grad_()
+
+
+def eight(*shape):
+    return rand(*shape).to(torch.float8_e4m3fn)
+
+
+def attention_arguments(fused):
+    spans = find_spans(1, 6, 6, DEVICE)
+    heads = leaf(1, 6, 2, 16), leaf(1, 6, 1, 16, seed=1), leaf(1, 6, 1, 16, seed=2)
+    return (*heads, *spans.tensors, leaf(2, seed=3), 0.5, 3.0, fused)
+
+
+def attention_backward_arguments():
+    *heads, starts, stops, first, last, sinks, scale, softcap, fused = attention_arguments(True)
+    d_out, out, lse = rand(1, 6, 2, 16, seed=4), rand(1, 6, 2, 16, seed=5), rand(1, 2, 6)
+    given = d_out, None, *(x.detach() for x in heads), out, lse, starts, stops, first, last
+    return (*given, sinks.detach(), scale, softcap, fused)
+
+
+LABELS = torch.tensor([1, -100, 4], device=DEVICE)
+CASES = {
+    "norm": lambda: (leaf(2, 3, 8), leaf(2, 3, 8, seed=1), leaf(8), leaf(8, seed=2), True, 1e-5),
+    "activation": lambda: (leaf(3, 8), "swiglu"),
+    "rotary": lambda: (leaf(1, 3, 2, 8), rand(3, 4), rand(3, 4, seed=1), False),
+    "attention": lambda: attention_arguments(False),
+    "attention_backward": attention_backward_arguments,
+    "cross_entropy_parts": lambda: (leaf(3, 7), LABELS, 0, 7, 0.1, 5.0),
+    "adamw_": lambda: (
+        *(rand(9, seed=i).abs() for i in range(4)),
+        *(rand(9).bfloat16(), None, None, 0.1, 0.9, 0.9, 1e-8, 0.1, 1, 7, 0),
+    ),
+    "square_sum": lambda: (rand(50),),
+    "router": lambda: (leaf(3, 8), 2, rand(8), True, True),
+    "expert_order": lambda: (torch.tensor([[0, 2], [1, 0]], dtype=torch.int32), 3),
+    "expert_gather": lambda: (rand(3, 8), ORDER.order_P, None, 2),
+    "expert_combine": lambda: (rand(6, 8), rand(3, 2), ORDER.places_TK),
+    "expert_inner": lambda: (rand(3, 8), rand(6, 8), ORDER.places_TK, rand(3, 2)),
+    "grouped_product": lambda: (rand(6, 8), rand(3, 4, 8), ORDER.ends_E, None, ORDER.order_P, 2),
+    "grouped_weight_gradient": lambda: (rand(6, 4), rand(6, 8), rand(3, 4, 8), ORDER.ends_E),
+    "grouped_clear_": lambda: (rand(8, 4), ORDER.ends_E),
+    "grouped_gradient_": lambda: (
+        *(rand(3, 4, 8), rand(6, 4), rand(6, 8, seed=1), ORDER.ends_E, True),
+    ),
+    "cross_entropy_gradient_": lambda: (
+        *(rand(3), rand(3, seed=1), rand(3, 7, seed=2), LABELS, rand(3), 0, 7, 0.1, 5.0),
+    ),
+    "quantise": lambda: (rand(4, 32), torch.float8_e4m3fn, 1, 16, False),
+    "quantise_experts": lambda: (rand(6, 32), ORDER.ends_E, torch.float8_e5m2),
+    "quantise_columns": lambda: (rand(6, 32), ORDER.ends_E, torch.float8_e4m3fn, "block"),
+    "grouped_scaled_product": lambda: (
+        *(eight(6, 16), eight(3, 4, 16), rand(6, 1), rand(3, 4, 1), ORDER.ends_E, torch.float32),
+    ),
+    "grouped_scaled_gradient_": lambda: (
+        *(rand(3, 4, 8), eight(4, 512), eight(8, 512), rand(3, 4), rand(3, 8), ORDER.ends_E, True),
+    ),
+}
+
+
+CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+"""Checks of operators on 8-bit numbers. `test_schema` is left out: it multiplies its arguments to
+see whether they were written, which torch cannot do in 8 bits."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operator(name):
+    given = CASES[name]()
+    narrow = [x for x in given if isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn]
+    before = [x.clone() for x in narrow]
+    checks = {"test_utils": CHECKS} if narrow else {}
+    torch.library.opcheck(getattr(ops, name).default, given, **checks)
+    for one, other in zip(narrow, before, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def block(x, gain, gate_up, down, logits_weight, labels, spans, cos, sin):
+    """Compute what a small transformer computes, with the chosen kernels."""
+    normed, total = CHOICES["norm"](x, gain, None, x)
+    heads = CHOICES["rotary"](normed.view(*x.shape[:2], 2, 16), cos, sin)
+    out, _ = CHOICES["attention"](heads, heads, heads, spans)
+    hidden = total + out.flatten(2)
+    hidden = CHOICES["activation"](hidden @ gate_up, "swiglu") @ down
+    flat = hidden.flatten(0, 1)
+    weights, experts = CHOICES["router"](flat @ logits_weight[:4].t(), 2)
+    order, places, ends = CHOICES["expert_order"](experts, 4)
+    rows = CHOICES["permute"](flat, order, places)
+    rows = CHOICES["grouped_product"](rows, logits_weight[:32].view(4, 8, 32)[:, :, :], ends)
+    mixed = CHOICES["unpermute"](rows, weights, order, places)
+    losses = CHOICES["cross_entropy"](mixed @ gate_up[:8], labels, z_loss=0.1)
+    return losses.sum() + CHOICES["linear_cross_entropy"](flat, logits_weight, labels)
+
+
+def test_a_step_compiles_whole():
+    def step(weights, grads, mean, square):
+        CHOICES["adamw"](weights, grads, mean, square, None, **numbers)
+        quantised, scales = CHOICES["quantise"](weights.view(3, 7), torch.float8_e4m3fn, (1, 0))
+        return CHOICES["square_sum"](grads), quantised.float() * scales
+
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1, "step": 2}
+    given = [rand(21, seed=i).abs() for i in range(4)]
+    mine = [t.clone() for t in given]
+    want = step(*given)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for one, other in zip((*compiled(*mine), *mine), (*want, *given), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_block_compiles_whole():
+    given = (
+        *(leaf(1, 5, 32), leaf(32), leaf(32, 64), leaf(32, 32)),
+        *(leaf(40, 32), torch.tensor([1, 2, -100, 0, 3])),
+        *(find_spans(1, 5, 5, DEVICE), rand(5, 8), rand(5, 8, seed=1)),
+    )
+    leaves = [g for g in given if isinstance(g, torch.Tensor) and g.requires_grad]
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    results = [function(*given) for function in (block, compiled)]
+    terms = 32 + 64 + 32 + 8 + 40  # of the products one after the other, up to the logits
+    assert_near(*results, terms, what="loss")
+    gradients = [torch.autograd.grad(result, leaves) for result in results]
+    for place, (one, other) in enumerate(zip(*gradients, strict=True)):
+        assert_near(one, other, 2 * terms, what=f"gradient {place}")

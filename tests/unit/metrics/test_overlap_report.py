@@ -1,0 +1,128 @@
+"""Exposed transfers in a trace of a GPU, compared with counting microseconds one by one."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+from megaframe.errors import UserError
+from megaframe.metrics.overlap_report import Gap, exposed
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMES = {
+    "compute": ("kernel", "sm90_gemm"),
+    "communication": ("kernel", "ncclDevKernel_ReduceScatter_Sum_bf16"),
+    "copies": ("gpu_memcpy", "Memcpy DtoH"),
+}
+
+
+def event(kind, start, lasted, device=0):
+    category, name = NAMES[kind]
+    found = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": lasted}
+    return {**found, "args": {"device": device, "stream": 7}}
+
+
+def written(path, events):
+    host = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 500}
+    path.write_text(json.dumps({"traceEvents": [host, *events]}))
+    return path
+
+
+SPANS = st.lists(
+    st.tuples(st.sampled_from(sorted(NAMES)), st.integers(0, 60), st.integers(1, 20)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(spans=SPANS)
+def test_parts_are_what_counting_finds(spans, tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "one.json"
+    (found,) = exposed(written(path, [event(*span) for span in spans]))
+    at = [{kind for kind, start, lasted in spans if start <= t < start + lasted} for t in range(80)]
+    used = [t for t, kinds in enumerate(at) if kinds]
+    inside = at[used[0] : used[-1] + 1]
+
+    def seconds(kinds):
+        return pytest.approx(sum(map(kinds, inside)) / 1e6, abs=1e-12)
+
+    assert found.span == seconds(lambda kinds: True)
+    assert found.compute == seconds(lambda kinds: "compute" in kinds)
+    assert found.communication == seconds(lambda kinds: "communication" in kinds)
+    assert found.exposed_communication == seconds(
+        lambda kinds: "communication" in kinds and "compute" not in kinds
+    )
+    assert found.copies == seconds(lambda kinds: "copies" in kinds)
+    assert found.exposed_copies == seconds(lambda kinds: kinds == {"copies"})
+    assert found.idle == seconds(lambda kinds: not kinds)
+
+
+def test_devices_are_apart_and_gaps_say_what_stands_around_them(tmp_path):
+    events = [
+        event("compute", 0, 10),
+        event("copies", 30, 10),
+        event("compute", 2, 3),
+        event("compute", 45, 5),
+        event("communication", 0, 7, device=1),
+    ]
+    first, second = exposed(written(tmp_path / "two.json", events), gaps=1)
+    assert (first.device, second.device) == (0, 1)
+    assert first.gaps == (Gap(20e-6, NAMES["compute"][1], NAMES["copies"][1]),)
+    assert second.exposed_communication == second.span == pytest.approx(7e-6)
+
+
+def test_a_trace_of_a_cpu_is_told_from_one_of_a_gpu(tmp_path):
+    with profile(activities=[ProfilerActivity.CPU]) as running:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    path = tmp_path / "cpu.json.gz"
+    running.export_chrome_trace(str(path))
+    assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    with pytest.raises(UserError, match=r"none of a GPU.*run\.device=cuda"):
+        exposed(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is not a trace"),
+        ("[1]", "no list of events"),
+        ('{"traceEvents": 3}', "no list of events"),
+        ('{"ours": []}', "is not a trace"),
+        ('[{"ph": "X", "cat": "kernel", "ts": 1}]', "a kernel without time, name or device"),
+    ],
+)
+def test_what_is_no_trace_is_refused(text, said, tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said):
+        exposed(path)
+
+
+def tool(*arguments):
+    command = [sys.executable, str(ROOT / "tools" / "exposed.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_the_tool_reads_a_folder_and_says_the_worst_first(tmp_path):
+    written(tmp_path / "good.json", [event("compute", 0, 1000)])
+    slow = [event("compute", 0, 250), event("communication", 200, 300), event("copies", 900, 100)]
+    written(tmp_path / "slow.json", slow)
+    done = tool(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0].startswith("slow, GPU 0, computes least: 25.0% of its time")
+    assert "idle 400 us: ncclDevKernel_ReduceScatter_Sum_bf16 | Memcpy DtoH" in done.stdout
+    _, slowest = json.loads(tool(tmp_path, "--json").stdout)
+    assert slowest["exposed_communication"] == pytest.approx(250e-6)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = tool(empty)
+    assert done.returncode == 2 and "meter.profile" in done.stderr

@@ -1,0 +1,78 @@
+"""A trace of real ranks: it has every action of the schedule, on aligned clocks."""
+
+import json
+import time
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+from test_step_breakdown import run
+
+from megaframe.architecture.pipeline import step_schedule
+from megaframe.config import load
+from megaframe.distributed.gather_bytes import clock_offset, collect
+from megaframe.distributed.mesh import Mesh, global_rank
+from megaframe.layout import Layout
+from megaframe.schedule import lower
+
+AHEAD = 3.0
+
+
+def another_clock(patch):
+    """Set the second rank's clock ahead, as another machine's may be."""
+    if global_rank() == 1:
+        plain = time.perf_counter_ns
+        patch.setattr(time, "perf_counter_ns", lambda: plain() + int(AHEAD * 1e9))
+
+
+def offset_of(seconds):
+    mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
+    with pytest.MonkeyPatch.context() as patch:
+        another_clock(patch)
+        found = (
+            clock_offset(mesh.world, mesh.device),
+            collect(bytes([mesh.rank]) * (1000 * mesh.rank), mesh.world, mesh.device),
+        )
+    mesh.close()
+    return found
+
+
+def test_clocks_and_bytes_come_to_the_first_rank(pool):
+    (first, collected), (second, nothing) = pool.run(2, offset_of, AHEAD)
+    assert first == 0 and second / 1e9 == pytest.approx(-AHEAD, abs=0.2)
+    assert collected == [b"", b"\1" * 1000] and nothing == []
+
+
+def test_a_trace_has_the_actions_of_the_schedule_and_what_was_sent_arrives_later(
+    pool, overrides, tmp_path
+):
+    keys = overrides(train__steps=4, parallel__pipeline=2, meter__trace="[2,3]")
+    pool.run(2, run, keys, another_clock)
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    threads = {
+        (one["pid"], one["tid"]): one["args"]["name"]
+        for one in events
+        if one["name"] == "thread_name"
+    }
+    slices = defaultdict(list)
+    for one in events:
+        if one["ph"] == "X":
+            slices[one["pid"], threads[one["pid"], one["tid"]]].append(one)
+            assert one["ts"] >= 0 and one["dur"] >= 0
+    config = load(None, keys)
+    lowered = lower(step_schedule(config, 4)).ranks
+    for rank in range(2):
+        lanes = ("compute", "send", "recv", "grad")
+        done = sorted((s for lane in lanes for s in slices[rank, lane]), key=lambda s: s["ts"])
+        assert [s["name"] for s in done] == 2 * [str(action) for action in lowered[rank]]
+        assert slices[rank, "parts of the step"]
+    for kind, of, (here, there) in (("F", "1", (0, 1)), ("BW", "0", (1, 0))):
+        sent = [s for s in slices[here, "compute"] if s["cat"] == kind]
+        taken = [s for s in slices[there, "compute"] if s["cat"] == kind and s["name"][0] == of]
+        for one, other in zip(sent, taken, strict=True):
+            # The sender's action ends before the action that uses its result.
+            assert one["ts"] + one["dur"] <= other["ts"] + other["dur"]
+    for group in slices.values():
+        group.sort(key=lambda one: one["ts"])
+        for one, other in pairwise(group):
+            assert one["ts"] + one["dur"] <= other["ts"] + 0.01

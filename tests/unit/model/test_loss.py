@@ -1,0 +1,151 @@
+"""The chunked head: chunks change no result, and low precision stays within its type's error."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tolerances import assert_near, assert_within, growth, unit_roundoff
+
+from megaframe.data.microbatch import IGNORE
+from megaframe.distributed.collectives import ALONE
+from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.layout import Layout
+from megaframe.model import loss as loss_module
+from megaframe.model.loss import LossOptions, head_loss
+from megaframe.parameters.parameter import Parameter
+from megaframe.parameters.spec import Box, Constant, ParamSpec, share
+
+pytestmark = pytest.mark.numeric
+
+TOKENS, VOCAB, HIDDEN = 29, 53, 8
+SCALE = 0.3
+"""Not a power of two, multiplication by which is exact."""
+
+
+def head(dtype, master):
+    generator = torch.Generator().manual_seed(0)
+    weight = Parameter(ParamSpec("head.weight", (VOCAB, HIDDEN), Constant(0), role="head"))
+    value = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    weight.bind(Box((0, 0), (VOCAB, HIDDEN)), lambda: None)
+    weight.value, weight.grad = value, torch.full(value.shape, 7.0, dtype=master)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    labels[::5] = IGNORE
+    return hidden, labels, weight
+
+
+def loss_of(hidden, labels, weight, options=None, tensor=ALONE):
+    scale = torch.tensor(SCALE, dtype=torch.float64)
+    return head_loss(hidden, labels, weight, options or LossOptions(), scale, tensor)
+
+
+def expected(hidden, labels, weight):
+    """Return loss and gradients by plain autograd in fp64, from the same rounded inputs."""
+    hidden = hidden.double().requires_grad_()
+    matrix = weight.value.double().requires_grad_()
+    loss = F.cross_entropy(hidden @ matrix.T, labels, ignore_index=IGNORE, reduction="sum")
+    (loss * SCALE).backward()
+    return loss.detach(), hidden.grad, matrix.grad
+
+
+@pytest.mark.parametrize("rows", [1, 7, 29, 1000])
+def test_chunks_change_nothing(rows, monkeypatch):
+    monkeypatch.setattr(loss_module, "most_logits", lambda host: rows * VOCAB)
+    hidden, labels, weight = head(torch.float64, torch.float64)
+    result = loss_of(hidden, labels, weight)
+    loss, d_hidden, d_weight = expected(hidden, labels, weight)
+    # A logit's rounding is carried into its probability, which is a factor of the gradients.
+    exponent = 1.0 + float((hidden @ weight.value.T).detach().abs().max())
+    assert_near(result.loss, loss, HIDDEN + VOCAB + TOKENS)
+    for found, wanted, terms in (
+        (result.d_hidden, d_hidden, HIDDEN + VOCAB),
+        (weight.grad, d_weight, HIDDEN + VOCAB + TOKENS),
+    ):
+        assert_near(found, wanted, terms, size=exponent * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_as_good_as_its_type(dtype):
+    hidden, labels, weight = head(dtype, torch.float32)
+    result = loss_of(hidden, labels, weight)
+    loss, d_hidden, d_weight = expected(hidden, labels, weight)
+    eps = 2 * unit_roundoff(dtype)
+    # Each logit is rounded once (relative to its own size), and so is each probability.
+    largest = float((hidden.double() @ weight.value.double().T).abs().max())
+    per_token = eps * (largest + 2)
+    assert abs(float(result.loss - loss)) < TOKENS * per_token
+    bound = 2 * SCALE * per_token * float(weight.value.double().abs().max()) * 4
+    assert float((result.d_hidden.double() - d_hidden).abs().max()) < bound
+    bound = 2 * SCALE * per_token * float(hidden.double().abs().max()) * 4
+    assert float((weight.grad.double() - d_weight).abs().max()) < bound
+
+
+SURE = torch.tensor([0.0, 4.0, 6.0, 8.6875, 10.625, 12.0])
+"""Logits of the target, if all others are 0: 8.6875 is a probability of 0.991, 10.625 of 0.9987."""
+
+
+def surely(dtype, options):
+    """Return the loss of increasingly sure predictions, and the gradient of this rank's logits
+    [T, V]. The hidden states are the identity matrix, so the logits are the weight (transposed) and
+    have the weight's gradient."""
+    mesh = Mesh(Layout(tensor=world_size()), device="cpu", timeout=60)
+    tensor, tokens = mesh.group("tensor"), len(SURE)
+    start, count = share(VOCAB, tensor.index, tensor.size)
+    first, rows = share(tokens, tensor.index, tensor.size)
+    weight = Parameter(ParamSpec("head.weight", (VOCAB, tokens), Constant(0), role="head"))
+    weight.bind(Box((start, 0), (count, tokens)), lambda: None)
+    logits = torch.zeros(VOCAB, tokens, dtype=dtype)
+    logits[-1] = SURE
+    weight.value = logits[start : start + count].clone()
+    weight.grad = torch.zeros(count, tokens)
+    hidden = torch.eye(tokens, dtype=dtype)[first : first + rows]
+    labels = torch.full((tokens,), VOCAB - 1)
+    result = loss_of(hidden, labels, weight, LossOptions(**options), tensor)
+    mesh.close()
+    return result.loss, weight.grad.t().clone()
+
+
+OPTIONS = [{}, {"z_loss": 0.01}, {"label_smoothing": 0.1}, {"softcap": 15.0}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sure_predictions_are_rounded_once_and_no_sooner(dtype, ranks, options, pool):
+    """Losses are as exact as in fp32. The target's gradient is small, and is rounded only once it
+    is known. Others may be rounded before that, as probabilities, and once for each factor."""
+    found = pool.run(ranks, surely, dtype, options)
+    given = {"z_loss": 0.0, "label_smoothing": 0.0, "softcap": None, **options}
+    leaf = torch.zeros(len(SURE), VOCAB, dtype=torch.float64)
+    leaf[:, -1] = SURE
+    logits = leaf.requires_grad_()
+    if given["softcap"]:
+        logits = given["softcap"] * (leaf / given["softcap"]).tanh()
+    labels = torch.full((len(SURE),), VOCAB - 1)
+    smoothing = {"label_smoothing": given["label_smoothing"]}
+    partition = logits.logsumexp(-1)
+    loss = F.cross_entropy(logits, labels, reduction="sum", **smoothing)
+    loss = loss + given["z_loss"] * partition.square().sum()
+    (SCALE * loss).backward()
+    loss, partition = loss.detach(), partition.detach()
+    single = 2 * unit_roundoff(torch.float32)
+    assert abs(float(found[0][0] - loss)) < growth(8, torch.float32) * float(partition.abs().sum())
+    gradient = torch.cat([part for _, part in found], 1).double()
+    eps, probability = 2 * unit_roundoff(dtype), SCALE * logits.softmax(-1).detach()
+    probability[:, -1] = 0.0
+    allowed = eps * (leaf.grad.abs() + probability) + 8 * single
+    assert_within(gradient, leaf.grad, allowed, "a rounding for each factor")
+
+
+def test_huge_logits_stay_finite():
+    hidden, labels, weight = head(torch.float32, torch.float32)
+    result = loss_of(hidden * 1e4, labels, weight)
+    loss, _, _ = expected(hidden * 1e4, labels, weight)
+    assert torch.isfinite(result.d_hidden).all()
+    assert_near(result.loss, loss, HIDDEN + VOCAB, dtype=torch.float32)
+
+
+def test_nothing_valid_is_no_loss():
+    hidden, labels, weight = head(torch.float64, torch.float64)
+    result = loss_of(hidden, torch.full_like(labels, IGNORE), weight)
+    assert result.loss == 0
+    assert not result.d_hidden.any() and not weight.grad.any()

@@ -1,0 +1,190 @@
+"""The model's loss and gradients, compared with a plain autograd GPT in fp64."""
+
+import math
+
+import pytest
+import reference_model as reference
+import torch
+from tolerances import assert_near
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megaframe.data.microbatch import IGNORE, look_ahead
+
+pytestmark = pytest.mark.numeric
+
+MODELS = {
+    "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True, "activation": "gelu"},
+    "gelu_tanh_untied": {"position": "none"},
+    "llama": {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2},
+    "mqa_relu2": {"activation": "relu2", "kv_heads": 1, "qkv_bias": True, "position": "learned"},
+    "gqa_learned": {"kv_heads": 2, "position": "learned"},
+    "qwen": {"norm": "rmsnorm", "qk_norm": True, "head_dim": 6, "activation": "swiglu"},
+    "window_softcap": {"window": 5, "logit_softcap": 2.0, "rotary_fraction": 0.5},
+    "windows": {"window": (2, None, 5), "layers": 4, "kv_heads": 2},
+    "llama3_scaling": {
+        "rotary_scaling": {"kind": "llama3", "factor": 8, "original_length": 8},
+    },
+    "yarn_scaling": {
+        "head_dim": 16,
+        "rotary_scaling": {
+            "kind": "yarn",
+            "factor": 4,
+            "original_length": 64,
+            "low_frequency": 1,
+            "high_frequency": 32,
+        },
+    },
+}
+MODELS |= {
+    "mixtral": {
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "moe": {"experts": 4, "ffn": 10, "score": "softmax", "balance": "sequence"},
+    },
+    "switch": {
+        "moe": {
+            **{"experts": 3, "ffn": 8, "top_k": 1, "every": 2, "score": "softmax"},
+            **{"balance": "global", "balance_loss": 0.2, "z_loss": 0.05},
+        }
+    },
+}
+YARN = {"kind": "yarn", "factor": 40, "original_length": 64, "high_frequency": 32}
+LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
+MODELS |= {
+    "deepseek_v3": {
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "latent": {**LATENT, "query_rank": 12},
+        "rotary_scaling": {**YARN, "mscale": 0.5, "mscale_all_dim": 0.8},
+        "layers": 3,
+        "mtp_depth": 1,
+        "moe": {
+            **{"experts": 8, "ffn": 6, "top_k": 3, "shared": 2, "first": 1, "scale": 2.5},
+            **{"groups": 4, "top_groups": 2, "group_best": 2, "balance_loss": 0.3},
+        },
+    },
+    "deepseek_lite_windows": {
+        "bias": True,
+        "qkv_bias": False,
+        "latent": {**LATENT, "value_dim": 14},
+        "window": (None, 3),
+    },
+    "one_further": {"mtp_depth": 1, "norm": "rmsnorm", "tie_embeddings": True},
+    "three_further": {"mtp_depth": 3, "position": "learned", "bias": True, "window": (5, 2)},
+    "latent_of_one_width": {"latent": {**LATENT, "query_rank": 12, "value_dim": 10}},
+}
+TRAIN = {"label_smoothing": 0.1, "z_loss": 0.01}
+TERMS = 6 * (6 * 16 + 12) + 37 + 36
+"""Lengths of the sums from a token to a gradient: up to six blocks with six products, in which 16
+channels or 12 tokens are added up, then 37 words, and 36 tokens of a weight's gradient."""
+
+
+def matrices(module):
+    return [p for p in module.parameters() if p.spec.role == "matrix"]
+
+
+def gradients(build, microbatch, train):
+    built = build
+    valid = int((microbatch.labels_BS != IGNORE).sum())
+    built.optimizer.start_step()
+    scale = torch.tensor(1.0 / valid, dtype=torch.float64)
+    loss = built.stage.forward(0, microbatch, scale) / valid
+    ahead = built.stage.end.take_ahead()
+    if ahead is not None:
+        loss += built.config.train.mtp_weight * ahead / valid
+    done = []
+
+    def tell(part):
+        owner = next((unit for unit in built.stage.units if unit.second_half is part), None)
+        if owner is not None:  # it can be sent while the rest of the unit computes
+            assert not any(p.fresh for p in matrices(part))
+            assert all(p.fresh for p in matrices(owner) if p not in {*part.parameters()})
+        done.append(part)
+
+    built.stage.backward(0, done=tell)
+    parts = [part for unit in built.stage.units[:-1] for part in (unit, unit.second_half) if part]
+    assert done == parts[::-1]
+    return loss
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, make_microbatch):
+    built = build(MODELS[name], train={**TRAIN, "recompute": recompute})
+    microbatch = make_microbatch(built.config, documents=documents)
+    microbatch = look_ahead(microbatch, built.config.model.mtp_depth)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in built.stage.parameters():
+        if parameter.spec.role == "balance":
+            parameter.value.uniform_(0.5, 1.5, generator=generator)
+    loss = gradients(built, microbatch, TRAIN)
+    valid = int((microbatch.labels_BS != IGNORE).sum())
+    if (aside := built.stage.take_tally().loss) is not None:
+        loss = loss + aside / valid
+    weights = {}
+    for bucket in built.optimizer.buckets:
+        for parameter, _, piece in bucket.pieces(bucket.weights, bucket.kept):
+            weights[parameter.spec.name] = piece.clone().requires_grad_()
+    expected = reference.loss(weights, built.config, microbatch)
+    expected.backward()
+    assert_near(loss, expected, TERMS)
+    # Gradients that cancel, such as those of key biases, are as inexact as others.
+    gradients_of = (weight.grad for weight in weights.values() if weight.grad is not None)
+    size = max(float(gradient.abs().max()) for gradient in gradients_of)
+    for bucket in built.optimizer.buckets:
+        for parameter, _, grad in bucket.pieces(bucket.sums, bucket.kept):
+            wanted = weights[parameter.spec.name].grad
+            if parameter.spec.role == "balance":
+                assert grad.sum() == built.config.model.moe.top_k * valid
+                continue
+            assert_near(grad, wanted, TERMS, size=size, what=parameter.spec.name)
+
+
+def test_evaluation_is_the_plain_training_loss_without_dropout(build, make_microbatch):
+    built = build()
+    microbatch = make_microbatch(built.config)
+    loss = built.stage.forward(0, microbatch, torch.ones((), dtype=torch.float64))
+    assert_near(built.stage.evaluate(microbatch), loss, TERMS)
+
+
+def test_logits_give_the_loss(build, make_microbatch):
+    built = build({"logit_softcap": 3.0})
+    microbatch = make_microbatch(built.config)
+    logits = built.stage.head.logits(built.stage.hidden(microbatch)).double()
+    labels = microbatch.labels_BS.flatten()
+    valid = labels != IGNORE
+    loss = torch.nn.functional.cross_entropy(logits[valid], labels[valid], reduction="sum")
+    # `logits` rounds them to fp32, so up to one unit roundoff of 3 for each token.
+    assert_near(built.stage.evaluate(microbatch), loss, 1, dtype=torch.float32)
+
+
+def test_initial_loss_is_that_of_a_uniform_guess(build, make_microbatch):
+    built = build({"init_std": 1e-3})
+    microbatch = make_microbatch(built.config)
+    valid = int((microbatch.labels_BS != IGNORE).sum())
+    loss = float(built.stage.evaluate(microbatch)) / valid
+    assert loss == pytest.approx(math.log(37), rel=1e-3)
+
+
+class Operators(TorchDispatchMode):
+    """Notes which operators are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.called.add(function.overloadpacket)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_without_padding_no_gradient_is_copied_into_zeros(name, build, make_microbatch):
+    """As the gradient of a slice is, although the slice is everything."""
+    built = build(MODELS[name], train=TRAIN)
+    microbatch = look_ahead(make_microbatch(built.config), built.config.model.mtp_depth)
+    with Operators() as operators:
+        gradients(built, microbatch, TRAIN)
+    assert torch.ops.aten.mm in operators.called
+    assert torch.ops.aten.slice_backward not in operators.called

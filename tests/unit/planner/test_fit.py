@@ -1,0 +1,172 @@
+"""What fits: every shipped config and every command of the documents on the machine that it names;
+and what is offered instead of a run that does not fit."""
+
+import re
+import shlex
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from megaframe.config import load
+from megaframe.config.shipped import config_path
+from megaframe.hardware.cluster import DEFAULT, load_cluster
+from megaframe.layout import Layout
+from megaframe.planner.constants import constants_of
+from megaframe.planner.fit import fit, instead
+from megaframe.planner.recompute_budget import settled
+from megaframe.planner.suggestions import fastest
+from megaframe.resilience.elastic import fitted
+from megaframe.validate.run import mistakes
+
+ROOT = Path(__file__).resolve().parents[3]
+CLUSTERS = {"H100": "h100-ib", "H200": "h200-ib", "CPU": "cpu"}
+"""A cluster of each chip that shipped configs name."""
+CONFIGS = sorted(path for path in ROOT.glob("configs/**/*.yaml") if "clusters" not in path.parts)
+
+
+def misfits(config, world, cluster):
+    """Return why a config cannot run on `world` chips of a cluster; empty if it can, with room."""
+    if config.faults.elastic:
+        config, world = fitted(config, world)
+    if config.parallel.auto:
+        constants = constants_of(cluster.chip.family)
+        return [] if fastest(config, world, cluster, constants) else ["no layout fits"]
+    wrong = mistakes(config, world, data=False)
+    if wrong:
+        return wrong
+    layout = Layout.from_parallel(config.parallel, world)
+    found = fit(settled(config, layout, cluster.chip), layout, cluster.chip)
+    return [str(found)] if found.is_tight else []
+
+
+def machine_of(path):
+    """Return the number of chips and the cluster in the head of a shipped config, and the command
+    that it gives for them."""
+    ((count, chip, command),) = re.findall(
+        r"^# (\d+) x (\w+): (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return int(count), CLUSTERS[chip], command
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_config_fits_on_the_machine_that_it_names(path):
+    count, cluster, command = machine_of(path)
+    given = Command(command)
+    assert given.config == str(path.relative_to(ROOT)) and given.world == count
+    assert misfits(load(str(path)), count, load_cluster(cluster)) == []
+
+
+def test_this_is_what_used_not_to_fit():
+    old = ["parallel.zero=0", "train.recompute=none"]
+    (told,) = misfits(load("llama3-8b", old), 8, load_cluster("h100-ib"))
+    assert re.match(r"rank 0 needs 174.5 GiB by the plan, and its device \(h100\) has 80.0", told)
+
+
+class Command:
+    """A command line that names a config: on how many ranks of which cluster it runs."""
+
+    COUNTS = (
+        "WORLD_SIZE",
+        *("--nnodes", "--nproc-per-node", "PET_NNODES", "PET_NPROC_PER_NODE"),
+        *("--nodes", "--gpus-per-node", "--hosts", "--ranks", "--gpus"),
+    )
+    """What stands before numbers whose product is the number of ranks."""
+
+    def __init__(self, line):
+        words = shlex.split(line)
+        after = dict(pairwise(words))
+        after |= dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+        self.config, self.searches = after["--config"], "--search" in words
+        # What a sweep tries is a list of values, not one.
+        given = words[words.index("--") :] if "--sweep" in words else words
+        self.overrides = [word for word in given if re.match(r"[a-z]+\.[a-z_.]+=", word)]
+        self.world = prod(int(after[n]) for n in self.COUNTS if after.get(n, "").isdigit())
+        self.cluster = load(self.config, self.overrides).parallel.cluster
+        if self.cluster is None and "plan" in line.partition("--config")[0]:
+            self.cluster = after.get("--cluster", DEFAULT)
+
+
+def documented():
+    """Yield every command of the documents that names a shipped config. After a `!` is one that is
+    to fail."""
+    for document in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))):
+        for block in re.findall(r"```\w*\n(.*?)```", document.read_text(), re.DOTALL):
+            for line in block.splitlines():
+                named = re.search(r"--config (?:configs/)?([\w./-]+?)(?:\.yaml)?(?= |$)", line)
+                if named and (ROOT / f"configs/{named[1]}.yaml").exists():
+                    yield pytest.param(line.lstrip("$# "), id=f"{document.stem}: {line[:80]}")
+
+
+@pytest.mark.parametrize("line", documented())
+def test_a_documented_command_fits_on_the_machine_that_it_names(line):
+    command = Command(line)
+    config = load(command.config, command.overrides)
+    name = command.cluster or machine_of(Path(config_path(command.config)))[1]
+    cluster = load_cluster(name)
+    if command.searches:
+        constants = constants_of(cluster.chip.family)
+        fixed = {key.split(".")[1]: 2 for key in command.overrides if key == "parallel.tensor=2"}
+        assert fastest(config, command.world, cluster, constants, fixed)
+    else:
+        assert (misfits(config, command.world, cluster) == []) == (line[0] != "!")
+
+
+def test_all_kinds_of_commands_are_found():
+    text = "\n".join(param.values[0] for param in documented())
+    for words in ("--dry-run", "torchrun", "node.py", "slurm.sh", "ray_train", "plan.py", "netlab"):
+        assert words in text
+    assert len(list(documented())) > 30
+
+
+# ---------------------------------------------------------------------------------- what is offered
+
+SEARCHED = [
+    *("parallel.pipeline=2", "parallel.schedule=search"),
+    *("train.global_batch=64", "train.microbatch=8"),
+]
+TIGHT = (
+    ("llama3-8b", 8, "h100-ib", ["parallel.zero=0"], "parallel.zero=2"),
+    ("llama3-8b", 8, "h100-ib", ["parallel.zero=1", "train.microbatch=4"], "parallel.zero=3"),
+    ("gpt2-1.5b", 8, "h100-ib", ["train.microbatch=64"], "train.microbatch="),
+    ("gpt2-1.5b", 1, "a100-40gb-roce", ["train.microbatch=16"], "train.recompute_blocks=auto"),
+    ("mistral-7b", 8, "a100-40gb-roce", [], "train.recompute_blocks=auto"),
+    ("llama2-70b", 64, "h100-ib", ["train.microbatch=2"], "train.recompute"),
+    ("llama2-7b", 8, "h100-ib", SEARCHED, ""),
+    ("mixtral-8x7b", 64, "h100-ib", ["parallel.zero=0"], "parallel.zero="),
+)
+
+
+# Those of 64 GPUs take most of the time.
+@pytest.mark.quick(when=lambda gpus: gpus < 64)
+@pytest.mark.parametrize(("name", "gpus", "cluster", "keys", "first"), TIGHT)
+def test_what_is_offered_fits_when_it_is_pasted(name, gpus, cluster, keys, first):
+    machine = load_cluster(cluster)
+    config = load(name, keys)
+    assert mistakes(config, gpus, data=False) == []
+    assert not fit(config, Layout.from_parallel(config.parallel, gpus), machine.chip).fits
+    offers = list(instead(config, gpus, machine, constants_of(machine.chip.family)))
+    assert offers and offers[0].startswith(first)
+    for offer in offers:
+        pasted = shlex.split(offer.rpartition(": ")[0])
+        assert all(word.startswith(("parallel.", "train.", "optim.")) for word in pasted), offer
+        assert misfits(load(name, [*keys, *pasted]), gpus, machine) == [], offer
+
+
+def test_smaller_changes_come_first_and_none_includes_another():
+    machine = load_cluster("h100-ib")
+    config = load("llama3-8b", ["parallel.zero=1", "train.recompute=none"])
+    offers = list(instead(config, 8, machine, constants_of("h100")))
+    assert [offer.partition(":")[0] for offer in offers[:2]] == [
+        "parallel.zero=2",
+        "train.recompute_blocks=auto",
+    ]
+    assert offers[2].startswith("parallel.pipeline=2 ") and len(offers) == 3
+
+
+def test_where_nothing_fits_larger_machines_are_offered():
+    machine = load_cluster("h100-ib")
+    config = load("llama3-70b", ["parallel.pipeline=1", "parallel.tensor=8", "parallel.chunks=1"])
+    offers = list(instead(config, 8, machine, constants_of("h100")))
+    assert offers[0].startswith("16 GPUs of h100-ib: ") and "an hour" in offers[0]

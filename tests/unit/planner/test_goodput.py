@@ -1,0 +1,113 @@
+"""Goodput: the formula against simulation, Young and Daly against the search, published runs."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.planner.goodput import (
+    LLAMA3,
+    MEGASCALE,
+    PUBLISHED,
+    Cause,
+    Costs,
+    Mix,
+    best_interval,
+    daly_interval,
+    effective,
+    gains,
+    room,
+    simulate,
+    table,
+    young_interval,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+FREE = Costs(crash=0, hang=0, silent=0, restart=0, load=0, swap=0, stall=0, again=0)
+
+
+def test_llama3_table_adds_up():
+    counts = {cause.name: cause.count for cause in LLAMA3.causes}
+    assert sum(counts.values()) == 466 and counts["planned"] == 47
+    assert 1 / LLAMA3.rate(16384) / 3600 == pytest.approx(2.78, abs=0.01)  # about every three hours
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    ranks=st.sampled_from([1024, 16384, 100000]),
+    interval=st.floats(30, 1800),
+    stall=st.floats(0, 20),
+    mix=st.sampled_from([LLAMA3, MEGASCALE]),
+)
+def test_the_simulation_agrees_with_the_formula(ranks, interval, stall, mix):
+    costs = Costs(stall=stall)
+    expected = effective(mix, ranks, costs, interval)
+    simulated = simulate(mix, ranks, costs, interval, failures=20000)
+    # The loss per failure varies by about its mean; also, the formula is only of first order.
+    error = 0.001 + 4 * (1 - expected) / 20000**0.5
+    assert simulated.effective == pytest.approx(expected, abs=error)
+    assert sum(simulated.lost.values()) + simulated.effective == pytest.approx(1)
+
+
+@settings(deadline=None, max_examples=20)
+@given(stall=st.floats(0.1, 60), hours=st.floats(0.5, 100))
+def test_the_best_interval_is_dalys(stall, hours):
+    mix = Mix("one", 1, hours / 24, (Cause("any", 1),))
+    costs = Costs(stall=stall)
+    found = best_interval(mix, 1, costs)
+    assert found == pytest.approx(daly_interval(stall, 1 / mix.rate(1)), rel=0.02)
+    assert found == pytest.approx(young_interval(stall, 1 / mix.rate(1)), rel=0.25)
+
+
+def test_without_costs_nothing_is_lost_but_what_was_not_saved():
+    assert effective(LLAMA3, 16384, FREE, 1e-3) == pytest.approx(1, abs=1e-6)
+    assert all(gain >= -1e-9 for _, gain in gains(LLAMA3, 16384, Costs()))
+
+
+def test_runs_as_they_were_are_about_as_effective_as_published():
+    """The published shares are a little above 90%."""
+    for mix in (LLAMA3, MEGASCALE):
+        share = effective(mix, mix.ranks, PUBLISHED, best_interval(mix, mix.ranks, PUBLISHED))
+        assert 0.88 < share < 0.95
+
+
+def test_more_ranks_fail_more_often_and_save_more_often():
+    lines = list(table(LLAMA3, Costs(), (1024, 16384)))
+    assert len(lines) == 3 and "16,384" in lines[2]
+    shares = [effective(LLAMA3, n, Costs(), best_interval(LLAMA3, n, Costs())) for n in (1, 10**5)]
+    assert shares[0] > shares[1]
+    assert best_interval(LLAMA3, 1024, Costs()) > best_interval(LLAMA3, 16384, Costs())
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(16384, 0.98), (100_000, 0.93)])
+def test_the_room_for_a_restart_is_what_reaches_the_share(ranks, share):
+    costs = Costs(swap=0, restart=room(LLAMA3, ranks, Costs(swap=0), share))
+    reached = effective(LLAMA3, ranks, costs, best_interval(LLAMA3, ranks, costs))
+    assert costs.restart > 5 and reached == pytest.approx(share, abs=1e-4)
+    assert room(LLAMA3, ranks, Costs(), 0.9999) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--ranks", "0"), "is not a whole number from 1"),
+        (("--ranks", "1_000"), "is not a whole number from 1"),
+        (("--ranks", "100000000"), "use fewer ranks"),
+        (("--target", "nan"), "is not a share between 0 and 1"),
+        (("--measured", "/dev/zero"), "give what `tools/drill.py"),
+        (("--measured", "{file}"), "give what `tools/drill.py"),
+        (("--costs", "restart=inf"), "write NAME=SECONDS"),
+    ],
+)
+def test_the_tool_refuses_what_it_cannot_compute(words, said, tmp_path):
+    found = {"kill": {"restart": math.nan, "load": 1, "again": 1}, "whole": {"stall": 1}}
+    (tmp_path / "drill.json").write_text(json.dumps(found))
+    given = [word.format(file=tmp_path / "drill.json") for word in words]
+    command = [sys.executable, ROOT / "tools/goodput.py", *given]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

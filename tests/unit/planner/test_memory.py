@@ -1,0 +1,172 @@
+"""The memory plan, compared with the storages that are really kept."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from saved_bytes import kept_by_block
+
+from megaframe.architecture.stages import stage_plans
+from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch, look_ahead
+from megaframe.distributed.collectives import barrier
+from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.layout import Layout
+from megaframe.metrics import StepTimer
+from megaframe.planner.activations import block_bytes
+from megaframe.planner.memory import Held, memory
+from megaframe.planner.parameter_counts import held
+from megaframe.schedule import Action, Kind
+from megaframe.training.train_step import Pipeline
+
+LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4}
+FORWARD = [Action(Kind.F, 0, 0)]
+MODELS = [
+    {"position": "learned"},
+    {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2},
+    {"activation": "relu2", "qk_norm": True, "norm": "rmsnorm"},
+    {"activation": "gelu", "position": "none", "kv_heads": 1, "bias": True},
+    {"kv_heads": 2, "position": "learned"},
+    {"norm": "rmsnorm", "latent": {**LATENT, "query_rank": 24, "value_dim": 10}},
+    {"latent": {**LATENT, "value_dim": 20}},
+    {"latent": {**LATENT, "query_rank": 24, "value_dim": 14}},
+    {"activation": "swiglu", "norm": "rmsnorm", "moe": {"experts": 8, "ffn": 24, "shared": 2}},
+    {"moe": {"experts": 5, "ffn": 24, "top_k": 3, "balance": "none", "score": "softmax"}},
+    {
+        "activation": "gelu",
+        "norm": "rmsnorm",
+        "moe": {"experts": 4, "top_k": 1, "balance": "global", "z_loss": 0.1},
+    },
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, make_microbatch):
+    train = {"precision": precision, "seq": 32, "recompute": recompute}
+    built = build({"layers": 1, "hidden": 64, **model}, train=train)
+    microbatch = make_microbatch(built.config)
+    found = kept_by_block(built.stage, microbatch, built.optimizer.buckets)
+    assert found == block_bytes(built.config, 0)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", [{"norm": "rmsnorm", "kv_heads": 2}, {"position": "learned"}])
+def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_microbatch):
+    """Compares two predictors with one. A predictor keeps a stream, the gradient of its loss, and
+    what it was computed from."""
+    found = []
+    for depth in (1, 2):
+        built = build(
+            {"layers": 1, "hidden": 64, "mtp_depth": depth, **model},
+            train={"precision": "bf16", "seq": 32, "recompute": recompute},
+        )
+        microbatch = look_ahead(make_microbatch(built.config), depth)
+        kept = {}
+
+        def keep(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            built.stage.forward(0, microbatch, torch.ones((), dtype=torch.float64))
+        of_end = built.stage._flights[0].end
+        for tensor in (*of_end.leaves, *of_end.d_normed):
+            keep(tensor)
+        known = [bucket.parameters[0].value for bucket in built.optimizer.buckets]
+        known += [tokens for tokens, _ in microbatch.ahead]
+        for tensor in known:
+            kept.pop(tensor.untyped_storage().data_ptr(), None)
+        found.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
+        plan = memory(built.config, Held(0, (), ()), 1, stage_plans(built.config), FORWARD)
+        found.append(plan.activations)
+    assert found[2] - found[0] == found[3] - found[1]
+
+
+def allocated(precision, zero, model, optim=None, expert=1, bucket_size="auto"):
+    """Train two steps -> the planned memory, the bytes of optimizer state, and the buffers."""
+    config = RunConfig(
+        model={"layers": 3, "hidden": 128, "heads": 4, "vocab": 500, "bias": True, **model},
+        train={"seq": 8, "global_batch": 4, "microbatch": 1, "precision": precision},
+        parallel={"zero": zero, "expert": expert, "bucket_size": bucket_size},
+        optim=optim or {},
+    )
+    layout = Layout.from_parallel(config.parallel, world_size())
+    mesh = Mesh(layout, device="cpu", timeout=60)
+    pipeline = Pipeline(config, mesh, StepTimer().time)
+    optimizer = pipeline.optimizer
+    optimizer.initialise(1)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    microbatches = [Microbatch(tokens, tokens, torch.arange(1))] * (4 // layout.data)
+    for step in range(2):
+        pipeline.train(microbatches, step, 1.0)
+    plans = stage_plans(config)
+    here, schedule = held(config, layout, plans), pipeline.schedule.ranks[0]
+    plan = memory(config, here, layout.data, plans, schedule, layout.expert_shard, host=True)
+    state = [t for b in optimizer.buckets if b.optimizer for t in b.optimizer.state.values()]
+    barrier(mesh.world)  # no rank closes connections that others use
+    mesh.close()
+    buffers = SimpleNamespace(bytes=optimizer.buffers.bytes, rooms=optimizer.buffers.rooms)
+    return plan, sum(tensor.nbytes for tensor in state), buffers
+
+
+@pytest.mark.quick(when=lambda ranks, tie, precision: (ranks, tie, precision) == (4, True, "bf16"))
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_state_is_what_is_allocated_within_one_percent(ranks, tie, precision, zero, pool):
+    model = {"tie_embeddings": tie, "position": "learned"}
+    for plan, state, buffers in pool.run(ranks, allocated, precision, zero, model):
+        assert state == pytest.approx(plan.optimizer, rel=0.01)
+        planned = plan.weights + plan.values + plan.gradients
+        assert buffers.bytes == pytest.approx(planned, rel=0.01)
+        assert buffers.rooms == pytest.approx(plan.rooms, rel=0.01)
+
+
+@pytest.mark.quick(when=lambda zero: zero == 1)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_blocks_that_share_buckets_are_planned_within_one_percent(zero, pool):
+    """Two of three blocks share buckets, for which as much room is needed."""
+    for plan, _, buffers in pool.run(4, allocated, "bf16", zero, {}, None, 1, 300_000):
+        planned = plan.weights + plan.values + plan.gradients
+        assert buffers.bytes == pytest.approx(planned, rel=0.01)
+        assert buffers.rooms == pytest.approx(plan.rooms, rel=0.01)
+
+
+@pytest.mark.quick(when=lambda zero: zero == 3)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_state_of_experts_is_planned_within_one_percent(zero, pool):
+    model = {"moe": {"experts": 4, "ffn": 160, "first": 1}}
+    for plan, state, buffers in pool.run(4, allocated, "bf16", zero, model, None, 2):
+        assert state == pytest.approx(plan.optimizer, rel=0.01)
+        planned = plan.weights + plan.values + plan.gradients
+        assert buffers.bytes == pytest.approx(planned, rel=0.01)
+        # Some rooms reuse free buffers.
+        assert 0.75 * plan.rooms <= buffers.rooms <= 1.01 * plan.rooms
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"name": "lion"},
+        {"name": "muon", "state": "bf16"},
+        {"name": "sgd", "ema": 0.9},
+        {"name": "sgd", "momentum": 0.0},
+        {"state": "int8"},
+    ],
+)
+def test_state_of_every_optimizer_is_planned_within_one_percent(optim, pool):
+    for plan, state, _ in pool.run(2, allocated, "bf16", 1, {}, optim):
+        assert state == pytest.approx(plan.optimizer, rel=0.01)
+
+
+def test_a_backward_that_is_not_split_frees_what_it_used():
+    """Checks a stage that splits only some of its backwards, as with dualpipe-v."""
+    config = RunConfig(model={"layers": 1, "vocab": 64}, train={"seq": 8, "recompute": "full"})
+    first, second = ((Action(Kind.F, 0, n), Action(Kind.B, 0, n)) for n in (0, 1))
+    split = [*first, Action(Kind.W, 0, 0)]
+    plans = stage_plans(config)
+    one = memory(config, Held(0, (), ()), 1, plans, split).activations
+    assert memory(config, Held(0, (), ()), 1, plans, [*second, *split]).activations == one

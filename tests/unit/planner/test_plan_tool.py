@@ -1,0 +1,110 @@
+"""tools/plan.py from the command line."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+KEYS = {
+    "memory_bytes",
+    "step_seconds",
+    "mfu",
+    "tflops_per_gpu",
+    "tokens_per_second",
+    "breakdown",
+    "fits",
+}
+
+
+def plan(*arguments, status=0):
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/plan.py", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout if status == 0 else done.stderr
+
+
+def test_json_of_a_layout_has_the_keys_and_adds_up():
+    given = ["parallel.tensor=4", "parallel.pipeline=2", "parallel.zero=1"]
+    found = json.loads(plan("--config", "configs/llama3-8b.yaml", "--gpus", 64, "--json", *given))
+    assert found.keys() >= KEYS
+    assert found["step_seconds"] == pytest.approx(sum(found["breakdown"].values()))
+    assert found["memory_bytes"].keys() >= {"weights", "gradients", "optimizer", "activations"}
+    assert found["fits"] == (sum(found["memory_bytes"].values()) <= 80 * 2**30)
+    assert found["layout"]["data"] == 8
+
+
+def test_it_needs_no_torch():
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None; "
+        "sys.argv = ['plan.py', '--config', 'configs/demo.yaml', '--gpus', '4', '--search', "
+        "'--cluster', 'cpu']; runpy.run_path('tools/plan.py', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "Use " in done.stdout, done.stderr
+
+
+def test_a_search_writes_a_config_and_a_page_that_asks_no_network(tmp_path):
+    best, page = tmp_path / "best.yaml", tmp_path / "plan.html"
+    files = ["--write", best, "--html", page]
+    said = plan(
+        "--config", "configs/llama3-8b.yaml", "--gpus", 64, "--search", *files, "parallel.tensor=2"
+    )
+    assert said.splitlines()[1].startswith("Use tensor 2, ")
+    assert "of the best simulated" in said and "Other choices" in said
+    written = json.loads(plan("--config", best, "--gpus", 64, "--json"))
+    assert written["layout"]["tensor"] == 2 and written["fits"]
+    text = page.read_text()
+    assert len(re.findall(r'class="plotly-graph-div"', text)) == 4
+    assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="?http', text)
+
+
+@pytest.mark.slow
+def test_a_dry_run_counts_what_the_plan_says():
+    given = ["--gpus", 64, "--dry-run", "--rank", 37, "--json", "train.global_batch=16"]
+    sizes = ["parallel.tensor=4", "parallel.pipeline=4", "parallel.zero=1", "model.layers=8"]
+    rows = json.loads(plan("--config", "configs/llama3-8b.yaml", *given, *sizes))
+    close = [row for row in rows if row["planned"] and row["name"] != "temporaries"]
+    assert len(close) >= 6
+    for row in close:
+        assert row["counted"] == pytest.approx(row["planned"], rel=0.05), row
+
+
+@pytest.mark.quick(when=lambda words: words in ("use h100-ib", "parallel.tensor=8"))
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cluster", "h100-id"], "use h100-ib"),
+        (["--gpus", 0], "use 1 or more"),
+        (["--gpus", 12, "parallel.tensor=8"], "parallel.tensor=8"),
+        (["--gpus", 8, "--dry-run", "--rank", 8], "use 0 to 7"),
+        (["--gpus", 2, "--search", "train.seq=131072"], "GPUs of h100-ib"),
+    ],
+)
+def test_mistakes_are_told_with_what_would_work(arguments, words):
+    message = plan("--config", "configs/llama3-8b.yaml", *arguments, status=2)
+    assert words in message and "Traceback" not in message
+
+
+def test_a_layout_that_does_not_fit_is_told_what_would():
+    said = plan("--config", "configs/llama3-8b.yaml", "--gpus", 8, "parallel.zero=0")
+    assert "it does not fit" in said and "Instead" in said
+    assert re.search(r"^  parallel.zero=2: 64.3 GiB, \d+ s a step$", said, re.MULTILINE)
+
+
+def test_what_is_assumed_is_said():
+    given = ("--config", "configs/llama3-8b.yaml", "--gpus", 8, "--json", "parallel.zero=1")
+    assumed = "no cluster is named, so h100-ib is assumed; name yours with --cluster"
+    assert assumed in json.loads(plan(*given))["reasons"]
+    named = json.loads(plan(*given, "--cluster", "b200-ib"))["reasons"]
+    assert assumed not in named
+    assert any("not fitted to a b200" in one and "those of an H100" in one for one in named)
+    fitted = json.loads(plan(*given, "--cluster", "h100-ib"))["reasons"]
+    assert not any("assumed" in one or "not fitted" in one for one in fitted)

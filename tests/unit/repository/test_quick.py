@@ -1,0 +1,108 @@
+"""`make test` leaves out what is marked `slow`, and still shows every mechanism: something of each
+test file, each value of each choice under which a run must give the same answer, and each axis.
+"""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from annotated_types import Ge, Le
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.schedule import NAMES
+
+TESTS = Path(__file__).resolve().parents[2]
+ALL_SLOW = {"end_to_end/test_expert_balance.py"}
+"""Files without a quick test: a training run until experts are balanced."""
+PARITY = "parity/test_{}.py::test_layouts_do_not_change_the_answer"
+SHOWN_BY = {
+    "parallel.schedule": ("parity/test_pipeline.py::test_schedules_do_not_change", "schedule"),
+    "parallel.context_kind": (PARITY.format("context"), "context_kind"),
+    "parallel.dispatch": (PARITY.format("experts"), "dispatch"),
+    "parallel.zero": ("parity/test_zero.py::test_stages_do_not_change_the_answer", "zero"),
+    "parallel.compress": ("parity/test_compress.py", "compress"),
+    "train.precision": ("end_to_end/test_pretrain.py::test_every_precision_learns", "precision"),
+    "train.recompute": (PARITY.format("tensor"), "recompute"),
+    "train.fp8": ("unit/model/test_fp8.py::test_layouts", "scaling"),
+    "optim.name": ("parity/test_optimizers.py::test_others_too", "optim"),
+    "optim.state": ("parity/test_optimizers.py::test_fewer_bits", "state"),
+}
+"""The test whose cases have every value of a key but its default, and the value's name in them."""
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """Return {file::test: for each case that is not slow, the (name, value) of its parameters}, for
+    all tests that could run here."""
+
+    class Collected:
+        def pytest_collection_finish(self, session):
+            self.items = session.items
+
+    collected = Collected()
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert pytest.main(["--collect-only", str(TESTS)], plugins=[collected]) == 0
+    found = {}
+    for item in collected.items:
+        file = item.path.relative_to(TESTS).as_posix()
+        cases = found.setdefault(f"{file}::{getattr(item, 'originalname', item.name)}", [])
+        if item.get_closest_marker("slow") is None:
+            parameters = getattr(item, "callspec", None)
+            cases.append({*pairs("", parameters.params)} if parameters else set())
+    return found
+
+
+def pairs(name, value):
+    """Yield (name, value) of everything in a parameter, however deep in mappings and sequences."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from pairs(key, inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from pairs(name, inner)
+    elif isinstance(value, str | int):
+        yield name, value
+
+
+def values(key):
+    """Return the values of a key, as the config and the schedules' own list have them."""
+    if key == "parallel.schedule":
+        return {*NAMES}
+    section, name = key.split(".")
+    field = RunConfig.model_fields[section].annotation.model_fields[name]
+    if key == "parallel.zero":
+        limits = {type(limit): limit for limit in field.metadata}
+        return {*range(limits[Ge].ge, limits[Le].le + 1)}
+    # All parity is tested in fp64.
+    return {*get_args(field.annotation)} - {field.default, "fp64"}
+
+
+def test_every_file_shows_something(quick):
+    shown = {test.partition("::")[0] for test, cases in quick.items() if cases}
+    assert {test.partition("::")[0] for test in quick} - shown == ALL_SLOW
+
+
+@pytest.mark.parametrize("key", SHOWN_BY)
+def test_every_value_of_a_choice_is_shown(key, quick):
+    prefix, name = SHOWN_BY[key]
+    cases = [case for test, some in quick.items() if test.startswith(prefix) for case in some]
+    assert values(key) <= {value for case in cases for at, value in case if at == name}
+
+
+def test_every_axis_is_compared(quick):
+    cases = [case for test, some in quick.items() if "change_the_answer" in test for case in some]
+    shown = {name for case in cases for name, value in case if isinstance(value, int) and value > 1}
+    assert {*Layout.__dataclass_fields__} <= shown
+
+
+def test_make_test_leaves_out_what_is_slow_and_nothing_else():
+    """CI runs everything."""
+    makefile = (TESTS.parent / "Makefile").read_text()
+    recipes = dict(re.findall(r"^(test\S*):.*\n((?:\t.*\n)+)", makefile, re.MULTILINE))
+    marks = {target: re.findall(r'-m "(.+?)"', recipe) for target, recipe in recipes.items()}
+    assert marks["test"] == ["not slow"] and marks["test-all"] == []
+    assert "make test-all" in (TESTS.parent / ".ci/run").read_text()

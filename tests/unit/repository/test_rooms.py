@@ -1,0 +1,72 @@
+"""Rules of the repository: style and types, imports point downward, kernels are independent, floor
+0 has no torch, the design names every module, and the config stays small."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from megaframe.config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_imports_point_to_the_same_floor_or_a_lower_one():
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    paths = os.pathsep.join((str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert "4 kept, 0 broken" in result.stdout
+
+
+@pytest.mark.quick(when=lambda command: command != ["mypy"])  # reads everything for half a minute
+@pytest.mark.parametrize(
+    "command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]], ids=" ".join
+)
+def test_style_and_types(command):
+    program = Path(sys.executable).with_name(command[0])
+    done = subprocess.run([program, *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_floor_0_runs_without_torch():
+    code = (
+        "import sys; import megaframe.config, megaframe.layout, megaframe.schedule, "
+        "megaframe.planner.advice, megaframe.planner.plan_page; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_run_has_at_most_150_fields():
+    def count(section):
+        fields = (field.annotation for field in section.model_fields.values())
+        return sum(count(f) if is_section(f) else 1 for f in fields)
+
+    def is_section(annotation):
+        return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+    assert 50 < count(RunConfig) <= 150
+
+
+def test_the_design_names_every_module():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    house = text[text.index("## Module structure") : text.index("## Contracts")]
+    named = set(re.findall(r"[a-z_]+(?:\.py|/)", house))
+    modules = {path.name for path in (ROOT / "megaframe").glob("*.py")} - {"__init__.py"}
+    rooms = {f"{path.parent.name}/" for path in (ROOT / "megaframe").glob("*/__init__.py")}
+    assert modules | rooms <= named, sorted((modules | rooms) - named)
+    for line in house.splitlines():
+        listed = re.match(r"    ([a-z_/]+(?:\.py|/))  ", line)
+        if listed:
+            assert (ROOT / "megaframe" / listed[1]).exists(), line
+
+
+def test_no_merge_is_left_open():
+    command = ["git", "grep", "-nE", "^(<{7}|>{7}) "]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout

@@ -1,0 +1,76 @@
+"""tools/schedule.py from the command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megaframe.schedule import NAMES
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def tool(*arguments):
+    command = [sys.executable, "tools/schedule.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_json_svg_and_trace(tmp_path):
+    svg, trace = tmp_path / "a.svg", tmp_path / "a.json"
+    size = ("--stages", 4, "--chunks", 2, "--microbatches", 8)
+    files = ("--svg", svg, "--trace", trace)
+    done = tool("--schedule", "interleaved", *size, "--costs", "F=1,B=2,W=1", "--json", *files)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "schedule": "interleaved",
+        "stages": 4,
+        "chunks": 2,
+        "microbatches": 8,
+        "bubble": 6 / 38,
+        "bubble_time": 6,
+        "time": 38,
+        "peak_activations": [5.5, 4.5, 3.5, 2.5],
+    }
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+    assert len(json.loads(trace.read_text())["traceEvents"]) > 2 * 4 * 2 * 8
+    assert sorted(tmp_path.iterdir()) == [trace, svg]
+
+
+def test_a_file_is_drawn_and_its_lists_printed(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
+    size = ("--schedule", f"file:{path}", "--stages", 2, "--microbatches", 2)
+    grid = tool(*size).stdout
+    assert "rank 1 .  F0 B0--- F1" in grid and "bubble_time       3\n" in grid
+    assert "1RECV_F0" in tool(*size, "--lowered").stdout
+
+
+def test_compare_shows_every_schedule_with_chunks_that_it_takes():
+    done = tool("--compare", "--stages", 2, "--microbatches", 4, "--json")
+    rows = json.loads(done.stdout)
+    assert [row["schedule"] for row in rows] == list(NAMES)
+    assert {row["schedule"]: row["chunks"] for row in rows}["zb-v"] == 2
+    table = tool("--compare", "--stages", 4, "--microbatches", 2).stdout
+    assert "gpipe" in table and "left out" in table and "zb-h1" in table
+
+
+@pytest.mark.quick(when=lambda words: words in ("did you mean 1f1b", "cannot write"))
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--schedule", "1f1", "--stages", 2), "did you mean 1f1b"),
+        (("--schedule", "1f1b", "--stages", 0), "--stages 0"),
+        (("--schedule", "1f1b", "--stages", 999_999_999), "at most 5,000,000"),
+        (("--schedule", "1f1b", "--stages", 2, "--costs", "F=soon"), "'soon' is not a time"),
+        (("--schedule", "1f1b", "--stages", 2, "--svg", "missing/a.svg"), "cannot write"),
+        (("--compare", "--stages", 2, "--svg", "a.svg"), "--compare draws nothing"),
+        (("--schedule", "search", "--stages", 2, "--memory-limit", "nan"), "'nan'"),
+    ],
+)
+def test_mistakes_end_with_a_message_and_status_2(arguments, words):
+    done = tool(*arguments, "--microbatches", 4)
+    assert done.returncode == 2 and words in done.stderr
+    assert "Traceback" not in done.stderr and not done.stdout

@@ -1,0 +1,586 @@
+"""The GPU's path on a stand-in for GPUs: whole runs, with the losses of runs on a CPU; and the
+stand-in itself, which must see the faults that it is there for.
+
+A run is free of problems if nothing but waits of the host is reported, and these only where a run
+may wait. What the hosts of a world have called must come to an end by NCCL's rules as well
+(`rules.py`).
+"""
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fake_cuda.build import library, obstacle
+from fake_cuda.nccl_layouts import LAYOUTS, configured, named, recorded
+from fake_cuda.nccl_rules import Collective, Create, Group, simulate
+from rank_pool import free_port
+from tolerances import promised, unit_roundoff
+from torch.distributed.flight_recorder import fr_trace
+
+from megaframe.errors import EXIT_LOST_RANKS
+
+if (reason := obstacle()) is not None:
+    pytest.skip(reason, allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parents[3]
+MAY_WAIT = {
+    "draw": "initial weights are drawn on the host",
+    "begin": "optimizer state is made at the start",
+    "_frequencies_on": "rotary frequencies are computed on the host, once",
+    "_sums_wide": "tries a product, once",
+    "_check_size": "the ranks of a communicator, when it is made",
+    "_evaluate": "the totals of an evaluation",
+    "_compare_with_before": "the first loss after a load",
+    "_save": "the loss and the norm in a checkpoint",
+    "_load": "a checkpoint",
+    "_restore": "ranks agree on the checkpoint to resume from",
+}
+"""Functions in which the host may wait for the device, and for what."""
+
+
+class FakeCuda:
+    """run(function, *words) calls a function on the ranks of a world; `reports` is what was
+    reported to them, in order: kind, text and place; `calls` is what each rank has called."""
+
+    def __init__(self, folder):
+        paths = (ROOT, ROOT / "kernels", ROOT / "tests/support", *sys.path)
+        own = {"FAKE_CUDA_LIBRARY": str(library()), "FAKE_CUDA_DEVICES": "4"}
+        environment = {**os.environ, **own, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+        self._folder, self._runs = folder, 0
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "fake_cuda.fake_server"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, function, *words, world=1, fails=False):
+        """Call a function, given as module:name, with a command line. fails: it may."""
+        self._runs += 1
+        folder = self._folder / str(self._runs)
+        folder.mkdir()
+        wanted = {"function": function, "words": words, "world": world, "port": free_port()}
+        self._server.stdin.write(json.dumps({**wanted, "folder": str(folder)}) + "\n")
+        self._server.stdin.flush()
+        statuses = json.loads(self._server.stdout.readline())
+        said = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
+        assert fails or statuses == [0] * world, said
+        lines = [path.read_text().splitlines() for path in sorted(folder.glob("*.jsonl"))]
+        self.statuses, self.failed = statuses, statuses != [0] * world
+        if not self.failed:
+            found = zip(*map(calls_in, sorted(folder.glob("*.calls"))), strict=True)
+            self.calls, queues = found
+            simulate(self.calls, min(queues))
+        self.reports = [tuple(json.loads(line)) for part in lines for line in part]
+        return said
+
+    def kinds(self):
+        return {kind for kind, _, _ in self.reports}
+
+    def close(self):
+        self._server.stdin.close()
+        self._server.wait()
+        self._server.stdout.close()
+
+
+def calls_in(path):
+    return pickle.loads(path.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def fake_gpu(tmp_path_factory):
+    made = FakeCuda(tmp_path_factory.mktemp("fake_cuda"))
+    yield made
+    made.close()
+
+
+# ------------------------------------------------------------------------------------- whole runs
+
+PLAIN = {f"kernels__{key}": "reference" for key in ("elementwise", "attention", "loss", "update")}
+SMALL = {"train__seq": 8, "train__global_batch": 4, "train__steps": 3, "train__eval_samples": 4}
+
+
+def trained(fake_gpu, keys, world=1):
+    """Train; return what every step recorded, and the validation losses."""
+    fake_gpu.run("pretrain_gpt:main", *keys, world=world)
+    folder = Path(next(key for key in keys if key.startswith("run.dir=")).partition("=")[2])
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row[name] for row in rows for name in ("loss", "grad_norm", "eval_loss") if name in row]
+
+
+def assert_no_problem(fake_gpu, waits=()):
+    """waits: further functions in which the host may wait."""
+    for kind, text, place in fake_gpu.reports:
+        functions = {one.partition(":")[2] for one in place.split(" < ")}
+        assert kind == "wait" and functions & {*MAY_WAIT, *waits}, (kind, text, place)
+
+
+@pytest.fixture
+def both(fake_gpu, overrides, tmp_path):
+    """both(world, waits, **changes): train on the stand-in and on one rank of the CPU, and compare:
+    in fp64, with the tolerance of the parity tests."""
+
+    def compare(world=1, waits=(), **changes):
+        changes = {**SMALL, **PLAIN, **changes}
+        alone = {f"parallel__{axis}": 1 for axis in ("tensor", "context", "pipeline", "expert")}
+        alone["train__cuda_graph"] = "false"
+        want = trained(fake_gpu, overrides(**changes | alone | {"run__dir": tmp_path / "cpu"}))
+        got = trained(fake_gpu, overrides(**changes, run__device="cuda"), world)
+        assert_no_problem(fake_gpu, waits)
+        assert len(got) == len(want) >= 6
+        assert got == promised(want)
+
+    return compare
+
+
+@pytest.mark.slow
+def test_offload_recompute_saves_and_a_resumed_run(fake_gpu, overrides, tmp_path):
+    """Everything that copies beside the computation, in fp64."""
+    keys = {
+        **SMALL,
+        **PLAIN,
+        "model__dropout": 0.1,
+        "model__layers": 3,
+        "train__steps": 4,
+        "optim__schedule": "constant",
+        "train__recompute": "full",
+        "train__eval_every": 2,
+        "checkpoint__every": 1,
+        "checkpoint__memory_every": 1,
+    }
+    want = trained(fake_gpu, overrides(**keys | {"run__dir": tmp_path / "cpu"}))
+    keys |= {"run__device": "cuda", "train__offload": "true", "optim__offload": "true"}
+    trained(fake_gpu, overrides(**keys | {"train__steps": 2}))
+    assert_no_problem(fake_gpu)
+    got = trained(fake_gpu, overrides(**keys, checkpoint__resume="latest"))
+    assert_no_problem(fake_gpu)
+    assert len(got) == len(want) == 10
+    assert got == promised(want)
+
+
+def test_a_model_that_a_gpu_has_no_memory_for_is_refused_before_it_is_built(
+    fake_gpu, overrides, tmp_path
+):
+    large = {"model__layers": 100, "model__hidden": 8192, "model__heads": 64}
+    keys = overrides(**{**SMALL, **PLAIN, **large}, run__device="cuda")
+    said = fake_gpu.run("pretrain_gpt:main", *keys, world=2, fails=True)
+    assert fake_gpu.failed and "error: does not fit in memory: rank 0 needs" in said
+    assert "(h200) has 140.4 GiB" in said and "--force" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_bf16_with_the_kernels_of_a_gpu(fake_gpu, overrides, tmp_path):
+    """Those that `auto` chooses, with Triton's in its interpreter. The distance of losses and norms
+    from those in fp64 is at most twice that of plain code in bf16 on a CPU, or one rounding: either
+    may be near by chance."""
+    keys = {
+        **SMALL,
+        "model__layers": 1,
+        "model__norm": "rmsnorm",
+        "model__activation": "swiglu",
+        "model__position": "rotary",
+        "model__dropout": 0.1,
+        "model__hidden": 32,
+        "model__vocab": 64,
+        "train__steps": 2,
+        "train__global_batch": 2,
+    }
+    exact = trained(fake_gpu, overrides(**keys | {"run__dir": tmp_path / "exact"}))
+    keys["train__precision"] = "bf16"
+    plain = trained(fake_gpu, overrides(**keys | {"run__dir": tmp_path / "plain"}))
+    got = trained(fake_gpu, overrides(**keys, run__device="cuda"))
+    assert_no_problem(fake_gpu)
+    assert len(got) == len(exact) == 4
+    for kind in (slice(0, None, 2), slice(1, None, 2)):  # losses, norms
+        rounding = unit_roundoff(torch.bfloat16) * max(exact[kind])
+        allowed = max(2 * farthest(plain[kind], exact[kind]), rounding)
+        assert farthest(got[kind], exact[kind]) <= allowed
+
+
+def farthest(these, those):
+    return max(abs(this - that) for this, that in zip(these, those, strict=True))
+
+
+def test_a_graph_on_one_device(both):
+    both(train__cuda_graph="true", train__steps=5, train__eval_every=2, checkpoint__every=2)
+
+
+def test_data_ranks_with_optimizer_state_in_host_memory(both):
+    both(2, optim__name="muon", optim__offload="true", parallel__zero=2, train__microbatch=1)
+
+
+@pytest.mark.slow
+def test_expert_ranks(both):
+    """The host must know how many tokens come, and how many each expert has in plain code."""
+    both(
+        2,
+        ("_owners", "_direct", "_grouped", "into"),
+        model__moe="{experts: 4, top_k: 2, ffn: 32}",
+        parallel__expert=2,
+        kernels__experts="reference",
+        train__eval_every=3,
+    )
+
+
+def test_pipeline(both, tmp_path):
+    both(2, parallel__pipeline=2, train__eval_every=3, checkpoint__every=2)
+    log = (tmp_path / "run/run.log").read_text()
+    assert "nccl: CUDA_DEVICE_MAX_CONNECTIONS=8, as the layout has 6 streams" in log
+    assert "nccl: links use up to 8 thread blocks, other transfers as NCCL decides" in log
+
+
+@pytest.mark.slow
+def test_a_ring(both):
+    both(2, parallel__context=2, train__eval_every=3)
+
+
+def test_a_graph_of_several_communicators(both):
+    both(
+        4,
+        parallel__tensor=2,
+        parallel__zero=3,
+        train__cuda_graph="true",
+        train__steps=5,
+        train__eval_every=2,
+        train__microbatch=1,
+    )
+
+
+# ------------------------------------------------------------------------- what a run says at first
+
+A100, ADA = ("NVIDIA A100-SXM4-40GB", "8.0", "39.4"), ("NVIDIA L40S", "8.9", "44.4")
+STRANGER = ("NVIDIA Abacus", "9.0", "47")
+
+
+def pretrained(fake_gpu, on, keys, fails=False):
+    """Pretrain on a device: name, compute capability, GiB. Return what was printed."""
+    return fake_gpu.run("fake_cuda.programs:pretrain_on", *on, *keys, fails=fails)
+
+
+def test_chip_and_kernels_are_in_the_log_and_in_the_environment(fake_gpu, overrides, tmp_path):
+    keys = {**SMALL, **PLAIN, "kernels__update": "auto", "train__steps": 1}
+    keys["train__precision"] = "fp32"
+    said = pretrained(fake_gpu, A100, overrides(**keys, run__device="cuda"))
+    for line in (
+        "NVIDIA A100-SXM4-40GB is the chip a100-40gb, with 39.4 GiB; parallel.cluster is not given",
+        "kernels, and why not faster ones:",
+        "  attention: plain code, because kernels.attention=reference",
+        "  update: adamw, square_sum triton",
+    ):
+        assert line in said and line in (tmp_path / "run/run.log").read_text()
+    environment = json.loads((tmp_path / "run/environment.json").read_text())
+    assert environment["kernels"]["adamw"] == {"uses": "triton", "not": {}}
+    assert environment["kernels"]["loss"]["why"] == "kernels.loss=reference"
+
+
+def test_an_update_in_fp64_is_plain_code_and_says_why(fake_gpu, overrides):
+    keys = {**SMALL, **PLAIN, "kernels__update": "auto", "train__steps": 1}
+    said = fake_gpu.run("pretrain_gpt:main", *overrides(**keys, run__device="cuda"))
+    assert "kernel adamw: torch in place of triton, which does not take some of this" in said
+    assert "warning: kernel adamw: reference in place of torch" in said
+    assert "divisor and skip in fp32" in said
+
+
+def test_what_the_kernels_of_another_stage_refuse_is_in_the_log(fake_gpu, overrides, tmp_path):
+    keys = {**SMALL, **PLAIN, "kernels__loss": "auto", "train__steps": 1, "parallel__pipeline": 2}
+    fake_gpu.run("pretrain_gpt:main", *overrides(**keys, run__device="cuda"), world=2)
+    log = (tmp_path / "run/run.log").read_text()
+    assert log.count("rank 1: warning: kernel loss: reference in place of triton") == 1
+
+
+def test_8_bits_that_would_be_slow_are_an_error_unless_they_are_asked_for(fake_gpu, overrides):
+    keys = {**SMALL, **PLAIN, "train__precision": "bf16", "train__steps": 1, "run__device": "cuda"}
+    said = pretrained(fake_gpu, A100, overrides(**keys, train__fp8="row"), fails=True)
+    assert fake_gpu.failed and "train.fp8=row would run as the reference on this GPU" in said
+    assert "need compute capability 8.9, and this GPU has 8.0; use train.fp8=none, or ker" in said
+    said = pretrained(fake_gpu, ADA, overrides(**keys, train__fp8="block"), fails=True)
+    assert fake_gpu.failed and "takes scales of 128 on compute capability 9.0" in said
+    assert "use train.fp8=tensor or train.fp8=row or train.fp8=none" in said
+    plain = overrides(**keys, train__fp8="row", kernels__fp8="reference")
+    assert "warning: train.fp8=row runs as the reference" in pretrained(fake_gpu, A100, plain)
+
+
+def test_an_unknown_chip_runs_and_has_no_prediction(fake_gpu, overrides):
+    keys = {**SMALL, **PLAIN, "train__steps": 1, "run__device": "cuda"}
+    keys["meter__peak_tflops"] = "null"
+    said = pretrained(fake_gpu, STRANGER, overrides(**keys))
+    assert "unknown chip NVIDIA Abacus with 47.0 GiB: its memory is planned" in said
+    assert "mfu n/a: unknown chip: 'NVIDIA Abacus'; set meter.peak_tflops" in said
+    said = pretrained(fake_gpu, STRANGER, overrides(**keys, parallel__auto="true"), fails=True)
+    assert fake_gpu.failed and "speed is not predicted; measure it there with" in said
+
+
+# --------------------------------------------------------------------------- the stand-in can fail
+
+PROGRAMS = {
+    "unordered_streams": {"race"},
+    "ordered_streams": set(),
+    "reads_of_two_streams": set(),
+    "freed_in_use": {"lifetime"},
+    "freed_but_recorded": set(),
+    "freed_after_a_wait": set(),
+    "pinned_memory_read_too_early": set(),
+    "pinned_memory_changed_too_early": {"race"},
+    "unrecorded_event": {"event"},
+    "nothing_written": set(),
+    "a_graph": set(),
+    "a_graph_that_waits": {"capture"},
+    "a_graph_that_copies_from_pageable_memory": {"capture"},
+    "a_graph_with_an_event_from_outside": {"capture"},
+    "a_graph_that_loses_a_stream": {"capture", "race"},
+    "a_graph_and_another_stream": {"race"},
+    "a_mask": {"wait"},
+    "mixed_devices": set(),
+    "a_kernel_without_order": {"race"},
+    "shelf": set(),
+    "landing": set(),
+    "route": set(),
+    "background": set(),
+    "background_far_behind": set(),
+    "clock": set(),
+    "transfer": set(),
+    "messages_both_ways_as_one": set(),
+    "settings": set(),
+}
+
+
+@pytest.mark.parametrize(("program", "kinds"), PROGRAMS.items(), ids=PROGRAMS)
+def test_every_fault_is_reported_and_nothing_else(fake_gpu, program, kinds):
+    fake_gpu.run("fake_cuda.programs:main", program, world=RANKS.get(program, 1))
+    assert fake_gpu.kinds() - ({"wait"} - kinds) == kinds, fake_gpu.reports
+
+
+RANKS = {"transfer": 2, "messages_both_ways_as_one": 2, "settings": 2}
+LEFT_OUT = [
+    ("shelf", "_put", "wait_stream", "race"),
+    ("shelf", "take", "wait_event", "race"),
+    ("shelf", "_let_go", "wait_event", "lifetime"),
+    ("shelf", "_get", "wait_stream", "race"),
+    ("landing", "land", "wait_stream", "race"),
+    ("landing", "land", "record_stream", "lifetime"),
+    ("landing", "landed", "synchronize", None),
+    ("route", "arrive", "wait_stream", "race"),
+    ("route", "put_back", "wait_stream", "race"),
+    ("route", "_bring", "wait_event", "race"),
+    ("route", "_made", "wait_stream", "race"),
+    ("route", "_made", "record_stream", "lifetime"),
+    ("route", "settle", "synchronize", None),
+    ("background", "_copy_from_device", "wait_event", "race"),
+    ("background", "_copy_from_device", "synchronize", None),
+    ("background_far_behind", "copied", "wait_event", "race"),
+    ("clock", "__call__", "is_current_stream_capturing", "capture"),
+    ("transfer", "_finish", "wait", "race"),
+]
+"""A wait or a note of the project's own code, and what is reported without it; None: nothing, but
+the result is wrong."""
+
+
+@pytest.mark.parametrize(("program", "function", "method", "kind"), LEFT_OUT)
+def test_every_wait_is_needed(fake_gpu, program, function, method, kind):
+    words = (program, function, method)
+    fake_gpu.run("fake_cuda.programs:without", *words, world=RANKS.get(program, 1), fails=True)
+    found = fake_gpu.kinds() - {"wait"}
+    assert kind in found if kind else fake_gpu.failed, found
+
+
+FOREVER = {
+    "messages_both_ways_one_by_one": (
+        "rank 0 waits forever for rank 1 to connect",
+        "rank 0: send float32 4 to rank 1",
+        "rank 1: send float32 4 to rank 0",
+        "[programs.py:",
+    ),
+    "collectives_in_opposite_orders": (
+        "rank 0 waits forever for ranks [1] to connect",
+        "rank 0: all_reduce float32 4 over",
+        "rank 1: all_reduce float32 4 over",
+    ),
+    "communicators_in_another_order": ("ranks do not make communicators in one order: rank ",),
+    "a_collective_without_a_rank": ("rank 0 waits forever for ranks [1] to connect",),
+}
+"""Programs of two ranks that NCCL would not bring to an end, and what is said."""
+
+
+@pytest.mark.quick(when=lambda program: program != "a_collective_without_a_rank")
+@pytest.mark.parametrize(("program", "told"), FOREVER.items(), ids=FOREVER)
+def test_what_nccl_would_wait_for_is_an_error(fake_gpu, program, told):
+    said = fake_gpu.run("fake_cuda.programs:main", program, world=2, fails=True)
+    assert fake_gpu.failed
+    for text in told:
+        assert text in said
+
+
+def test_a_pipeline_whose_links_nothing_connects_before_a_step_is_an_error(fake_gpu, overrides):
+    """With 1F1B both ranks begin with a receive."""
+    keys = {**SMALL, **PLAIN, "parallel__pipeline": 2, "train__steps": 1}
+    keys = overrides(**keys, run__device="cuda")
+    said = fake_gpu.run(
+        "fake_cuda.programs:pretrain_without_connecting", *keys, world=2, fails=True
+    )
+    assert fake_gpu.failed and "rank 0 waits forever for rank 1 to connect" in said
+    assert "rank 1: receive float64" in said and "[executor.py:" in said
+
+
+ALSO_ALONE = [
+    i
+    for i, (world, _, one) in enumerate(LAYOUTS)
+    if (world == 2 and one.get("schedule") in (None, "1f1b") and one.get("zero") in (None, 3))
+    or one.get("dispatch") == "all_gather"
+]
+"""Each axis, and collectives on parts of any sizes."""
+
+
+@pytest.mark.quick(when=lambda layout: "context" in LAYOUTS[layout][2])
+@pytest.mark.parametrize("layout", ALSO_ALONE, ids=[named(*LAYOUTS[i]) for i in ALSO_ALONE])
+def test_a_rank_that_runs_alone_calls_the_same(fake_gpu, layout):
+    """So what is simulated of many ranks is what they call."""
+    world, model, parallel = LAYOUTS[layout]
+    fake_gpu.run("fake_cuda.programs:main", "layout_of_a_test", str(layout), world=world)
+    alone = recorded(configured(world, model, parallel), world)
+    assert [*map(transfers, fake_gpu.calls)] == [*map(transfers, alone)]
+    assert all(len(transfers(calls)) > 20 for calls in alone)
+
+
+def transfers(calls):
+    """Return what a rank makes and transfers, without lines and streams. One number more is summed
+    over each communicator that torch splits from another."""
+    kinds = [one for one in calls if isinstance(one, Collective | Create | Group)]
+    return [str(one) for one in kinds if not str(one).startswith("all_reduce float32 1 ")]
+
+
+# --------------------------------------------------------------------------------- what fails there
+
+FAILING = {
+    **SMALL,
+    **PLAIN,
+    "run__device": "cuda",
+    "parallel__pipeline": 2,
+    "train__steps": 7,
+    "train__eval_every": 0,
+    "checkpoint__every": 2,
+    "checkpoint__resume": "latest",
+}
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+@pytest.fixture
+def failing(fake_gpu, overrides, tmp_path):
+    """failing(fault, rank) -> what was printed, for a run of two ranks with a fault in step 6.
+    limit: the seconds that a step may take from then on."""
+
+    def run(fault, rank, limit=1, fails=False, **changes):
+        words = fault, str(rank), "5", str(limit), *overrides(**FAILING | changes)
+        return fake_gpu.run("fake_gpu.failures:pretrain", *words, world=2, fails=fails)
+
+    return run
+
+
+def test_a_transfer_that_hangs_is_aborted_and_the_run_goes_on(
+    failing, fake_gpu, overrides, tmp_path
+):
+    fake_gpu.run("pretrain_gpt:main", *overrides(**FAILING, run__dir=tmp_path / "whole"), world=2)
+    said = failing("hang", 1)
+    assert_no_problem(fake_gpu)
+    assert "restarted in the same processes (1 of faults.restarts=3): step 6 took more than" in said
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert said.count("flight record in ") == 2
+
+
+@pytest.mark.slow
+def test_a_communicator_that_fails_is_aborted_and_the_run_goes_on(failing, fake_gpu):
+    """The host is not told by its transfers; the time limits are too long to help."""
+    said = failing("lose_connection", 0, limit=100)
+    assert_no_problem(fake_gpu)
+    assert re.search(r"restarted in the same .*: step 6 failed, NCCL reports COMM_ERROR in", said)
+
+
+@pytest.mark.slow
+def test_a_device_with_an_error_that_stays_ends_the_run(failing, fake_gpu, tmp_path):
+    said = failing("fail_device", 1, fails=True)
+    assert fake_gpu.statuses == [EXIT_LOST_RANKS] * 2
+    assert "restarted" not in said and "step 6 took more than faults.step_timeout=1 s" in said
+
+
+@pytest.mark.slow
+def test_torchs_analyser_reads_the_flight_records_of_a_hang(failing, tmp_path):
+    failing("hang", 1, checkpoint__resume="null", fails=True)
+    folder = tmp_path / "run/faults"
+    assert sorted(path.name for path in folder.glob("nccl-*")) == ["nccl-rank-0", "nccl-rank-1"]
+    fr_trace.main([str(folder), "-p", "nccl-rank-", "-o", str(tmp_path / "found")])
+    _, found = pickle.loads((tmp_path / "found").read_bytes())
+    alone = [call for call in found.ncclcalls if call.collective_id is None]
+    assert len(found.collectives) > 20  # which all ranks have started
+    assert {call.global_rank for call in alone} == {1}  # the first rank waits in another transfer
+
+
+FAILURES = {
+    "abort_together": set(),
+    "abort_one_after_the_other": {"abort"},
+    "destroy_in_use": {"abort"},
+}
+
+
+@pytest.mark.parametrize(("program", "kinds"), FAILURES.items(), ids=FAILURES)
+def test_how_communicators_end(fake_gpu, program, kinds):
+    fake_gpu.run(f"fake_gpu.failures:{program}", world=2, fails=bool(kinds))
+    assert fake_gpu.kinds() - {"wait"} == kinds, fake_gpu.reports
+
+
+# ------------------------------------------------------------------------------------ slow devices
+
+PACED = {
+    **SMALL,
+    **PLAIN,
+    "run__device": "cuda",
+    "train__microbatch": 1,
+    "train__steps": 21,
+    "train__eval_every": 0,
+    "faults__straggler_factor": 1.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("pace", "wanted"),
+    [
+        pytest.param((1e3, 5e3, 1e3, 20e3), {"1"}, id="device"),
+        pytest.param((1e3, 5e3, 4e3, 5e3), set(), id="hidden-host"),
+        pytest.param((1e3, 5e3, 40e3, 5e3), {"1"}, id="host", marks=pytest.mark.slow),
+    ],
+)
+def test_a_slow_device_is_named_and_not_a_host_that_its_device_hides(
+    fake_gpu, overrides, pace, wanted
+):
+    """pace: nanoseconds in which the host launches and the device runs a piece of work, of the
+    first rank and of the second."""
+    words = [*map(str, pace), *overrides(**PACED)]
+    said = fake_gpu.run("fake_gpu.failures:pretrain_at_a_pace", *words, world=2)
+    pattern = r"rank (\d) is slow: [\d.]+ s of [FB] per step on its device, .* launched it in"
+    assert {*re.findall(pattern, said)} == wanted, said
+
+
+# ------------------------------------------------------------------------------------- the doctor
+
+DOCTOR = ["settings", "links", "rings", "collectives", "abort"]
+COMPARED = ["layout: context, ring", "layout: pipeline, zb-v"]
+
+
+@pytest.mark.parametrize("names", [DOCTOR, pytest.param(COMPARED, marks=pytest.mark.slow)])
+def test_the_doctor_finds_that_ranks_work_together(fake_gpu, tmp_path, names):
+    fake_gpu.run("fake_gpu.failures:doctor", str(tmp_path), *names, world=2)
+    for rank in (0, 1):
+        lines = map(json.loads, (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines())
+        found = [line for line in lines if "what" in line]
+        assert {line["part"] for line in found} == {*names}
+        assert not [line for line in found if line["right"] is False]
+    assert fake_gpu.kinds() <= {"wait"}, fake_gpu.reports

@@ -1,0 +1,174 @@
+"""Every kind of layout comes to an end by NCCL's and CUDA's rules, from 2 to 16 ranks: steps and an
+evaluation, of which each rank's calls are recorded and then simulated together. And each mistake
+that the rules are there for is found.
+"""
+
+from functools import partial
+from itertools import product
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_cuda.nccl_layouts import (
+    LAYOUTS,
+    LLAMA,
+    calls_of_each,
+    configured,
+    named,
+    recorded,
+    scheduled,
+)
+from fake_cuda.nccl_rules import Deadlock, Mismatch, simulate
+
+from megaframe.config.schema import Parallel
+from megaframe.distributed import collectives, mesh
+from megaframe.distributed.collectives import all_reduce, receive, send
+from megaframe.distributed.pending import started
+from megaframe.layout import EXPERT_SETS, Layout
+from megaframe.planner.streams import streams
+from megaframe.schedule import NAMES
+
+QUICK = [
+    i
+    for i, (world, _, one) in enumerate(LAYOUTS)
+    if (world == 2 and one.keys() & {"pipeline", "context", "expert"}) or one == {"zero": 3}
+]
+"""Every schedule, a ring, experts and ZeRO."""
+
+
+def streams_of(calls):
+    return {call.stream for call in calls if hasattr(call, "stream")}
+
+
+@pytest.mark.quick(when=lambda layout: layout in QUICK)
+@pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=[named(*one) for one in LAYOUTS])
+def test_every_layout_comes_to_an_end(layout):
+    """With the number of hardware queues that a run asks for, one for each stream."""
+    world, model, parallel = LAYOUTS[layout]
+    config = configured(world, model, parallel)
+    calls, queues = recorded(config, world), streams(config, world)
+    assert max(len(streams_of(one)) for one in calls) <= queues
+    simulate(calls, queues)
+
+
+@pytest.mark.parametrize("key", ["schedule", "context_kind", "dispatch", "zero"])
+def test_every_value_has_a_layout(key):
+    """A layout that does not name one has the default, if there is one."""
+    field = Parallel.model_fields[key]
+    values = {"schedule": NAMES, "zero": range(4)}.get(key) or get_args(field.annotation)
+    assert {one.get(key, field.default) for _, _, one in LAYOUTS} >= {*values}
+
+
+# ------------------------------------------------------------------------------------ the mistakes
+
+
+def one_by_one(out, group, receives, sends, kind):
+    """Start the messages of `pass_on` as they were before: first the send, each on its own."""
+    pending = None
+    for call, key, messages in ((dist.isend, "dst", sends), (dist.irecv, "src", receives)):
+        for rank, x in messages:
+            start = partial(call, x, group=group.handle, **{f"group_{key}": rank})
+            pending = started(out, group, start, kind, pending)
+    return pending
+
+
+@pytest.mark.quick(when=lambda ranks: ranks == 2)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ring_that_sends_first_is_found(ranks, monkeypatch):
+    monkeypatch.setattr(collectives, "_started_as_one", one_by_one)
+    with pytest.raises(Deadlock, match=r"rank 0, host: send .* over .* \[.*\.py:\d+\]") as raised:
+        simulate(recorded(configured(ranks, LLAMA, {"context": ranks}), ranks))
+    assert {*raised.value.ranks} == {*range(ranks)}
+
+
+@pytest.mark.quick(when=lambda ranks, schedule: (ranks, schedule) == (2, "1f1b"))
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [*product(("1f1b", "zb-h1", "v-half"), (2, 4)), ("1f1b", 8)],
+)
+def test_links_that_a_step_has_to_connect_are_found(schedule, ranks, monkeypatch):
+    monkeypatch.setattr(mesh, "connect_link", lambda *arguments, **options: None)
+    with pytest.raises(Deadlock, match=r"rank \d, host: receive .* \[engine\.py:\d+\]"):
+        simulate(recorded(configured(ranks, LLAMA, scheduled(schedule, ranks)), ranks))
+
+
+@pytest.mark.quick(when=lambda schedule: schedule == "1f1b")
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "v-half"])
+def test_receives_on_more_streams_than_queues_are_found(schedule):
+    """Each rank computes behind a receive of what the other would send later."""
+    config = configured(2, LLAMA, scheduled(schedule, 2))
+    calls = recorded(config, 2)
+    count = max(len(streams_of(one)) for one in calls)
+    simulate(calls, count)
+    for queues in (1, 2):
+        assert queues < count
+        with pytest.raises(Deadlock, match=r"device: receive .* \[engine\.py:\d+\]"):
+            simulate(calls, queues)
+
+
+def test_what_is_computed_behind_a_receive_is_sent_after_it():
+    """Rank 0 has three streams. With two queues, the receive shares one with what is computed."""
+
+    def work(mesh):
+        mesh.connect([(0, 1), (1, 0)])
+        x, out, home = torch.ones(4, device=mesh.device), mesh.link(0, 1), mesh.link(1, 0)
+        if mesh.rank:
+            receive(x, out).wait()
+            send(x, home).wait()
+        else:
+            coming = receive(x, home)
+            send(x, out).wait()
+            coming.wait()
+
+    calls = calls_of_each(Layout(pipeline=2), work)
+    simulate(calls, 3)
+    with pytest.raises(Deadlock, match=r"rank 0, device: a kernel"):
+        simulate(calls, 2)
+
+
+def test_communicators_made_in_another_order_are_found():
+    def work(mesh):
+        mesh.add_groups(EXPERT_SETS if mesh.rank else EXPERT_SETS[::-1])
+
+    layout = Layout(data=4, expert=2, expert_tensor=2)
+    with pytest.raises(Mismatch, match=r"rank 0: making .* \[test_.*\], rank \d: making"):
+        simulate(calls_of_each(layout, work))
+
+
+def test_collectives_of_two_communicators_in_opposite_orders_are_found():
+    """Also when both have been used before, so that no host waits."""
+
+    def work(backwards):
+        def start(mesh):
+            groups = [mesh.group("tensor"), mesh.group("data")]
+            order = groups[::-1] if mesh.rank in backwards else groups
+            for several in (groups, order):
+                ones = [torch.ones(4, device=mesh.device) for _ in several]
+                pending = [all_reduce(*one) for one in zip(ones, several, strict=True)]
+                for one in pending:
+                    one.wait()
+
+        return start
+
+    layout = Layout(tensor=2, data=2)
+    simulate(calls_of_each(layout, work({0, 1, 2, 3})))
+    with pytest.raises(Deadlock, match=r"rank \d, device: all_reduce .* \[test_layouts.py:\d+\]"):
+        simulate(calls_of_each(layout, work({1, 2})))
+
+
+@pytest.mark.parametrize("kind", ["collective", "message"])
+def test_another_size_on_one_rank_is_found(kind):
+    def work(mesh):
+        x, group = torch.ones(4 + mesh.rank, device=mesh.device), mesh.group("data")
+        if kind == "collective":
+            all_reduce(x, group).wait()
+        else:
+            (receive if mesh.rank else send)(x, group).wait()
+
+    told = {
+        "collective": r"rank 0: all_reduce float32 4 .*, rank 1: all_reduce float32 5 ",
+        "message": r"rank 0: send float32 4 to rank 1 .*, rank 1: receive float32 5 from rank 0 ",
+    }
+    with pytest.raises(Mismatch, match=told[kind] + r".*\[test_layouts.py:\d+\]"):
+        simulate(calls_of_each(Layout(data=2), work))

@@ -1,0 +1,74 @@
+"""The doctor: its report on a machine, and its exit status, which says whether a run can start."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaframe.distributed import device
+
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "doctor.py"
+_spec = importlib.util.spec_from_file_location("doctor", TOOL)
+doctor = importlib.util.module_from_spec(_spec)
+sys.modules["doctor"] = doctor
+_spec.loader.exec_module(doctor)
+WELL = "0, NVIDIA H200, 580.65.06, 1980, 1980, 0x0000000000000001, Enabled, 0, 31, 5, 143771"
+
+
+def run(*arguments):
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=TOOL.parents[1])
+
+
+def test_a_machine_that_can_run(tmp_path):
+    done = run("--folder", tmp_path / "runs")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith("a run can start")
+    assert "kernel attention" in done.stdout and "MB/s durable" in done.stdout
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    done = run("--folder", tmp_path / "file")
+    assert done.returncode == 1
+    assert "X disk" in done.stdout and "a run cannot start: 1 errors" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "level", "said"),
+    [
+        ("0x0000000000000001", "0x0000000000000040", "warning", "hardware thermal slowdown"),
+        ("Enabled, 0", "Enabled, 3", "error", "3 uncorrected"),
+        ("Enabled, 0", "Disabled, [N/A]", "warning", "ECC is off"),
+        ("31, 5,", "31, 60000,", "warning", "60000 of 143771 MiB"),
+    ],
+)
+def test_a_gpu_that_is_not_well(old, new, level, said):
+    well = list(doctor.judge_gpu(*doctor.read_gpus(WELL)))
+    assert [f.level for f in well] == ["ok"] and "NVIDIA H200" in well[0].said
+    findings = list(doctor.judge_gpu(*doctor.read_gpus(WELL.replace(old, new))))
+    assert [f.level for f in findings] == ["ok", level] and said in findings[1].said
+
+
+def test_a_check_that_breaks_is_a_finding():
+    def judge_luck():
+        raise RuntimeError("out of it\nat length")
+        yield
+
+    (finding,) = doctor.examine([judge_luck])
+    assert finding == doctor.Finding("luck", "broke: out of it", "error")
+
+
+def test_a_gpu_that_torch_cannot_use_is_an_error(monkeypatch):
+    monkeypatch.setattr(device, "unusable_gpu", lambda: "its driver is too old")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    *_, last = doctor.judge_software()
+    assert (last.level, last.what) == ("error", "torch") and "driver is too old" in last.said
+    monkeypatch.setattr(device, "unusable_gpu", lambda: None)
+    monkeypatch.setattr(device, "hidden_gpu", lambda: "a variable hides it")
+    *_, last = doctor.judge_software()
+    assert last.level == "ok" and last.said.endswith("cores (a variable hides it)")

@@ -1,0 +1,137 @@
+"""`tools/doctor.py --ranks`: what it finds with several ranks, and that a part that fails or hangs
+is named and keeps no other from being done."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import doctor_parts  # noqa: E402
+from doctor_ranks import Finding, examine_ranks, merged, part_names  # noqa: E402
+
+
+def examine(names, folder, timeout=60.0):
+    """Do these parts on one rank of a pool."""
+    doctor_parts.run(names, 0, doctor_parts.Doctor("cpu", timeout, folder, large=2**16))
+
+
+def lines(folder, world):
+    return {
+        rank: [
+            json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()
+        ]
+        for rank in range(world)
+    }
+
+
+def test_every_part_finds_that_the_ranks_work_together(pool, tmp_path):
+    names = ["settings", "links", "rings", "collectives", "layout: tensor", "abort"]
+    pool.run(2, examine, names, tmp_path)
+    findings = merged(lines(tmp_path, 2))
+    assert [*dict.fromkeys(one.part for one in findings)] == names
+    assert all(one.right for one in findings), [str(one) for one in findings if not one.right]
+    said = "\n".join(map(str, findings))
+    for what in ("links: 0 and 1", "rings: backwards", "collectives: all_to_all uneven bfloat16"):
+        assert what in said
+    assert "differ from those of one rank by" in said
+
+
+@pytest.mark.slow
+def test_layouts_are_those_of_one_rank(pool, tmp_path):
+    kinds = ("data, zero=3", "context, ring", "pipeline, zb-v", "experts")
+    names = [f"layout: {kind}" for kind in kinds]
+    assert {*names} < {*part_names(2)} and "layout: tensor and pipeline" in part_names(8)
+    pool.run(2, examine, names, tmp_path)
+    findings = merged(lines(tmp_path, 2))
+    assert len(findings) == len(names) and all(one.right for one in findings)
+
+
+def test_a_finding_is_right_if_it_is_on_every_rank_that_can_tell():
+    def line(right, said):
+        return {"part": "p", "what": "w", "right": right, "said": said, "numbers": {}}
+
+    assert merged({0: [line(True, "fine")], 1: [line(None, "")]})[0].right
+    assert merged({0: [line(None, "")], 1: [line(True, "fine")]}) == [
+        Finding("p", "w", True, "fine")
+    ]
+    wrong = merged({0: [line(True, "fine")], 1: [line(False, "bad")], 2: [line(False, "worse")]})
+    assert wrong == [Finding("p", "w", False, "bad", wrong=[1, 2])]
+
+
+FAULTY = """
+import sys, time
+import torch
+sys.path.insert(0, {tools!r})
+import doctor_parts
+
+gather, pass_on = doctor_parts.all_gather, doctor_parts.pass_on
+
+class Wrong:
+    def __init__(self, pending): self._pending = pending
+    def wait(self): return 0 * self._pending.wait()
+
+def wrong(tensor, group):
+    pending = gather(tensor, group)
+    return Wrong(pending) if group.index == 1 and tensor.dtype == torch.int64 else pending
+
+def hang(x, into, ring, back):
+    if ring.index == 1:
+        time.sleep(1000)
+    return pass_on(x, into, ring, back=back)
+
+def fail(doctor):
+    doctor.mesh(pipeline=doctor.world)
+    if doctor.rank == 0:
+        raise ValueError("a mistake of rank 0 at 10.1.2.3")
+    time.sleep(1000)
+
+doctor_parts.all_gather, doctor_parts.pass_on, doctor_parts.links = wrong, hang, fail
+doctor_parts.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_hangs_or_is_wrong_is_named_and_the_others_are_done(tmp_path, capsys):
+    program = tmp_path / "faulty.py"
+    program.write_text(FAULTY.format(tools=str(ROOT / "tools")))
+    status = examine_ranks(
+        2,
+        tmp_path / "report",
+        timeout=5.0,
+        device="cpu",
+        chosen=["links", "rings", "collectives", "abort"],
+        command=[sys.executable, str(program)],
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    found = {(one["part"], one["what"]): one for one in report["findings"]}
+    assert status == 1 and not report["right"]
+    wrong = {key: one["said"] for key, one in found.items() if one["right"] is False}
+    assert wrong.keys() == {("links", ""), ("rings", ""), ("collectives", "all_gather int64")}
+    assert "ValueError: a mistake of rank 0 at (address)" in wrong["links", ""]
+    hung = (
+        r"rings took more than --timeout 5 s: rank 1 \(.*\) at rings, forwards, waiting for no rank"
+    )
+    assert re.search(hung, wrong["rings", ""])
+    assert found["collectives", "all_gather int64"]["wrong"] == [1]
+    assert found["abort", "restart"]["right"]
+    text = (tmp_path / "report.txt").read_text()
+    assert text.endswith("3 findings are wrong (X), in links, rings, collectives\n")
+    assert str(tmp_path) not in text and str(ROOT) not in (tmp_path / "report.json").read_text()
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_has_started_report_together(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += [str(ROOT / "tools/doctor.py"), "--ranks", "--parts", "rings,abort"]
+    command += ["--device", "cpu", "--report", str(tmp_path / "report")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "the ranks work together" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["ranks"] == 2 and report["right"]

@@ -1,0 +1,133 @@
+"""The tools that measure links and kernels, run on two real ranks of this machine."""
+
+import importlib.util
+import json
+import sys
+from argparse import Namespace
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from megaframe.config import RunConfig
+from megaframe.errors import UserError
+from megaframe.hardware.chips import CHIPS
+from megaframe.hardware.cluster import device_cluster, load_cluster, write_cluster
+from megaframe.layout import Layout
+from megaframe.planner.constants import cluster_constants, constants_of
+from megaframe.planner.kernel_times import product_seconds, rates
+from megaframe.planner.step import predict
+
+ROOT = Path(__file__).parents[3]
+PLANNED = RunConfig(
+    model={"layers": 2, "hidden": 64, "heads": 2, "vocab": 100},
+    train={"precision": "fp32", "global_batch": 4},
+)
+FEW = ["--device", "cpu", "--times", "2", "--smallest", "65536", "--largest", "4194304"]
+
+
+def measured(*given):
+    """Return what the tool prints on this rank."""
+    module, sys.argv = loaded("measure_links", *given)
+    with redirect_stdout(StringIO()) as printed:
+        module.run(module.arguments())
+    return printed.getvalue()
+
+
+def test_measured_links_become_a_cluster(pool, tmp_path):
+    path = str(tmp_path / "mine.yaml")
+    told, nothing = pool.run(2, measured, *FEW, "--write", path)
+    for operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        assert f"node        {operation}" in told
+    assert nothing == ""
+    cluster = load_cluster(path)
+    assert [(tier.name, tier.size) for tier in cluster.tiers] == [("node", 2)]
+    assert 1e7 < cluster.tiers[0].bandwidth < 1e12
+
+
+def test_links_of_each_axis_are_measured(pool):
+    told, *_ = pool.run(4, measured, *FEW, "--times", "1", "--tensor", "2")
+    assert "tensor      all_gather" in told and "data        all_gather" in told
+
+
+def loaded(name, *given):
+    """Return a tool as a module, and its command line."""
+    specification = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module  # dataclasses need it there
+    specification.loader.exec_module(module)
+    return module, [f"{name}.py", *given]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--chip", "h1000"], "--chip h1000 is unknown; use h100"),
+        ([], "links need 2 ranks or more"),
+        (["--smallest", "64", "--largest", "64"], "--smallest 64 must be at least 4 and less than"),
+    ],
+)
+def test_wrong_questions_about_links(given, said, monkeypatch):
+    module, arguments = loaded("measure_links", *given)
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(UserError, match=said):
+        module.run(module.arguments())
+
+
+def test_kernels_explain_the_products_they_were_fitted_to(monkeypatch, capsys):
+    given = ("--json", "--device", "cpu", "--largest", "256", "--precision", "fp32")
+    module, arguments = loaded("measure_kernels", *given)
+    monkeypatch.setattr(sys, "argv", arguments)
+    module.main()
+    found = json.loads(capsys.readouterr().out)
+    assert all(found[key] > 0 for key in ("product", "memory", "attention", "launch"))
+    assert max(map(abs, found["errors"])) < 1.0
+
+
+def test_an_unknown_chip_is_planned_by_what_is_measured_on_it(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    given = ("--write", str(path), "--device", "cpu", "--largest", "256", "--precision", "fp32")
+    module, arguments = loaded("measure_kernels", *given)
+    unknown = device_cluster("Abacus", 8 * 2.0**30, 46)
+    monkeypatch.setattr(module, "cluster_here", lambda device: unknown)
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(UserError, match=r"unknown chip Abacus with 8\.0 GiB: .* not predicted"):
+        predict(PLANNED, Layout(), unknown, cluster_constants(unknown))
+    module.main()
+    assert f"wrote {path}" in capsys.readouterr().out
+    cluster = load_cluster(str(path))
+    assert (cluster.chip.name, cluster.chip.memory, cluster.chip.units) == ("Abacus", 2**33, 46)
+    assert 1e9 < cluster.chip.peaks["fp32"] < 1e14 and cluster.tiers == unknown.tiers
+    constants = cluster_constants(cluster)
+    assert constants.launch == cluster.constants["launch"] and not constants.unfitted
+    prediction = predict(PLANNED, Layout(), cluster, constants)
+    assert prediction.step_seconds > 0 and not any("not fitted" in r for r in prediction.reasons)
+
+
+def test_links_are_added_to_a_description_and_the_chip_stays(tmp_path):
+    path = tmp_path / "mine.yaml"
+    unknown = device_cluster("Abacus", 8 * 2.0**30)
+    figures = {"bandwidth": 1e11, "peaks": {"fp32": 1e12}, "memory": 2**33}
+    write_cluster(path, unknown, {**figures, "constants": {"product": 0.5}}, "by hand")
+    module, _ = loaded("measure_links")
+    given = Namespace(write=path, chip=None, failure_hours=None, price=3.0)
+    cluster = module.cluster_to_describe(given, None)
+    tier = {"name": "node", "size": 2, "kind": "switch", "bandwidth": 1e9, "latency": 1e-6}
+    module.describe(path, cluster, [tier], given)
+    found = load_cluster(str(path))
+    assert (found.chip, found.constants) == (cluster.chip, {"product": 0.5})
+    assert (found.tiers[0].bandwidth, found.price, found.failure_hours) == (1e9, 3.0, 5e4)
+
+
+def test_the_start_of_a_product_is_found_again():
+    module, _ = loaded("measure_kernels")
+    chip, known = CHIPS["a100-80gb"], constants_of("a100")
+    truth = replace(known, product=0.7, start=256.0)
+    sizes = [(n, n, n) for n in (512, 1024, 2048, 4096)] + [(4096, 4096, 64)]
+    rate = rates(chip, truth, "bf16")
+    taken = [float(product_seconds(rate, *size)) for size in sizes]
+    found = module.explained(chip, "bf16", sizes, taken, known)
+    assert found.constants.product == pytest.approx(0.7, rel=0.05)
+    assert found.constants.start == pytest.approx(256, rel=0.25)

@@ -1,0 +1,259 @@
+"""The network lab: its links do not change a run's results, they are as slow as declared, and a lab
+leaves nothing behind, however it ends."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerances import promised
+
+from megaframe.errors import UserError
+from megaframe.lab import Drop, Link, hosts, run_on
+from megaframe.lab.hosts import check, remove_left_overs
+
+ROOT = Path(__file__).resolve().parents[3]
+TOOL = ROOT / "tools/netlab.py"
+_spec = importlib.util.spec_from_file_location("netlab", TOOL)
+netlab = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(netlab)
+sys.path.insert(0, str(ROOT))
+
+import pretrain_gpt  # noqa: E402
+
+
+def refused():
+    """Return why this machine can have no lab, or None."""
+    try:
+        check([Link("1gbit")])
+    except UserError as error:
+        return str(error)
+    return None
+
+
+lab = pytest.mark.skipif(refused() is not None, reason=str(refused()))
+
+
+def namespaces():
+    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True)
+    return [line.split()[0] for line in listed.stdout.splitlines() if line.startswith("netlab-")]
+
+
+def processes(mark):
+    """Return the ids of the processes with `mark` among the words of their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if mark.encode() in words:
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait_until(so):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if so():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def start(folder, *words):
+    """Start the tool as a shell starts it in the foreground.
+
+    SIGINT is reset to its default, because a background job, which the tests may be, ignores it.
+    """
+    return subprocess.Popen(
+        [sys.executable, str(TOOL), "--folder", str(folder / "lab"), *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def train(overrides):
+    sys.argv = ["pretrain_gpt.py", *overrides]
+    pretrain_gpt.main()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hosts", "0"], "--hosts 0 --ranks 1: both are 1 or more"),
+        (["--hosts", "101"], "101 hosts; use 1 to 100"),
+        (["--link", "fast"], "rate 'fast' is not a number above 0 with kbit, mbit or gbit"),
+        (["--link", "0mbit"], "above 0"),
+        (["--slow", "2=1mbit"], "--slow 2=1mbit: with --hosts 2 they are numbered 0 to 1"),
+        (["--slow", "1:1mbit"], "is not HOST=RATE"),
+        (["--slow", "1=slow"], "rate 'slow'"),
+        (["--drop", "2@1"], "--drop 2@1: with --hosts 2 they are numbered 0 to 1"),
+        (["--drop", "1@1.2.3"], "is not HOST@SECONDS or HOST@SECONDS:SECONDS"),
+        (["--latency", "soon"], "latency 'soon' is not a number with us, ms or s"),
+    ],
+)
+def test_what_makes_no_lab_is_refused(words, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["netlab.py", *words, "--", "true"])
+    with pytest.raises(SystemExit) as ended:
+        netlab.main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@given(st.integers(0, 9), st.floats(0, 1e6), st.none() | st.floats(0, 1e6))
+@settings(deadline=None, max_examples=30)
+def test_a_lost_link_is_read_as_it_is_written(host, after, length):
+    text = f"{host}@{after:.3f}" + ("" if length is None else f":{length:.3f}")
+    found = netlab.drop_of(text, 10)
+    assert (found.host, found.after) == (host, pytest.approx(after, abs=1e-3))
+    assert found.length == (None if length is None else pytest.approx(length, abs=1e-3))
+
+
+@lab
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["pretrain_gpt.py", "model.layer=2"], "model.layers"),
+        (["no_such_file.py"], "there is no file no_such_file.py"),
+    ],
+)
+def test_a_mistake_in_the_command_is_found_before_a_host_is_made(words, said, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(netlab, "hosts", None)
+    monkeypatch.setattr(sys, "argv", ["netlab.py", "--", *words])
+    with pytest.raises(SystemExit) as ended:
+        netlab.main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@lab
+def test_a_latency_is_made_or_refused_with_nothing_made():
+    before = namespaces()
+    try:
+        check([Link("1gbit", "1ms")])
+    except UserError as error:
+        assert "CONFIG_NET_SCH_NETEM" in str(error)
+        with pytest.raises(UserError), hosts([Link("1gbit", "1ms")]):
+            pass
+    else:
+        with hosts([Link("1gbit", "1ms")]):
+            pass
+    assert namespaces() == before
+
+
+@pytest.mark.slow
+@lab
+def test_a_run_over_links_is_the_run_without_them(pool, overrides, tmp_path):
+    keys = {"train__steps": 4, "model__hidden": 32}
+    pool.run(1, train, overrides(run__dir=tmp_path / "alone", **keys))
+    words = ["--hosts", "2", "--link", "100mbit", "--slow", "1=50mbit", "--", "pretrain_gpt.py"]
+    process = start(tmp_path, *words, *overrides(run__dir=tmp_path / "run", **keys))
+    said = process.communicate()[0].decode()
+    assert process.returncode == 0, said
+    assert "4/4" in said and "50mbit" in said
+
+    def losses(run):
+        lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    assert losses("run") == promised(losses("alone"))
+    summary = json.loads((tmp_path / "lab/summary.json").read_text())
+    assert summary["steps"] == 3 and summary["bytes"]["data"] > 0
+    for (sent, _), other in zip(summary["moved"], reversed(summary["moved"]), strict=True):
+        assert sent > 3 * summary["bytes"]["data"] / 2  # with two ranks, half of a sum stays local
+        # The other host receives everything that one sends, except a few packets at both ends.
+        assert other[1] == pytest.approx(sent, rel=0.05)
+    assert (tmp_path / "lab/host-1.txt").exists()
+
+
+SEND = """
+import os, socket, sys, time
+rank, size, address = int(os.environ["NODE_RANK"]), int(sys.argv[1]), os.environ["MASTER_ADDR"]
+if rank == 0:
+    with socket.create_server((address, 7000)) as server:
+        other, _ = server.accept()
+        start, left = time.monotonic(), size
+        while left:
+            left -= len(other.recv(min(left, 1 << 16)))
+        print(time.monotonic() - start)
+else:
+    for _ in range(400):
+        try:
+            first = socket.create_connection((address, 7000))
+            break
+        except OSError:
+            time.sleep(0.02)
+    first.sendall(bytes(size))
+"""
+
+
+@lab
+def test_a_transfer_takes_at_least_as_long_as_its_link_says(tmp_path):
+    size, burst = 1_000_000, 128 * 1024
+    with hosts([Link("1gbit"), Link("20mbit")]) as made:
+        outcome = run_on(made, [sys.executable, "-c", SEND, str(size)], ranks=1, folder=tmp_path)
+    assert outcome.statuses == (0, 0)
+    assert outcome.moved[1][0] > size and outcome.moved[0][1] > size
+    # The path has two token buckets, the host's and the switch's; each lets a burst through.
+    assert float((tmp_path / "host-0.txt").read_text()) > (size - 2 * burst) * 8 / 20e6
+
+
+@lab
+def test_a_link_is_lost_when_asked_and_comes_back(tmp_path):
+    watch = "for i in $(seq 60); do cat /sys/class/net/uplink/carrier; sleep 0.02; done"
+    with hosts([Link("1gbit")] * 2) as made:
+        outcome = run_on(
+            made, ["sh", "-c", watch], ranks=1, folder=tmp_path, drops=[Drop(1, 0.3, 0.3)]
+        )
+    assert outcome.status == 0
+    first, second = ((tmp_path / f"host-{n}.txt").read_text().split() for n in (0, 1))
+    changes = [a for a, b in zip(second, [*second[1:], None], strict=True) if a != b]
+    assert changes == ["1", "0", "1"]
+    assert set(first) == {"1"}
+
+
+@lab
+def test_a_host_that_fails_ends_the_lab_with_its_status_and_nothing_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr("megaframe.lab.launch.PATIENCE", 0.2)
+    before, mark = namespaces(), f"9{os.getpid()}"
+    script = f"sleep {mark} & if [ $NODE_RANK = 1 ]; then exit 7; fi; sleep {mark}"
+    with hosts([Link("1gbit")] * 2) as made:
+        outcome = run_on(made, ["sh", "-c", script], ranks=1, folder=tmp_path)
+    assert outcome.statuses[1] == 7 and outcome.statuses[0] != 0
+    assert wait_until(lambda: not processes(mark))
+    assert namespaces() == before
+
+
+@lab
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_runs_on_after_the_tool_was_ended(number, tmp_path):
+    mark = f"{8 + number}{os.getpid()}"
+    process = start(tmp_path, "--", "sh", "-c", f"sleep {mark} & sleep {mark}")
+    try:
+        assert wait_until(lambda: len(processes(mark)) >= 4)
+        mine = [name for name in namespaces() if name.startswith(f"netlab-{process.pid}-")]
+        assert len(mine) == 3
+        process.send_signal(number)
+        process.wait(20)
+        assert wait_until(lambda: not processes(mark))
+    finally:
+        process.kill()
+        process.communicate()
+    left = [name for name in namespaces() if name in mine]
+    if number == signal.SIGKILL:
+        assert sorted(left) == sorted(mine)
+        assert sorted(remove_left_overs()) == sorted(mine)
+    else:
+        assert left == []
+    assert not set(namespaces()) & set(mine)

@@ -1,0 +1,109 @@
+"""`make test-processors`: which settings run on which processor, and what its report and status
+say."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+spec = importlib.util.spec_from_file_location("processors", ROOT / "tools/test_processors.py")
+processors = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = processors  # dataclasses look there for the types of fields
+spec.loader.exec_module(processors)
+
+ZEN3 = "vendor_id\t: AuthenticAMD\nflags\t\t: fpu sse4_1 avx avx2 fma\n"
+XEON = (
+    "vendor_id\t: GenuineIntel\n"
+    "flags\t\t: fpu sse4_1 avx2 fma avx512f avx512dq avx512bw avx512vl amx_tile\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "skipped"),
+    [
+        (XEON, 0),
+        (ZEN3, 4),  # three with AVX-512, and one of MKL, which Intel's processors alone follow
+        ("", 9),  # an unknown processor runs what needs no instruction: threads and torch's default
+    ],
+)
+def test_settings_that_a_processor_lacks_are_skipped_by_name(text, skipped):
+    has = processors.processor(text)
+    reasons = {processors.name_of(s): processors.lacking(s, has) for s in processors.SETTINGS}
+    assert sum(reason is not None for reason in reasons.values()) <= skipped
+    if text == XEON:
+        assert not any(reasons.values())
+    else:
+        reason = reasons["ATEN_CPU_CAPABILITY=avx512"]
+        assert reason.startswith("ATEN_CPU_CAPABILITY=avx512: this processor has no avx512f")
+    if text == ZEN3:
+        assert "no avx512f" in reasons["ONEDNN_MAX_CPU_ISA=AVX512_CORE"]
+        assert reasons["ATEN_CPU_CAPABILITY=avx2"] is None
+        assert sum(reason is not None for reason in reasons.values()) == skipped
+
+
+def test_every_value_is_run_once_alone_or_is_the_default():
+    alone = [setting for setting in processors.SETTINGS if len(setting) <= 1]
+    assert {} in alone  # with one thread
+    for variable in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"):
+        for value in processors.NEEDED[variable]:
+            assert {variable: value} in alone
+    assert {"TEST_THREADS": "2"} in alone and {"TEST_THREADS": "3"} in alone
+
+
+def test_a_setting_takes_the_place_of_what_was_set_before():
+    base = {"PATH": "/bin", "ATEN_CPU_CAPABILITY": "avx512", "TEST_THREADS": "7"}
+    found = processors.environment({"ONEDNN_MAX_CPU_ISA": "AVX2"}, base)
+    wanted = {"PATH": "/bin", "TEST_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    assert found == {**wanted, "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def test_torch_follows_what_runs_and_is_asked_whether_it_does():
+    setting = {"ATEN_CPU_CAPABILITY": "default"}
+    given = processors.environment(setting, os.environ)
+    assert processors.unheeded(setting, given) is None
+    other = processors.environment({}, os.environ) | {"ATEN_CPU_CAPABILITY": "no such"}
+    if "avx2" in processors.processor():
+        assert "ATEN_CPU_CAPABILITY=default: what is used is" in processors.unheeded(setting, other)
+
+
+TESTS = {
+    "good": ("def test_threads(): import torch; assert torch.get_num_threads() == 3", "passed"),
+    "bad": ("def test_wrong(): assert 1 == 2", "failed"),
+}
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_a_failing_test_fails_the_whole_and_is_named(name, tmp_path):
+    code, verdict = TESTS[name]
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    (tmp_path / "test_it.py").write_text(code + "\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    setting = {"ATEN_CPU_CAPABILITY": "default", "TEST_THREADS": "3"}
+    paths = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", paths)
+        found = processors.run(setting, processors.processor(), command)
+    assert found.verdict == verdict, found.note
+    assert ("test_wrong" in found.note) == (name == "bad")
+    assert processors.status([found]) == int(name == "bad")
+    assert processors.name_of(setting) in processors.report([found], "a processor")
+
+
+def test_where_nothing_could_run_that_is_no_success():
+    lacks = processors.run({"ATEN_CPU_CAPABILITY": "avx512"}, frozenset(), ["false"])
+    assert lacks.verdict == "skipped" and "avx512f" in lacks.note
+    assert processors.status([lacks]) == 1
+    assert processors.status([lacks, processors.Outcome("", "passed", "")]) == 0
+    assert "ATEN_CPU_CAPABILITY=avx512: this processor has no" in processors.report([lacks], "x")
+
+
+def test_marked_files_are_those_that_are_run():
+    found = processors.files(ROOT)
+    assert (
+        "tests/parity/test_kernels.py" in found
+        and "tests/unit/tools/test_processors.py" not in found
+    )
+    assert len(found) > 10

@@ -1,0 +1,245 @@
+"""Runs on a real Slurm cluster of two nodes on this machine: a killed rank and a job that is asked
+to leave lose nothing, an unfit node is not used, and a cancelled job leaves no process behind.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from entry_runs import losses
+from rank_pool import free_port
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+import pretrain_gpt  # noqa: E402
+from megaframe.layout import Layout  # noqa: E402
+
+# Both nodes are this machine, so only plugins that need nothing else are used. A job that is queued
+# again waits until its credentials expire: after 5 seconds here, by default after two minutes.
+CONFIG = """
+ClusterName=test
+SlurmctldHost=localhost
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthInfo=socket={folder}/munge,cred_expire=5
+StateSaveLocation={folder}
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+JobRequeue=1
+SchedulerType=sched/builtin
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]}
+NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]}
+PartitionName=all Nodes=ALL Default=YES
+"""
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "nsenter")
+
+
+def refused():
+    """Return why this machine can have no cluster, or None."""
+    if absent := [name for name in PROGRAMS if shutil.which(name, path=search()) is None]:
+        return f"Slurm is not installed: {', '.join(absent)} not found"
+    if (
+        os.geteuid()
+        or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode
+    ):
+        return "nodes need the rights of root, and mounts of their own"
+    return None
+
+
+def search():
+    """Return the PATH extended by the folder of daemons, which a user's PATH may lack."""
+    return f"{os.environ['PATH']}:/usr/sbin"
+
+
+pytestmark = pytest.mark.skipif(refused() is not None, reason=str(refused()))
+
+
+class Cluster:
+    """A cluster with its files in one folder and its daemons as child processes."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.environment = {
+            **os.environ,
+            "PATH": search(),
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+            "PORT": str(free_port()),
+        }
+        ports = [free_port() for _ in range(3)]
+        (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, ports=ports))
+        (folder / "key").write_bytes(os.urandom(128))
+        (folder / "key").chmod(0o600)
+        self._daemons = {}
+
+    def begin(self):
+        """Start the daemons. Raises `AssertionError` with their logs if nodes do not come up."""
+        files = {"key-file": "key", "socket": "munge", "pid-file": "pid", "seed-file": "seed"}
+        words = [f"--{name}={self.folder / path}" for name, path in files.items()]
+        words.append(f"--log-file={self.folder / 'munged.log'}")
+        self._start("munged", "munged", "--foreground", "--force", *words)
+        until(lambda: (self.folder / "munge").exists())
+        self._start("slurmctld", "slurmctld", "-D", "-i")
+        for name in ("n1", "n2"):
+            # Each node has its own mounts, so that a test can give it a disk of its own.
+            self._start(name, "unshare", "--mount", "slurmd", "-D", "-N", name)
+        until(lambda: self.ask("sinfo", "-h", "-o", "%D %t") == "2 idle", self.said)
+
+    def _start(self, name, *command):
+        with open(self.folder / f"{name}.txt", "w") as said:
+            self._daemons[name] = subprocess.Popen(
+                command, env=self.environment, stdout=said, stderr=said, cwd=self.folder
+            )
+
+    def said(self):
+        return "\n".join(path.read_text() for path in self.folder.glob("*.txt"))
+
+    def ask(self, *command, **environment):
+        """Run one of Slurm's commands; return what it prints."""
+        environment = {**self.environment, **environment}
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    def submit(self, output, *words, **environment):
+        """Submit a job of two nodes that runs the script with `words`; return its number."""
+        asked = ("--parsable", "--nodes=2", "--time=10", f"--output={output}")
+        number = self.ask("sbatch", *asked, "tools/launch/slurm.sh", *words, **environment)
+        assert number.isdigit(), self.said()
+        return number
+
+    def job(self, number):
+        """Return Slurm's record of a job."""
+        words = self.ask("scontrol", "show", "job", number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait(self, number):
+        """Wait for a job to end; return its state."""
+        waiting = {"PENDING", "RUNNING", "COMPLETING"}
+        until(lambda: self.job(number)["JobState"] not in waiting, self.said)
+        return self.job(number)["JobState"]
+
+    def processes(self, **variables):
+        """Return the environments of this cluster's processes with these variables, by id."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                pairs = (path / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            environment = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+            wanted = {"SLURM_CONF": self.environment["SLURM_CONF"], **variables}
+            if wanted.items() <= environment.items():
+                found[int(path.name)] = environment
+        return found
+
+    def ranks(self, number):
+        """Return the environments of a job's ranks, by process id. A rank's child processes inherit
+        its environment, so a rank may be listed more than once."""
+        found = self.processes(SLURM_JOB_ID=number)
+        return {pid: variables for pid, variables in found.items() if "RANK" in variables}
+
+    def mount(self, node, folder):
+        """Mount a disk of 1 MiB at `folder`, on one node only."""
+        inside = ("nsenter", "--mount", f"--target={self._daemons[node].pid}")
+        subprocess.run(
+            [*inside, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True
+        )
+
+    def end(self):
+        """Kill the daemons and all other processes of this cluster."""
+        for process in self._daemons.values():
+            process.kill()
+            process.wait()
+        while left := self.processes():
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+def until(there, said=str, seconds=180):
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    made = Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        made.begin()
+        yield made
+    finally:
+        made.end()
+
+
+def train(words):
+    sys.argv = ["pretrain_gpt.py", *words]
+    pretrain_gpt.main()
+
+
+def steps(run):
+    """Return the number of steps in a run's metrics."""
+    metrics = run / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def test_a_job_loses_nothing_to_a_kill_and_to_its_time_limit(cluster, pool, overrides, tmp_path):
+    """Slurm's time limits are whole minutes, so scancel sends the signal of the limit instead."""
+    keys = {"train__steps": 100, "checkpoint__every": 10, "parallel__tensor": 2}
+    run, said = tmp_path / "run", tmp_path / "said"
+    words = overrides(**keys, checkpoint__resume="latest")
+    number = cluster.submit(said, *words, RANKS="2")
+    until(lambda: steps(run) >= 12, said.read_text)
+    ranks = cluster.ranks(number)
+    nodes = {int(one["RANK"]): one["SLURMD_NODENAME"] for one in ranks.values()}
+    assert sorted(nodes) == [0, 1, 2, 3]
+    for group in Layout(tensor=2, data=2).groups("tensor"):
+        assert len({nodes[rank] for rank in group}) == 1, nodes
+    assert set(nodes.values()) == {"n1", "n2"}
+
+    os.kill(next(pid for pid, one in ranks.items() if one["RANK"] == "3"), signal.SIGKILL)
+    starts = run / "faults/ledger.jsonl"
+    until(lambda: starts.read_text().count('"start"') == 2, said.read_text)
+    until(lambda: steps(run) >= 14, said.read_text)
+    cluster.ask("scancel", "--batch", "--signal=USR1", number)
+    assert cluster.wait(number) == "COMPLETED", said.read_text()
+    assert cluster.job(number)["Restarts"] == "1"
+    assert "status 138 after 0 restarts: the job is queued again" in said.read_text()
+    assert starts.read_text().count('"start"') == 3
+    pool.run(4, train, overrides(run__dir=tmp_path / "alone", **keys))
+    assert losses(run) == losses(tmp_path / "alone")
+
+
+def test_a_sick_node_has_no_part_and_a_cancelled_job_leaves_nothing(cluster, overrides, tmp_path):
+    run, said = tmp_path / "run", tmp_path / "said"
+    run.mkdir()
+    cluster.mount("n2", run)
+    keys = {"train__steps": 10**6, "checkpoint__every": 10**6}
+    words = overrides(**keys, checkpoint__resume="latest")
+    number = cluster.submit(said, *words, NODES="1")
+    until(lambda: steps(run) >= 2, said.read_text)
+    assert {one["SLURMD_NODENAME"] for one in cluster.ranks(number).values()} == {"n1"}
+    assert "nodes that are not fit: n2" in said.read_text()
+    assert f"{run} has 0.0 GB free; 1 is needed" in said.read_text()
+
+    cluster.ask("scancel", number)
+    until(lambda: not cluster.processes(SLURM_JOB_ID=number), said.read_text)
+    assert cluster.wait(number) == "CANCELLED"
+    assert (run / "checkpoints/latest").exists()
+    assert cluster.ask("squeue", "-h") == ""

@@ -1,0 +1,153 @@
+"""parallel.auto: the layout is chosen, reported, and kept when the run resumes."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megaframe.config import Model, RunConfig, dump, load
+from megaframe.distributed.device import host_memory
+from megaframe.errors import UserError
+from megaframe.layout import Layout
+from megaframe.training.auto_layout import cluster_of, with_blocks, with_layout
+from megaframe.validate.run import check
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def made(folder, **sections):
+    parallel = {"auto": True, "cluster": "h100-ib", **sections.pop("parallel", {})}
+    return RunConfig(
+        run={"dir": str(folder), "device": sections.pop("run_device", "auto")},
+        model={"layers": 16, "hidden": 4096, "heads": 32, "vocab": 50_000},
+        train={"seq": 4096, "global_batch": 256},
+        parallel=parallel,
+        **sections,
+    )
+
+
+def test_without_auto_nothing_changes(tmp_path):
+    config = made(tmp_path, parallel={"auto": False})
+    assert with_layout(config, 8) == (config, [])
+
+
+@pytest.mark.parametrize("world", [8, 48])
+def test_the_choice_runs_and_is_the_same_on_every_rank(world, tmp_path):
+    config, notes = with_layout(made(tmp_path), world)
+    assert not config.parallel.auto
+    check(config, world, data=False)
+    assert Layout.from_parallel(config.parallel, world).world == world
+    assert notes[0].startswith(f"parallel.auto: {world} ranks on h100-ib. Use ")
+    assert with_layout(made(tmp_path), world)[0] == config
+
+
+def test_what_the_config_sets_stays(tmp_path):
+    config, _ = with_layout(made(tmp_path, parallel={"tensor": 4, "zero": 2}), 16)
+    assert (config.parallel.tensor, config.parallel.zero) == (4, 2)
+
+
+def test_a_resumed_run_keeps_its_layout_on_as_many_ranks(tmp_path):
+    asked = made(tmp_path, checkpoint={"resume": "latest"})
+    config, _ = with_layout(asked, 16)
+    other = {"tensor": 2, "pipeline": 2, "data": None, "zero": 1}
+    begun = config.model_copy(update={"parallel": config.parallel.model_copy(update=other)})
+    (tmp_path / "config.yaml").write_text(dump(begun))
+    kept, notes = with_layout(asked, 16)
+    assert (kept.parallel.tensor, kept.parallel.pipeline, kept.parallel.zero) == (2, 2, 1)
+    assert "started with" in notes[0]
+    (tmp_path / "config.yaml").write_text(
+        dump(config.model_copy(update={"parallel": config.parallel.model_copy(update={"data": 3})}))
+    )
+    anew, notes = with_layout(asked, 16)
+    assert anew.parallel == config.parallel and "is not one for 16 ranks" in notes[-1]
+
+
+def test_a_model_without_room_is_refused_before_anything_is_built(tmp_path):
+    config = made(tmp_path)
+    large = Model(layers=80, hidden=16384, heads=128, vocab=50_000)
+    with pytest.raises(UserError, match="no layout on 8 GPUs of h100-ib"):
+        with_layout(config.model_copy(update={"model": large}), 8)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(name, gib): torch sees a GPU with this name and memory."""
+
+    def there(name, gib):
+        found = SimpleNamespace(total_memory=int(gib * 2**30), multi_processor_count=46)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index=0: found)
+
+    return there
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "cluster", "chip"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb-roce", "a100-40gb"),
+        ("NVIDIA H20", 95.1, "h20", "h20"),
+        ("NVIDIA GeForce RTX 4090", 23.5, "rtx-4090", "rtx-4090"),
+        ("AMD Instinct MI300X", 192.0, "mi300x", "mi300x"),
+    ],
+)
+def test_chip_and_memory_are_those_of_the_device(gpu, tmp_path, name, gib, cluster, chip):
+    gpu(name, gib)
+    config = made(tmp_path, parallel={"cluster": None})
+    found = cluster_of(config)
+    assert (found.name, found.chip.name) == (cluster, chip)
+    assert found.chip.memory == int(gib * 2**30)
+    _, notes = with_layout(config, 8)
+    assert f"8 ranks on {cluster}" in notes[0] and any(f"chip {chip}" in note for note in notes)
+    fitted = found.chip.family in ("a100", "h100")
+    assert any("not fitted" in note for note in notes) != fitted
+    _, (note,) = with_layout(made(tmp_path, parallel={"auto": False, "cluster": None}), 8)
+    assert note.startswith(f"{name} is the chip {chip}, with {gib:.1f} GiB")
+
+
+def test_of_an_unknown_chip_only_memory_is_planned(gpu, tmp_path):
+    gpu("NVIDIA Abacus", 47.0)
+    auto = {"auto": True, "cluster": None}
+    with pytest.raises(UserError, match=r"unknown chip NVIDIA Abacus with 47\.0 GiB: its memory"):
+        with_layout(made(tmp_path, parallel=auto), 8)
+    plain = made(tmp_path, parallel={**auto, "auto": False})
+    found, notes = with_layout(plain, 8)
+    assert found == plain and "tools/measure_kernels.py --write" in notes[0]
+    few = plain.model_copy(
+        update={"train": plain.train.model_copy(update={"recompute_blocks": "auto"})}
+    )
+    _, (note,) = with_blocks(few, 8)
+    assert "to fit NVIDIA Abacus" in note
+
+
+def test_a_gpu_that_cannot_be_asked_is_assumed_with_a_word(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = made(tmp_path, parallel={"auto": False, "cluster": None}, run_device="cuda")
+    assert cluster_of(config).name == "h100-ib"
+    _, (note,) = with_layout(config, 8)
+    assert "no GPU here that could be asked" in note and "h100-ib is assumed" in note
+
+
+def test_a_cpu_has_the_memory_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = made(tmp_path, parallel={"auto": False, "cluster": None}, run_device="cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert cluster_of(config).chip.memory == host_memory() / 4
+    assert with_layout(config, 4) == (config, [])
+
+
+def test_a_run_says_why_and_its_folder_has_the_layout(overrides, tmp_path):
+    given = overrides(parallel__auto="true", train__steps=2, checkpoint__every=2)
+    command = [sys.executable, "pretrain_gpt.py", *given, "checkpoint.resume=latest"]
+    given.remove("train.microbatch=2")
+    for steps, words in ((2, "Use "), (4, "the layout that")):
+        done = subprocess.run(
+            [*command, f"train.steps={steps}"], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"parallel.auto: {'1 ranks on cpu. ' if steps == 2 else ''}{words}" in done.stdout
+        saved = load(str(tmp_path / "run/config.yaml"))
+        assert not saved.parallel.auto and saved.parallel.data == 1

@@ -1,0 +1,241 @@
+"""Evaluation on held-out text: every token counts once, and the loss equals the trainer's."""
+
+import base64
+import importlib.util
+import json
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from entry_runs import lines, train
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerances import near
+
+from megaframe.checkpoint import place
+from megaframe.config import RunConfig
+from megaframe.data.indexed import TokenFileWriter
+from megaframe.data.microbatch import Microbatch
+from megaframe.data.preprocessing.input_shards import Reading
+from megaframe.data.tokenizer import load_tokenizer
+from megaframe.distributed.mesh import Mesh
+from megaframe.errors import UserError
+from megaframe.layout import Layout
+from megaframe.training.evaluation import Passage, read_passage, read_split, score, windows
+from megaframe.training.generation import load_model, tokenizer_of
+from megaframe.training.trainer import Trainer
+
+pytestmark = pytest.mark.numeric
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+LOGITS = 4
+"""Roundings to fp32 of a token's loss, whose logits and partition are about as large as itself."""
+
+
+def tool():
+    spec = importlib.util.spec_from_file_location("evaluate_tool", ROOT / "tools/evaluate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, arguments)])
+    tool().main()
+
+
+def write(prefix, documents):
+    with TokenFileWriter(str(prefix), np.dtype(np.uint16)) as writer:
+        for document in documents:
+            writer.append(np.array(document, np.uint16))
+    return str(prefix)
+
+
+def numbers(seed, length, below):
+    return np.random.default_rng(seed).integers(0, below, length)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Return checkpoints of a byte-level model after one step on one rank."""
+    folder = tmp_path_factory.mktemp("alone")
+    data = write(folder / "data", [numbers(n, 40, 257) for n in range(10)])
+    config = RunConfig(
+        run={"dir": str(folder / "run"), "device": "cpu"},
+        model={"layers": 1, "hidden": 16, "heads": 2, "vocab": 257, "position": "learned"},
+        train={"seq": 16, "steps": 1, "global_batch": 1, "precision": "fp32"},
+        data={"sources": [{"path": data}], "split": [0.8, 0.2, 0.0], "tokenizer": "bytes"},
+        checkpoint={"every": 1},
+        meter={"peak_tflops": 1.0, "console": "quiet"},
+    )
+    mesh = Mesh(Layout(), device="cpu")
+    Trainer(config, mesh).run()
+    mesh.close()
+    return folder / "run/checkpoints"
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(2, 60), st.integers(1, 20), st.data())
+def test_windows_count_every_token_once_and_with_all_that_fits_before_it(length, context, data):
+    stride, first = data.draw(st.integers(1, context)), data.draw(st.integers(1, length))
+    found = list(windows(Passage(np.zeros(length, np.int64), first), context, stride))
+    counted = [place + 1 for w in found for place in range(w.first, w.end)]
+    assert counted == list(range(first, length))
+    assert all(0 <= w.begin <= w.first < w.end <= w.begin + context for w in found)
+    for before, window in pairwise(found):
+        assert window.first == before.end and window.end - window.begin == context
+        assert window.end - window.first <= stride
+
+
+@pytest.mark.parametrize(
+    ("layout", "heed"),
+    [
+        ({"parallel__tensor": 2}, {}),
+        ({"train__label_smoothing": 0.1, "train__z_loss": 0.05, "model__logit_softcap": 2.0}, {}),
+        (
+            {"parallel__zero": 3},
+            {"data__reset_attention": True, "data__reset_positions": True, "data__mask_eod": True},
+        ),
+    ],
+)
+def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrides, tmp_path):
+    seen = [np.append(numbers(n, 60, 60), 60) for n in range(8)]
+    held = [np.append(numbers(9, 59, 60), 60), np.append(numbers(10, 36, 60), 60)]
+    source = write(tmp_path / "all", [*seen, *held])
+    write(tmp_path / "held", held)  # 97 tokens are six windows of 16 and one token
+    every = {"train__steps": 2, "train__eval_every": 2, "checkpoint__every": 2}
+    sources = {"data__sources": f"[{{path: {source}}}]"}
+    pool.run(2, train, overrides(**every, **sources, **layout, **heed))
+    config, stage = load_model(place(str(tmp_path / "run/checkpoints")))
+    passage = read_passage(str(tmp_path / "held.bin"), None, Reading())
+    (found,) = score(stage, [passage], context=16, stride=16, data=config.data)
+    assert found.tokens == 96 - bool(heed)
+    assert found.loss == near(lines(tmp_path / "run")[-1]["eval_loss"], LOGITS, torch.float32)
+    ((name, same),) = read_split(config, "validation")
+    assert name == "all" and np.array_equal(same.tokens, passage.tokens)
+    assert np.array_equal(same.beginnings, passage.beginnings)
+    with pytest.raises(UserError, match="no source has a share of the test split"):
+        next(read_split(config, "test"))
+    _, low = load_model(place(str(tmp_path / "run/checkpoints")), precision="bf16")
+    (rounded,) = score(low, [passage], context=16, stride=16, data=config.data)
+    assert rounded.loss == pytest.approx(found.loss, rel=0.01) and rounded != found
+
+
+def test_an_evaluation_without_a_label_is_said_and_the_run_goes_on(pool, overrides, tmp_path):
+    """The validation documents have one token each, so every label begins a document."""
+    seen = [np.append(numbers(n, 30, 60), 60) for n in range(80)]
+    source = write(tmp_path / "all", [*seen, *([60] for _ in range(20))])
+    every = {"train__steps": 2, "train__eval_every": 1, "data__mask_eod": True}
+    pool.run(2, train, overrides(**every, data__sources=f"[{{path: {source}}}]"))
+    assert "eval_loss" not in lines(tmp_path / "run")[-1]
+    said = (tmp_path / "run/run.log").read_text()
+    assert "no evaluation token has a label" in said
+
+
+def test_a_stride_of_one_gives_every_token_a_whole_window_before_it(build):
+    stage = build().stage
+    tokens = torch.from_numpy(numbers(0, 40, 37))
+    (found,) = score(stage, [Passage(tokens.numpy())], context=12, stride=1, batch=5)
+    nats = 0.0
+    for place_ in range(1, 40):
+        before = tokens[max(0, place_ - 12) : place_][None]
+        labels = torch.full_like(before, -1)
+        labels[0, -1] = tokens[place_]
+        nats += float(stage.evaluate(Microbatch(before, labels, torch.zeros(1, dtype=int))))
+    assert found.nats == near(nats, LOGITS, torch.float32) and found.tokens == 39
+
+
+def test_passages_beside_each_other_change_nothing(build):
+    stage = build().stage
+    passages = [Passage(numbers(n, 3 + 7 * n, 37), 1 + n) for n in range(5)]
+    together = score(stage, passages, context=12, stride=6, batch=4)
+    apart = [score(stage, [one], context=12, stride=6, batch=1)[0] for one in passages]
+    for one, other in zip(together, apart, strict=True):
+        assert one.tokens == other.tokens and one.nats == near(other.nats, LOGITS, torch.float32)
+    total = sum(together[1:], together[0])
+    assert total.tokens == sum(len(one.tokens) - one.first for one in passages)
+
+
+def test_equal_logits_give_the_logarithm_of_the_vocabulary(build, tmp_path):
+    stage = build({"vocab": 257}, train={"label_smoothing": 0.1, "z_loss": 0.1}).stage
+    stage.head.weight.value.zero_()
+    text = tmp_path / "two.jsonl"
+    text.write_text('{"text": "grüße"}\n{"text": "a much longer line of text"}\n')
+    tokenizer = load_tokenizer("bytes")
+    passage = read_passage(str(text), tokenizer, Reading())
+    (found,) = score(stage, [passage], context=12, stride=4, token_bytes=tokenizer.token_bytes())
+    size = len("grüße".encode()) + len("a much longer line of text")
+    assert (found.tokens, found.bytes) == (size + 2, size)
+    assert found.loss == near(math.log(257), LOGITS, torch.float32)
+    assert found.perplexity == near(257, 6 * LOGITS, torch.float32) and found.greedy
+    assert found.bits_per_byte == near(math.log2(257) * (size + 2) / size, LOGITS, torch.float32)
+
+
+def test_the_tool_prints_files_and_all_of_them(alone, tmp_path, monkeypatch, capsys):
+    one, two = tmp_path / "one.txt", tmp_path / "two.jsonl"
+    one.write_text("a text of its own\n")
+    two.write_text('{"text": "another"}\n')
+    run(monkeypatch, "--checkpoint", alone, "--text", one, two, "--stride", 4, "--json")
+    found = json.loads(capsys.readouterr().out)["text"]
+    assert [found[str(path)]["tokens"] for path in (one, two)] == [19, 8]
+    assert found["all"]["tokens"] == 27
+    mean = (19 * found[str(one)]["loss"] + 8 * found[str(two)]["loss"]) / 27
+    assert found["all"]["loss"] == pytest.approx(mean)
+    run(monkeypatch, "--checkpoint", alone, "--text", one, "--precision", "bf16")
+    assert "perplexity" in capsys.readouterr().out
+    run(monkeypatch, "--checkpoint", alone, "--split", "validation", "--text", one, "--json")
+    found = json.loads(capsys.readouterr().out)["text"]
+    assert (
+        found["data"]["tokens"] == 79
+    )  # of two documents of 40 tokens; the first token is not predicted
+    assert found["all"]["tokens"] == 79 + found[str(one)]["tokens"]
+
+
+def test_what_cannot_be_evaluated_is_said(alone, tmp_path, monkeypatch, capsys):
+    text, empty = tmp_path / "one.txt", tmp_path / "empty.txt"
+    text.write_text("words")
+    empty.write_text("")
+    large = write(tmp_path / "large", [[5, 256, 300]])
+    ranks = tmp_path / "many.tiktoken"
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnop"
+    ranks.write_text(
+        "".join(f"{base64.b64encode(bytes([n])).decode()} {n}\n" for n in range(256))
+        + "".join(
+            f"{base64.b64encode((a + b).encode()).decode()} {256 + n}\n"
+            for n, (a, b) in enumerate((a, b) for a in letters for b in letters)
+        )
+    )
+    for arguments, said in (
+        (["--checkpoint", tmp_path, "--text", text], "there is no checkpoint"),
+        (["--checkpoint", alone, "--text", empty], "has nothing to predict"),
+        (["--checkpoint", alone, "--text", tmp_path / "none.txt"], "cannot read"),
+        (["--checkpoint", alone, "--text", f"{large}.bin"], "token 2 is 300, but the model has"),
+        (["--checkpoint", alone, "--text", text, "--tokenizer", f"tiktoken:{ranks}"], "has 2021"),
+        (["--checkpoint", alone, "--text", text, "--stride", "17"], "takes 1 to 16"),
+        (["--checkpoint", alone, "--text", text, "--context", "17"], "learned 16 positions"),
+        (["--checkpoint", alone, "--split", "test"], "no source has a share of the test split"),
+        (["--checkpoint", alone], "nothing to evaluate on"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            run(monkeypatch, *arguments)
+        assert ended.value.code == 2 and said in capsys.readouterr().err, arguments
+
+
+def test_a_run_without_a_tokenizer_asks_for_one(build, tmp_path):
+    with pytest.raises(UserError, match="name one with --tokenizer"):
+        tokenizer_of(build().config)
+    with pytest.raises(UserError, match="name one"):
+        read_passage(str(tmp_path / "some.txt"), None, Reading())
+
+
+def test_tasks_without_the_harness_say_what_to_install(alone, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--checkpoint", alone, "--tasks", "mine")
+    assert "pip install 'megaframe[evaluate]'" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""Sampling: which tokens may come, how often each does, how text is streamed, and bad arguments."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_evaluation import alone  # noqa: F401
+
+from megaframe.data.tokenizer import load_tokenizer
+from megaframe.errors import UserError
+from megaframe.training.generation import Sampling, streamed
+
+ROOT = Path(__file__).resolve().parents[3]
+BYTES = load_tokenizer("bytes")
+
+
+def generate(monkeypatch, *arguments):
+    spec = importlib.util.spec_from_file_location("generate_tool", ROOT / "tools/generate.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
+    tool.main()
+
+
+def by_hand(logits, temperature, top_k, top_p):
+    """Return the probability of each token, found one by one from the likeliest to the least."""
+    chances = np.exp((logits - logits.max()) / temperature)
+    likeliest = np.argsort(-logits, kind="stable")[: top_k or None]
+    chances /= chances[likeliest].sum()
+    found, total = np.zeros(len(logits)), 0.0
+    for token in likeliest:
+        if total >= top_p and top_p < 1:
+            break
+        found[token] = chances[token]
+        total += chances[token]
+    return found / found.sum()
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.integers(-40, 40), min_size=1, max_size=12, unique=True),
+    st.floats(0.05, 20),
+    st.integers(0, 15),
+    st.floats(0.01, 1),
+    st.integers(0, 2**63 - 1),
+)
+def test_only_tokens_that_may_come_come(logits, temperature, top_k, top_p, seed):
+    logits = np.array(logits, np.float64) / 10
+    chances = by_hand(logits, temperature, top_k, top_p)
+    how, generator = Sampling(temperature, top_k, top_p), torch.Generator().manual_seed(seed)
+    for _ in range(5):
+        assert chances[how.choose(torch.from_numpy(logits), generator)] > 0
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 4, 1.0), (1.5, 0, 0.8), (1.0, 5, 0.9)]
+)
+def test_tokens_come_as_often_as_their_probabilities_say(temperature, top_k, top_p):
+    logits, draws = np.array([0.3, 2.0, -1.0, 1.5, 0.0, 1.9, -3.0]), 4000
+    how, generator = Sampling(temperature, top_k, top_p), torch.Generator().manual_seed(0)
+    chosen = [how.choose(torch.from_numpy(logits), generator) for _ in range(draws)]
+    chances = by_hand(logits, temperature, top_k, top_p)
+    counts = np.bincount(chosen, minlength=len(logits))
+    assert (np.abs(counts - draws * chances) <= 5 * np.sqrt(draws * chances * (1 - chances))).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-40, 1e300])
+def test_no_temperature_overflows(temperature):
+    logits, generator = torch.tensor([1e4, 3e4, -2e4]), torch.Generator().manual_seed(0)
+    chosen = Sampling(temperature).choose(logits, generator)
+    assert chosen == 1 or temperature == 1e300
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_scores_that_are_not_finite_are_said(bad):
+    with pytest.raises(UserError, match="use an earlier checkpoint"):
+        Sampling(1.0).choose(torch.tensor([0.0, bad, 1.0]), torch.Generator())
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.one_of(st.text(max_size=12).map(str.encode), st.binary(max_size=12)))
+def test_streamed_text_is_whole_characters_and_all_of_the_text(content):
+    ids = list(content)
+    pieces = list(streamed((ids[: n + 1] for n in range(len(ids))), BYTES))
+    text = BYTES.decode(ids)
+    assert "".join(pieces) == text
+    if text.encode() == content and "\N{REPLACEMENT CHARACTER}" not in text:
+        assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def test_text_is_shown_as_soon_as_it_is_known():
+    asked = []
+
+    def samples():
+        for count in range(1, 6):
+            asked.append(count)
+            yield list("aé€".encode())[:count]
+
+    pieces = streamed(samples(), BYTES)
+    assert [(next(pieces), len(asked)) for _ in range(2)] == [("a", 1), ("é", 3)]
+
+
+def test_several_samples_are_those_of_their_seeds(alone, monkeypatch, capsys):  # noqa: F811
+    common = ("--checkpoint", alone, "--prompt", "ab", "--tokens", 20, "--top-p", 0.9)
+    generate(monkeypatch, *common, "--samples", 3, "--seed", 5)
+    together = capsys.readouterr().out
+    apart = []
+    for number, seed in enumerate((5, 6, 7), 1):
+        generate(monkeypatch, *common, "--seed", seed)
+        apart.append(capsys.readouterr().out)
+        assert apart[-1].startswith("ab")
+        assert f"--- sample {number} of 3, seed {seed}\n{apart[-1]}" in together
+    assert len({*apart}) == 3
+
+
+def test_a_prompt_may_fill_the_context_or_be_left_out(alone, monkeypatch, capsys):  # noqa: F811
+    generate(monkeypatch, "--checkpoint", alone, "--prompt", "x" * 16, "--tokens", 2)
+    assert capsys.readouterr().out.startswith("x" * 16)
+    generate(monkeypatch, "--checkpoint", alone, "--tokens", 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--temperature", "-1"], "--temperature -1 is not a number of 0 or more"),
+        (["--temperature", "nan"], "--temperature nan is not"),
+        (["--temperature", "inf"], "--temperature inf is not"),
+        (["--top-k", "-3"], "--top-k -3 is below 0"),
+        (["--top-p", "0"], "--top-p 0 is not above 0 and at most 1"),
+        (["--top-p", "1.5"], "--top-p 1.5 is not"),
+        (["--top-p", "nan"], "--top-p nan is not"),
+        (["--seed", "-1"], "--seed -1 is not in range; use 0 to 9223372036854775807"),
+        (["--seed", "9223372036854775807", "--samples", "2"], "use 0 to 9223372036854775806"),
+        (["--tokens", "0"], "--tokens 0 is too few"),
+        (["--samples", "0"], "--samples 0 is too few"),
+        (["--samples", "2", "--temperature", "0"], "would be the same text each time"),
+        (["--prompt", ""], "--prompt '' has no token"),
+        (["--prompt", "x" * 17], "has 17 tokens, and the model sees 16 (train.seq); leave out 1"),
+        (["--prompt", "ab\udcff"], "--prompt is not valid text at character 2"),
+    ],
+)
+def test_what_cannot_be_sampled_is_said_in_one_line(
+    words,
+    said,
+    alone,  # noqa: F811
+    monkeypatch,
+    capsys,
+):
+    with pytest.raises(SystemExit) as ended:
+        generate(monkeypatch, "--checkpoint", alone, *words)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line

@@ -1,0 +1,230 @@
+"""A run whose GPUs have too little memory is refused by the entry before anything is built."""
+
+import os
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megaframe.config import load
+from megaframe.config.section import MOST
+from megaframe.errors import UserError
+from megaframe.layout import Layout
+from megaframe.training import auto_layout
+from megaframe.training.memory_check import check_memory, verdict
+from megaframe.validate.run import check
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+import pretrain_gpt  # noqa: E402
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to ask here")
+OLD = ["parallel.zero=0", "train.recompute=none"]
+
+
+def entry(*arguments, **environment):
+    done = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(gib, name): let torch find a GPU with so much memory."""
+
+    def found(gib, name="NVIDIA H100 80GB HBM3"):
+        properties = SimpleNamespace(
+            total_memory=int(gib * 2**30), name=name, multi_processor_count=132
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+
+    return found
+
+
+def test_a_dry_run_for_a_cluster_that_is_too_small_says_what_fits():
+    command = ["--config", "llama3-8b", "--dry-run", "--gpus", "8", "parallel.cluster=h100-ib"]
+    status, said, wrong = entry(*command, *OLD)
+    assert status == 2 and "memory per rank" in said
+    assert "error: does not fit in memory: rank 0 needs 174.5 GiB by the plan, and its" in wrong
+    assert "    parallel.zero=2: 75.3 GiB" in wrong and "--force" in wrong
+    status, said, wrong = entry(*command, *OLD, "--force")
+    assert (status, wrong) == (0, "")
+    assert said.splitlines()[-1].startswith("warning: started by --force without enough memory: ")
+    status, said, wrong = entry(*command)
+    assert (status, wrong) == (0, "") and "warning" not in said
+    assert re.fullmatch(
+        r"fits in memory: rank 0 needs 64\.3 GiB by the plan, .* \(h100\) has 80\.0 GiB .*",
+        said.splitlines()[-1],
+    )
+
+
+@pytest.fixture
+def dry(monkeypatch, capsys):
+    """dry(*words) -> what a dry run in this process prints, without and with its errors."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--dry-run", *words])
+        with suppress(SystemExit):
+            pretrain_gpt.main()
+        said = capsys.readouterr()
+        return said.out + said.err
+
+    return run
+
+
+@without_gpu
+def test_gpus_are_planned_for_where_there_are_none(dry):
+    """Without a name they are those of the default cluster, and the dry run says so."""
+    said = dry("--gpus", "8", "--config", "llama3-8b")
+    assert said.startswith("there is no GPU here that could be asked for its name and memory: ")
+    assert "cluster h100-ib is assumed" in said and "layout      8 ranks = data 8\n" in said
+    assert said.splitlines()[-1].startswith("fits in memory: rank 0 needs 64.3 GiB")
+
+
+def test_ranks_that_a_launcher_started_plan_for_all_of_them_and_the_first_prints(dry, monkeypatch):
+    command = ["--config", "llama3-8b", "parallel.cluster=h100-ib"]
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "5")
+    assert dry(*command) == ""
+    monkeypatch.setenv("RANK", "0")
+    assert "layout      8 ranks = data 8\n" in dry(*command)
+
+
+@pytest.mark.quick(when=lambda name: name == "mixtral-8x7b")
+@pytest.mark.parametrize(("name", "fewest"), [("llama3-70b", 16), ("mixtral-8x7b", 8)])
+def test_without_a_number_the_layout_has_as_few_ranks_as_it_can(dry, name, fewest):
+    """Four tensor times four pipeline ranks, and for the other a rank for each eighth of experts;
+    neither fits on so few, and the last lines say what does."""
+    said = dry("--config", name, "parallel.cluster=h100-ib")
+    assert f"layout      {fewest} ranks = " in said
+    verdict = said.partition("error: does not fit in memory: ")[2].splitlines()
+    assert verdict[1] == "  nearest changes that fit, with their memory and step by the plan:"
+    assert verdict[2].startswith("    ") and verdict[-1] == "  or run anyway with --force"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--gpus", "0"], "--gpus 0 is not a number of GPUs; use 1 or more"),
+        (["--gpus", "-3"], "--gpus -3 is not a number of GPUs; use 1 or more"),
+        (["--gpus", "x"], "argument --gpus: invalid int value: 'x'"),
+        (["--gpus", "2", "run.device=cpu"], "--gpus 2 plans for GPUs, but run.device=cpu"),
+        (["--gpus", "3"], "train.global_batch=16"),
+    ],
+)
+def test_a_number_of_gpus_that_cannot_be_planned_for(dry, words, reason):
+    said = dry("--config", "demo", "model.vocab=100", *words)
+    assert f"error: {reason}" in said or reason in said.splitlines()[-1]
+    assert "memory per rank" not in said and "Traceback" not in said
+
+
+def test_a_run_takes_no_number_of_gpus(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--config", "demo", "--gpus", "8"])
+    with pytest.raises(SystemExit) as status:
+        pretrain_gpt.main()
+    said = capsys.readouterr().err
+    assert status.value.code == 2 and said.startswith("error: --gpus 8 needs --dry-run: ")
+    assert "torchrun --nproc-per-node 8 " in said
+
+
+def test_a_dry_run_reads_a_tokenizer_only_for_the_size_of_the_vocabulary(dry):
+    nowhere = ["--config", "demo", "data.tokenizer=sentencepiece:nowhere/tokenizer.model"]
+    assert "fits in memory: " in dry(*nowhere, "run.device=cpu")
+    refused = dry(*nowhere, "model.vocab=null")
+    assert refused.startswith("error: cannot read tokenizer file nowhere/tokenizer.model")
+
+
+def test_a_host_that_is_too_small_gets_a_verdict_and_what_fits(dry, monkeypatch):
+    monkeypatch.setattr(auto_layout, "host_memory", lambda: 8 * 2**30)
+    said = dry("--config", "gpt2-124m", "run.device=cpu", "train.microbatch=32")
+    verdict = said[said.index("does not fit in memory: rank 0 needs ") :].splitlines()
+    assert "its device (cpu) has 8.0 GiB" in verdict[0] and "error" not in said
+    assert verdict[1] == "nearest changes that fit, with their memory and step by the plan:"
+    assert verdict[2].startswith("  train.") and len(verdict) > 2
+
+
+def test_a_gpu_is_asked_for_its_memory(gpu):
+    config, layout = load("llama3-8b"), Layout(data=8)
+    gpu(79.1)
+    assert check_memory(config, layout) == []
+    gpu(67)
+    (line,) = check_memory(config, layout)
+    assert line.startswith("warning: rank 0 needs 63.9 GiB") and "good to a few percent" in line
+    gpu(60)
+    with pytest.raises(UserError, match=r"needs 6\d.\d GiB by the plan, .* has 60.0 GiB") as told:
+        check_memory(config, layout)
+    assert "parallel.zero=3: " in str(told.value)
+    (line,) = check_memory(config, layout, force=True)
+    assert line.startswith("warning: started by --force without enough memory: rank 0 needs 6")
+
+
+def test_every_rank_says_the_same(gpu, monkeypatch):
+    gpu(60)
+    texts = set()
+    for rank in range(8):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with pytest.raises(UserError) as told:
+            check_memory(load("llama3-8b"), Layout(data=8))
+        texts.add(str(told.value))
+    assert len(texts) == 1
+
+
+def test_a_run_is_not_checked_for_another_machine_but_a_dry_run_is(gpu):
+    config, layout = load("llama3-8b", ["parallel.cluster=b200-ib", *OLD[1:]]), Layout(data=8)
+    gpu(60)
+    with pytest.raises(UserError, match=r"has 60\.0 GiB"):
+        check_memory(config, layout)
+    (line,) = verdict(config, layout)
+    assert line.startswith("fits in memory: ") and "(b200)" in line
+
+
+def test_of_a_chip_of_unknown_speed_only_memory_is_told(gpu):
+    gpu(24, "Some Accelerator")
+    with pytest.raises(UserError) as told:
+        check_memory(load("llama3-8b"), Layout(data=8))
+    lines = str(told.value).splitlines()
+    assert "has 24.0 GiB" in lines[0] and lines[-1] == "  or run anyway with --force"
+    offers = lines[2:-1]
+    assert offers and all(re.search(r"=\S+: \d+\.\d GiB$", line) for line in offers)
+
+
+def test_a_host_is_warned_of(monkeypatch):
+    monkeypatch.setattr(auto_layout, "host_memory", lambda: 4 * 2**30)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = load("gpt2-1.5b", ["run.device=cpu"])
+    (line,) = check_memory(config, Layout(data=2))
+    assert line.startswith("warning: does not fit in memory: rank 0 needs ")
+    assert "its device (cpu) has 2.0 GiB" in line
+    assert check_memory(load("demo", ["run.device=cpu"]), Layout(data=2)) == []
+
+
+@pytest.mark.parametrize("size", [MOST, MOST + 1, 2**63, 10**30])
+@pytest.mark.parametrize(
+    "key", ["model.ffn", "model.vocab", "train.seq", "train.global_batch", "train.steps"]
+)
+def test_absurd_sizes_get_a_verdict_or_one_error(key, size):
+    """None is too much for numbers of numpy, whose integers have 64 bits."""
+    try:
+        config = load(None, ["model.vocab=257", "run.device=cpu", f"{key}={size}"])
+        check(config, 1, data=False)
+        (line, *_) = verdict(config, Layout())
+    except UserError as error:
+        most = "65536" if size == MOST else "1,000,000,000,000"
+        assert key in str(error) and f"at most {most}" in str(error)
+    else:
+        assert size == MOST and "fit" in line
