@@ -42,10 +42,10 @@ from harness import commit, machine
 from torch.distributed import PrefixStore, Store
 
 from megaframe.distributed import rendezvous
-from megaframe.distributed.failure_verdict import Verdict
-from megaframe.distributed.rank_progress import Place
+from megaframe.distributed.failure_verdict import FailureVerdict
+from megaframe.distributed.rank_progress import RankProgress
 from megaframe.distributed.rendezvous import fresh_store, launcher_store
-from megaframe.distributed.watchdog import Watch
+from megaframe.distributed.watchdog import Watchdog
 from megaframe.errors import LostRanks
 from megaframe.layout import Layout
 
@@ -242,20 +242,20 @@ class Counted:
         return counted
 
 
-class Client(Watch):
+class Client(Watchdog):
     """A watch that notes when it ends its rank, and with which verdict."""
 
     judged: tuple[float, tuple[int, ...]]
     has_left = False
 
-    def _end(self, verdict: Verdict, lost: LostRanks | None = None) -> NoReturn:
+    def _exit(self, verdict: FailureVerdict, lost: LostRanks | None = None) -> NoReturn:
         self.judged = time.monotonic(), verdict.ranks
         try:
-            super()._end(verdict, lost)
+            super()._exit(verdict, lost)
         finally:
             self.has_left = True
 
-    def _dump_stacks(self, verdict: Verdict) -> None:
+    def _dump_stacks(self, verdict: FailureVerdict) -> None:
         """Write nothing: this process has the stacks of hundreds of ranks."""
 
 
@@ -265,7 +265,7 @@ class _Waiting:
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
 
-    def waits_for(self) -> str:
+    def describe_wait(self) -> str:
         return f"all_reduce over data with {len(self._ranks)} ranks"
 
 
@@ -275,7 +275,7 @@ def clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: floa
     sys.setswitchinterval(1.0)  # by default every thread that waits for its turn asks every 5 ms
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # what every rank would print
     counts: Counter[int] = Counter()
-    watches: dict[int, tuple[Client, Place]] = {}
+    watches: dict[int, tuple[Client, RankProgress]] = {}
     leave_process = os._exit
     os._exit = _end_of_thread  # a client ends as a thread
 
@@ -283,8 +283,8 @@ def clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: floa
         store, *_ = launcher_store(rank, layout.world, _SLACK)
         counted = Counted(store, counts, rank)
         found = fresh_store(counted, rank, layout.world, _SLACK)  # type: ignore[arg-type]
-        place = Place()
-        watches[rank] = Client(found, layout, rank, timeout, place, lambda: ""), place
+        progress = RankProgress()
+        watches[rank] = Client(found, layout, rank, timeout, progress, lambda: ""), progress
 
     def prefixed(prefix: str, counted: Any) -> Any:
         return Counted(PrefixStore(prefix, counted.store), counts, counted.rank)
@@ -312,20 +312,20 @@ def _suffer(
     fault: str,
     victim: int,
     noticed: float,
-    watches: dict[int, tuple[Client, Place]],
+    watches: dict[int, tuple[Client, RankProgress]],
     layout: Layout,
     timeout: float,
 ) -> None:
     """Let the ranks of this process meet a fault: wait, and lose contact when they would."""
     groups = [("tensor",), ("data",), ("pipeline",)]
-    for rank, (one, place) in watches.items():
-        place.begin("step 7")
+    for rank, (one, progress) in watches.items():
+        progress.begin_activity("step 7")
         if fault == "slow":
             one.limit = timeout
         if rank != victim:
-            place.wait(_Waiting(layout.members(rank, "data")))
+            progress.begin_wait(_Waiting(layout.members(rank, "data")))
         else:
-            place.act("data", None)
+            progress.begin_part("data", None)
 
     def lost(rank: int) -> None:
         around = [layout.members(rank, *axes) for axes in groups]

@@ -20,7 +20,7 @@ from megaframe.context_parallel.context import ContextParallel
 from megaframe.context_parallel.ring import RingMask, document_ends
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.collectives import Group, Pending
-from megaframe.distributed.interleaving import Turn
+from megaframe.distributed.interleaving import InterleaveHook
 from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.model.block_boundary import BlockBoundary
 from megaframe.model.dropout import Dropout, DropoutKeys
@@ -128,7 +128,7 @@ class Frame:
     scale: Tensor | None
     tally: LayerStatistics
     later: DeferredGradients = field(default_factory=DeferredGradients)
-    turn: Turn = field(default_factory=Turn)
+    turn: InterleaveHook = field(default_factory=InterleaveHook)
     seam: BlockBoundary = field(default_factory=BlockBoundary)
     scratch: Workspace = field(default_factory=Workspace)
     kernels: Kernels = NO_KERNELS

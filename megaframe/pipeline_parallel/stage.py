@@ -201,7 +201,7 @@ class Stage:
         sum over valid tokens, fp64 scalar.
         """
         flight = Flight(self._frame(microbatch, self._keys, scale))
-        flight.frame.turn.hand_over = hand_over
+        flight.frame.turn.switch = hand_over
         self._flights[number] = flight
         values = self._values(self.units, following, whole=False)
         if self.embedding is not None:
@@ -250,7 +250,7 @@ class Stage:
         flight = self._flights[number] if split else self._flights.pop(number)
         frame = flight.frame
         frame.later.hold = split
-        frame.turn.hand_over = hand_over
+        frame.turn.switch = hand_over
         frame.seam.done = None if split else done
 
         def finish(unit: Module) -> None:

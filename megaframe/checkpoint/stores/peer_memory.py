@@ -26,8 +26,8 @@ from megaframe.checkpoint.reader import verify
 from megaframe.checkpoint.shard_file import CHUNK_BYTES, Piece, write
 from megaframe.checkpoint.slices import Slice
 from megaframe.checkpoint.stores.memory_folder import CopyRecord, Ram, record_bytes
-from megaframe.distributed.collectives import Group, all_gather, to_each
-from megaframe.distributed.gather_json import gather_json
+from megaframe.distributed.collectives import Group, all_gather, exchange_pairwise
+from megaframe.distributed.object_collectives import gather_json
 from megaframe.errors import UserError
 
 
@@ -173,7 +173,7 @@ class MemoryWriter(Background):
         out = [leaving[:0]] * self._group.size
         assert self._peers.to is not None
         out[self._peers.to] = leaving
-        to_each(leaving, out, coming, self._group, kind="copies").wait()
+        exchange_pairwise(leaving, out, coming, self._group, kind="copies").wait()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from megaframe.checkpoint.manifest import DTYPES, Manifest, SavedSlice, Tensors,
 from megaframe.checkpoint.reader import verify
 from megaframe.checkpoint.stores.memory_folder import CopyRecord, Ram
 from megaframe.distributed.collectives import Group, receive, send
-from megaframe.distributed.gather_json import gather_json, gather_rows
+from megaframe.distributed.object_collectives import gather_json, gather_rows
 from megaframe.errors import UserError
 
 _NONE = -1
