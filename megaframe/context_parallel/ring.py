@@ -59,15 +59,15 @@ class RingMask:
         self,
         ring: Ring,
         length: int,
-        sight: AttentionMask,
+        mask: AttentionMask,
         ends: DocumentEnds | None,
         kernels: Kernels = NO_KERNELS,
     ) -> None:
-        self.ring, self.sight, self.kernels = ring, sight, kernels
+        self.ring, self.attention_mask, self.kernels = ring, mask, kernels
         self._found: dict[tuple[Tile, int], Spans] = {}
         self.length, self.piece = length, length // 2
         self._ends = ends
-        self._window = sight.window or length * ring.size
+        self._window = mask.window or length * ring.size
         self._tiles = [self._find_tiles(there) for there in range(ring.size)]
 
     def tiles(self, there: int) -> Sequence[Tile]:
@@ -81,13 +81,13 @@ class RingMask:
         may see."""
         return self.length if any(rank < there for rank in ranks) else self.piece
 
-    def mask(self, tile: Tile, there: int, device: torch.device) -> Tensor | None:
+    def dense_tile(self, tile: Tile, there: int, device: torch.device) -> Tensor | None:
         """Return the mask of a tile, or None if the tile is not masked. It is made anew on each
         call, because keeping the masks would take memory quadratic in the length."""
         if tile.kind != "masked":
             return None
         queries = self._places(self.ring.index, device)[tile.queries]
-        return self.sight.mask(queries, self._places(there, device)[tile.keys])
+        return self.attention_mask.dense(queries, self._places(there, device)[tile.keys])
 
     def spans(self, tile: Tile, there: int, batch: int, device: torch.device) -> Spans:
         """Return what the queries of a tile see, as spans. They are linear in the length, and kept
@@ -95,9 +95,9 @@ class RingMask:
         if (tile, there) not in self._found:
             queries = self._places(self.ring.index, device)[tile.queries]
             keys = self._places(there, device)[tile.keys]
-            sight = self.sight if tile.kind == "masked" else AttentionMask(None, None)
+            mask = self.attention_mask if tile.kind == "masked" else AttentionMask(None, None)
             causal = tile.kind != "all"
-            self._found[tile, there] = spans_of(sight, batch, queries, keys, causal=causal)
+            self._found[tile, there] = spans_of(mask, batch, queries, keys, causal=causal)
         return self._found[tile, there]
 
     def attend(
@@ -111,7 +111,7 @@ class RingMask:
         made = tile_by_kernel(self.kernels, query, key, value, spans, scale)
         if made is not None:
             return made
-        mask, causal = self.mask(tile, there, query.device), tile.kind == "causal"
+        mask, causal = self.dense_tile(tile, there, query.device), tile.kind == "causal"
         return attend(query, key, value, mask, causal=causal, scale=scale)
 
     def attend_backward(
@@ -129,7 +129,7 @@ class RingMask:
         made = tile_backward_by_kernel(self.kernels, *given, spans, scale)
         if made is not None:
             return made
-        mask, causal = self.mask(tile, there, device), tile.kind == "causal"
+        mask, causal = self.dense_tile(tile, there, device), tile.kind == "causal"
         return attend_backward(*given, mask, causal=causal, scale=scale)
 
     def _places(self, rank: int, device: torch.device) -> Tensor:
@@ -142,7 +142,7 @@ class RingMask:
 
     def _find_tiles(self, there: int) -> list[Tile]:
         here = self.ring.index
-        if here == there and not self.sight.narrow:
+        if here == there and not self.attention_mask.narrow:
             return [Tile(self._slice((0, 1)), self._slice((0, 1)), "causal")]
         seen = [
             [self._seen(query, key) for key in self._pieces(there)] for query in self._pieces(here)
