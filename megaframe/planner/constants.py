@@ -1,6 +1,6 @@
 """Constants: what chips of a generation achieve, as six numbers; and what trainers do.
 
-The six numbers are fitted to one half of the published tables (`benchmarks/published.py --fit`) or
+The six numbers are fitted to one half of the published tables (`benchmarks/prediction/published.py --fit`) or
 measured (`tools/measure_kernels.py`). Everything in `Software` is a fact from a trainer's paper or
 source code, and is never fitted.
 """

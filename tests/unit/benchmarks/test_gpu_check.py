@@ -15,7 +15,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
 import gpu_check  # noqa: E402
 import kernel_bench  # noqa: E402
 import limited  # noqa: E402
@@ -23,12 +23,12 @@ import training_gpu  # noqa: E402
 from gpu_goals import goals, order_of, table  # noqa: E402
 from kernel_bench import Ceilings, Measurement, Pass, Timing, error_of, pass_of, share  # noqa: E402
 from kernel_cases import MIDDLE, REAL, TINY, Case, Work, cases  # noqa: E402
-from limited import run_limited, told, write_json  # noqa: E402
 from megaframe_kernels.registry import KERNELS  # noqa: E402
+from time_limit import run_limited, told, write_json  # noqa: E402
 
 
 def command(*arguments):
-    given = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--dry", *arguments]
+    given = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "gpu_check.py"), "--dry", *arguments]
     return subprocess.run(given, capture_output=True, text=True)
 
 
