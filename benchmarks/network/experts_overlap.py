@@ -2,8 +2,8 @@
 slow link.
 
 Four emulated hosts with one rank each are joined by shaped links (`lab_ranks.py`): two pipeline
-ranks times two ranks that divide the experts. The same steps of the same model run in turns in the same
-processes, with and without `parallel.expert_overlap`; both answers must be bitwise equal. Four
+ranks times two ranks that divide the experts. The same steps of the same model run in turns in the
+same processes, with and without `parallel.expert_overlap`; both answers must be bitwise equal. Four
 ranks share the machine's cores, so only the time of the links can be hidden.
 """
 
