@@ -16,7 +16,7 @@ from megaframe.dashboard.panels import page_data, read_prediction
 from megaframe.dashboard.run_folder import Run, value_of
 from megaframe.dashboard.serve import Server
 from megaframe.dashboard.wandb_workspace import save_workspace, upload_page
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 from megaframe.io.http import LOOPBACK
 from megaframe.io.untrusted import whole_number
 from megaframe.planner.compare_run import beside_or_why
@@ -25,7 +25,7 @@ from megaframe.planner.compare_run import beside_or_why
 def main() -> None:
     """Write the page, serve it until interrupted, or send it or a workspace to Weights & Biases."""
     arguments = parse_arguments()
-    with reported():
+    with report_errors():
         runs = [Run(folder) for folder in arguments.runs]
         if arguments.wandb:
             print(save_workspace(arguments.wandb, project(runs[0])))
