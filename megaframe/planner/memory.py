@@ -29,7 +29,7 @@ from megaframe.schedule.zero_buffers import Bucket, StageUnits, Unit, lent
 HOST_LOGITS = 25_800_000
 """Logits of a chunk of the head on a CPU: 512 rows of a vocabulary of 50,304. Every product of a
 chunk packs the whole weight again, so with half as many the head takes 7% longer and with twice as
-many 1 to 3% less (benchmarks/cache_constants.py)."""
+many 1 to 3% less (benchmarks/cpu/cache_constants.py)."""
 
 
 def most_logits(*, host: bool) -> int:
