@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.config import Model
+from megaframe.config import ModelConfig
 from megaframe.context_parallel.ring import RingMask, ring_attention
 from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.norm import Norm
@@ -31,7 +31,7 @@ class Attention(Module):
     tensor shard has whole groups. window: how many tokens this layer sees, None for all before."""
 
     def __init__(
-        self, name: str, model: Model, output_std: float, window: int | None, run: RunContext
+        self, name: str, model: ModelConfig, output_std: float, window: int | None, run: RunContext
     ) -> None:
         self.window, self.run = window, run
         self.groups, self.width = model.kv_heads, model.head_dim

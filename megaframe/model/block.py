@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megaframe.architecture.experts import has_experts
 from megaframe.architecture.windows import window_of
-from megaframe.config import Emulate, Model
+from megaframe.config import EmulationConfig, ModelConfig
 from megaframe.model.attention import Attention
 from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.mla import LatentAttention
@@ -27,7 +27,7 @@ from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 class TransformerBlock(Module):
     """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, model: Model, layer: int, run: RunContext) -> None:
+    def __init__(self, model: ModelConfig, layer: int, run: RunContext) -> None:
         self.name, self.run = f"blocks.{layer}", run
         # GPT-2's initialisation: outputs into the stream shrink with the number of layers.
         output_std = model.init_std / math.sqrt(2 * model.layers)
@@ -88,7 +88,7 @@ class EmulatedBlock(Module):
     """A block without weights that waits as long as a real one would compute
     (`model.emulate`)."""
 
-    def __init__(self, times: Emulate) -> None:
+    def __init__(self, times: EmulationConfig) -> None:
         self.times = times
 
     def __call__(self, x: Tensor, context: MicrobatchContext, state: PassState) -> Tensor:
@@ -99,7 +99,7 @@ class EmulatedBlock(Module):
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, start: float, times: Emulate, deferred: DeferredGradients
+        ctx: Any, x: Tensor, start: float, times: EmulationConfig, deferred: DeferredGradients
     ) -> Tensor:
         ctx.times, ctx.deferred = times, deferred
         y = x.clone()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megaframe.config import Model, RunConfig
+from megaframe.config import ModelConfig, RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.model.forward_context import MicrobatchContext, RunContext, token_positions
 from megaframe.parameters.parameter import Module, Parameter
@@ -38,7 +38,7 @@ class Embedding(Module):
         return x if context.dropout is None else context.dropout(x, "embedding")
 
 
-def make_token_table(model: Model, run: RunContext, *, replica: bool = False) -> EmbeddingTable:
+def make_token_table(model: ModelConfig, run: RunContext, *, replica: bool = False) -> EmbeddingTable:
     """Return the token table. replica: another rank's stage has the same table."""
     table = EmbeddingTable(
         "embedding.tokens",
@@ -53,7 +53,7 @@ def make_token_table(model: Model, run: RunContext, *, replica: bool = False) ->
     return table
 
 
-def vocab_size(model: Model) -> int:
+def vocab_size(model: ModelConfig) -> int:
     """Return the rows of the token table.
 
     Raises:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.architecture.windows import windows
-from megaframe.config import Model, RunConfig
+from megaframe.config import ModelConfig, RunConfig
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.context_parallel.ring import RingMask, document_ends
 from megaframe.data.microbatch import IGNORE, Microbatch
@@ -128,7 +128,7 @@ class MicrobatchContext:
 
 
 def make_microbatch_context(
-    model: Model,
+    model: ModelConfig,
     run: RunContext,
     microbatch: Microbatch,
     dtype: torch.dtype,
@@ -177,7 +177,7 @@ def token_positions(microbatch: Microbatch) -> Tensor:
 
 
 def _make_masks(
-    model: Model, microbatch: Microbatch, run: RunContext
+    model: ModelConfig, microbatch: Microbatch, run: RunContext
 ) -> Mapping[int | None, SequenceMask | RingMask]:
     """Return what tokens attend to through each window of the model. Padding after the end of
     samples is a document of its own, with a number above all others."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.config import Latent, Model
+from megaframe.config import LatentAttentionConfig, ModelConfig
 from megaframe.distributed.collectives import Group, all_gather, reduce_scatter
 from megaframe.model.attention import attend_heads
 from megaframe.model.forward_context import MicrobatchContext, RunContext
@@ -39,8 +39,8 @@ class LatentAttention(Module):
     def __init__(
         self,
         name: str,
-        model: Model,
-        latent: Latent,
+        model: ModelConfig,
+        latent: LatentAttentionConfig,
         output_std: float,
         window: int | None,
         run: RunContext,
@@ -147,5 +147,5 @@ class _GatherRows(torch.autograd.Function):
         return reduce_scatter(gradients[0], ctx.tensor).wait(), None
 
 
-def _norm(name: str, model: Model, width: int) -> Norm:
+def _norm(name: str, model: ModelConfig, width: int) -> Norm:
     return Norm(name, width, kind="rmsnorm", eps=model.norm_eps, bias=False)

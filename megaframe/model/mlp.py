@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.config import Model
+from megaframe.config import ModelConfig
 from megaframe.model.forward_context import MicrobatchContext
 from megaframe.model.pass_state import PassState
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
@@ -25,7 +25,7 @@ class MLP(Module):
     def __init__(
         self,
         name: str,
-        model: Model,
+        model: ModelConfig,
         output_std: float,
         tensor: TensorParallel,
         width: int | None = None,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megaframe.config import Model
+from megaframe.config import ModelConfig
 from megaframe.model.block import TransformerBlock
 from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.norm import Norm, make_norm
@@ -22,7 +22,7 @@ class MultiTokenPredictor(Module):
 
     def __init__(
         self,
-        model: Model,
+        model: ModelConfig,
         index: int,
         tokens: EmbeddingTable,
         previous_norm: Norm,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megaframe.config import Model, RunConfig
+from megaframe.config import ModelConfig, RunConfig
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.model.embedding import Embedding, make_token_table, vocab_size
 from megaframe.model.forward_context import MicrobatchContext, RunContext
@@ -239,7 +239,7 @@ class PostProcess:
 
 
 def output_token_table(
-    model: Model, embedding: Embedding | None, run: RunContext
+    model: ModelConfig, embedding: Embedding | None, run: RunContext
 ) -> EmbeddingTable | None:
     """Return the token table of the last stage: that of `embedding` if given, which is on the same
     rank, else a replica. None if the last stage needs no token table."""

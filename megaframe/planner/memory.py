@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 
 from megaframe.architecture.buckets import Blocks, bucket_blocks
 from megaframe.architecture.stages import StagePlan
-from megaframe.config.schema import Optim, Parallel, RunConfig
+from megaframe.config.schema import OptimConfig, ParallelConfig, RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.planner.activations import activations
 from megaframe.planner.memory_budget import (
@@ -29,7 +29,7 @@ from megaframe.schedule.zero_buffers import Bucket, StageUnits, Unit, lent
 HOST_LOGITS = 25_800_000
 """Logits of a chunk of the head on a CPU: 512 rows of a vocabulary of 50,304. Every product of a
 chunk packs the whole weight again, so with half as many the head takes 7% longer and with twice as
-many 1 to 3% less (benchmarks/cache_constants.py)."""
+many 1 to 3% less (benchmarks/cpu/cache_constants.py)."""
 
 
 def most_logits(*, host: bool) -> int:
@@ -313,7 +313,7 @@ def memory(
     )
 
 
-def _transfers(parallel: Parallel) -> int:
+def _transfers(parallel: ParallelConfig) -> int:
     """Return how many consecutive transfers a reduction takes until a rank has its part."""
     return 2 if parallel.compress == "powersgd" and parallel.data_replicate == 1 else 1
 
@@ -350,7 +350,7 @@ def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
     return sum(map(_in_use, parts)) + sum(set(rest))
 
 
-def _unsent(parallel: Parallel, held: Held, ranks: int, expert_ranks: int) -> int:
+def _unsent(parallel: ParallelConfig, held: Held, ranks: int, expert_ranks: int) -> int:
     """Return the elements of the residuals that compression carries from step to step: one for each
     element of a matrix that a rank sends. Between replicas it sends only its own part."""
     if parallel.compress == "none":
@@ -366,7 +366,9 @@ def _unsent(parallel: Parallel, held: Held, ranks: int, expert_ranks: int) -> in
     return sum(sum(sizes) for among, sizes in sent if among > 1)
 
 
-def state_bytes(optim: Optim, own: int, ends: int, master: int, *, saved: bool = False) -> int:
+def state_bytes(
+    optim: OptimConfig, own: int, ends: int, master: int, *, saved: bool = False
+) -> int:
     """Return the bytes of optimizer state of `own` parameters, `ends` of which are not matrices of
     blocks.
 
@@ -380,7 +382,7 @@ def state_bytes(optim: Optim, own: int, ends: int, master: int, *, saved: bool =
     return math.ceil(total)
 
 
-def away_width(optim: Optim, precision: str) -> float:
+def away_width(optim: OptimConfig, precision: str) -> float:
     """Return the bytes per element that the host keeps under `optim.offload`: its state (under Muon
     that of matrices), and the weight in master precision if the model computes in another one."""
     width = WIDTH[precision]

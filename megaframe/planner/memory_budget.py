@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaframe.config.schema import Optim
+from megaframe.config.schema import OptimConfig
 from megaframe.hardware.chips import Chip
 
 OVERHEAD = 2.0 * 2**30
@@ -30,23 +30,23 @@ def leaves_room(needed: Any, chip: Chip) -> Any:
     return needed <= _CHOSEN * chip.memory
 
 
-def moments(optim: Optim) -> int:
+def moments(optim: OptimConfig) -> int:
     """Return the number of moments that the optimizer keeps per element; for Muon, of matrices."""
     return {"adamw": 2, "lion": 1}.get(optim.name, 1 if optim.momentum != 0 else 0)
 
 
-def moment_width(optim: Optim, master: int) -> float:
+def moment_width(optim: OptimConfig, master: int) -> float:
     """Return the bytes of a moment per element; int8 has an fp32 scale for each 256 elements."""
     return {"bf16": 2.0, "int8": 1.0 + 4 / 256}.get(optim.state, float(master))
 
 
-def state_width(optim: Optim, master: int) -> float:
+def state_width(optim: OptimConfig, master: int) -> float:
     """Return the bytes of optimizer state per element; for Muon, of matrices."""
     kept = moments(optim) * moment_width(optim, master)
     return kept + (master if optim.ema is not None else 0)
 
 
-def passing_width(optim: Optim, master: int, *, weights: bool) -> float:
+def passing_width(optim: OptimConfig, master: int, *, weights: bool) -> float:
     """Return the bytes per element that offloaded state takes in a room on the device.
 
     weights: whether the master weights come with it. Muon's rooms are those of AdamW, which updates

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.config import Model, Moe
+from megaframe.config import ModelConfig, MoEConfig
 from megaframe.expert_parallel.paths import Dealt, Local
 from megaframe.model.mlp import activate, activate_again
 from megaframe.model.pass_state import PassState
@@ -34,7 +34,7 @@ class Experts(Module):
     """hidden -> width -> hidden in each expert, without biases."""
 
     def __init__(
-        self, name: str, model: Model, moe: Moe, output_std: float, tensor: TensorParallel
+        self, name: str, model: ModelConfig, moe: MoEConfig, output_std: float, tensor: TensorParallel
     ) -> None:
         self.tensor = tensor
         width = moe.ffn or model.ffn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megaframe.config import Model, Moe
+from megaframe.config import ModelConfig, MoEConfig
 from megaframe.expert_parallel.dispatch import route_tokens
 from megaframe.expert_parallel.paths import back, there
 from megaframe.model.forward_context import MicrobatchContext, RunContext
@@ -22,7 +22,7 @@ class MixtureOfExperts(Module):
     which is computed while tokens are in transit."""
 
     def __init__(
-        self, name: str, model: Model, moe: Moe, output_std: float, run: RunContext
+        self, name: str, model: ModelConfig, moe: MoEConfig, output_std: float, run: RunContext
     ) -> None:
         self.run = run
         self.router = Router(f"{name}.router", model, moe, run)

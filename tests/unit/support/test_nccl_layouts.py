@@ -21,7 +21,7 @@ from fake_cuda.nccl_layouts import (
 )
 from fake_cuda.nccl_rules import Deadlock, Mismatch, simulate
 
-from megaframe.config.schema import Parallel
+from megaframe.config.schema import ParallelConfig
 from megaframe.distributed import collectives, mesh
 from megaframe.distributed.collectives import all_reduce, receive, send
 from megaframe.distributed.pending import started
@@ -55,7 +55,7 @@ def test_every_layout_comes_to_an_end(layout):
 @pytest.mark.parametrize("key", ["schedule", "context_kind", "dispatch", "zero"])
 def test_every_value_has_a_layout(key):
     """A layout that does not name one has the default, if there is one."""
-    field = Parallel.model_fields[key]
+    field = ParallelConfig.model_fields[key]
     values = {"schedule": NAMES, "zero": range(4)}.get(key) or get_args(field.annotation)
     assert {one.get(key, field.default) for _, _, one in LAYOUTS} >= {*values}
 
@@ -153,7 +153,8 @@ def test_collectives_of_two_communicators_in_opposite_orders_are_found():
 
     layout = Layout(tensor=2, data=2)
     simulate(calls_of_each(layout, work({0, 1, 2, 3})))
-    with pytest.raises(Deadlock, match=r"rank \d, device: all_reduce .* \[test_layouts.py:\d+\]"):
+    waits = r"rank \d, device: all_reduce .* \[test_nccl_layouts.py:\d+\]"
+    with pytest.raises(Deadlock, match=waits):
         simulate(calls_of_each(layout, work({1, 2})))
 
 
@@ -170,5 +171,5 @@ def test_another_size_on_one_rank_is_found(kind):
         "collective": r"rank 0: all_reduce float32 4 .*, rank 1: all_reduce float32 5 ",
         "message": r"rank 0: send float32 4 to rank 1 .*, rank 1: receive float32 5 from rank 0 ",
     }
-    with pytest.raises(Mismatch, match=told[kind] + r".*\[test_layouts.py:\d+\]"):
+    with pytest.raises(Mismatch, match=told[kind] + r".*\[test_nccl_layouts.py:\d+\]"):
         simulate(calls_of_each(Layout(data=2), work))
