@@ -51,7 +51,7 @@ def document_ends(documents_BS: Tensor | None, length: int) -> DocumentEnds | No
 class RingMask:
     """What this rank computes of samples that are divided over a ring.
 
-    length: tokens of a sample on each rank, two pieces. ends: `document_ends` of the sight's
+    length: tokens of a sample on each rank, two pieces. ends: `document_ends` of the mask's
     documents.
     """
 
@@ -182,7 +182,7 @@ def ring_attention(
     query_BSND: Tensor,
     key_BSGD: Tensor,
     value_BSGV: Tensor,
-    circle: RingMask,
+    mask: RingMask,
     scale: float | None = None,
 ) -> Tensor:
     """Attend from this rank's queries to the keys of all ranks of the ring; returns [B, S, N, V].
@@ -190,41 +190,41 @@ def ring_attention(
     if scale is None:
         scale = 1.0 / math.sqrt(query_BSND.shape[3])
     kv = torch.cat((key_BSGD, value_BSGV), -1)
-    return _RingAttention.apply(query_BSND, kv, circle, scale)
+    return _RingAttention.apply(query_BSND, kv, mask, scale)
 
 
 class _RingAttention(torch.autograd.Function):
     """Ring attention. Keys and values travel as one tensor [B, S, G, D + V]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, kv: Tensor, circle: RingMask, scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, kv: Tensor, mask: RingMask, scale: float) -> Tensor:
         batch, length, heads, width = query.shape
         wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros((batch, length, heads, kv.shape[3] - width), dtype=wide)
         lse = out.new_full((batch, heads, length), -math.inf)
-        for there, _, visiting in _around(kv, circle, back=True):
-            for tile in circle.tiles(there):
+        for there, _, visiting in _around(kv, mask, back=True):
+            for tile in mask.tiles(there):
                 rows = tile.queries
                 key, value = _halves(visiting[:, tile.keys], width)
-                part = circle.attend(tile, there, query[:, rows], key, value, scale)
+                part = mask.attend(tile, there, query[:, rows], key, value, scale)
                 merge(out[:, rows], lse[:, :, rows], *part)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, kv, out, lse)
-        ctx.circle, ctx.scale = circle, scale
+        ctx.mask, ctx.scale = mask, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         query, kv, out, lse = ctx.saved_tensors
-        circle, d_out, width = ctx.circle, gradients[0], query.shape[3]
+        mask, d_out, width = ctx.mask, gradients[0], query.shape[3]
         d_query = torch.zeros_like(query, dtype=lse.dtype, memory_format=torch.contiguous_format)
         own, coming = kv.new_empty(0), None
-        for there, step, visiting in _around(kv, circle, back=False):
-            d_kv = _room(kv, _added(circle, there, step) if step else circle.length, lse.dtype)
+        for there, step, visiting in _around(kv, mask, back=False):
+            d_kv = _room(kv, _added(mask, there, step) if step else mask.length, lse.dtype)
             d_kv.zero_()
-            for tile in circle.tiles(there):
+            for tile in mask.tiles(there):
                 rows = tile.queries
-                d_rows, d_key, d_value = circle.attend_backward(
+                d_rows, d_key, d_value = mask.attend_backward(
                     tile,
                     there,
                     d_out[:, rows],
@@ -241,9 +241,9 @@ class _RingAttention(torch.autograd.Function):
             if coming is not None:
                 _add(coming.wait(), d_kv)
             if step:
-                before = (there - 1) % circle.ring.size
-                into = _room(kv, _added(circle, before, step), lse.dtype)
-                coming = pass_on(d_kv, into, circle.ring)
+                before = (there - 1) % mask.ring.size
+                into = _room(kv, _added(mask, before, step), lse.dtype)
+                coming = pass_on(d_kv, into, mask.ring)
             else:
                 own = d_kv
         assert coming is not None
@@ -256,7 +256,7 @@ def _halves(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return kv[..., :width], kv[..., width:]
 
 
-def _around(kv: Tensor, circle: RingMask, *, back: bool) -> Iterator[tuple[int, int, Tensor]]:
+def _around(kv: Tensor, mask: RingMask, *, back: bool) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (ring rank, step, its keys and values) for every rank of the ring, starting with this
     one.
 
@@ -264,12 +264,12 @@ def _around(kv: Tensor, circle: RingMask, *, back: bool) -> Iterator[tuple[int, 
     tokens arrive as this rank, or a rank that they still travel to, may see. A rank's own keys come
     first because every query sees itself, so no sum of exponentials is 0.
     """
-    ring, way = circle.ring, -1 if back else 1
+    ring, way = mask.ring, -1 if back else 1
     size = ring.size
 
     def left(there: int, step: int) -> int:
         ahead = ((there + way * i) % size for i in range(step, size))
-        return circle.seen_by(there, ahead)
+        return mask.seen_by(there, ahead)
 
     for step in range(size):
         there, after = ((ring.index - way * i) % size for i in (step, step + 1))
@@ -282,10 +282,10 @@ def _around(kv: Tensor, circle: RingMask, *, back: bool) -> Iterator[tuple[int, 
             kv = coming.wait()
 
 
-def _added(circle: RingMask, there: int, step: int) -> int:
+def _added(mask: RingMask, there: int, step: int) -> int:
     """Return how many tokens of ring rank `there` have gradients from the `step` ranks after it."""
-    size = circle.ring.size
-    return circle.seen_by(there, ((there + i) % size for i in range(1, step + 1)))
+    size = mask.ring.size
+    return mask.seen_by(there, ((there + i) % size for i in range(1, step + 1)))
 
 
 def _room(kv: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:

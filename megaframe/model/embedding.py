@@ -38,7 +38,9 @@ class Embedding(Module):
         return x if context.dropout is None else context.dropout(x, "embedding")
 
 
-def make_token_table(model: ModelConfig, run: RunContext, *, replica: bool = False) -> EmbeddingTable:
+def make_token_table(
+    model: ModelConfig, run: RunContext, *, replica: bool = False
+) -> EmbeddingTable:
     """Return the token table. replica: another rank's stage has the same table."""
     table = EmbeddingTable(
         "embedding.tokens",

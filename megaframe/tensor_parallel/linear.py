@@ -214,7 +214,7 @@ def _column_backward(linear: Linear, deferred: DeferredGradients, dy: Tensor, x:
     gathered while its gradient is computed, and that gradient is reduce-scattered while the weight
     gradient is computed."""
     tensor, group = linear.tensor, linear.tensor.group
-    # A deferred gradient gathers its rows when it is computed: until then only this rank's are kept.
+    # A deferred gradient keeps only this rank's rows, and gathers the others when it is computed.
     gathered = None if deferred.deferring else all_gather(x, group)
 
     def input_gradient(part: Tensor) -> Tensor:

@@ -34,7 +34,12 @@ class Experts(Module):
     """hidden -> width -> hidden in each expert, without biases."""
 
     def __init__(
-        self, name: str, model: ModelConfig, moe: MoEConfig, output_std: float, tensor: TensorParallel
+        self,
+        name: str,
+        model: ModelConfig,
+        moe: MoEConfig,
+        output_std: float,
+        tensor: TensorParallel,
     ) -> None:
         self.tensor = tensor
         width = moe.ffn or model.ffn

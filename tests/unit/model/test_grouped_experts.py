@@ -5,8 +5,8 @@ import pytest
 import torch
 from tolerances import assert_near
 
-from megaframe.model.fp8 import Fp8Matmul
 from megaframe.model.moe import experts
+from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.kernel_dispatch import NO_KERNELS
 
 pytestmark = pytest.mark.numeric
