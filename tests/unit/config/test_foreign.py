@@ -10,7 +10,7 @@ from megaframe.config.describe import keys
 from megaframe.config.foreign import FOREIGN, FORMER, known_elsewhere, without_former
 from megaframe.errors import UserError
 
-GUIDE = Path(__file__).resolve().parents[3] / "docs/coming.md"
+GUIDE = Path(__file__).resolve().parents[3] / "docs/guides/migrating.md"
 EVERY = [(program, name) for program, names in FOREIGN.items() for name in names]
 BESIDE = {
     "model.moe.": ["model.moe.experts=8"],
