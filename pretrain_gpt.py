@@ -11,7 +11,7 @@ from functools import partial
 from megaframe import __version__
 from megaframe.config import common, explain, listing, load, unknown_options
 from megaframe.config.describe import WIDTH
-from megaframe.errors import EXIT_USER_ERROR, UserError, reported
+from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 from megaframe.layout import Layout
 from megaframe.resilience.elastic import fitted
 from megaframe.validate.run import check
@@ -28,7 +28,7 @@ def main() -> None:
     """Read the config, check it, and print what was asked for or train."""
     arguments, unknown = parse_arguments()
     if arguments.explain:
-        with reported():
+        with report_errors():
             print(explain(arguments.explain))
         return
     # megaframe names lost ranks itself; torch's warnings would add pages of C++ stack traces.
@@ -47,9 +47,9 @@ def main() -> None:
 
     gc.freeze()
     gc.enable()
-    with reported():
+    with report_errors():
         rank = global_rank()
-    with reported(rank=rank):
+    with report_errors(rank=rank):
         refuse_options(arguments, unknown)
         if arguments.dry_run and rank:
             return  # the first rank prints for all

@@ -27,7 +27,7 @@ from harness import Spread, commit, machine
 
 from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.device import tune_host_allocator
-from megaframe.model.block import loss
+from megaframe.model import loss
 from megaframe.ops import cpu_attention, matmul
 from megaframe.optim import optimizer_state
 from megaframe.optim.rule import Step

@@ -16,14 +16,14 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "dashboard"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 _PAINTED = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
 
 
 def main() -> None:
     """Measure, print, and write the results if requested."""
-    from made_runs import lines, write
     from playwright.sync_api import sync_playwright
+    from run_folders import lines, write
 
     from megaframe.dashboard.page import PAGE_FILE, page, write_whole
     from megaframe.dashboard.panels import page_data

@@ -206,7 +206,7 @@ class Ours:
         """Make blocks wait instead of compute; they keep their weights."""
         import torch
 
-        from megaframe.model.block import Block, EmulatedBlock
+        from megaframe.model.block import EmulatedBlock, TransformerBlock
         from megaframe.model.forward_context import Frame
 
         seconds = WAITS.model_dump()
@@ -215,7 +215,7 @@ class Ours:
             for share in (1 - LATE, LATE)
         )
 
-        class Waiting(Block):
+        class Waiting(TransformerBlock):
             def __call__(self, x: torch.Tensor, frame: Frame) -> torch.Tensor:
                 return second(frame.seam.cross(first(x, frame), self.mlp), frame)
 
@@ -244,8 +244,8 @@ class Ours:
         optimizer.reduce(units[-1])
         for unit, after in zip(backward, (*backward[1:], None), strict=True):
             self._pass(unit, after)
-            if unit.late is not None:
-                optimizer.reduce(unit.late)
+            if unit.second_half is not None:
+                optimizer.reduce(unit.second_half)
             optimizer.reduce(unit)
         optimizer.reduce(units[0])
         optimizer.reduce_vectors(0)

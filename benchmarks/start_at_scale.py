@@ -5,7 +5,8 @@ right.
 Every rank is a client with its real connections to a real store, its real rendezvous
 (`distributed/rendezvous.py`), its real place and its real watch; only the training is left out.
 Hundreds of clients share a process, as threads, so that one machine holds thousands. Rank 0, which
-has the store, and the victim have a process each, which is killed or stopped for real. Each fault has a world of its own:
+has the store, and the victim have a process each, which is killed or stopped for real. Each fault
+has a world of its own:
 
 lost: the victim is killed. Ranks in a group with it lose contact at once; the others wait.
 hung: the victim is stopped. Every rank waits, and all give up after `--timeout` seconds.

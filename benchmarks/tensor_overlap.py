@@ -102,15 +102,15 @@ def measure(given: argparse.Namespace) -> Seconds:
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # registers the backend
 
-    from megaframe.context_parallel.context import Context
+    from megaframe.context_parallel.context import ContextParallel
     from megaframe.distributed.collectives import barrier
     from megaframe.distributed.mesh import Mesh
-    from megaframe.expert_parallel.dispatch import Places
+    from megaframe.expert_parallel.dispatch import ExpertParallel
     from megaframe.layout import Layout
     from megaframe.model.forward_context import Frame
-    from megaframe.model.layer_statistics import Tally
-    from megaframe.ops.attention_tiles import Sight
-    from megaframe.ops.local_attention import Among
+    from megaframe.model.layer_statistics import LayerStatistics
+    from megaframe.ops.attention_tiles import AttentionMask
+    from megaframe.ops.local_attention import SequenceMask
 
     torch.set_num_threads(1)
     torch.manual_seed(given.rank)
@@ -122,17 +122,17 @@ def measure(given: argparse.Namespace) -> Seconds:
             batch=1,
             length=given.rows,
             tensor=group,
-            context=Context(),
+            context=ContextParallel(),
             rotary=None,
-            seen={None: Among(Sight(None, None), 1, given.rows, mesh.device)},
+            seen={None: SequenceMask(AttentionMask(None, None), 1, given.rows, mesh.device)},
             dropout=None,
             selective=False,
             chunks=CHUNKS.get(way, 1),
             symmetric=False,
             labels_T=torch.zeros(given.rows, dtype=torch.int64),
-            experts=Places(),
+            experts=ExpertParallel(),
             scale=None,
-            tally=Tally(),
+            tally=LayerStatistics(),
         )
         for way in WAYS
     }

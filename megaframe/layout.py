@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
-from math import isqrt
+from math import gcd, isqrt
+from typing import Protocol
 
-from megaframe.config.numbers import TIMES, axis_sizes, layout_mistakes
-from megaframe.config.schema import Parallel
-from megaframe.errors import UserError
+from megaframe.errors import TIMES, UserError, nearest_divisors, nearest_multiples
 
 DENSE_VIEW = ("tensor", "context", "data", "pipeline")
 EXPERT_VIEW = ("expert_tensor", "expert", "expert_data", "pipeline")
@@ -42,6 +41,33 @@ EXPERT_SETS: tuple[tuple[str, ...], ...] = (
 """The axis sets over which experts communicate."""
 
 
+class AxisSizes(Protocol):
+    """The axis sizes that a config asks for, such as `config.parallel`."""
+
+    @property
+    def tensor(self) -> int: ...
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def data(self) -> int | None:
+        """None: the ranks that the other axes leave."""
+        ...
+
+    @property
+    def pipeline(self) -> int: ...
+
+    @property
+    def expert(self) -> int: ...
+
+    @property
+    def expert_tensor(self) -> int: ...
+
+    @property
+    def data_replicate(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Layout:
     """The size of every axis. Raises `UserError` for sizes that do not form a layout.
@@ -63,7 +89,7 @@ class Layout:
         _raise(layout_mistakes(asdict(self)))
 
     @classmethod
-    def from_parallel(cls, parallel: Parallel, world: int) -> Layout:
+    def from_parallel(cls, parallel: AxisSizes, world: int) -> Layout:
         """Return the layout of `world` ranks under a config. If the config leaves `data` out, it is
         what the other axes leave of `world`.
 
@@ -264,3 +290,90 @@ def _one_view(axes: Mapping[str, int] | tuple[str, ...]) -> set[str]:
 def _raise(mistakes: list[str]) -> None:
     if mistakes:
         raise UserError("\n".join(mistakes))
+
+
+def layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
+    """Return why `sizes`, one per axis and `data_replicate`, cannot be a layout; empty if valid."""
+    mistakes = [
+        f"parallel.{axis}={size} must be a whole number >= 1"
+        for axis, size in sizes.items()
+        if type(size) is not int or size < 1
+    ]
+    if mistakes:
+        return mistakes
+    data, replicas = sizes["data"], sizes["data_replicate"]
+    if data % replicas:
+        mistakes.append(
+            f"parallel.data_replicate={replicas} does not divide parallel.data={data}; "
+            f"use {nearest_divisors(data, replicas)}"
+        )
+    stage = sizes["tensor"] * sizes["context"] * data
+    of_a_stage = f"the {stage} ranks of a stage ({TIMES.join(('tensor', 'context', 'data'))})"
+    expert, expert_tensor = sizes["expert"], sizes["expert_tensor"]
+    if stage % expert_tensor:
+        mistakes.append(
+            f"parallel.expert_tensor={expert_tensor} does not divide {of_a_stage}; "
+            f"use {nearest_divisors(stage, expert_tensor)}"
+        )
+    elif stage % (expert * expert_tensor):
+        mistakes.append(
+            f"parallel.expert={expert}{TIMES}parallel.expert_tensor={expert_tensor} does not "
+            f"divide {of_a_stage}; "
+            f"use parallel.expert={nearest_divisors(stage // expert_tensor, expert)}"
+        )
+    elif data % replicas == 0 and stage // replicas % (expert * expert_tensor):
+        mistakes.append(
+            f"parallel.expert={expert}{TIMES}parallel.expert_tensor={expert_tensor} does not "
+            f"divide the {stage // replicas} ranks of a stage that hold one of "
+            f"parallel.data_replicate={replicas} copies; use parallel.data_replicate="
+            f"{nearest_divisors(gcd(stage // (expert * expert_tensor), data), replicas)}"
+        )
+    return mistakes
+
+
+def fewest_ranks(parallel: AxisSizes) -> int:
+    """Return the smallest world that the axes can be a layout of."""
+    stage, experts = parallel.tensor * parallel.context, parallel.expert * parallel.expert_tensor
+    fewest = parallel.data_replicate * (experts // gcd(experts, stage))
+    return stage * parallel.pipeline * (parallel.data or fewest)
+
+
+def axis_sizes(parallel: AxisSizes, world: int) -> tuple[dict[str, int], list[str]]:
+    """Return the axis sizes of `parallel` for `world` ranks, and everything that is wrong with
+    them.
+
+    If `parallel.data` is not given, it is the world divided by the other axes, rounded down, and at
+    least 1.
+    """
+    rest = parallel.tensor * parallel.context * parallel.pipeline
+    data = parallel.data or max(1, world // rest)
+    sizes = {
+        "tensor": parallel.tensor,
+        "context": parallel.context,
+        "data": data,
+        "pipeline": parallel.pipeline,
+        "expert": parallel.expert,
+        "expert_tensor": parallel.expert_tensor,
+        "data_replicate": parallel.data_replicate,
+    }
+    mistakes = layout_mistakes(sizes)
+    if rest * data != world:
+        mistakes.append(_world_mistake(parallel, data, rest, world))
+    return sizes, mistakes
+
+
+def _world_mistake(parallel: AxisSizes, data: int, rest: int, world: int) -> str:
+    """Return the message if `data` × `rest` (the product of the other axes) is not the world."""
+    axes = TIMES.join(
+        f"parallel.{axis}={getattr(parallel, axis)}" for axis in ("tensor", "context", "pipeline")
+    )
+    if world % rest:
+        return (
+            f"{axes} = {rest} does not divide the world of {world} ranks; start "
+            f"{nearest_multiples(rest, world)} ranks or make the product "
+            f"{nearest_divisors(world, rest)}"
+        )
+    return (
+        f"parallel.data={data}{TIMES}{axes} = {data * rest} is not the world of {world} ranks; "
+        f"use parallel.data={world // rest} or leave it out"
+    )

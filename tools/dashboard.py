@@ -15,7 +15,7 @@ from megaframe.dashboard.panels import page_data, read_prediction
 from megaframe.dashboard.run_folder import Run, value_of
 from megaframe.dashboard.serve import LOOPBACK, Server
 from megaframe.dashboard.wandb_workspace import save
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 from megaframe.io.untrusted import whole_number
 from megaframe.planner.compare_run import beside_or_why
 
@@ -23,7 +23,7 @@ from megaframe.planner.compare_run import beside_or_why
 def main() -> None:
     """Write the page, serve it until interrupted, or save a workspace of Weights & Biases."""
     arguments = parse_arguments()
-    with reported():
+    with report_errors():
         runs = [Run(folder) for folder in arguments.runs]
         if arguments.wandb:
             print(save(arguments.wandb, project(runs[0])))

@@ -48,7 +48,7 @@ from megaframe.distributed.variable_size import (
     all_to_all_uneven,
     reduce_scatter_uneven,
 )
-from megaframe.errors import LostRanks, reported
+from megaframe.errors import LostRanks, report_errors
 from megaframe.layout import Layout
 from megaframe.planner.collective_times import bus_bandwidth
 from megaframe.training.restart import train
@@ -444,7 +444,7 @@ def main() -> None:
     allow_abort()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with reported(global_rank()):
+    with report_errors(global_rank()):
         nccl = set_up(None) if given.device != "cpu" else None  # before CUDA starts
         doctor = Doctor(given.device, given.timeout, given.folder, nccl=nccl)
         run(json.loads(given.parts), given.first, doctor)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 from megaframe.io.untrusted import parsed_json, read_file, whole_number
 from megaframe.planner.goodput import (
     MIXES,
@@ -36,7 +36,7 @@ SIZES = (1024, 4096, 16384, 32768, 65536, 100000)
 def main() -> None:
     """Print the table."""
     arguments = parse_arguments()
-    with reported():
+    with report_errors():
         known = measured(arguments.measured) if arguments.measured is not None else {}
         costs = replace(PUBLISHED if arguments.published else Costs(), **known)
         costs = changed(costs, arguments.costs)

@@ -26,7 +26,7 @@ import numpy as np
 
 from megaframe.config import load
 from megaframe.dashboard.metrics_file import Metrics
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 from megaframe.lab import Drop, Link, Outcome, hosts, run_on
 from megaframe.lab.hosts import check, check_rate
 
@@ -40,7 +40,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 def main() -> None:
     """Run the command on the hosts, and exit with the status of the first host that failed."""
     arguments = parse_arguments()
-    with reported():
+    with report_errors():
         links = links_of(arguments)
         drops = [drop_of(text, len(links)) for text in arguments.drop]
         check(links)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.config import RunConfig, dump, load
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 from megaframe.hardware.cluster import DEFAULT, Cluster, cluster_names, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.advice import alternatives, decision, said
@@ -54,7 +54,7 @@ class Question:
 def main() -> None:
     """Print the plan as text or JSON, and write the files that were asked for."""
     arguments = parse_arguments()
-    with reported():
+    with report_errors():
         question = asked(arguments)
         found = None
         if arguments.search:

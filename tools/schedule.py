@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 from megaframe.schedule import NAMES, Schedule, generate, lower, schedule_mistakes
 from megaframe.schedule.check import check
 from megaframe.schedule.costs import Costs, Seconds, parse_costs
@@ -231,5 +231,5 @@ def _options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with reported():
+    with report_errors():
         main()

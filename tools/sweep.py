@@ -41,7 +41,7 @@ from megaframe.dashboard.sweep import (
     values_after,
     write_page,
 )
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 
 PAGE = "sweep.html"
 _PAUSE = 0.1
@@ -50,7 +50,7 @@ _PAUSE = 0.1
 def main() -> None:
     """Run the sweep, and write and print its results; exit with status 1 if all trials failed."""
     arguments = parse_arguments()
-    with reported():
+    with report_errors():
         config, words = run_of(arguments.run)
         space = space_of(arguments.sweep)
         trials = trials_of(space, arguments.trials, arguments.seed)

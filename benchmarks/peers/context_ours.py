@@ -13,17 +13,17 @@ from ranks import measure, run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megaframe.context_parallel.ring import Circle, ring_attention
+from megaframe.context_parallel.ring import RingMask, ring_attention
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.ops.attention_tiles import Sight
+from megaframe.ops.attention_tiles import AttentionMask
 
 
 def train(given: argparse.Namespace) -> None:
     """Run one rank."""
     mesh = Mesh(Layout(context=given.ranks), device="cpu")
     _, ring = mesh.divide_context(1)
-    circle = Circle(ring, given.seq // given.ranks, Sight(None, None), None)
+    circle = RingMask(ring, given.seq // given.ranks, AttentionMask(None, None), None)
     *qkv, d_out = own_parts(given, torch.distributed.get_rank())
     query, key, value = leaves = [part.requires_grad_() for part in qkv]
 

@@ -19,7 +19,7 @@ from megaframe.config import Model, Moe, RunConfig, Train
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.device import tune_host_allocator
 from megaframe.expert_parallel.paths import Dealt, Pick
-from megaframe.model.block import Block
+from megaframe.model.block import TransformerBlock
 from megaframe.model.moe.layer import MixtureOfExperts
 from megaframe.parameters.initialization import fill
 from megaframe.parameters.parameter import PRECISIONS, Module
@@ -72,7 +72,7 @@ def main() -> None:
     tune(config, None)
     stage = whole_model(config)
     (block,) = stage.blocks
-    assert isinstance(block, Block)
+    assert isinstance(block, TransformerBlock)
     layer = block.mlp
     assert isinstance(layer, MixtureOfExperts)
     bind(layer, given.precision)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaframe.config.model import Model
-from megaframe.config.numbers import divisors, either
 from megaframe.config.schema import Parallel, RunConfig
+from megaframe.errors import divisors, join_or
 
 
 def exchanging_ranks(parallel: Parallel) -> int:
@@ -46,7 +46,7 @@ def _no_nesting(config: RunConfig) -> str:
         others += " or all_to_all"
     if inner:
         near = sorted(sorted(inner, key=lambda d: abs(d - (given or d)))[:2])
-        mend = f"use parallel.context_heads={either(near)}, or {others}"
+        mend = f"use parallel.context_heads={join_or(near)}, or {others}"
     else:
         mend = f"no number does; use {others}"
     return (
@@ -65,7 +65,7 @@ def _no_sharing(config: RunConfig, ranks: int) -> str:
     if nested:
         fits = [d for d in fits if parallel.context % d == 0 and d < parallel.context]
     near = [d for d in fits if d < ranks][-1:] + [d for d in fits if d > ranks][:1]
-    mend = "use " + (f"{either(near)}, or " if near else "") + "parallel.context_kind=ring"
+    mend = "use " + (f"{join_or(near)}, or " if near else "") + "parallel.context_kind=ring"
     return (
         f"{what} can neither divide nor evenly share model.kv_heads={model.kv_heads} with "
         f"model.heads={model.heads}{of_a_rank}; {mend}"

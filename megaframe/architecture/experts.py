@@ -7,8 +7,8 @@ from math import gcd
 
 from megaframe.config.model import Model
 from megaframe.config.moe import Moe
-from megaframe.config.numbers import nearest_divisors
 from megaframe.config.schema import Parallel, RunConfig
+from megaframe.errors import nearest_divisors
 
 
 def has_experts(moe: Moe, layer: int) -> bool:

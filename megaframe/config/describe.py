@@ -18,10 +18,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from megaframe.config.foreign import known_elsewhere
-from megaframe.config.numbers import either
 from megaframe.config.schema import RunConfig, Section
 from megaframe.config.section import MOST
-from megaframe.errors import UserError
+from megaframe.errors import UserError, join_or
 
 WIDTH = 100
 MAX_NAME = 100
@@ -221,7 +220,7 @@ def nearest(name: str) -> str:
 
     # A section that `name` already starts with is no help.
     likely = {known: likeness(known) for known in _all_names() if not name.startswith(f"{known}.")}
-    return either(known for known, ratio in likely.items() if ratio == max(likely.values()))
+    return join_or(known for known, ratio in likely.items() if ratio == max(likely.values()))
 
 
 def suggestion(name: str) -> str:

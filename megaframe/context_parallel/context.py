@@ -23,7 +23,7 @@ from megaframe.distributed.collectives import ALONE, Group, Ring, all_to_all
 
 
 @dataclass(frozen=True)
-class Context:
+class ContextParallel:
     """The ranks that divide samples. heads: the neighbours that exchange heads for tokens. ring:
     the ranks at the same index within their groups of neighbours."""
 

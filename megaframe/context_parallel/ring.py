@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megaframe.distributed.collectives import Ring, pass_on
-from megaframe.ops.attention_tiles import Sight, Tile, attend, attend_backward, merge
+from megaframe.ops.attention_tiles import AttentionMask, Tile, attend, attend_backward, merge
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.ops.local_attention import spans_of, tile_backward_by_kernel, tile_by_kernel
 
@@ -48,7 +48,7 @@ def document_ends(documents_BS: Tensor | None, length: int) -> DocumentEnds | No
     return torch.stack((pieces.amin(-1), pieces.amax(-1)), -1).tolist()
 
 
-class Circle:
+class RingMask:
     """What this rank computes of samples that are divided over a ring.
 
     length: tokens of a sample on each rank, two pieces. ends: `document_ends` of the sight's
@@ -59,7 +59,7 @@ class Circle:
         self,
         ring: Ring,
         length: int,
-        sight: Sight,
+        sight: AttentionMask,
         ends: DocumentEnds | None,
         kernels: Kernels = NO_KERNELS,
     ) -> None:
@@ -95,7 +95,7 @@ class Circle:
         if (tile, there) not in self._found:
             queries = self._places(self.ring.index, device)[tile.queries]
             keys = self._places(there, device)[tile.keys]
-            sight = self.sight if tile.kind == "masked" else Sight(None, None)
+            sight = self.sight if tile.kind == "masked" else AttentionMask(None, None)
             causal = tile.kind != "all"
             self._found[tile, there] = spans_of(sight, batch, queries, keys, causal=causal)
         return self._found[tile, there]
@@ -182,7 +182,7 @@ def ring_attention(
     query_BSND: Tensor,
     key_BSGD: Tensor,
     value_BSGV: Tensor,
-    circle: Circle,
+    circle: RingMask,
     scale: float | None = None,
 ) -> Tensor:
     """Attend from this rank's queries to the keys of all ranks of the ring; returns [B, S, N, V].
@@ -197,7 +197,7 @@ class _RingAttention(torch.autograd.Function):
     """Ring attention. Keys and values travel as one tensor [B, S, G, D + V]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, kv: Tensor, circle: Circle, scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, kv: Tensor, circle: RingMask, scale: float) -> Tensor:
         batch, length, heads, width = query.shape
         wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros((batch, length, heads, kv.shape[3] - width), dtype=wide)
@@ -256,7 +256,7 @@ def _halves(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return kv[..., :width], kv[..., width:]
 
 
-def _around(kv: Tensor, circle: Circle, *, back: bool) -> Iterator[tuple[int, int, Tensor]]:
+def _around(kv: Tensor, circle: RingMask, *, back: bool) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (ring rank, step, its keys and values) for every rank of the ring, starting with this
     one.
 
@@ -282,7 +282,7 @@ def _around(kv: Tensor, circle: Circle, *, back: bool) -> Iterator[tuple[int, in
             kv = coming.wait()
 
 
-def _added(circle: Circle, there: int, step: int) -> int:
+def _added(circle: RingMask, there: int, step: int) -> int:
     """Return how many tokens of ring rank `there` have gradients from the `step` ranks after it."""
     size = circle.ring.size
     return circle.seen_by(there, ((there + i) % size for i in range(1, step + 1)))

@@ -27,7 +27,7 @@ def bucket_units(
     by_first = {id(blocks[of.start]): (blocks[of.start : of.stop], of.halves) for of in groups}
     for unit in units:
         if not _is_block(unit):
-            yield [unit], unit.late is not None
+            yield [unit], unit.second_half is not None
         elif id(unit) in by_first:
             yield by_first[id(unit)]
 
@@ -35,14 +35,16 @@ def bucket_units(
 def _is_block(unit: Module) -> bool:
     """Return whether a unit is a block of the model. An embedding, a predictor and the head, which
     use tables, do not share buckets."""
-    return unit.late is not None and all(p.spec.role not in TABLES for p in unit.parameters())
+    return unit.second_half is not None and all(
+        p.spec.role not in TABLES for p in unit.parameters()
+    )
 
 
 def _halves(block: Module, mesh: Mesh) -> tuple[int, int]:
     """Return the elements of the matrices of a block's late part, and of its others. They are those
     of the first rank, which has the most, so that all ranks put the same blocks together."""
     first, sizes = dict.fromkeys(mesh.coordinate, 0), mesh.layout.sizes
-    behind = set() if block.late is None else {*block.late.parameters()}
+    behind = set() if block.second_half is None else {*block.second_half.parameters()}
     late = rest = 0
     for p in block.parameters():
         size = 0 if p.spec.role in VECTORS else p.spec.local(first, sizes).size

@@ -69,7 +69,7 @@ class Group:
 
         kind: its name.
         tensor: a tensor whose type and shape must be the same on all ranks; None for any shape.
-        Raises `OutOfStep` if ranks are compared and differ.
+        Raises `CollectiveMismatch` if ranks are compared and differ.
         """
         if self.order is not None and self.handle is not None:
             self.order.begin(self.handle.group_name, self._over, kind, tensor, self.index == 0)
@@ -79,7 +79,7 @@ class Group:
 
         tensor: what is sent, or where it is received; type and shape must be the same.
         source, target: indices of the ranks, one of which is this rank.
-        Raises `OutOfStep` if ranks are compared and differ.
+        Raises `CollectiveMismatch` if ranks are compared and differ.
         """
         if self.order is not None and self.handle is not None:
             ends = self.ranks[source], self.ranks[target]
@@ -92,7 +92,7 @@ class Group:
 
         tensor: has the type of all parts, and their shape but for the number of rows.
         leaving, coming: rows of the part to and from each rank.
-        Raises `OutOfStep` if ranks are compared and differ.
+        Raises `CollectiveMismatch` if ranks are compared and differ.
         """
         if self.order is None or self.handle is None:
             return

@@ -37,7 +37,7 @@ from torch.distributed import Store
 from megaframe.distributed.failure_verdict import Hearing, Told, Verdict, at_fault, spaced
 from megaframe.distributed.rank_progress import Place, Sight, gathered, held_up_by
 from megaframe.distributed.rendezvous import agent_has_store
-from megaframe.errors import EXIT_LOST_RANKS, LostRanks, OutOfStep
+from megaframe.errors import EXIT_LOST_RANKS, CollectiveMismatch, LostRanks
 from megaframe.layout import Layout
 
 T = TypeVar("T")
@@ -242,7 +242,7 @@ class Watch:
         return self._alone()
 
     def _judge(self, lost: LostRanks) -> Verdict | None:
-        if isinstance(lost, OutOfStep):
+        if isinstance(lost, CollectiveMismatch):
             return self._first(Verdict((), str(lost)))
         return self._agreed(partial(self._accused, lost))
 

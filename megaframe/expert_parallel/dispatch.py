@@ -34,12 +34,12 @@ from megaframe.expert_parallel.paths import (
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.parameters.spec import share
 
-SENT_NOWHERE = -1
+DROPPED = -1
 """Expert number of a choice that is dropped."""
 
 
 @dataclass(frozen=True)
-class Places:
+class ExpertParallel:
     """Which ranks hold experts.
 
     axis:     the ranks that divide the experts.
@@ -59,7 +59,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Route:
+class TokenRoute:
     """The way of rows to their experts.
 
     rows:  from this rank's rows [R, ...] to the rows that arrive at this rank.
@@ -74,8 +74,10 @@ class Route:
     dealt: Dealt
 
 
-def route(chosen_RK: Tensor, experts: int, places: Places, kernels: Kernels = NO_KERNELS) -> Route:
-    """Return the route of every row to the experts that it chose; `SENT_NOWHERE` marks dropped
+def route_tokens(
+    chosen_RK: Tensor, experts: int, places: ExpertParallel, kernels: Kernels = NO_KERNELS
+) -> TokenRoute:
+    """Return the route of every row to the experts that it chose; `DROPPED` marks dropped
     choices. All ranks of the expert axis call this together. kernels: `NO_KERNELS` if choices may
     be dropped."""
     if places.axis.size == 1 and places.inside.size == 1:
@@ -93,7 +95,7 @@ class _Choice:
 
     chosen_RK: Tensor
     experts: int
-    places: Places
+    places: ExpertParallel
     spans: list[slice] = field(init=False)
     owner_E: Tensor = field(init=False)
     mine: slice = field(init=False)
@@ -127,15 +129,17 @@ def _there(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-def _sorted_here(order_P: Tensor, places_RK: Tensor, ends_E: Tensor, kernels: Kernels) -> Route:
+def _sorted_here(
+    order_P: Tensor, places_RK: Tensor, ends_E: Tensor, kernels: Kernels
+) -> TokenRoute:
     """Return the route when this rank has all experts. The host does not wait for their numbers of
     rows."""
     rows, choices = places_RK.shape
     sort = Sort(order_P, places_RK, kernels)
-    return Route([], sort, [Choose(order_P.long(), rows, choices)], Dealt(ends_E))
+    return TokenRoute([], sort, [Choose(order_P.long(), rows, choices)], Dealt(ends_E))
 
 
-def _direct(choice: _Choice) -> Route:
+def _direct(choice: _Choice) -> TokenRoute:
     """Send each pair of a row and a choice directly to the rank of its expert."""
     axis = choice.places.axis
     order_P, load_E = _sorted(choice.chosen_RK.flatten(), choice.experts)
@@ -149,12 +153,12 @@ def _direct(choice: _Choice) -> Route:
     return _arriving(choice, [first, *exchange], [gates, *exchange], arrivals_SL, coming)
 
 
-def _gathered(choice: _Choice) -> Route:
+def _gathered(choice: _Choice) -> TokenRoute:
     """Gather every row on all ranks; each rank picks the rows that chose one of its experts."""
     axis, chosen = choice.places.axis, choice.chosen_RK
     sizes = all_gather(_there((choice.rows,), chosen.device), axis).wait().tolist()
     every = all_gather_uneven(chosen, sizes, axis).wait()
-    here = torch.where(_within(every, choice.mine), every - choice.mine.start, SENT_NOWHERE)
+    here = torch.where(_within(every, choice.mine), every - choice.mine.start, DROPPED)
     order_P, load = _sorted(here.flatten(), choice.mine.stop - choice.mine.start)
     numbers = load.tolist()
     pairs_P = _sent(order_P, numbers)
@@ -164,7 +168,7 @@ def _gathered(choice: _Choice) -> Route:
     return _arriving(choice, rows, gates, load[None], [numbers])
 
 
-def _hierarchical(choice: _Choice) -> Route:
+def _hierarchical(choice: _Choice) -> TokenRoute:
     """Send each pair first within the node, to the neighbour with the index that the expert's rank
     has in its own node, and from there across nodes. This takes few large messages between
     nodes."""
@@ -209,7 +213,7 @@ def _hierarchical(choice: _Choice) -> Route:
     return _arriving(choice, [leaving, *steps], [gates, *steps], arrivals, by_node)
 
 
-def _deduplicated(choice: _Choice) -> Route:
+def _deduplicated(choice: _Choice) -> TokenRoute:
     """Send each row once to every node that has one of its experts, to the rank there with this
     rank's index, and distribute its pairs within that node."""
     near, far = choice.places.near, choice.places.far
@@ -225,7 +229,7 @@ def _deduplicated(choice: _Choice) -> Route:
     arrived = across.there(chosen.index_select(0, row)).wait()
     spans = choice.spans[far.index * near.size :][: near.size]  # of this node's ranks
     start, stop = spans[0].start, spans[-1].stop
-    here = torch.where(_within(arrived, slice(start, stop)), arrived - start, SENT_NOWHERE)
+    here = torch.where(_within(arrived, slice(start, stop)), arrived - start, DROPPED)
     order_P, load = _sorted(here.flatten(), stop - start)
     loads = all_gather(load[None], near).wait()
     numbers = loads.tolist()
@@ -243,7 +247,7 @@ def _deduplicated(choice: _Choice) -> Route:
     return _arriving(choice, rows, gates, loads[:, mine], coming)
 
 
-_KINDS: Mapping[str, Callable[[_Choice], Route]] = {
+_KINDS: Mapping[str, Callable[[_Choice], TokenRoute]] = {
     "all_to_all": _direct,
     "all_gather": _gathered,
     "hierarchical": _hierarchical,
@@ -270,7 +274,7 @@ def _arriving(
     gates: list[Step],
     arrivals_SL: Tensor,
     numbers: Sequence[Sequence[int]],
-) -> Route:
+) -> TokenRoute:
     """Return the route with its last steps: to the ranks that divide an expert's matrices, and into
     the order expert after expert.
 
@@ -292,7 +296,7 @@ def _arriving(
     *rows, last = rows
     assert isinstance(last, Pick), "what comes from one source alone was picked here"
     ends_L = arrivals_SL.sum(0).cumsum(0, dtype=torch.int32)
-    return Route(rows, last, gates, Dealt(ends_L, each))
+    return TokenRoute(rows, last, gates, Dealt(ends_L, each))
 
 
 def _sorted(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:

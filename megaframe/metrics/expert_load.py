@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megaframe.config import RunConfig
 from megaframe.metrics.records import How
-from megaframe.model.layer_statistics import Tally
+from megaframe.model.layer_statistics import LayerStatistics
 from megaframe.parameters.spec import ParamSpec, share
 
 Record = tuple[str, Tensor, How]
@@ -39,7 +39,7 @@ class ExpertMeter:
     def records(
         self,
         loads: Iterable[tuple[str, Tensor, Tensor]],
-        tallies: Iterable[Tally],
+        tallies: Iterable[LayerStatistics],
         tokens: int,
         step: int,
     ) -> Iterator[Record]:

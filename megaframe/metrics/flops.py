@@ -16,7 +16,7 @@ from megaframe.architecture.matrices import head_widths
 from megaframe.architecture.stages import block_work, join_matrix, stage_plans
 from megaframe.architecture.windows import mean_keys, window_of
 from megaframe.config import RunConfig
-from megaframe.model.block import vocabulary
+from megaframe.model.block import vocab_size
 from megaframe.parameters.spec import ParamSpec
 
 
@@ -56,7 +56,7 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
             elements[spec.role] += spec.size * spec.used
     if model.tie_embeddings:
         # A tied table is declared as an embedding, but it is also multiplied as the head.
-        elements["head"] = Fraction(vocabulary(model) * model.hidden)
+        elements["head"] = Fraction(vocab_size(model) * model.hidden)
     depth = model.mtp_depth
     every = range(model.layers + depth)
     per_key = 6 * model.heads * sum(head_widths(model))

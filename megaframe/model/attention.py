@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.config import Model
-from megaframe.context_parallel.ring import Circle, ring_attention
+from megaframe.context_parallel.ring import RingMask, ring_attention
 from megaframe.model.forward_context import Frame
 from megaframe.model.norm import Norm
-from megaframe.ops.attention_tiles import Sight, attend, attend_backward, in_products
-from megaframe.ops.local_attention import Among, attend_by_kernel
+from megaframe.ops.attention_tiles import AttentionMask, attend, attend_backward, in_products
+from megaframe.ops.local_attention import SequenceMask, attend_by_kernel
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.linear import Elementwise, Linear
 
@@ -97,7 +97,7 @@ def attention(
     V]. The tokens see those of the same sample on other context ranks too. window: of the layer.
     scale: of the scores."""
     shared, seen = frame.context.share_heads(query_BSND, key_BSGD, value_BSGV), frame.seen[window]
-    if isinstance(seen, Circle):
+    if isinstance(seen, RingMask):
         out_BSNV = ring_attention(*shared, seen, scale)
     elif (made := attend_by_kernel(frame.kernels, *shared, seen, scale)) is not None:
         out_BSNV = made
@@ -107,11 +107,11 @@ def attention(
 
 
 def _among_here(
-    query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, seen: Among, scale: float
+    query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, seen: SequenceMask, scale: float
 ) -> Tensor:
     """Compute attention among tokens that are all on this rank, [B, S, N, V]."""
     if query_BSND.is_meta:  # shapes do not depend on what is seen
-        seen = replace(seen, sight=Sight(None, None))
+        seen = replace(seen, sight=AttentionMask(None, None))
     uneven = query_BSND.shape[3] != value_BSGV.shape[3]
     on_host = query_BSND.device.type == "cpu" and (uneven or seen.sight.narrow)
     # For meta tensors torch's own attention would make all scores.
@@ -136,7 +136,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, seen: Among, scale: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, seen: SequenceMask, scale: float
     ) -> Tensor:
         parts = [
             attend(

@@ -16,7 +16,7 @@ from megaframe.architecture.windows import window_of
 from megaframe.config import Emulate, Model, RunConfig
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.model.attention import Attention
-from megaframe.model.forward_context import Frame, Later, positions_of
+from megaframe.model.forward_context import DeferredGradients, Frame, positions_of
 from megaframe.model.loss import HeadResult, LossOptions, head_loss
 from megaframe.model.mla import LatentAttention
 from megaframe.model.mlp import MLP
@@ -24,7 +24,7 @@ from megaframe.model.moe.layer import MixtureOfExperts
 from megaframe.model.norm import Norm
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Normal, ParamSpec
-from megaframe.tensor_parallel.embedding import Table
+from megaframe.tensor_parallel.embedding import EmbeddingTable
 from megaframe.tensor_parallel.linear import Linear, as_it_is
 
 
@@ -36,7 +36,7 @@ class Embedding(Module):
         self.position = model.position
         self.tokens = _token_table(model)
         if model.position == "learned":
-            self.positions = Table(
+            self.positions = EmbeddingTable(
                 "embedding.positions",
                 model.positions or config.train.seq,
                 model.hidden,
@@ -54,7 +54,7 @@ class Embedding(Module):
         return x if frame.dropout is None else frame.dropout(x, "embedding")
 
 
-class Block(Module):
+class TransformerBlock(Module):
     """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, model: Model, layer: int) -> None:
@@ -75,7 +75,7 @@ class Block(Module):
             self.mlp = MLP(f"{self.name}.mlp", model, output_std)
 
     @property
-    def late(self) -> Module:
+    def second_half(self) -> Module:
         """The MLP, or the experts in its place."""
         return self.mlp
 
@@ -115,7 +115,9 @@ class EmulatedBlock(Module):
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, start: float, times: Emulate, later: Later) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, start: float, times: Emulate, later: DeferredGradients
+    ) -> Tensor:
         ctx.times, ctx.later = times, later
         y = x.clone()
         _wait_until(start + times.forward)
@@ -142,14 +144,14 @@ def _wait_until(end: float) -> None:
         pass
 
 
-class Head(Module):
+class OutputHead(Module):
     """Final norm, projection to the vocabulary, and loss. Each depth of multi-token prediction has
     its own final norm and shares the projection.
 
     tokens: the token table on the last stage, whose weight a tied head uses.
     """
 
-    def __init__(self, config: RunConfig, tokens: Table | None) -> None:
+    def __init__(self, config: RunConfig, tokens: EmbeddingTable | None) -> None:
         model = config.model
         self.norm = _norm("head.norm", model)
         self.norms_ahead = [
@@ -161,7 +163,7 @@ class Head(Module):
         else:
             spec = ParamSpec(
                 "head.weight",
-                (vocabulary(model), model.hidden),
+                (vocab_size(model), model.hidden),
                 Normal(model.init_std),
                 role="head",
                 decay=True,
@@ -194,7 +196,7 @@ class Head(Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-class Predictor(Module):
+class MultiTokenPredictor(Module):
     """One depth of multi-token prediction (DeepSeek-V3, 2024, section 2.2): the stream of a token
     and the embedding of a token further ahead are normalised, joined, and passed through one more
     block, which is numbered after the last layer.
@@ -204,7 +206,7 @@ class Predictor(Module):
     predictor takes the stream as the head saw it, as in the released code.
     """
 
-    def __init__(self, model: Model, index: int, tokens: Table, before: Norm) -> None:
+    def __init__(self, model: Model, index: int, tokens: EmbeddingTable, before: Norm) -> None:
         self.name = f"predictors.{index}"
         self.tokens, self.before = tokens, before
         self.stream_norm = _norm(f"{self.name}.stream_norm", model)
@@ -217,12 +219,12 @@ class Predictor(Module):
             split=None,
             bias=False,
         )
-        self.block = Block(model, model.layers + index)
+        self.block = TransformerBlock(model, model.layers + index)
 
     @property
-    def late(self) -> Module:
-        """The late part of the block."""
-        return self.block.late
+    def second_half(self) -> Module:
+        """The second half of the block."""
+        return self.block.second_half
 
     def __call__(self, x: Tensor, ahead_BS: Tensor, frame: Frame) -> Tensor:
         """Return the next stream from x, the stream [rows, hidden] of the previous depth, and the
@@ -236,7 +238,7 @@ class Predictor(Module):
         return self.block(self.join.plain(both, frame), frame)
 
 
-def tokens_at_the_end(model: Model, embedding: Embedding | None) -> Table | None:
+def output_token_table(model: Model, embedding: Embedding | None) -> EmbeddingTable | None:
     """Return the token table of the last stage: that of `embedding` if given, which is on the same
     rank, else a replica. None if the last stage needs no token table."""
     if not (model.tie_embeddings or model.mtp_depth):
@@ -248,7 +250,7 @@ def tokens_at_the_end(model: Model, embedding: Embedding | None) -> Table | None
     return table
 
 
-def vocabulary(model: Model) -> int:
+def vocab_size(model: Model) -> int:
     """Return the rows of the embedding. Raises `ValueError` if `model.vocab` is not set: the config
     must be resolved before a model is built."""
     if model.vocab is None:
@@ -256,9 +258,9 @@ def vocabulary(model: Model) -> int:
     return model.vocab
 
 
-def _token_table(model: Model) -> Table:
-    return Table(
-        "embedding.tokens", vocabulary(model), model.hidden, std=model.init_std, split=True
+def _token_table(model: Model) -> EmbeddingTable:
+    return EmbeddingTable(
+        "embedding.tokens", vocab_size(model), model.hidden, std=model.init_std, split=True
     )
 
 

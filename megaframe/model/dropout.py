@@ -19,7 +19,7 @@ from megaframe.distributed.device import brought
 _BITS = 31
 
 
-class Keys:
+class DropoutKeys:
     """The keys of the masks of the current step: one number for each place in the model. Each key
     is a tensor on the device that is overwritten in place, so a recorded CUDA graph draws the masks
     of whichever step has begun."""
@@ -52,7 +52,7 @@ class Dropout:
     """The dropout masks of one microbatch. token_T: the global number of each row's token in the
     run."""
 
-    def __init__(self, rate: float, keys: Keys, token_T: Tensor) -> None:
+    def __init__(self, rate: float, keys: DropoutKeys, token_T: Tensor) -> None:
         self.rate, self._keys = rate, keys
         self._token_T1 = token_T[:, None]
 

@@ -16,29 +16,29 @@ from torch import Tensor
 
 from megaframe.architecture.windows import windows
 from megaframe.config import Model
-from megaframe.context_parallel.context import Context
-from megaframe.context_parallel.ring import Circle, document_ends
+from megaframe.context_parallel.context import ContextParallel
+from megaframe.context_parallel.ring import RingMask, document_ends
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.collectives import Group, Pending
 from megaframe.distributed.interleaving import Turn
-from megaframe.expert_parallel.dispatch import Places
-from megaframe.model.block_boundary import Seam
-from megaframe.model.dropout import Dropout, Keys
-from megaframe.model.fp8 import EightBits
-from megaframe.model.layer_statistics import Tally
+from megaframe.expert_parallel.dispatch import ExpertParallel
+from megaframe.model.block_boundary import BlockBoundary
+from megaframe.model.dropout import Dropout, DropoutKeys
+from megaframe.model.fp8 import Fp8Matmul
+from megaframe.model.layer_statistics import LayerStatistics
 from megaframe.model.rotary import Rotary
-from megaframe.ops.attention_tiles import Sight
+from megaframe.ops.attention_tiles import AttentionMask
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
-from megaframe.ops.local_attention import Among
+from megaframe.ops.local_attention import SequenceMask
 from megaframe.ops.matmul import product
-from megaframe.ops.workspace import Scratch
+from megaframe.ops.workspace import Workspace
 from megaframe.parameters.parameter import Parameter
 
 _FILLING = 2**31 - 1
 """Document number of padding tokens."""
 
 
-class Left(NamedTuple):
+class DeferredGradient(NamedTuple):
     """Deferred work. fetch: starts the transfer of what the work needs from other ranks; its result
     is passed to `work`."""
 
@@ -46,30 +46,30 @@ class Left(NamedTuple):
     fetch: Callable[[], Pending[Tensor]] | None
 
 
-class Later:
+class DeferredGradients:
     """Weight gradients of a backward pass, which nothing else in it waits for. They are computed at
     once, or with `hold` kept until `take`."""
 
     def __init__(self) -> None:
         self.hold = False
-        self._held: list[Left] = []
+        self._held: list[DeferredGradient] = []
 
     def do(
         self, work: Callable[..., None], fetch: Callable[[], Pending[Tensor]] | None = None
     ) -> None:
-        """Do `work` now, or keep it if `hold` is set. fetch: as in `Left`."""
-        self._held.append(Left(work, fetch))
+        """Do `work` now, or keep it if `hold` is set. fetch: as in `DeferredGradient`."""
+        self._held.append(DeferredGradient(work, fetch))
         if not self.hold:
             for _ in do_all(self.take()):
                 pass
 
-    def take(self) -> list[Left]:
+    def take(self) -> list[DeferredGradient]:
         """Return the kept work, in order, and start a new list."""
         held, self._held = self._held, []
         return held
 
 
-def do_all(left: Iterable[Left]) -> Iterator[None]:
+def do_all(left: Iterable[DeferredGradient]) -> Iterator[None]:
     """Do deferred work, one item per step of the iterator. The transfer for the next item starts
     before the current item runs."""
     ahead = ((one.work, None if one.fetch is None else one.fetch()) for one in left)
@@ -116,23 +116,23 @@ class Frame:
     batch: int
     length: int
     tensor: Group
-    context: Context
+    context: ContextParallel
     rotary: Rotary | None
-    seen: Mapping[int | None, Among | Circle]
+    seen: Mapping[int | None, SequenceMask | RingMask]
     dropout: Dropout | None
     selective: bool
     chunks: int
     symmetric: bool
     labels_T: Tensor
-    experts: Places
+    experts: ExpertParallel
     scale: Tensor | None
-    tally: Tally
-    later: Later = field(default_factory=Later)
+    tally: LayerStatistics
+    later: DeferredGradients = field(default_factory=DeferredGradients)
     turn: Turn = field(default_factory=Turn)
-    seam: Seam = field(default_factory=Seam)
-    scratch: Scratch = field(default_factory=Scratch)
+    seam: BlockBoundary = field(default_factory=BlockBoundary)
+    scratch: Workspace = field(default_factory=Workspace)
     kernels: Kernels = NO_KERNELS
-    eight: EightBits | None = None
+    eight: Fp8Matmul | None = None
 
     @property
     def tokens(self) -> int:
@@ -205,20 +205,20 @@ def make_frame(
     model: Model,
     microbatch: Microbatch,
     dtype: torch.dtype,
-    keys: Keys | None,
+    keys: DropoutKeys | None,
     *,
     tensor: Group,
-    context: Context,
+    context: ContextParallel,
     selective: bool,
     chunks: int,
     symmetric: bool,
-    experts: Places,
+    experts: ExpertParallel,
     scale: Tensor | None,
-    tally: Tally,
-    seam: Seam,
-    scratch: Scratch,
+    tally: LayerStatistics,
+    seam: BlockBoundary,
+    scratch: Workspace,
     kernels: Kernels = NO_KERNELS,
-    eight: EightBits | None = None,
+    eight: Fp8Matmul | None = None,
 ) -> Frame:
     """Make the frame of `microbatch`. keys: of the dropout masks; None in evaluation and if nothing
     is random."""
@@ -263,8 +263,8 @@ def positions_of(microbatch: Microbatch) -> Tensor:
 
 
 def _seen(
-    model: Model, microbatch: Microbatch, context: Context, kernels: Kernels
-) -> Mapping[int | None, Among | Circle]:
+    model: Model, microbatch: Microbatch, context: ContextParallel, kernels: Kernels
+) -> Mapping[int | None, SequenceMask | RingMask]:
     """Return what is visible through each window of the model. Padding after the end of samples is
     a document of its own, with a number above all others."""
     batch, length = microbatch.tokens_BS.shape
@@ -272,14 +272,17 @@ def _seen(
     if documents is not None:
         documents = F.pad(documents, (0, whole - documents.shape[1]), value=_FILLING)
     sights = {
-        window: Sight(None if window is None or window >= whole else window, documents)
+        window: AttentionMask(None if window is None or window >= whole else window, documents)
         for window in windows(model)
     }
     if context.ring.size == 1:
         device = microbatch.tokens_BS.device
-        return {window: Among(sight, batch, whole, device) for window, sight in sights.items()}
+        return {
+            window: SequenceMask(sight, batch, whole, device) for window, sight in sights.items()
+        }
     own = length * context.heads.size
     ends = document_ends(documents, own)
     return {
-        window: Circle(context.ring, own, sight, ends, kernels) for window, sight in sights.items()
+        window: RingMask(context.ring, own, sight, ends, kernels)
+        for window, sight in sights.items()
     }

@@ -37,7 +37,7 @@ Blocks = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
-class EightBits:
+class Fp8Matmul:
     """Matrix products in 8 bits. scaling: what shares a scale. Numbers are e4m3, but with one scale
     per tensor gradients are e5m2, because their range is wider (Micikevicius et al. 2022)."""
 
@@ -178,7 +178,7 @@ def _ends_of(matrices_EOI: Tensor) -> Tensor:
     return (rows * torch.arange(1, experts + 1, device=matrices_EOI.device)).int()
 
 
-def check_eight_bits(config: RunConfig, device: torch.device, kernels: Kernels) -> str | None:
+def check_fp8(config: RunConfig, device: torch.device, kernels: Kernels) -> str | None:
     """Check how this run multiplies in 8 bits.
 
     Returns:
@@ -199,13 +199,13 @@ def check_eight_bits(config: RunConfig, device: torch.device, kernels: Kernels) 
             f"warning: {what} is emulated on a {device.type}: it rounds as on a GPU, and is slower "
             "than without"
         )
-    reason = EightBits(scaling, kernels).refusal(device, dtype)
+    reason = Fp8Matmul(scaling, kernels).refusal(device, dtype)
     if reason is None:
         return None
     others = [
         f"train.fp8={other}"
         for other in SCALINGS
-        if other != scaling and EightBits(other, kernels).refusal(device, dtype) is None
+        if other != scaling and Fp8Matmul(other, kernels).refusal(device, dtype) is None
     ]
     raise UserError(
         f"{what} would run as the reference on this GPU, slower than without: {reason}; use "

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Tally:
+class LayerStatistics:
     """Sums of one step on this rank. counts: by name. losses: parts that are added to the model's
     loss."""
 
@@ -22,9 +22,9 @@ class Tally:
         """Add the scalar `value` to the part `name` of the loss."""
         _add(self.losses, name, value)
 
-    def copied(self) -> Tally:
+    def copied(self) -> LayerStatistics:
         """Return a copy of the numbers in memory of its own."""
-        made = Tally()
+        made = LayerStatistics()
         made.counts = {name: value.clone() for name, value in self.counts.items()}
         made.losses = {name: value.clone() for name, value in self.losses.items()}
         return made

@@ -17,20 +17,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
-from megaframe.model.block import Embedding, Head, Predictor, tokens_at_the_end
+from megaframe.model.block import Embedding, MultiTokenPredictor, OutputHead, output_token_table
 from megaframe.model.forward_context import Frame
 from megaframe.ops.autograd import backward
 from megaframe.parameters.parameter import Module
 
-Done = Callable[[Module], None]
+UnitDone = Callable[[Module], None]
 """Called with each unit when a microbatch adds nothing more to its gradients, in that order. It is
 called with the head as soon as its loss is computed: only gradients of norms are missing then."""
-Values = Callable[[Module], AbstractContextManager[None]]
+UnitValues = Callable[[Module], AbstractContextManager[None]]
 """Returns a context in which the values of a unit are on this rank."""
 
 
 @dataclass
-class Kept:
+class PostProcessState:
     """What the end keeps of one microbatch between forward and backward.
 
     leaves: the streams after the last block and after each predictor.
@@ -47,7 +47,7 @@ class Kept:
     d_normed: list[Tensor] = field(default_factory=list)
 
 
-class End:
+class PostProcess:
     """The predictors and the head; `units` lists them in the order of the forward pass.
 
     embedding: the model's embedding if it is on this rank, for a tied head and for predictors.
@@ -56,27 +56,29 @@ class End:
 
     def __init__(self, config: RunConfig, embedding: Embedding | None) -> None:
         model, train = config.model, config.train
-        self.tokens = tokens_at_the_end(model, embedding)
-        self.head = Head(config, self.tokens)
-        self.predictors: list[Predictor] = []
+        self.tokens = output_token_table(model, embedding)
+        self.head = OutputHead(config, self.tokens)
+        self.predictors: list[MultiTokenPredictor] = []
         for index in range(model.mtp_depth):
             assert self.tokens is not None
-            self.predictors.append(Predictor(model, index, self.tokens, self.head.norms[index]))
+            self.predictors.append(
+                MultiTokenPredictor(model, index, self.tokens, self.head.norms[index])
+            )
         self.units: list[Module] = [*self.predictors, self.head]
         self._share = train.mtp_weight / max(1, model.mtp_depth)
         self._again = train.recompute == "full"
         self._ahead: Tensor | None = None
 
     def forward(
-        self, x: Tensor, microbatch: Microbatch, frame: Frame, scale: Tensor, values: Values
-    ) -> tuple[Tensor, Kept]:
+        self, x: Tensor, microbatch: Microbatch, frame: Frame, scale: Tensor, values: UnitValues
+    ) -> tuple[Tensor, PostProcessState]:
         """Compute all losses with their gradients.
 
         Returns the loss of the next token summed over valid tokens (fp64 scalar), and what the
         backward pass needs. Gradients are of scale * (this sum + the weighted loss sums of the
         tokens further ahead).
         """
-        kept = Kept(microbatch, frame, [x.detach().requires_grad_()])
+        kept = PostProcessState(microbatch, frame, [x.detach().requires_grad_()])
         for predictor, (tokens, _) in zip(self.predictors, microbatch.ahead, strict=True):
             with values(predictor), torch.set_grad_enabled(not self._again):
                 x = predictor(kept.leaves[-1], tokens, frame)
@@ -89,7 +91,7 @@ class End:
             self._ahead = mean if self._ahead is None else self._ahead + mean
         return loss, kept
 
-    def _losses(self, kept: Kept, scale: Tensor) -> list[Tensor]:
+    def _losses(self, kept: PostProcessState, scale: Tensor) -> list[Tensor]:
         """Return the loss sum of each depth, beginning with the next token."""
         labels = [kept.microbatch.labels_BS, *(labels for _, labels in kept.microbatch.ahead)]
         losses: list[Tensor] = []
@@ -103,7 +105,7 @@ class End:
             losses.append(result.loss)
         return losses
 
-    def backward(self, kept: Kept, values: Values, finish: Done) -> Tensor:
+    def backward(self, kept: PostProcessState, values: UnitValues, finish: UnitDone) -> Tensor:
         """Return the gradient of the stream after the last block. Calls `finish` with each
         predictor, in reverse order."""
         for index, predictor in reversed([*enumerate(self.predictors)]):
@@ -118,7 +120,7 @@ class End:
             finish(predictor)
         return self._from_the_loss(kept)
 
-    def _from_the_loss(self, kept: Kept) -> Tensor:
+    def _from_the_loss(self, kept: PostProcessState) -> Tensor:
         """Backpropagate the last loss, and return the gradient of its leaf. A predictor after the
         leaf has already added its part."""
         backward(kept.normed.pop(), kept.d_normed.pop())
@@ -133,7 +135,9 @@ class End:
         taken, self._ahead = self._ahead, None
         return taken
 
-    def evaluate(self, x: Tensor, microbatch: Microbatch, frame: Frame, values: Values) -> Tensor:
+    def evaluate(
+        self, x: Tensor, microbatch: Microbatch, frame: Frame, values: UnitValues
+    ) -> Tensor:
         """Return the summed cross-entropy of the next token, without gradients."""
         with values(self.head):
             normed = self.head.norm(x, frame.kernels)

@@ -25,7 +25,7 @@ _HOSTS = ("cpu", "meta")
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionMask:
     """Which keys of its sample a query sees: itself and the tokens before it, at most `window`
     tokens in all. If documents_BS is given, only tokens with the same document number."""
 
@@ -78,8 +78,8 @@ def attend(
     """Return the output [B, Q, N, V] and the log-sum-exp [B, N, Q]. The latter is in at least fp32,
     and -inf where a query sees no key.
 
-    mask: as from `Sight.mask`; None if nothing is hidden by a mask. causal: with as many queries as
-    keys, each query sees itself and what is before it. scale: of the scores.
+    mask: as from `AttentionMask.mask`; None if nothing is hidden by a mask. causal: with as many
+    queries as keys, each query sees itself and what is before it. scale: of the scores.
     """
     query, key, value = _heads_first(query_BQND, key_BKGD, value_BKGV)
     if in_products(query_BQND, key_BKGD, mask):

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.ops.attention_tiles import Sight, Tile
+from megaframe.ops.attention_tiles import AttentionMask, Tile
 from megaframe.ops.kernel_dispatch import Kernels
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ faster products."""
 
 
 @dataclass(frozen=True)
-class Among:
+class SequenceMask:
     """Which tokens of `batch` whole samples of `length` tokens each other token attends to."""
 
-    sight: Sight
+    sight: AttentionMask
     batch: int
     length: int
     device: torch.device
@@ -84,7 +84,7 @@ class Among:
 
 
 def spans_of(
-    sight: Sight, batch: int, queries: Tensor, keys: Tensor | None, *, causal: bool = True
+    sight: AttentionMask, batch: int, queries: Tensor, keys: Tensor | None, *, causal: bool = True
 ) -> Spans:
     """Return the keys that queries see, as spans.
 
@@ -112,7 +112,7 @@ def spans_of(
 
 
 def attend_by_kernel(
-    kernels: Kernels, query_BQND: Tensor, key_BKGD: Tensor, value_BKGV: Tensor, among: Among,
+    kernels: Kernels, query_BQND: Tensor, key_BKGD: Tensor, value_BKGV: Tensor, among: SequenceMask,
     scale: float,
 ) -> Tensor | None:  # fmt: skip
     """Compute attention [B, S, N, V] by a kernel. Return None if no kernel takes these

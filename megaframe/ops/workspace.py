@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Scratch:
+class Workspace:
     """Scratch memory of one stage. Its layers run one after the other, so all of them use the same
     memory."""
 

@@ -158,7 +158,7 @@ class Optimizer:
         `bucket_of`. The gradients of units that share buckets are complete after the first one.
         halves: the unit's late part has buckets of its own."""
         first = units[0]
-        apart = first.late if halves else None
+        apart = first.second_half if halves else None
         behind = set() if apart is None else {*apart.parameters()}
         every = dict.fromkeys(p for unit in units for p in unit.parameters())
         new = [p for p in every if p not in bucket_of]
@@ -172,9 +172,9 @@ class Optimizer:
         for unit in units:
             self._owned[id(unit)] = []
             self._used[id(unit)] = used
-            if unit.late is not None:
-                self._owned[id(unit.late)] = []
-                self._used[id(unit.late)] = []
+            if unit.second_half is not None:
+                self._owned[id(unit.second_half)] = []
+                self._used[id(unit.second_half)] = []
         self._owned[id(first)] = [b for b in early if b.optimizer is not None]
         if apart is not None:
             self._owned[id(apart)] = [b for b in late if b.optimizer is not None]
@@ -247,7 +247,7 @@ class Optimizer:
     def take(self, unit: Module, *, whole: bool = True) -> None:
         """Return when a unit's values are here; if not `whole`, those that only its late part uses
         may still be missing."""
-        late = () if whole or unit.late is None else self._used[id(unit.late)]
+        late = () if whole or unit.second_half is None else self._used[id(unit.second_half)]
         self._residents.take(self._used[id(unit)], late)
 
     def take_late(self, late: Module) -> None:

@@ -15,11 +15,10 @@ from functools import partial
 import torch
 
 from megaframe.config import Optim, RunConfig
-from megaframe.config.numbers import either
 from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.partition import Division
 from megaframe.distributed.mesh import Mesh
-from megaframe.errors import UserError
+from megaframe.errors import UserError, join_or
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.element_ids import Numbering
@@ -172,7 +171,7 @@ def frozen_names(config: RunConfig) -> frozenset[str]:
             near = get_close_matches(pattern, names, 3, 0.0)
             raise UserError(
                 f"optim.frozen={pattern} matches none of the {len(names)} parameters; "
-                f"the nearest are {either(near)}"
+                f"the nearest are {join_or(near)}"
             )
         found.update(fits)
     if len(found) == len(names):

@@ -193,7 +193,7 @@ class Module:
                 yield parameter
 
     @property
-    def late(self) -> Module | None:
+    def second_half(self) -> Module | None:
         """The part of a unit that its forward pass uses last and its backward pass finishes first,
         so that its transfers overlap with the computation of the rest. None if there is none."""
         return None

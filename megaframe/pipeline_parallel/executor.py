@@ -22,11 +22,12 @@ from megaframe.distributed.interleaving import HandOver, Pair
 from megaframe.distributed.mesh import Mesh
 from megaframe.metrics import Part
 from megaframe.model.forward_context import rows_of
-from megaframe.model.layer_statistics import Tally
+from megaframe.model.layer_statistics import LayerStatistics
+from megaframe.model.output_head import UnitDone
 from megaframe.optim.optimizer import Optimizer, Update
 from megaframe.parameters.parameter import Module
 from megaframe.pipeline_parallel.nonfinite import Sign, largest, sign
-from megaframe.pipeline_parallel.stage import Done, Stage
+from megaframe.pipeline_parallel.stage import Stage
 from megaframe.schedule import Action, Kind, Schedule
 from megaframe.training.cuda_graph import Compute, Graph, Passed
 
@@ -52,7 +53,7 @@ class Outcome:
     ahead: Tensor
     update: Update
     signs: Sequence[Sign]
-    tallies: Sequence[Tally]
+    tallies: Sequence[LayerStatistics]
 
 
 class Engine:
@@ -298,7 +299,7 @@ class _Passes:
         if not split:
             self._completed(number)
 
-    def _done(self, stage: int) -> Done:
+    def _done(self, stage: int) -> UnitDone:
         return partial(self._engine.optimizer.reduce, last=stage in self._reducing)
 
     def _completed(self, stage: int) -> None:

@@ -20,22 +20,22 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaframe.architecture.stages import StagePlan
 from megaframe.config import RunConfig
-from megaframe.context_parallel.context import Context
+from megaframe.context_parallel.context import ContextParallel
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import ALONE, Group
 from megaframe.distributed.interleaving import HandOver
 from megaframe.distributed.mesh import ranks_on_this_node
-from megaframe.expert_parallel.dispatch import Places
-from megaframe.model.block import Block, Embedding, EmulatedBlock, Head
-from megaframe.model.block_boundary import Seam
-from megaframe.model.dropout import Keys
-from megaframe.model.forward_context import Frame, Left, do_all, make_frame
-from megaframe.model.fp8 import EightBits
-from megaframe.model.layer_statistics import Tally
-from megaframe.model.output_head import Done, End, Kept, Values
+from megaframe.expert_parallel.dispatch import ExpertParallel
+from megaframe.model.block import Embedding, EmulatedBlock, OutputHead, TransformerBlock
+from megaframe.model.block_boundary import BlockBoundary
+from megaframe.model.dropout import DropoutKeys
+from megaframe.model.forward_context import DeferredGradient, Frame, do_all, make_frame
+from megaframe.model.fp8 import Fp8Matmul
+from megaframe.model.layer_statistics import LayerStatistics
+from megaframe.model.output_head import PostProcess, PostProcessState, UnitDone, UnitValues
 from megaframe.ops.autograd import backward
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
-from megaframe.ops.workspace import Scratch
+from megaframe.ops.workspace import Workspace
 from megaframe.parameters.parameter import PRECISIONS, Module, Parameter
 from megaframe.parameters.spec import ParamSpec
 from megaframe.pipeline_parallel.activation_offload import Shelf, Stored
@@ -71,9 +71,9 @@ class Here:
 Look = Callable[[bool, int, int, int, Tensor], object]
 """Called with: backward, stage, microbatch, block (-1 for the embedding), and the result of the
 pass, an output or a gradient."""
-_WHOLE = Context()
+_WHOLE = ContextParallel()
 """The context of a rank that has whole samples."""
-_HERE = Places()
+_HERE = ExpertParallel()
 """The places of experts if this rank has all of them."""
 
 
@@ -92,8 +92,8 @@ class Flight:
     inputs: list[Tensor | Stored] = field(default_factory=list)
     outputs: list[GradientEdge | None] = field(default_factory=list)
     embedded: GradientEdge | None = None
-    end: Kept | None = None
-    left: list[tuple[Module, list[Left]]] = field(default_factory=list)
+    end: PostProcessState | None = None
+    left: list[tuple[Module, list[DeferredGradient]]] = field(default_factory=list)
 
 
 class Stage:
@@ -115,8 +115,8 @@ class Stage:
         plan: StagePlan,
         tensor: Group,
         embedding: Embedding | None = None,
-        context: Context = _WHOLE,
-        experts: Places = _HERE,
+        context: ContextParallel = _WHOLE,
+        experts: ExpertParallel = _HERE,
         kernels: Kernels = NO_KERNELS,
     ) -> None:
         self.config, self.plan, self.tensor, self.context = config, plan, tensor, context
@@ -125,16 +125,16 @@ class Stage:
         wanted = config.parallel.symmetric_memory == "auto"
         node_size = config.parallel.node_size or ranks_on_this_node()
         fp8 = config.train.fp8
-        self._eight = None if fp8 == "none" else EightBits(fp8, kernels)
+        self._eight = None if fp8 == "none" else Fp8Matmul(fp8, kernels)
         wanted = wanted and self._eight is None  # the fused products do not multiply in 8 bits
         self._symmetric = wanted and symmetric_memory.available(tensor, node_size)
         self.embedding = Embedding(config) if plan.first else None
         emulate = config.model.emulate
-        self.blocks: list[Block | EmulatedBlock] = [
-            Block(config.model, layer) if emulate is None else EmulatedBlock(emulate)
+        self.blocks: list[TransformerBlock | EmulatedBlock] = [
+            TransformerBlock(config.model, layer) if emulate is None else EmulatedBlock(emulate)
             for layer in plan.blocks
         ]
-        self.end = End(config, self.embedding or embedding) if plan.last else None
+        self.end = PostProcess(config, self.embedding or embedding) if plan.last else None
         first = [] if self.embedding is None else [self.embedding]
         last = [] if self.end is None else self.end.units
         self.units: list[Module] = [*first, *self.blocks, *last]
@@ -144,10 +144,10 @@ class Stage:
         """Called with the result of each block while a faulty one is being looked for."""
         moe, drops = config.model.moe, config.model.dropout > 0
         random = drops or (moe is not None and moe.jitter > 0)
-        self._keys = Keys(config.run.seed) if random else None
+        self._keys = DropoutKeys(config.run.seed) if random else None
         self._flights: dict[int, Flight] = {}
-        self._tally = Tally()
-        self._scratch = Scratch()
+        self._tally = LayerStatistics()
+        self._scratch = Workspace()
         self._away: Shelf | None = None
 
     def first(self, *, backward: bool) -> Module | None:
@@ -157,7 +157,7 @@ class Stage:
         return next(iter(self._backward_units()), None)
 
     @property
-    def head(self) -> Head | None:
+    def head(self) -> OutputHead | None:
         """The model's head on the last stage, else None."""
         return None if self.end is None else self.end.head
 
@@ -186,7 +186,7 @@ class Stage:
         microbatch: Microbatch,
         scale: Tensor,
         x: Tensor | None = None,
-        done: Done | None = None,
+        done: UnitDone | None = None,
         following: Module | None = None,
         hand_over: HandOver | None = None,
     ) -> Tensor:
@@ -232,7 +232,7 @@ class Stage:
         self,
         number: int,
         gradient: Tensor | None = None,
-        done: Done | None = None,
+        done: UnitDone | None = None,
         following: Module | None = None,
         hand_over: HandOver | None = None,
         *,
@@ -241,7 +241,7 @@ class Stage:
         """Run the backward pass of microbatch `number`.
 
         gradient: that of this stage's output, None on the last stage.
-        done: called with each unit whose gradients this call completes, after its late part.
+        done: called with each unit whose gradients this call completes, after its second half.
         following, hand_over: as in `forward`.
         split: leave the weight gradients of matrices for `weight_backward`; `done` is not called.
         Returns the gradient of this stage's input; on the first stage, that of the embedding's
@@ -287,7 +287,7 @@ class Stage:
         return gradient
 
     @torch.no_grad()  # as in autograd's own backward pass, where this work would otherwise run
-    def weight_backward(self, number: int, done: Done | None = None) -> None:
+    def weight_backward(self, number: int, done: UnitDone | None = None) -> None:
         """Compute the weight gradients that the split backward of microbatch `number` left. done:
         as in `backward`."""
         flight = self._flights.pop(number)
@@ -297,8 +297,8 @@ class Stage:
                 pass  # does the unit's work; transfers for the next work are started meanwhile
             left.clear()
             if done is not None:
-                if unit.late is not None:
-                    done(unit.late)
+                if unit.second_half is not None:
+                    done(unit.second_half)
                 done(unit)
 
     @torch.no_grad()
@@ -334,10 +334,10 @@ class Stage:
 
     def _values(
         self, units: Sequence[Module], following: Module | None = None, *, whole: bool = True
-    ) -> Values:
+    ) -> UnitValues:
         """Return the contexts of a pass over `units`. In the context of a unit its values are on
-        this rank (without `whole`, those of its late part only from the seam on), and the values of
-        the next unit are being fetched. `following` is the next unit after the last."""
+        this rank (without `whole`, those of its second half only from the seam on), and the values
+        of the next unit are being fetched. `following` is the next unit after the last."""
         coming = dict(zip(units, [*units[1:], following], strict=False))  # there may be none
 
         @contextmanager
@@ -354,13 +354,13 @@ class Stage:
         if self.look is not None and made is not None:
             self.look(backward, self.plan.number, microbatch, block, made.detach())
 
-    def take_tally(self) -> Tally:
+    def take_tally(self) -> LayerStatistics:
         """Return the tally of all microbatches since the last call, and start a new one."""
-        taken, self._tally = self._tally, Tally()
+        taken, self._tally = self._tally, LayerStatistics()
         return taken
 
     def _frame(
-        self, microbatch: Microbatch, keys: Keys | None, scale: Tensor | None = None
+        self, microbatch: Microbatch, keys: DropoutKeys | None, scale: Tensor | None = None
     ) -> Frame:
         return make_frame(
             self.config.model,
@@ -375,7 +375,7 @@ class Stage:
             experts=self.experts,
             scale=scale,
             tally=self._tally,
-            seam=Seam(self.keeper.take_late),
+            seam=BlockBoundary(self.keeper.take_late),
             scratch=self._scratch,
             kernels=self.kernels,
             eight=self._eight,
@@ -390,8 +390,8 @@ def build_stages(
     config: RunConfig,
     plans: Sequence[StagePlan],
     tensor: Group,
-    context: Context = _WHOLE,
-    experts: Places = _HERE,
+    context: ContextParallel = _WHOLE,
+    experts: ExpertParallel = _HERE,
     kernels: Kernels = NO_KERNELS,
 ) -> Mapping[int, Stage]:
     """Return the stages of one rank by number. If the first and the last stage are both on this

@@ -16,8 +16,8 @@ import numpy as np
 
 from megaframe.architecture.context import context_mistakes
 from megaframe.architecture.experts import expert_mistakes
-from megaframe.config.numbers import divisors
 from megaframe.config.schema import RunConfig
+from megaframe.errors import divisors
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.candidates import SCHEDULES, Array, Candidates
 from megaframe.planner.sizes import RECOMPUTE

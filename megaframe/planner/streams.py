@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from megaframe.architecture.context import exchanging_ranks
-from megaframe.config.numbers import axis_sizes
 from megaframe.config.schema import RunConfig
-from megaframe.layout import AXIS_SETS, DATA_PARTS, EXPERT_SETS
+from megaframe.layout import AXIS_SETS, DATA_PARTS, EXPERT_SETS, axis_sizes
 
 _COPIES = 2
 """Streams that bring metrics to the host and copy a checkpoint."""

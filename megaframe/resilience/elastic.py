@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 
 from megaframe.config import Parallel, RunConfig
-from megaframe.config.numbers import divisors
-from megaframe.errors import UserError
+from megaframe.errors import UserError, divisors
 from megaframe.validate.run import mistakes
 
 _MODEL_AXES = ("tensor", "pipeline", "context", "expert", "expert_tensor")

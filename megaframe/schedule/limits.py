@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from megaframe.config.numbers import either
+from megaframe.errors import join_or
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,21 @@ def name_mistakes(
         yield f"{_count(microbatches)}, but needs at least 1; raise train.global_batch"
     if name not in LIMITS:
         near = get_close_matches(name, NAMES, n=2, cutoff=0.5)
-        use = f"; did you mean {either(near)}?" if near else ""
+        use = f"; did you mean {join_or(near)}?" if near else ""
         yield f"parallel.schedule={name} is not one of {', '.join(NAMES)} and file:PATH{use}"
         return
     limits = LIMITS[name]
     near_chunks = limits.nearest_chunks(chunks)
     if near_chunks != chunks >= 1:
-        fitting = either(n for n, other in LIMITS.items() if other.nearest_chunks(chunks) == chunks)
+        fitting = join_or(
+            n for n, other in LIMITS.items() if other.nearest_chunks(chunks) == chunks
+        )
         yield (
             f"parallel.schedule={name} does not run parallel.chunks={chunks}; "
             f"use parallel.chunks={near_chunks}, or parallel.schedule={fitting}"
         )
     if limits.fill and 1 <= microbatches < ranks:
-        free = either(n for n, other in LIMITS.items() if _fits(other, chunks))
+        free = join_or(n for n, other in LIMITS.items() if _fits(other, chunks))
         yield (
             f"{_count(microbatches)}, but parallel.schedule={name} needs at least "
             f"parallel.pipeline={ranks}; use train.global_batch or train.microbatch for {ranks} "

@@ -14,7 +14,7 @@ from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Normal, ParamSpec
 
 
-class Table(Module):
+class EmbeddingTable(Module):
     """A table whose rows are looked up by number. The backward pass adds rows directly to the
     gradient bucket."""
 

@@ -15,12 +15,11 @@ import torch
 
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
-from megaframe.config.numbers import axis_sizes
 from megaframe.distributed.device import hidden_gpu, host_memory
 from megaframe.distributed.mesh import ranks_on_this_node
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import DEFAULT, Cluster, device_cluster, load_cluster
-from megaframe.layout import Layout
+from megaframe.layout import Layout, axis_sizes
 from megaframe.planner.advice import decision
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.enumerate import FREE

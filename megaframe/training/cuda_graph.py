@@ -26,7 +26,7 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.graph_capture import Recording, unordered
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
-from megaframe.model.layer_statistics import Tally
+from megaframe.model.layer_statistics import LayerStatistics
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.pipeline_parallel.nonfinite import Sign
 from megaframe.validate.cuda_graph import graph_reasons
@@ -45,7 +45,7 @@ class Passed:
     loss: Tensor
     ahead: Tensor
     signs: Sequence[Sign]
-    tallies: Sequence[Tally]
+    tallies: Sequence[LayerStatistics]
 
     def copied(self) -> Passed:
         """Return a copy in memory that no graph writes."""

@@ -22,7 +22,7 @@ from megaframe.distributed.nccl_communicators import allow_abort
 from megaframe.distributed.nccl_settings import Settings
 from megaframe.distributed.numa import bind
 from megaframe.distributed.rank_progress import Place
-from megaframe.errors import LostRanks, UserError, leave
+from megaframe.errors import LostRanks, UserError, report_and_exit
 from megaframe.layout import Layout
 from megaframe.resilience.signals import Launcher
 from megaframe.training.trainer import Trainer
@@ -92,7 +92,7 @@ def _train(
             if not isinstance(error, LostRanks) and not ended:
                 if mesh.ends_with_others:
                     lock.release()
-                    leave(error, mesh.rank)
+                    report_and_exit(error, mesh.rank)
                 raise
             why = mesh.leave(error if isinstance(error, LostRanks) else LostRanks(str(error), ()))
             assert trainer is not None, "ranks begin again from the loop over steps"

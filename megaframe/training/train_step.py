@@ -18,12 +18,12 @@ from megaframe.architecture.experts import near_experts
 from megaframe.architecture.pipeline import forward_schedule, step_schedule
 from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig
-from megaframe.context_parallel.context import Context
+from megaframe.context_parallel.context import ContextParallel
 from megaframe.data.microbatch import Microbatch, look_ahead, part_of
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
-from megaframe.expert_parallel.dispatch import Places
+from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.layout import EXPERT_SETS
-from megaframe.model.fp8 import check_eight_bits
+from megaframe.model.fp8 import check_fp8
 from megaframe.ops.compile import Compiled
 from megaframe.ops.kernel_dispatch import make_kernels
 from megaframe.optim.optimizer import Optimizer, Tied
@@ -55,12 +55,12 @@ class Pipeline:
         self.rank_of = rank_of = self.schedule.rank_of
         here = mesh.coordinate["pipeline"]
         plans = [plan for plan in stage_plans(config) if rank_of[plan.number] == here]
-        self.context = Context(*mesh.divide_context(exchanging_ranks(config.parallel)))
+        self.context = ContextParallel(*mesh.divide_context(exchanging_ranks(config.parallel)))
         experts = _places(config, mesh)
         tensor = mesh.group("tensor")
         compiler = _compiler(config, tell)
         self.kernels = kernels = make_kernels(config, mesh.device, compiler, tell)
-        self._warning = check_eight_bits(config, mesh.device, kernels)
+        self._warning = check_fp8(config, mesh.device, kernels)
         self.stages = build_stages(config, plans, tensor, self.context, experts, kernels)
         ends = rank_of[0], rank_of[-1]
         shared = config.model.tie_embeddings or config.model.mtp_depth > 0
@@ -130,14 +130,14 @@ class Pipeline:
         return [part_of(one, self.context.index, self.context.size) for one in microbatches]
 
 
-def _places(config: RunConfig, mesh: Mesh) -> Places:
+def _places(config: RunConfig, mesh: Mesh) -> ExpertParallel:
     """Return where the experts are: the groups of ranks that have them, and the dispatch method.
     All ranks of the world must call this."""
     if config.model.moe is None:
-        return Places()
+        return ExpertParallel()
     mesh.add_groups(EXPERT_SETS)
     near = near_experts(config.parallel, config.parallel.node_size or ranks_on_this_node())
-    return Places(
+    return ExpertParallel(
         mesh.group("expert"),
         *mesh.divide_experts(near),
         mesh.group("expert_tensor"),

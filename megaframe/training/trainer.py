@@ -34,7 +34,7 @@ from megaframe.data_parallel.bucket import UNSENT
 from megaframe.distributed.collectives import all_reduce, barrier
 from megaframe.distributed.device import brought
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
-from megaframe.errors import Unreadable, UserError
+from megaframe.errors import UnreadableFile, UserError
 from megaframe.metrics import Meter, StepTimer
 from megaframe.metrics.expert_load import ExpertMeter
 from megaframe.metrics.memory import out_of_memory
@@ -388,7 +388,7 @@ class Trainer:
         wrong = ""
         try:
             state = self._load(source)
-        except Unreadable as error:
+        except UnreadableFile as error:
             wrong = str(error)
         wrong = self.saving.agree(wrong)
         if wrong:
@@ -400,7 +400,8 @@ class Trainer:
 
     def _load(self, source: Checkpoint) -> RunState:
         """Load this rank's tensors from a checkpoint. Returns the rest of the checkpoint's state.
-        Raises `Unreadable` if this rank cannot read it, and `UserError` if it is of another run."""
+        Raises `UnreadableFile` if this rank cannot read it, and `UserError` if it is of another
+        run."""
         with source as checkpoint:
             state = read_state(checkpoint)
             check_same_run(state.config, self.config, checkpoint.path)

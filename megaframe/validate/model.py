@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megaframe.architecture.windows import window_mistakes
 from megaframe.config.model import Model
-from megaframe.config.numbers import nearest_divisors
+from megaframe.errors import nearest_divisors
 from megaframe.validate.mla import latent_mistakes
 
 

@@ -11,17 +11,10 @@ from collections.abc import Iterator, Mapping
 from megaframe.architecture.context import context_mistakes
 from megaframe.architecture.experts import expert_mistakes
 from megaframe.config.describe import shown
-from megaframe.config.numbers import (
-    TIMES,
-    axis_sizes,
-    divisors,
-    either,
-    nearest_multiples,
-)
 from megaframe.config.schema import BatchRamp, Checkpoint, Optim, RunConfig, Train
 from megaframe.config.url import is_url, url_mistake
-from megaframe.errors import UserError
-from megaframe.layout import Layout
+from megaframe.errors import TIMES, UserError, divisors, join_or, nearest_multiples
+from megaframe.layout import Layout, axis_sizes
 from megaframe.schedule import schedule_mistakes
 from megaframe.validate.cuda_graph import graph_reasons
 from megaframe.validate.model import model_mistakes
@@ -195,7 +188,7 @@ def _ramp(ramp: BatchRamp, top: int, together: int, on_ranks: str) -> Iterator[s
             f"train.global_batch={top}, {top - start}"
         )
     if wrong:
-        yield f"{'; '.join(wrong)}; use {either(_ramps(ramp, top, together))}"
+        yield f"{'; '.join(wrong)}; use {join_or(_ramps(ramp, top, together))}"
 
 
 def _ramps(ramp: BatchRamp, top: int, together: int) -> Iterator[str]:
@@ -207,7 +200,7 @@ def _ramps(ramp: BatchRamp, top: int, together: int) -> Iterator[str]:
     if ramp.increment in fitting:
         below = min(top, ramp.start) // ramp.increment * ramp.increment
         starts = (size for size in (below, below + ramp.increment) if 0 < size <= top)
-        yield f"train.batch_ramp.start={either(starts)}"
+        yield f"train.batch_ramp.start={join_or(starts)}"
         return
     smaller = [size for size in fitting if size < ramp.increment][-1:]
     larger = [size for size in fitting if size > ramp.increment][:1]
@@ -228,7 +221,7 @@ def _stages(config: RunConfig) -> Iterator[str]:
                 f"parallel.chunks={layers // pipeline}",
                 f"parallel.pipeline={layers // chunks}",
             ]
-        valid = either(text for text in mend if not text.endswith("=0"))
+        valid = join_or(text for text in mend if not text.endswith("=0"))
         yield f"{what} is {stages} stages for model.layers={layers}; use {valid}"
         return
     given = parallel.layers_per_stage
@@ -378,7 +371,7 @@ def _optimizer(optim: Optim) -> Iterator[str]:
         if value is not None and optim.name not in with_momentum:
             yield (
                 f"optim.{key}={shown(value)} has no effect with optim.name={optim.name}; leave it "
-                f"out, or use optim.name={either(with_momentum)}"
+                f"out, or use optim.name={join_or(with_momentum)}"
             )
     if optim.nesterov and optim.momentum == 0:
         yield (

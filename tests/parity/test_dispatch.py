@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaframe.distributed.interleaving import Turn
 from megaframe.distributed.mesh import Mesh
-from megaframe.expert_parallel.dispatch import SENT_NOWHERE, Places, route
+from megaframe.expert_parallel.dispatch import DROPPED, ExpertParallel, route_tokens
 from megaframe.expert_parallel.paths import back, there
 from megaframe.layout import EXPERT_SETS, Layout
 from megaframe.parameters.spec import share
@@ -21,10 +21,10 @@ KINDS = ("all_to_all", "all_gather", "hierarchical", "deduplicated")
 ROUTINGS = {
     "random": lambda order, rank: order,
     "all to one rank": lambda order, rank: torch.tensor([[4, 2]]).repeat(ROWS, 1),
-    "one expert takes all": lambda order, rank: torch.tensor([[3, SENT_NOWHERE]]).repeat(ROWS, 1),
+    "one expert takes all": lambda order, rank: torch.tensor([[3, DROPPED]]).repeat(ROWS, 1),
     "experts without rows": lambda order, rank: torch.tensor([[0, 5]]).repeat(ROWS, 1),
-    "some choices are dropped": lambda order, rank: order.masked_fill(order % 3 == 0, SENT_NOWHERE),
-    "nothing is sent": lambda order, rank: torch.full_like(order, SENT_NOWHERE),
+    "some choices are dropped": lambda order, rank: order.masked_fill(order % 3 == 0, DROPPED),
+    "nothing is sent": lambda order, rank: torch.full_like(order, DROPPED),
     "a rank without rows": lambda order, rank: order[: 0 if rank == 1 else ROWS],
 }
 
@@ -47,12 +47,12 @@ def sent(kind):
     mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=60)
     mesh.add_groups(EXPERT_SETS)
     near, far = mesh.divide_experts(NEAR)
-    places = Places(mesh.group("expert"), near, far, mesh.group("expert_tensor"), kind=kind)
+    places = ExpertParallel(mesh.group("expert"), near, far, mesh.group("expert_tensor"), kind=kind)
     groups, turn, found = (places.axis, near, far), Turn(), {}
     for routing in ROUTINGS:
         chosen = chosen_by(routing, mesh.rank)
         x = rows_of(mesh.rank, len(chosen))
-        way = route(chosen, EXPERTS, places)
+        way = route_tokens(chosen, EXPERTS, places)
         for group in groups:
             group.traffic.take()
         arrived = there([*way.rows, way.last], turn).cross(x)
@@ -80,7 +80,7 @@ def test_rows_reach_their_experts_and_come_home(kind, pool):
                     for source, of_one in enumerate(chosen)
                 ]
                 assert sorted(arrived.tolist()) == sorted(torch.cat(wanted).tolist())
-            valid = chosen[rank] != SENT_NOWHERE
+            valid = chosen[rank] != DROPPED
             assert torch.equal(home, rows_of(rank, len(valid)) * valid.sum(1, keepdim=True))
             assert torch.equal(gates, valid.double())
             assert moved == closed_form(kind, rank, chosen, owner), routing
@@ -117,7 +117,7 @@ def waits(kind):
     mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=60)
     mesh.add_groups(EXPERT_SETS)
     near, far = mesh.divide_experts(NEAR)
-    places = Places(mesh.group("expert"), near, far, mesh.group("expert_tensor"), kind=kind)
+    places = ExpertParallel(mesh.group("expert"), near, far, mesh.group("expert_tensor"), kind=kind)
     chosen, found = chosen_by("random", mesh.rank), []
 
     class Unknown(TorchDispatchMode):
@@ -127,10 +127,10 @@ def waits(kind):
             return function(*args, **(kwargs or {}))
 
     tolist = torch.Tensor.tolist
-    route(chosen, EXPERTS, places)
+    route_tokens(chosen, EXPERTS, places)
     with pytest.MonkeyPatch.context() as patch, Unknown():
         patch.setattr(torch.Tensor, "tolist", lambda given: found.append(given) or tolist(given))
-        route(chosen, EXPERTS, places)
+        route_tokens(chosen, EXPERTS, places)
     mesh.close()
     return len(found)
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.config import Parallel
-from megaframe.config.numbers import divisors
-from megaframe.errors import UserError
+from megaframe.errors import UserError, divisors
 from megaframe.layout import DENSE_VIEW, EXPERT_VIEW, Layout
 
 sizes = st.sampled_from([1, 1, 2, 3, 4])

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megaframe.config import RunConfig, load
-from megaframe.errors import EXIT_USER_ERROR, UserError, reported
+from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENTRY = str(ROOT / "pretrain_gpt.py")
@@ -47,7 +47,7 @@ def main() -> None:
     given = parse_arguments()
     words = [*(["--config", given.config] if given.config else []), *given.overrides]
     os.environ.update(settings(os.environ))
-    with reported():
+    with report_errors():
         config = load(given.config, given.overrides)
         if config.checkpoint.resume is None and os.environ["PET_MAX_RESTARTS"] != "0":
             raise UserError(

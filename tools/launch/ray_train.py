@@ -23,7 +23,7 @@ from typing import Any
 
 from megaframe.config import RunConfig
 from megaframe.dashboard.sweep import ENTRY, run_of
-from megaframe.errors import EXIT_USER_ERROR, UserError, reported
+from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 
 ENDED = "ray-status"
 """File in the run folder in which the first rank's worker leaves the status for this program."""
@@ -34,7 +34,7 @@ ASKED_TO_LEAVE = (138, 143)
 def main() -> None:
     """Check the command line, run the ranks, and exit with the status of the run."""
     arguments = parse_arguments()
-    with reported():
+    with report_errors():
         config, words = run_of(arguments.run)
         if arguments.failures and config.checkpoint.resume is None:
             raise UserError(

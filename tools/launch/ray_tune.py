@@ -40,7 +40,7 @@ from megaframe.dashboard.sweep import (
     trial_command,
     values_after,
 )
-from megaframe.errors import reported
+from megaframe.errors import report_errors
 
 _PAUSE = 0.5
 
@@ -48,7 +48,7 @@ _PAUSE = 0.5
 def main() -> None:
     """Run the sweep, and write and print its summary; exit with status 1 if all trials failed."""
     arguments = parse_arguments()
-    with reported():
+    with report_errors():
         config, words = run_of(arguments.run)
         space = space_of(arguments.sweep)
         check_space(space, words)

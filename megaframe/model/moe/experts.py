@@ -22,7 +22,7 @@ from torch import Tensor
 from megaframe.config import Model, Moe
 from megaframe.expert_parallel.paths import Dealt, Local
 from megaframe.model.forward_context import Frame
-from megaframe.model.fp8 import EightBits
+from megaframe.model.fp8 import Fp8Matmul
 from megaframe.model.mlp import activate, activate_again
 from megaframe.ops.matmul import product_into
 from megaframe.parameters.parameter import Module, Parameter
@@ -185,7 +185,7 @@ class _Piece:
         else:
             weight.add_grouped(left_nO, right_nI, self.ends, self.frame.kernels)
 
-    def _eight(self, *widths: int) -> EightBits | None:
+    def _eight(self, *widths: int) -> Fp8Matmul | None:
         """Return what multiplies by a matrix of these dims in 8 bits, or None."""
         eight = self.frame.eight
         return eight if eight is not None and eight.takes(*widths) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megaframe.config import Model, Moe
-from megaframe.expert_parallel.dispatch import route
+from megaframe.expert_parallel.dispatch import route_tokens
 from megaframe.expert_parallel.paths import back, there
 from megaframe.model.forward_context import Frame
 from megaframe.model.mlp import MLP
@@ -35,7 +35,7 @@ class MixtureOfExperts(Module):
         chosen, gates = self.router(normed, frame)
         moe = self.router.moe
         kernels = NO_KERNELS if moe.capacity else frame.kernels  # kernels cannot drop choices
-        way = route(chosen, moe.experts, frame.experts, kernels)
+        way = route_tokens(chosen, moe.experts, frame.experts, kernels)
         going = there(way.rows, frame.turn)
         ticket = going.depart(normed)
         weights = there(way.gates, frame.turn).cross(gates)

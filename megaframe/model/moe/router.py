@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megaframe.config import Model, Moe
 from megaframe.distributed.collectives import all_reduce
-from megaframe.expert_parallel.dispatch import SENT_NOWHERE
+from megaframe.expert_parallel.dispatch import DROPPED
 from megaframe.model.forward_context import Frame
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.parameters.parameter import Module, Parameter
@@ -147,7 +147,7 @@ class Router(Module):
         dropped = order[nth >= most]
         if torch.is_grad_enabled():
             frame.tally.add("dropped_choices", frame.counted[dropped // choices].sum())
-        return chosen.index_fill(0, dropped, SENT_NOWHERE).view(rows, choices)
+        return chosen.index_fill(0, dropped, DROPPED).view(rows, choices)
 
 
 class _Logits(torch.autograd.Function):

@@ -21,8 +21,8 @@ assert "torch" not in sys.modules, "the stand-in comes before torch"
 library = ctypes.CDLL(os.environ["FAKE_CUDA_LIBRARY"], ctypes.RTLD_GLOBAL)
 
 _HERE = Path(__file__).resolve().parent
-_PROJECT = tuple(str(_HERE.parents[1] / name) for name in ("megaframe", "kernels", "tests"))
-_STANDIN, _PROGRAMS = str(_HERE), str(_HERE / "programs.py")
+_PROJECT = tuple(str(_HERE.parents[2] / name) for name in ("megaframe", "kernels", "tests"))
+_SUPPORT, _PROGRAMS = str(_HERE), str(_HERE / "programs.py")
 _REPORTER, _CALL = CFUNCTYPE(None, c_char_p, c_char_p), CFUNCTYPE(None)
 _SIGNATURES = {
     "set_reporter": (None, _REPORTER),
@@ -87,7 +87,7 @@ def report(kind, text):
 
 def _place():
     stack = [f for f in reversed(traceback.extract_stack()) if f.filename.startswith(_PROJECT)]
-    own = [f for f in stack if not f.filename.startswith(_STANDIN) or f.filename == _PROGRAMS]
+    own = [f for f in stack if not f.filename.startswith(_SUPPORT) or f.filename == _PROGRAMS]
     return " < ".join(f"{Path(f.filename).name}:{f.name}" for f in own[:3])
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from megaframe.config import RunConfig, Source, dump, explain, load
 from megaframe.config.describe import keys
 from megaframe.config.foreign import known_elsewhere
-from megaframe.config.numbers import axis_sizes, fewest_ranks
 from megaframe.config.schema import Parallel
 from megaframe.config.url import text_mistake
 from megaframe.errors import UserError
+from megaframe.layout import axis_sizes, fewest_ranks
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12).filter(
     lambda text: text_mistake(text) is None

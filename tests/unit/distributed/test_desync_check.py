@@ -17,7 +17,7 @@ from megaframe.distributed.fake_group import Alike
 from megaframe.distributed.group import Group
 from megaframe.distributed.rank_progress import Place
 from megaframe.distributed.variable_size import all_to_all_uneven
-from megaframe.errors import OutOfStep
+from megaframe.errors import CollectiveMismatch
 
 
 class Named(Alike):
@@ -87,7 +87,7 @@ def test_ranks_differ_where_the_order_of_a_group_or_of_a_direction_differs(calls
     if agree(*map(sequences, calls)):
         start(second, calls[1])
     else:
-        with pytest.raises(OutOfStep):
+        with pytest.raises(CollectiveMismatch):
             start(second, calls[1])
 
 
@@ -96,7 +96,7 @@ def difference(first, second):
     one, other = groups(2)
     one.place.act("", "0F1")
     first(one)
-    with pytest.raises(OutOfStep) as raised:
+    with pytest.raises(CollectiveMismatch) as raised:
         second(other)
     assert sorted(raised.value.ranks) == [0, 1]
     said = str(raised.value)
@@ -136,7 +136,7 @@ def test_parts_of_another_size_than_their_receiver_expects_are_seen():
     all_to_all_uneven(of(9, 4), [5, 4], [2, 4], second)
     all_to_all_uneven(of(3, 4), [1, 2], [1, 5], first)
     with pytest.raises(
-        OutOfStep, match=r"receive of .* \[3, 4\] from rank 0 .* send of .* \[2, 4\]"
+        CollectiveMismatch, match=r"receive of .* \[3, 4\] from rank 0 .* send of .* \[2, 4\]"
     ):
         all_to_all_uneven(of(9, 4), [5, 4], [3, 4], second)
 
@@ -148,10 +148,12 @@ def test_a_ring_that_turns_the_other_way_and_another_length_are_seen():
 
     first, second, _ = groups(3)
     around(first, 2)
-    with pytest.raises(OutOfStep, match=r"starts pass_on back of any shape .* started pass_on of"):
+    with pytest.raises(
+        CollectiveMismatch, match=r"starts pass_on back of any shape .* started pass_on of"
+    ):
         around(second, 2, back=True)
     first, second, third = groups(3)
     around(first, 2)
     around(third, 2)
-    with pytest.raises(OutOfStep, match=r"send of torch.float64 \[5\] to rank 2"):
+    with pytest.raises(CollectiveMismatch, match=r"send of torch.float64 \[5\] to rank 2"):
         around(second, 5)

@@ -2,7 +2,7 @@
 
 import torch
 
-from megaframe.model.dropout import Dropout, Keys
+from megaframe.model.dropout import Dropout, DropoutKeys
 
 CHANNELS, LENGTH = 64, 50
 
@@ -15,7 +15,7 @@ def dropped(samples, place="blocks.0.mlp", step=0, rate=0.3, seed=1):
 
 
 def keys_of(seed, step):
-    keys = Keys(seed)
+    keys = DropoutKeys(seed)
     keys.begin(step)
     return keys
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tolerances import assert_near
 
-from megaframe.model.fp8 import EightBits
+from megaframe.model.fp8 import Fp8Matmul
 from megaframe.model.moe import experts
 from megaframe.ops.kernel_dispatch import NO_KERNELS
 
@@ -42,7 +42,7 @@ def test_one_product_of_all_experts_is_the_loop_over_them(activation, build, mak
 @pytest.mark.parametrize("counts", [(3, 0, 200, 129, 0), (0, 0), (40,)])
 def test_in_8_bits_all_experts_at_once_are_each_alone(scaling, dtype, counts):
     """Both round alike: only the order of sums differs."""
-    eight, generator = EightBits(scaling, NO_KERNELS), torch.Generator().manual_seed(0)
+    eight, generator = Fp8Matmul(scaling, NO_KERNELS), torch.Generator().manual_seed(0)
 
     def random(*shape):
         return torch.randn(shape, generator=generator, dtype=dtype)

@@ -95,14 +95,14 @@ def gradients(build, microbatch, train):
     done = []
 
     def tell(part):
-        owner = next((unit for unit in built.stage.units if unit.late is part), None)
+        owner = next((unit for unit in built.stage.units if unit.second_half is part), None)
         if owner is not None:  # it can be sent while the rest of the unit computes
             assert not any(p.fresh for p in matrices(part))
             assert all(p.fresh for p in matrices(owner) if p not in {*part.parameters()})
         done.append(part)
 
     built.stage.backward(0, done=tell)
-    parts = [part for unit in built.stage.units[:-1] for part in (unit, unit.late) if part]
+    parts = [part for unit in built.stage.units[:-1] for part in (unit, unit.second_half) if part]
     assert done == parts[::-1]
     return loss
 

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from tolerances import assert_near, unit_roundoff
 
 from megaframe.config import Model
-from megaframe.context_parallel.context import Context
-from megaframe.context_parallel.ring import Circle, document_ends
+from megaframe.context_parallel.context import ContextParallel
+from megaframe.context_parallel.ring import RingMask, document_ends
 from megaframe.data.microbatch import Microbatch, zigzag
 from megaframe.distributed.collectives import ALONE, Ring
-from megaframe.expert_parallel.dispatch import Places
+from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.model.attention import _among_here
-from megaframe.model.block_boundary import Seam
+from megaframe.model.block_boundary import BlockBoundary
 from megaframe.model.forward_context import make_frame
-from megaframe.model.layer_statistics import Tally
+from megaframe.model.layer_statistics import LayerStatistics
 from megaframe.ops import attention_tiles, cpu_attention, local_attention
-from megaframe.ops.attention_tiles import Sight, attend, attend_backward, merge
-from megaframe.ops.workspace import Scratch
+from megaframe.ops.attention_tiles import AttentionMask, attend, attend_backward, merge
+from megaframe.ops.workspace import Workspace
 
 pytestmark = pytest.mark.numeric
 
@@ -95,13 +95,13 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
     query, key, value, numbers = samples(length, documents, generator, value_width)
     shape = (*query.shape[:3], value_width)
     d_out = torch.randn(shape, dtype=torch.float64, generator=generator)
-    sight, places = Sight(window, numbers), torch.arange(length)
+    sight, places = AttentionMask(window, numbers), torch.arange(length)
     wanted = whole(query, key, value, sight.mask(places, places), d_out)
     found = [torch.zeros_like(tensor) for tensor in (d_out, query, key, value)]
     parts = [zigzag(places, index, ranks, 0) for index in range(ranks)]
     for here, mine in enumerate(parts):
         ends = document_ends(numbers, 2 * piece)
-        circle = Circle(Ring(here, ranks), 2 * piece, sight, ends)
+        circle = RingMask(Ring(here, ranks), 2 * piece, sight, ends)
         out = torch.zeros_like(d_out[:, mine])
         lse = torch.full((BATCH, HEADS, len(mine)), -math.inf, dtype=torch.float64)
         order = [(here - step) % ranks for step in range(ranks)]
@@ -148,12 +148,12 @@ def test_tiles_among_tokens_that_are_here_are_the_whole(
     generator = torch.Generator().manual_seed(seed)
     query, key, value, numbers = samples(length, documents, generator, value_width)
     d_out = torch.randn(*query.shape[:3], value_width, dtype=torch.float64, generator=generator)
-    sight, places = Sight(window, numbers), torch.arange(length)
+    sight, places = AttentionMask(window, numbers), torch.arange(length)
     wanted = whole(query, key, value, sight.mask(places, places), d_out)
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_attention, "_QUERIES", 4)
-        seen = local_attention.Among(sight, BATCH, length, query.device)
+        seen = local_attention.SequenceMask(sight, BATCH, length, query.device)
         out = _among_here(*leaves, seen, SCALE)
         out.backward(d_out)
     found = (out, *(x.grad for x in leaves))
@@ -244,7 +244,7 @@ def test_ranks_compute_equally_much_and_need_no_mask(ranks):
     """Under a causal mask, a tile is the rank's own triangle or a rectangle of half the square."""
     length = 12
     for here in range(ranks):
-        circle = Circle(Ring(here, ranks), length, Sight(None, None), None)
+        circle = RingMask(Ring(here, ranks), length, AttentionMask(None, None), None)
         for there in range(ranks):
             (tile,) = circle.tiles(there)
             queries, keys = (len(range(*s.indices(length))) for s in (tile.queries, tile.keys))
@@ -257,9 +257,9 @@ def test_what_nobody_sees_is_not_computed():
     ranks, piece = 4, 3
     numbers = torch.arange(2 * ranks).repeat_interleave(piece).expand(BATCH, -1)
     for here in range(ranks):
-        near = Circle(Ring(here, ranks), 2 * piece, Sight(piece, None), None)
+        near = RingMask(Ring(here, ranks), 2 * piece, AttentionMask(piece, None), None)
         ends = document_ends(numbers, 2 * piece)
-        alone = Circle(Ring(here, ranks), 2 * piece, Sight(None, numbers), ends)
+        alone = RingMask(Ring(here, ranks), 2 * piece, AttentionMask(None, numbers), ends)
         for there in range(ranks):
             assert bool(near.tiles(there)) == (abs(here - there) <= 1)
             assert len(alone.tiles(there)) == 2 * (here == there)
@@ -278,15 +278,15 @@ def test_a_frame_has_a_circle_for_each_window_and_asks_for_documents_once(monkey
         torch.float32,
         None,
         tensor=ALONE,
-        context=Context(ring=Ring(1, 4)),
+        context=ContextParallel(ring=Ring(1, 4)),
         selective=False,
         chunks=1,
         symmetric=False,
-        experts=Places(),
+        experts=ExpertParallel(),
         scale=None,
-        tally=Tally(),
-        seam=Seam(),
-        scratch=Scratch(),
+        tally=LayerStatistics(),
+        seam=BlockBoundary(),
+        scratch=Workspace(),
     )
     sights = {window: circle.sight.window for window, circle in frame.seen.items()}
     assert sights == {5: 5, None: None, 40: None}, "32 tokens are all that 40 would see"

@@ -153,7 +153,8 @@ def test_collectives_of_two_communicators_in_opposite_orders_are_found():
 
     layout = Layout(tensor=2, data=2)
     simulate(calls_of_each(layout, work({0, 1, 2, 3})))
-    with pytest.raises(Deadlock, match=r"rank \d, device: all_reduce .* \[test_layouts.py:\d+\]"):
+    waits = r"rank \d, device: all_reduce .* \[test_nccl_layouts.py:\d+\]"
+    with pytest.raises(Deadlock, match=waits):
         simulate(calls_of_each(layout, work({1, 2})))
 
 
@@ -170,5 +171,5 @@ def test_another_size_on_one_rank_is_found(kind):
         "collective": r"rank 0: all_reduce float32 4 .*, rank 1: all_reduce float32 5 ",
         "message": r"rank 0: send float32 4 to rank 1 .*, rank 1: receive float32 5 from rank 0 ",
     }
-    with pytest.raises(Mismatch, match=told[kind] + r".*\[test_layouts.py:\d+\]"):
+    with pytest.raises(Mismatch, match=told[kind] + r".*\[test_nccl_layouts.py:\d+\]"):
         simulate(calls_of_each(Layout(data=2), work))
