@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+PEERS = ROOT / "benchmarks/peers"
 MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """Processor flags that decide the speed of fp32 and bf16 matrix products."""
 

@@ -1,10 +1,10 @@
 """Which implementation runs: by a committed table of measurements, or by name.
 
 The table `choices.json` lists implementations per chip and kernel, fastest first, and is meant to
-be written from what `benchmarks/gpu_check.py` measures. Nothing is timed when a run starts, so two
-runs on the same kind of chip compute alike. The first implementation in the list that can run is
-used, and the reasons why earlier ones are not are kept. An implementation requested by name either
-runs or is an error.
+be written from what `benchmarks/gpu/gpu_check.py` measures. Nothing is timed when a run starts, so
+two runs on the same kind of chip compute alike. The first implementation in the list that can run
+is used, and the reasons why earlier ones are not are kept. An implementation requested by name
+either runs or is an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Constants: what chips of a generation achieve, as six numbers; and what trainers do.
 
-The six numbers are fitted to one half of the published tables (`benchmarks/published.py --fit`) or
-measured (`tools/measure_kernels.py`). Everything in `Software` is a fact from a trainer's paper or
-source code, and is never fitted.
+The six numbers are fitted to one half of the published tables (`benchmarks/prediction/published.py
+--fit`) or measured (`tools/measure_kernels.py`). Everything in `Software` is a fact from a
+trainer's paper or source code, and is never fitted.
 """
 
 from __future__ import annotations

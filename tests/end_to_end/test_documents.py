@@ -17,7 +17,7 @@ from megaframe.errors import UserError
 
 NOT_HERE = {
     "make test": "is what runs this test",
-    ".venv/bin/python benchmarks/published.py --write": "test_predictions.py runs it",
+    ".venv/bin/python benchmarks/prediction/published.py --write": "test_predictions.py runs it",
 }
 GUIDES = (
     "start",

@@ -20,7 +20,7 @@ from megaframe.config import load
 from megaframe.validate.run import check
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]
+sys.path[:0] = [str(ROOT / "benchmarks" / name) for name in ("cpu", "network", "peers")]
 import context_ours  # noqa: E402
 import data_cpu  # noqa: E402
 import experts_loop  # noqa: E402

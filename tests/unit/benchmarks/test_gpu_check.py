@@ -15,20 +15,20 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
 import gpu_check  # noqa: E402
 import kernel_bench  # noqa: E402
-import limited  # noqa: E402
+import time_limit  # noqa: E402
 import training_gpu  # noqa: E402
 from gpu_goals import goals, order_of, table  # noqa: E402
 from kernel_bench import Ceilings, Measurement, Pass, Timing, error_of, pass_of, share  # noqa: E402
 from kernel_cases import MIDDLE, REAL, TINY, Case, Work, cases  # noqa: E402
-from limited import run_limited, told, write_json  # noqa: E402
 from megaframe_kernels.registry import KERNELS  # noqa: E402
+from time_limit import run_limited, told, write_json  # noqa: E402
 
 
 def command(*arguments):
-    given = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--dry", *arguments]
+    given = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "gpu_check.py"), "--dry", *arguments]
     return subprocess.run(given, capture_output=True, text=True)
 
 
@@ -314,7 +314,7 @@ def test_rows_that_are_left_out_stay_as_they_were(monkeypatch):
 
 @pytest.mark.slow
 def test_tests_end_as_pytest_says(tmp_path, monkeypatch):
-    monkeypatch.setattr(limited, "_GRACE", 60.0)  # even a slow pytest reports its failures
+    monkeypatch.setattr(time_limit, "_GRACE", 60.0)  # even a slow pytest reports its failures
     good, bad, slow = (tmp_path / f"test_{name}.py" for name in ("good", "bad", "slow"))
     good.write_text("def test_failed_errors(): pass")
     bad.write_text("def test_one(): pass\ndef test_two(): assert 1 == 2")
@@ -348,7 +348,7 @@ def test_tests_of_steps_are_there_and_what_has_no_time_is_left_out():
 
 
 def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(limited, "_GRACE", 0.2)
+    monkeypatch.setattr(time_limit, "_GRACE", 0.2)
     mark = tmp_path / "pid"
     script = f"sleep 60 & echo $! > {mark}; echo begun; wait"
     for limits in ({"seconds": 1.0}, {"seconds": 50.0, "quiet": 1.0}):
