@@ -16,8 +16,8 @@ from megaframe.config.compare import TRAINING_ONLY, differences
 from megaframe.config.foreign import without_former
 from megaframe.config.schema import Data
 from megaframe.errors import UserError
+from megaframe.ops.cpu_routines import CPURoutines
 from megaframe.optim.optimizer import OptimizerState
-from megaframe.training.autotune import Routines
 
 STATE, AVERAGE = "optimizer.", "optimizer.ema/"
 """Prefixes of the names of optimizer state, and of averages of weights, in a checkpoint."""
@@ -59,7 +59,7 @@ class RunState(BaseModel):
     loss: float
     grad_norm: float
     history: HistoryState = HistoryState()
-    routines: Routines = Routines()
+    routines: CPURoutines = CPURoutines()
 
 
 def initial_state(config: RunConfig) -> RunState:
