@@ -21,8 +21,8 @@ from megaframe.optim.state_offload import STAYS, Parts, Route
 
 _CHUNK, _GPU_CHUNK = BLOCK << 10, BLOCK << 15
 """Elements at a time: 1 MiB of each tensor, which caches hold and beside which the calls of a chunk
-take little time (benchmarks/cpu/cache_constants.py), and what keeps a GPU busy. `OFFLOAD_CHUNK` is for
-what is copied to a GPU."""
+take little time (benchmarks/cpu/cache_constants.py), and what keeps a GPU busy.
+`OFFLOAD_CHUNK` is for what is copied to a GPU."""
 _LARGEST_NUMBER = 1 << 30
 """Numbers of draws start again after so many, because they are multiplied in 64 bits."""
 _WEIGHTS = "weights"
