@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaframe.config.schema import Optim
+from megaframe.config.schema import OptimConfig
 
 OFFLOAD_CHUNK = 1 << 21
 """Elements of a chunk of state in host memory (`optim.offload`): enough that the start of a copy
@@ -11,12 +11,12 @@ OFFLOAD_BUFFERS = 3
 """Chunks on the device at once: one arrives, one is computed with, one goes back."""
 
 
-def num_moments(optim: Optim) -> int:
+def num_moments(optim: OptimConfig) -> int:
     """Return the number of moments that the optimizer keeps per element; for Muon, of matrices."""
     return {"adamw": 2, "lion": 1}.get(optim.name, 1 if optim.momentum != 0 else 0)
 
 
-def moment_bytes(optim: Optim, master: int) -> float:
+def moment_bytes(optim: OptimConfig, master: int) -> float:
     """Return the bytes of one moment per element.
 
     Args:
@@ -26,14 +26,14 @@ def moment_bytes(optim: Optim, master: int) -> float:
     return {"bf16": 2.0, "int8": 1.0 + 4 / 256}.get(optim.state, float(master))
 
 
-def state_bytes_per_element(optim: Optim, master: int) -> float:
+def state_bytes_per_element(optim: OptimConfig, master: int) -> float:
     """Return the bytes of optimizer state per element, including a moving average of the weights;
     for Muon, of matrices. master: bytes of an element in master precision."""
     moments = num_moments(optim) * moment_bytes(optim, master)
     return moments + (master if optim.ema is not None else 0)
 
 
-def offload_bytes_per_element(optim: Optim, master: int, *, weights: bool) -> float:
+def offload_bytes_per_element(optim: OptimConfig, master: int, *, weights: bool) -> float:
     """Return the bytes per element that offloaded state takes in a buffer on the device.
 
     Args:

@@ -21,7 +21,7 @@ from megaframe.architecture.optimizer_state import (
 )
 from megaframe.architecture.output_head import max_logits_per_chunk
 from megaframe.architecture.stages import StagePlan
-from megaframe.config.schema import Optim, Parallel, RunConfig
+from megaframe.config.schema import OptimConfig, ParallelConfig, RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.planner.activations import activations
 from megaframe.schedule import Action
@@ -302,7 +302,7 @@ def memory(
     )
 
 
-def _transfers(parallel: Parallel) -> int:
+def _transfers(parallel: ParallelConfig) -> int:
     """Return how many consecutive transfers a reduction takes until a rank has its part."""
     return 2 if parallel.compress == "powersgd" and parallel.data_replicate == 1 else 1
 
@@ -339,7 +339,7 @@ def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
     return sum(map(_in_use, parts)) + sum(set(rest))
 
 
-def _unsent(parallel: Parallel, held: Held, ranks: int, expert_ranks: int) -> int:
+def _unsent(parallel: ParallelConfig, held: Held, ranks: int, expert_ranks: int) -> int:
     """Return the elements of the residuals that compression carries from step to step: one for each
     element of a matrix that a rank sends. Between replicas it sends only its own part."""
     if parallel.compress == "none":
@@ -355,7 +355,9 @@ def _unsent(parallel: Parallel, held: Held, ranks: int, expert_ranks: int) -> in
     return sum(sum(sizes) for among, sizes in sent if among > 1)
 
 
-def state_bytes(optim: Optim, own: int, ends: int, master: int, *, saved: bool = False) -> int:
+def state_bytes(
+    optim: OptimConfig, own: int, ends: int, master: int, *, saved: bool = False
+) -> int:
     """Return the bytes of optimizer state of `own` parameters, `ends` of which are not matrices of
     blocks.
 
@@ -369,7 +371,7 @@ def state_bytes(optim: Optim, own: int, ends: int, master: int, *, saved: bool =
     return math.ceil(total)
 
 
-def away_width(optim: Optim, precision: str) -> float:
+def away_width(optim: OptimConfig, precision: str) -> float:
     """Return the bytes per element that the host keeps under `optim.offload`: its state (under Muon
     that of matrices), and the weight in master precision if the model computes in another one."""
     width = WIDTH[precision]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megaframe.architecture.output_head import max_logits_per_chunk
-from megaframe.config.schema import Data, RunConfig
+from megaframe.config.schema import DataConfig, RunConfig
 from megaframe.data.indexed import TokenFile
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.preprocessing.documents import texts
@@ -139,7 +139,7 @@ def score(
     context: int,
     stride: int,
     batch: int = 8,
-    data: Data | None = None,
+    data: DataConfig | None = None,
     token_bytes: NDArray[np.integer] | None = None,
 ) -> list[Score]:
     """Return the score of each passage.
@@ -203,7 +203,7 @@ def _check(stage: Stage, passages: Sequence[Passage], context: int, stride: int)
 
 
 def _microbatch(
-    rows: Sequence[tuple[Passage, Window]], data: Data | None, device: torch.device
+    rows: Sequence[tuple[Passage, Window]], data: DataConfig | None, device: torch.device
 ) -> Microbatch:
     """Stack windows into a microbatch with inputs [W, S]. Padding comes after a window's tokens,
     where none of them attends to it, and has no label."""
@@ -216,7 +216,7 @@ def _microbatch(
         labels_WS[row, first:length] = passage.tokens[window.first + 1 : window.end + 1]
         if passage.beginnings is not None:
             beginnings_WT[row, : length + 1] = passage.beginnings[window.begin : window.end + 1]
-    heed = data or Data()
+    heed = data or DataConfig()
     if heed.mask_eod:
         labels_WS[beginnings_WT[:, 1:]] = IGNORE
     numbers = documents(beginnings_WT[:, :-1]) if heed.reset_attention else None
