@@ -41,7 +41,7 @@ from harness import Spread, commit, machine
 from lab_ranks import LIMIT, Host, hosts, start_ranks
 from workload import WORKLOAD, Workload
 
-from megaframe.config import Emulate
+from megaframe.config import EmulationConfig
 
 if TYPE_CHECKING:
     from megaframe.distributed.mesh import Mesh
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 RANKS = 2
 SHAPE = replace(WORKLOAD, vocab=2048)
 STAGES = (1, 2, 3)
-WAITS = Emulate(forward=0.05, backward=0.05, weight=0.05)
+WAITS = EmulationConfig(forward=0.05, backward=0.05, weight=0.05)
 """Seconds of a block, about as long as a real one computes."""
 LATE = 0.6
 """Share of the MLP in them."""
@@ -210,7 +210,7 @@ class MegaframeRank:
 
         seconds = WAITS.model_dump()
         first, second = (
-            EmulatedBlock(Emulate(**{kind: share * seconds[kind] for kind in seconds}))
+            EmulatedBlock(EmulationConfig(**{kind: share * seconds[kind] for kind in seconds}))
             for share in (1 - LATE, LATE)
         )
 

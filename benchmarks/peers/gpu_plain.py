@@ -15,13 +15,13 @@ from gpu_workload import batches, read, run
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megaframe.config import Model
+from megaframe.config import ModelConfig
 
 
 class TorchNorm(nn.Module):
     """LayerNorm or RMSNorm by torch."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.kind, self.eps = model.norm, model.norm_eps
         self.gain = nn.Parameter(torch.ones(model.hidden))
@@ -38,7 +38,7 @@ class TorchAttention(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, model: Model, seq: int) -> None:
+    def __init__(self, model: ModelConfig, seq: int) -> None:
         super().__init__()
         self.heads, self.groups, self.width = model.heads, model.kv_heads, model.head_dim
         outputs = (model.heads + 2 * model.kv_heads) * model.head_dim
@@ -76,7 +76,7 @@ def activate(kind: str, x: Tensor) -> Tensor:
 class TorchMLP(nn.Module):
     """Plain or gated MLP."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.kind = model.activation
         wide = model.ffn * (2 if model.activation == "swiglu" else 1)
@@ -90,7 +90,7 @@ class TorchMLP(nn.Module):
 class TorchExperts(nn.Module):
     """The k best experts of a softmax, with weights normalised to sum to one."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         assert model.moe is not None
         self.kind, self.k = model.activation, model.moe.top_k
@@ -120,7 +120,7 @@ class TorchExperts(nn.Module):
 class TorchBlock(nn.Module):
     """Pre-norm transformer block."""
 
-    def __init__(self, model: Model, seq: int) -> None:
+    def __init__(self, model: ModelConfig, seq: int) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = TorchNorm(model), TorchNorm(model)
         self.attention = TorchAttention(model, seq)
@@ -134,7 +134,7 @@ class TorchBlock(nn.Module):
 class TorchHead(nn.Module):
     """Final norm, logits and mean cross-entropy."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.norm = TorchNorm(model)
 
@@ -146,7 +146,7 @@ class TorchHead(nn.Module):
 class TorchGPT(nn.Module):
     """Tables, blocks and head."""
 
-    def __init__(self, model: Model, seq: int) -> None:
+    def __init__(self, model: ModelConfig, seq: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(model.vocab or 1, model.hidden)
         self.positions = nn.Embedding(seq, model.hidden) if model.position == "learned" else None

@@ -20,7 +20,7 @@ from functools import wraps
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megaframe.config import Emulate, RunConfig
+from megaframe.config import EmulationConfig, RunConfig
 
 if TYPE_CHECKING:
     from megaframe.distributed.mesh import Mesh
@@ -134,7 +134,7 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
     units = [block for stage in pipeline.stages.values() for block in stage.blocks]
     blocks = [block for block in units if isinstance(block, EmulatedBlock)]
     for block in blocks:
-        block.times = Emulate()
+        block.times = EmulationConfig()
     stages = tuple(pipeline.stages.values())
     for stage in stages:
         for name in ("forward", "backward", "weight_backward"):

@@ -23,7 +23,7 @@ from typing import Any
 from megaframe.architecture.buckets import bucket_blocks
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
-from megaframe.config.shipped import config_path
+from megaframe.config.load import config_path
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.block_costs import block
