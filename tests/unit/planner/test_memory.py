@@ -14,8 +14,8 @@ from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.planner.activations import block_bytes
-from megaframe.planner.memory import Held, memory
-from megaframe.planner.parameter_counts import held
+from megaframe.planner.memory import memory
+from megaframe.planner.parameter_counts import Held, held
 from megaframe.schedule import Action, Kind
 from megaframe.training.train_step import Pipeline
 
