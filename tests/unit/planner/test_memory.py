@@ -71,7 +71,7 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             built.stage.forward(0, microbatch, torch.ones((), dtype=torch.float64))
-        of_end = built.stage._flights[0].end
+        of_end = built.stage._flights[0].post_process
         for tensor in (*of_end.leaves, *of_end.d_normed):
             keep(tensor)
         known = [bucket.parameters[0].value for bucket in built.optimizer.buckets]
