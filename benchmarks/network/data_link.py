@@ -129,7 +129,7 @@ def measure(given: argparse.Namespace) -> Measured:
     mesh = Mesh(Layout(data=RANKS), device="cpu", timeout=LIMIT)
     turns: list[list[Callable[[], dict[str, float]]]] = []
     for stage in STAGES:
-        ours = Ours(mesh, stage, shape_of(given))
+        ours = MegaframeRank(mesh, stage, shape_of(given))
         if given.blocks == "wait":
             ours.let_blocks_wait()
         turns.append([ours.step, ours.compute, ours.communicate])
@@ -164,7 +164,7 @@ def timed(name: str, work: Callable[[], object]) -> Callable[[], dict[str, float
     return run
 
 
-class Ours:
+class MegaframeRank:
     """megaframe on one rank at one ZeRO stage. Its turns return {what was measured: seconds}."""
 
     def __init__(self, mesh: Mesh, zero: int, shape: Workload) -> None:
@@ -214,12 +214,12 @@ class Ours:
             for share in (1 - LATE, LATE)
         )
 
-        class Waiting(TransformerBlock):
+        class WaitingBlock(TransformerBlock):
             def __call__(self, x: torch.Tensor, frame: Frame) -> torch.Tensor:
                 return second(frame.seam.cross(first(x, frame), self.mlp), frame)
 
         for block in self.stage.blocks:
-            block.__class__ = Waiting
+            block.__class__ = WaitingBlock
 
     def step(self) -> dict[str, float]:
         """Run a step as in training."""

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megaframe.architecture.output_head import max_logits_per_chunk
 from megaframe.config.schema import DataConfig, RunConfig
 from megaframe.data.indexed import TokenFile
 from megaframe.data.microbatch import IGNORE, Microbatch
@@ -30,7 +31,6 @@ from megaframe.data.samples import Split, documents, positions
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
 from megaframe.pipeline_parallel.stage import Stage
-from megaframe.planner.memory import most_logits
 
 _ENCODED_AT_ONCE = 256
 _PIECE = 1 << 24
@@ -122,7 +122,7 @@ def log_probabilities(stage: Stage, microbatch: Microbatch) -> tuple[Tensor, Ten
     x = stage.hidden(microbatch)
     labels = microbatch.labels_BS.flatten()
     places = (labels != IGNORE).nonzero().flatten()
-    rows = max(1, most_logits(host=x.device.type == "cpu") // head.weight.value.shape[0])
+    rows = max(1, max_logits_per_chunk(host=x.device.type == "cpu") // head.weight.value.shape[0])
     likelihoods, greedy = [], []
     for piece in places.split(rows):
         logits_TV, wanted = head.logits(x[piece]), labels[piece]
