@@ -1,7 +1,8 @@
 """Published measurements compared with predictions.
 
-Without arguments it prints the errors of every table. `--write` makes `docs/prediction.md` and its
-plot. `--fit FAMILY` fits the constants of a generation of chips to every other row of its tables.
+Without arguments it prints the errors of every table. `--write` makes
+`docs/reference/prediction.md` and its plot. `--fit FAMILY` fits the constants of a generation of
+chips to every other row of its tables.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megaframe.planner.constants import Constants, constants_of
 from megaframe.planner.step import Prediction, model_flops, predict
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "prediction.md"
+PAGE = ROOT / "docs" / "reference" / "prediction.md"
 PLOT = ROOT / "docs" / "images" / "prediction.svg"
 FITTED = {
     # Bounds of each constant.
@@ -251,7 +252,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--fit", metavar="FAMILY", choices=("a100", "h100"))
-    parser.add_argument("--write", action="store_true", help="make docs/prediction.md and its plot")
+    pages = "make docs/reference/prediction.md and its plot"
+    parser.add_argument("--write", action="store_true", help=pages)
     given = parser.parse_args()
     if given.fit:
         found = fit(given.fit)

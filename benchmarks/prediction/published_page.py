@@ -26,7 +26,7 @@ makes this page and its plot:
 .venv/bin/python benchmarks/prediction/published.py --write
 ```
 
-![predicted against measured](images/prediction.svg)
+![predicted against measured](../images/prediction.svg)
 
 {summary}
 
@@ -84,7 +84,7 @@ which its layers do not add up to its parameters, and chunks of one layer, as in
 recipes of that month that has chunks (NeMo-Megatron-Launcher, 2 July 2024).
 - **Facts left out.** Sources contain six more facts, from what norms read to how DeepSpeed's \
 pipeline sends. None brings vTrain on 64 nodes below 6%, and where they change anything, some \
-table misses the limit of its test ([log](log.md#predicted-steps), with numbers).
+table misses the limit of its test ([log](../log.md#predicted-steps), with numbers).
 """
 
 _NOTES = """\
@@ -186,7 +186,7 @@ def _absent_told(lines: Sequence[PublishedPrediction]) -> str:
         f"**These {len(lines)} of the authors' 109 rows leave out the fastest** of that model: "
         f"tensor 4, 4 stages, microbatches of 2, {line.row.seconds:.1f} s. It is also predicted to "
         f"be the fastest, {line.seconds:.1f} s. Among all 109 rows the four choices lose 0, 4.5, 0 "
-        "and 0.6% ([log](log.md#predicted-steps))."
+        "and 0.6% ([log](../log.md#predicted-steps))."
     )
 
 
