@@ -71,7 +71,9 @@ def test_no_rule_stops_or_breaks_a_limit_however_tight(problem, placement, rule)
     ranks, chunks, microbatches, costs, limit = problem
     capacity = chunks if limit is None else int(limit * chunks)
     rank_of = ranks_of_stages(ranks, chunks, placement)
-    program = schedule_greedily(SchedulingProblem.from_costs(rank_of, microbatches, costs, capacity), rule)
+    program = schedule_greedily(
+        SchedulingProblem.from_costs(rank_of, microbatches, costs, capacity), rule
+    )
     timeline = simulate(program, costs)
     assert sum(map(len, program.steps)) == 3 * ranks * chunks * microbatches
     assert max(timeline.peak_activations) * chunks <= capacity
@@ -107,7 +109,10 @@ def test_large_sizes_try_the_rules_on_fewer_microbatches():
     costs = ActionCosts((0.5,) * 31 + (0.7,), 0.6, 0.4, 0.01)
     size = (16, 2, 256)
     rank_of = ranks_of_stages(16, 2, "loop")
-    assert SchedulingProblem.from_costs(rank_of, 256, costs, 32).actions * len(POLICIES["loop"]) > BUDGET
+    assert (
+        SchedulingProblem.from_costs(rank_of, 256, costs, 32).actions * len(POLICIES["loop"])
+        > BUDGET
+    )
     schedule = generate("search", *size, costs=costs)
     found = simulate(schedule, costs)
     assert max(found.peak_activations) <= 16

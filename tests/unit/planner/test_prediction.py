@@ -11,12 +11,12 @@ from megaframe.errors import UserError
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.advice import said
-from megaframe.planner.candidates import SCHEDULES, Candidates
+from megaframe.planner.candidates import Candidates
 from megaframe.planner.constants import CONSTANTS, constants_of
 from megaframe.planner.layout_search import Choice
+from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Sizes
 from megaframe.planner.machine import Passes
-from megaframe.planner.sizes import RECOMPUTE, Sizes
-from megaframe.planner.step import model_flops, predict
+from megaframe.planner.prediction import model_flops, predict
 from megaframe.planner.vectorized import bubble, estimate
 from megaframe.schedule import generate
 from megaframe.schedule.costs import ActionCosts
