@@ -21,14 +21,14 @@ from megaframe.distributed.collectives import Pending, receive, send
 from megaframe.distributed.interleaving import HandOver, Pair
 from megaframe.distributed.mesh import Mesh
 from megaframe.metrics import Part
-from megaframe.model.forward_context import rows_of
-from megaframe.model.layer_statistics import LayerStatistics
 from megaframe.model.output_head import UnitDone
+from megaframe.model.pass_state import LayerStatistics
 from megaframe.optim.optimizer import Optimizer, Update
 from megaframe.parameters.parameter import Module
 from megaframe.pipeline_parallel.nonfinite import Sign, largest, sign
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.schedule import Action, Kind, Schedule
+from megaframe.tensor_parallel.context import rows_per_rank
 from megaframe.training.cuda_graph import Compute, Graph, Passed
 
 Timer = Callable[[Part], AbstractContextManager[object]]
@@ -150,7 +150,7 @@ class Engine:
             elif action.kind is not Kind.UPDATE:
                 with self.follow(action, passes.kind(action)):
                     passes.do(action, following)
-        tallies = [stage.take_tally() for stage in self.stages.values()]
+        tallies = [stage.take_statistics() for stage in self.stages.values()]
         loss = sum((t.loss for t in tallies if t.loss is not None), passes.losses.sum())
         return Passed(loss, passes.ahead, passes.signs, tallies)
 
@@ -273,9 +273,9 @@ class _Passes:
             done = partial(self._engine.optimizer.reduce, last=last)
             y = stage.forward(microbatch, data, self._scale, x, done, following, hand_over)
             self.signs.append(sign(False, number, microbatch, y))
-        if stage.end is not None:
+        if stage.post_process is not None:
             self.losses[microbatch] += y
-            ahead = stage.end.take_ahead()
+            ahead = stage.post_process.take_loss_ahead()
             if ahead is not None:
                 self.ahead += ahead
         else:
@@ -328,7 +328,8 @@ class _Passes:
 
     def _receive(self, kind: Kind, stage: int, microbatch: int, other: int) -> None:
         here = self._engine.stages[stage]
-        rows = rows_of(self._microbatches[microbatch].tokens_BS.numel(), here.tensor.size)
+        tokens = self._microbatches[microbatch].tokens_BS.numel()
+        rows = rows_per_rank(tokens, here.run.tensor.group.size)
         shape = (rows, here.config.model.hidden)
         into = torch.empty(shape, dtype=here.precision.compute, device=self._engine.mesh.device)
         link = self._engine.mesh.link(self._rank_of[other], self._engine.rank)

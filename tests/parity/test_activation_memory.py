@@ -17,7 +17,8 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.planner.memory import Held, memory
+from megaframe.planner.memory import memory
+from megaframe.planner.parameter_counts import Held
 from megaframe.schedule import Action, Kind
 from megaframe.training.train_step import Pipeline
 

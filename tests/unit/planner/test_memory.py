@@ -14,8 +14,8 @@ from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.planner.activations import block_bytes
-from megaframe.planner.memory import Held, memory
-from megaframe.planner.parameter_counts import held
+from megaframe.planner.memory import memory
+from megaframe.planner.parameter_counts import Held, held
 from megaframe.schedule import Action, Kind
 from megaframe.training.train_step import Pipeline
 
@@ -71,7 +71,7 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             built.stage.forward(0, microbatch, torch.ones((), dtype=torch.float64))
-        of_end = built.stage._flights[0].end
+        of_end = built.stage._flights[0].post_process
         for tensor in (*of_end.leaves, *of_end.d_normed):
             keep(tensor)
         known = [bucket.parameters[0].value for bucket in built.optimizer.buckets]
