@@ -41,7 +41,7 @@ from megaframe.planner.layout_sizes import CIRCLING, sizes_of
 from megaframe.planner.machine import Machine, Part, Passes, outermost, span
 from megaframe.planner.peak_memory import by_kind, worst_memory
 from megaframe.schedule import Schedule
-from megaframe.schedule.costs import Costs
+from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.simulate import Timeline, simulate
 
 T = TypeVar("T")
@@ -128,12 +128,12 @@ def _stage(machine: Machine, plan: StagePlan, blocks: Sequence[Part]) -> Part:
     return whole
 
 
-def _schedule_costs(machine: Machine, parts: Sequence[Part]) -> Costs:
+def _schedule_costs(machine: Machine, parts: Sequence[Part]) -> ActionCosts:
     """Return the costs of every stage for the simulator. What a transfer adds to compute, by delay
     or by blocking it, is charged to the pass before it."""
     waiting = float(waiting_seconds(machine))
     last = len(parts) - 1
-    return Costs(
+    return ActionCosts(
         forward=tuple(
             float(part.whole.forward) + waiting * (number < last)
             for number, part in enumerate(parts)
