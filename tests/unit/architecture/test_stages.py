@@ -12,7 +12,8 @@ from megaframe.metrics import count_flops
 from megaframe.model.forward_context import RunContext
 from megaframe.pipeline_parallel.stage import build_stages, model_specs
 from megaframe.planner.activations import block_bytes, rotary_bytes
-from megaframe.planner.memory import Held, memory
+from megaframe.planner.memory import memory
+from megaframe.planner.parameter_counts import Held
 from megaframe.schedule import generate
 
 LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4, "value_dim": 12}
