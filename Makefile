@@ -44,7 +44,7 @@ fuzz: .venv/ready
 # Tests and measures kernels and whole steps on the GPU that is here, with the Python that has its torch;
 # ARGS=--skip-training and ARGS=--only-training each have the whole of its time.
 gpu-check:
-	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+	$(PYTHON) benchmarks/gpu/gpu_check.py $(ARGS)
 
 $(DEMO)/corpus.jsonl: | .venv/ready
 	$(BIN)/python tools/demo_corpus.py --output $@

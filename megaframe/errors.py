@@ -3,7 +3,7 @@
 A `UserError` is a mistake that a user can fix. Its text says what is wrong, with both numbers, the
 config key and the nearest valid values. `LostRanks` is the fault of another process. On `NotFinite`
 and `BadDevice` all ranks have agreed. Each error has its own exit status, from which a launcher can
-tell whether another try may succeed.
+tell whether another try may succeed. The functions at the end find the nearest valid values.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from math import isqrt
 from typing import NoReturn
 
 from megaframe.io.untrusted import showable
@@ -30,7 +31,7 @@ class UserError(Exception):
         super().__init__(showable(text))
 
 
-class Unreadable(UserError):
+class UnreadableFile(UserError):
     """A file is damaged or cannot be read; an earlier checkpoint may be used instead."""
 
 
@@ -42,7 +43,7 @@ class LostRanks(RuntimeError):
         self.ranks = tuple(ranks)
 
 
-class OutOfStep(LostRanks):
+class CollectiveMismatch(LostRanks):
     """Two ranks do not start the same collective; the text needs no further diagnosis."""
 
 
@@ -53,6 +54,9 @@ class NotFinite(RuntimeError):
 class BadDevice(RuntimeError):
     """Replicas of the weights differ, and differed again after a return to a checkpoint."""
 
+
+TIMES = " \N{MULTIPLICATION SIGN} "
+"""Between the factors of a product in a message."""
 
 EXIT_USER_ERROR = 2
 """The command cannot work as given."""
@@ -74,12 +78,13 @@ _BAD_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errn
 """Errors that only another name of a file can mend."""
 
 
-def leave(error: BaseException, rank: int) -> NoReturn:
-    """Report an error as a program would that ends with it (see `reported`), and end the process at
-    once with the same exit status, without any cleanup and without waiting for other ranks."""
+def report_and_exit(error: BaseException, rank: int) -> NoReturn:
+    """Report an error as a program would that ends with it (see `report_errors`), and end the
+    process at once with the same exit status, without any cleanup and without waiting for other
+    ranks."""
     status: object = 1
     try:
-        with reported(rank):
+        with report_errors(rank):
             raise error
     except SystemExit as told:
         status = told.code
@@ -91,7 +96,7 @@ def leave(error: BaseException, rank: int) -> NoReturn:
 
 
 @contextmanager
-def reported(rank: int = 0) -> Iterator[None]:
+def report_errors(rank: int = 0) -> Iterator[None]:
     """Return a context that turns an error of this module into its message on standard error and
     its exit status.
 
@@ -144,3 +149,31 @@ def _tell_launcher(text: str) -> None:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with suppress(OSError), open(path, "w") as file:
             json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a positive number, ascending; above 10^12 some may be missing."""
+    # Bounded, so that a message about an absurd size does not take minutes.
+    small = [d for d in range(1, min(isqrt(number), 10**6) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def nearest_divisors(number: int, wanted: int) -> str:
+    """Return the divisors of `number` closest to `wanted` on each side, for a message: `4 or 8`."""
+    valid = divisors(number)
+    below = [d for d in valid if d <= wanted][-1:]
+    above = [d for d in valid if d > wanted][:1]
+    return join_or(below + above)
+
+
+def nearest_multiples(number: int, wanted: int) -> str:
+    """Return the positive multiples of `number` closest to `wanted`, for a message: `6 or 12`."""
+    below = wanted // number * number
+    valid = [below] if below == wanted else [below, below + number]
+    return join_or(n for n in valid if n > 0)
+
+
+def join_or(values: Iterable[object]) -> str:
+    """Join values as `a, b or c`."""
+    *first, last = [str(value) for value in values]
+    return f"{', '.join(first)} or {last}" if first else last

@@ -1,4 +1,4 @@
-"""Layout: the sizes of all axes, and the coordinate of every rank, as plain integers.
+"""Layout: the sizes of all axes, the coordinate of every rank, and groups, as plain integers.
 
 The ranks of a pipeline stage are numbered in two views, one for dense parameters and one for
 experts, so that attention and experts can choose their sizes independently. All methods are
@@ -7,13 +7,14 @@ computed from one table of strides.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import product
+from math import gcd, isqrt
+from typing import Protocol
 
-from megaframe.config.numbers import TIMES, axis_sizes, layout_mistakes
-from megaframe.config.schema import Parallel
-from megaframe.errors import UserError
+from megaframe.errors import TIMES, UserError, nearest_divisors, nearest_multiples
 
 DENSE_VIEW = ("tensor", "context", "data", "pipeline")
 EXPERT_VIEW = ("expert_tensor", "expert", "expert_data", "pipeline")
@@ -40,6 +41,33 @@ EXPERT_SETS: tuple[tuple[str, ...], ...] = (
 """The axis sets over which experts communicate."""
 
 
+class AxisSizes(Protocol):
+    """The axis sizes that a config asks for, such as `config.parallel`."""
+
+    @property
+    def tensor(self) -> int: ...
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def data(self) -> int | None:
+        """None: the ranks that the other axes leave."""
+        ...
+
+    @property
+    def pipeline(self) -> int: ...
+
+    @property
+    def expert(self) -> int: ...
+
+    @property
+    def expert_tensor(self) -> int: ...
+
+    @property
+    def data_replicate(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Layout:
     """The size of every axis. Raises `UserError` for sizes that do not form a layout.
@@ -61,7 +89,7 @@ class Layout:
         _raise(layout_mistakes(asdict(self)))
 
     @classmethod
-    def from_parallel(cls, parallel: Parallel, world: int) -> Layout:
+    def from_parallel(cls, parallel: AxisSizes, world: int) -> Layout:
         """Return the layout of `world` ranks under a config. If the config leaves `data` out, it is
         what the other axes leave of `world`.
 
@@ -192,6 +220,61 @@ class Layout:
             raise ValueError(f"rank {rank} is outside of 0..{self.world - 1}")
 
 
+@cache
+def exchange_steps(ranks: int, inside: int) -> tuple[int, int, int]:
+    """Return in which steps the ranks of a group exchange their parts of a sum.
+
+    In a single step each of N ranks sends a message to each other one: N - 1 messages, whose
+    latencies add up, and as many connections. In steps over groups of a, then b, ... ranks, with
+    N = a b ..., the bytes are the same and the messages are (a - 1) + (b - 1) + ...; but every step
+    rounds once more what it sends. The runtime and the planner both call this function.
+
+    Args:
+        ranks: ranks of the group.
+        inside: neighbours of the group in one node, the same in every node; 1 if they differ.
+
+    Returns:
+        The ranks that exchange in each of three steps, whose product is `ranks`; 1 where there is
+        no such step. The first is within a node, so that slow links carry only what the ranks of a
+        node have summed. The remaining ranks are divided in two, by the divisor nearest to the
+        root, where this saves at least half of their messages; fewer would not be worth a rounding.
+    """
+    node = inside if 1 < inside < ranks and ranks % inside == 0 else 1
+    nodes = ranks // node
+    near = next(divisor for divisor in range(isqrt(nodes), 0, -1) if nodes % divisor == 0)
+    far = nodes // near
+    if 2 * (near - 1 + far - 1) > nodes - 1:
+        near, far = nodes, 1
+    return node, near, far
+
+
+def ranks_per_node(groups: Iterable[Sequence[int]], node_size: int) -> int:
+    """Return how many ranks of a group are in one node, if that is the same for every node and
+    every one of `groups`, and otherwise 1. node_size: ranks per node."""
+    counts: set[int] = set()
+    for ranks in groups:
+        nodes = [rank // node_size for rank in ranks]
+        counts |= {nodes.count(node) for node in set(nodes)}
+    return counts.pop() if len(counts) == 1 else 1
+
+
+def exchange_groups(ranks: Sequence[int], steps: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """Return for each step the groups in which ranks exchange: in the first one neighbours, in a
+    later one the ranks with the same indices in the groups of all steps before."""
+    groups_per_step, stride = [], 1
+    for size in steps:
+        block = stride * size
+        groups_per_step.append(
+            [
+                tuple(ranks[start + offset : start + block : stride])
+                for start in range(0, len(ranks), block)
+                for offset in range(stride)
+            ]
+        )
+        stride = block
+    return groups_per_step
+
+
 def _one_view(axes: Mapping[str, int] | tuple[str, ...]) -> set[str]:
     """Return the set of axes. Raises `ValueError` unless all belong to one view, and if `data` is
     combined with one of its parts."""
@@ -207,3 +290,90 @@ def _one_view(axes: Mapping[str, int] | tuple[str, ...]) -> set[str]:
 def _raise(mistakes: list[str]) -> None:
     if mistakes:
         raise UserError("\n".join(mistakes))
+
+
+def layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
+    """Return why `sizes`, one per axis and `data_replicate`, cannot be a layout; empty if valid."""
+    mistakes = [
+        f"parallel.{axis}={size} must be a whole number >= 1"
+        for axis, size in sizes.items()
+        if type(size) is not int or size < 1
+    ]
+    if mistakes:
+        return mistakes
+    data, replicas = sizes["data"], sizes["data_replicate"]
+    if data % replicas:
+        mistakes.append(
+            f"parallel.data_replicate={replicas} does not divide parallel.data={data}; "
+            f"use {nearest_divisors(data, replicas)}"
+        )
+    stage = sizes["tensor"] * sizes["context"] * data
+    of_a_stage = f"the {stage} ranks of a stage ({TIMES.join(('tensor', 'context', 'data'))})"
+    expert, expert_tensor = sizes["expert"], sizes["expert_tensor"]
+    if stage % expert_tensor:
+        mistakes.append(
+            f"parallel.expert_tensor={expert_tensor} does not divide {of_a_stage}; "
+            f"use {nearest_divisors(stage, expert_tensor)}"
+        )
+    elif stage % (expert * expert_tensor):
+        mistakes.append(
+            f"parallel.expert={expert}{TIMES}parallel.expert_tensor={expert_tensor} does not "
+            f"divide {of_a_stage}; "
+            f"use parallel.expert={nearest_divisors(stage // expert_tensor, expert)}"
+        )
+    elif data % replicas == 0 and stage // replicas % (expert * expert_tensor):
+        mistakes.append(
+            f"parallel.expert={expert}{TIMES}parallel.expert_tensor={expert_tensor} does not "
+            f"divide the {stage // replicas} ranks of a stage that hold one of "
+            f"parallel.data_replicate={replicas} copies; use parallel.data_replicate="
+            f"{nearest_divisors(gcd(stage // (expert * expert_tensor), data), replicas)}"
+        )
+    return mistakes
+
+
+def fewest_ranks(parallel: AxisSizes) -> int:
+    """Return the smallest world that the axes can be a layout of."""
+    stage, experts = parallel.tensor * parallel.context, parallel.expert * parallel.expert_tensor
+    fewest = parallel.data_replicate * (experts // gcd(experts, stage))
+    return stage * parallel.pipeline * (parallel.data or fewest)
+
+
+def axis_sizes(parallel: AxisSizes, world: int) -> tuple[dict[str, int], list[str]]:
+    """Return the axis sizes of `parallel` for `world` ranks, and everything that is wrong with
+    them.
+
+    If `parallel.data` is not given, it is the world divided by the other axes, rounded down, and at
+    least 1.
+    """
+    rest = parallel.tensor * parallel.context * parallel.pipeline
+    data = parallel.data or max(1, world // rest)
+    sizes = {
+        "tensor": parallel.tensor,
+        "context": parallel.context,
+        "data": data,
+        "pipeline": parallel.pipeline,
+        "expert": parallel.expert,
+        "expert_tensor": parallel.expert_tensor,
+        "data_replicate": parallel.data_replicate,
+    }
+    mistakes = layout_mistakes(sizes)
+    if rest * data != world:
+        mistakes.append(_world_mistake(parallel, data, rest, world))
+    return sizes, mistakes
+
+
+def _world_mistake(parallel: AxisSizes, data: int, rest: int, world: int) -> str:
+    """Return the message if `data` × `rest` (the product of the other axes) is not the world."""
+    axes = TIMES.join(
+        f"parallel.{axis}={getattr(parallel, axis)}" for axis in ("tensor", "context", "pipeline")
+    )
+    if world % rest:
+        return (
+            f"{axes} = {rest} does not divide the world of {world} ranks; start "
+            f"{nearest_multiples(rest, world)} ranks or make the product "
+            f"{nearest_divisors(world, rest)}"
+        )
+    return (
+        f"parallel.data={data}{TIMES}{axes} = {data * rest} is not the world of {world} ranks; "
+        f"use parallel.data={world // rest} or leave it out"
+    )

@@ -25,7 +25,7 @@ from rich.table import Table
 from megaframe.checkpoint import WHAT_IS_TAKEN, Checkpoint, locate, open_checkpoint, place
 from megaframe.checkpoint.inspect import damage, differences, regroup
 from megaframe.config import load as load_config
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 from megaframe.io.untrusted import showable
 
 EXIT_DIFFERENT = 1
@@ -36,7 +36,7 @@ _STATE = "optimizer."
 def main() -> None:
     """Run the subcommand."""
     given = _arguments()
-    with reported():
+    with report_errors():
         sys.exit(given.run(given))
 
 

@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -73,5 +73,5 @@ def _sources(library: Path) -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    with reported():
+    with report_errors():
         main()

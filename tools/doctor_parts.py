@@ -45,7 +45,7 @@ from megaframe.distributed.collectives import (
 from megaframe.distributed.flight_recorder import write_flight_record
 from megaframe.distributed.mesh import Mesh, global_rank, ranks_on_this_node, world_size
 from megaframe.distributed.nccl_settings import NcclSettings, allow_abort, configure_nccl
-from megaframe.errors import LostRanks, reported
+from megaframe.errors import LostRanks, report_errors
 from megaframe.layout import Layout
 from megaframe.planner.collective_times import bus_bandwidth
 from megaframe.training.restart import train
@@ -441,7 +441,7 @@ def main() -> None:
     allow_abort()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with reported(global_rank()):
+    with report_errors(global_rank()):
         nccl = configure_nccl(None) if given.device != "cpu" else None  # before CUDA starts
         doctor = Doctor(given.device, given.timeout, given.folder, nccl=nccl)
         run(json.loads(given.parts), given.first, doctor)

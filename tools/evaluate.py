@@ -20,7 +20,7 @@ from megaframe.config import RunConfig
 from megaframe.data.preprocessing.input_shards import FORMATS, Reading
 from megaframe.data.samples import SPLITS
 from megaframe.data.tokenizer import Tokenizer, import_library
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.training.evaluation import Score, read_passage, read_split, score
 from megaframe.training.generation import load_model, tokenizer_of
@@ -37,7 +37,7 @@ machine. A task file can name Python code to run: only run task files from sourc
 def main() -> None:
     """Load the model, score the texts and tasks, and print the results."""
     arguments = _arguments()
-    with reported():
+    with report_errors():
         if not (arguments.text or arguments.split or arguments.tasks):
             raise UserError(
                 "nothing to evaluate on; give --text FILE, --split NAME or --tasks NAME"

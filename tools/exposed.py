@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 from megaframe.io.untrusted import whole_number
 from megaframe.metrics.overlap_report import Exposed, exposed
 
@@ -27,7 +27,7 @@ from megaframe.metrics.overlap_report import Exposed, exposed
 def main() -> None:
     """Print a summary, the table and the longest gaps, or the numbers as JSON."""
     given = parse_arguments()
-    with reported():
+    with report_errors():
         found = [(path, one) for path in traces(given.traces) for one in exposed(path, given.gaps)]
         if given.json:
             print(json.dumps([{"trace": str(path), **asdict(one)} for path, one in found]))

@@ -10,7 +10,7 @@ import argparse
 import torch
 
 from megaframe.checkpoint import WHAT_IS_TAKEN
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 from megaframe.training.generation import (
     Sampling,
     load_model,
@@ -26,7 +26,7 @@ _LARGEST_SEED = 2**63 - 1
 def main() -> None:
     """Load the model, sample from it, and print the text as it is sampled."""
     arguments = _arguments()
-    with reported():
+    with report_errors():
         how = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
         check(arguments)
         config, stage = load_model(arguments.checkpoint, ema=arguments.ema)

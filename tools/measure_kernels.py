@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 from megaframe.hardware.chips import CHIPS, Chip, nearest_chips
 from megaframe.hardware.cluster import Cluster, device_cluster, load_cluster, write_cluster
 from megaframe.ops.matmul import product
@@ -209,5 +209,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with reported():
+    with report_errors():
         main()

@@ -31,7 +31,7 @@ from megaframe.distributed.collectives import (
     reduce_scatter,
 )
 from megaframe.distributed.mesh import Mesh, global_rank, ranks_on_this_node, world_size
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 from megaframe.hardware.chips import CHIPS, chip_of, nearest_chips
 from megaframe.hardware.cluster import Cluster, load_cluster, without_rates, write_cluster
 from megaframe.io.untrusted import whole_number
@@ -251,7 +251,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    with reported():
+    with report_errors():
         rank = global_rank()
-    with reported(rank):
+    with report_errors(rank):
         run(arguments())

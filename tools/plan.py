@@ -13,17 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.config import RunConfig, dump, load
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 from megaframe.hardware.cluster import DEFAULT, Cluster, cluster_names, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.advice import alternatives, decision, said
+from megaframe.planner.candidates import FREE, Fixed
 from megaframe.planner.constants import Constants, cluster_constants
-from megaframe.planner.enumerate import FREE, Fixed
 from megaframe.planner.fit import instead
-from megaframe.planner.layout_search import Choice, Found, search
-from megaframe.planner.recompute_budget import settled
-from megaframe.planner.step import predict
-from megaframe.planner.suggestions import in_words
+from megaframe.planner.layout_search import Choice, Found, in_words, search
+from megaframe.planner.peak_memory import settled
+from megaframe.planner.prediction import predict
 from megaframe.validate.run import check
 
 _GIB = 2.0**30
@@ -54,7 +53,7 @@ class Question:
 def main() -> None:
     """Print the plan as text or JSON, and write the files that were asked for."""
     arguments = parse_arguments()
-    with reported():
+    with report_errors():
         question = asked(arguments)
         found = None
         if arguments.search:

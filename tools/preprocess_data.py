@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, 
 from megaframe.data.preprocessing.input_shards import FORMATS, Reading
 from megaframe.data.preprocessing.journal import Counts
 from megaframe.data.preprocessing.preprocess import Job, Result, preprocess
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 
 _EPILOG = """\
 Inputs are jsonl (.jsonl .json .ndjson), plain text (.txt .text), each also as .gz or .zst, and
@@ -86,7 +86,7 @@ def _cores() -> int:
 
 if __name__ == "__main__":
     try:
-        with reported():
+        with report_errors():
             main()
     except KeyboardInterrupt:
         print("interrupted; give the same command again to continue", file=sys.stderr)

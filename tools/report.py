@@ -12,7 +12,7 @@ from megaframe.dashboard.page import write_whole
 from megaframe.dashboard.panels import read_prediction
 from megaframe.dashboard.report import REPORT_FILES, html, report
 from megaframe.dashboard.run_folder import Run
-from megaframe.errors import reported
+from megaframe.errors import report_errors
 from megaframe.planner.compare_run import beside_or_why
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--cluster", help="for the planner; default: that of its config or device")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN")
     arguments = parser.parse_args()
-    with reported():
+    with report_errors():
         run = Run(arguments.run)
         found, why = beside_or_why(run.folder, run.environment, arguments.cluster)
         prediction = read_prediction(arguments.prediction) or (found.record() if found else None)

@@ -41,7 +41,8 @@ from megaframe.dashboard.sweep import (
     values_after,
     write_page,
 )
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
+from megaframe.io.run_files import METRICS_FILE
 
 PAGE = "sweep.html"
 _PAUSE = 0.1
@@ -50,7 +51,7 @@ _PAUSE = 0.1
 def main() -> None:
     """Run the sweep, and write and print its results; exit with status 1 if all trials failed."""
     arguments = parse_arguments()
-    with reported():
+    with report_errors():
         config, words = run_of(arguments.run)
         space = space_of(arguments.sweep)
         trials = trials_of(space, arguments.trials, arguments.seed)
@@ -157,7 +158,7 @@ class Sweep:
     def _result(self, trial: Trial, status: int) -> Result:
         """Return what a trial has come to. status: exit status of its run."""
         run = self.folder / trial.name
-        metrics = Metrics(run / "metrics.jsonl")
+        metrics = Metrics(run / METRICS_FILE)
         metrics.read()
         told = list(values_after(metrics, self.metric, 0))
         step, value = told[-1] if told else (None, None)

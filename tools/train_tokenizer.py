@@ -8,7 +8,7 @@ import time
 
 from megaframe.data.preprocessing.input_shards import FORMATS, Reading
 from megaframe.data.preprocessing.train_tokenizer import KINDS, train_sentencepiece
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 
 _EPILOG = """\
 Inputs are read as by preprocess_data.py. The same files give the same model.
@@ -60,5 +60,5 @@ def _options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with reported():
+    with report_errors():
         main()

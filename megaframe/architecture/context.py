@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.config.model import Model
-from megaframe.config.numbers import divisors, either
-from megaframe.config.schema import Parallel, RunConfig
+from megaframe.config.model import ModelConfig
+from megaframe.config.schema import ParallelConfig, RunConfig
+from megaframe.errors import divisors, join_or
 
 
-def exchanging_ranks(parallel: Parallel) -> int:
+def exchanging_ranks(parallel: ParallelConfig) -> int:
     """Return how many neighbours on the context axis exchange heads for tokens. The groups of such
     neighbours form a ring."""
     if parallel.context_kind == "ring":
@@ -46,7 +46,7 @@ def _no_nesting(config: RunConfig) -> str:
         others += " or all_to_all"
     if inner:
         near = sorted(sorted(inner, key=lambda d: abs(d - (given or d)))[:2])
-        mend = f"use parallel.context_heads={either(near)}, or {others}"
+        mend = f"use parallel.context_heads={join_or(near)}, or {others}"
     else:
         mend = f"no number does; use {others}"
     return (
@@ -65,7 +65,7 @@ def _no_sharing(config: RunConfig, ranks: int) -> str:
     if nested:
         fits = [d for d in fits if parallel.context % d == 0 and d < parallel.context]
     near = [d for d in fits if d < ranks][-1:] + [d for d in fits if d > ranks][:1]
-    mend = "use " + (f"{either(near)}, or " if near else "") + "parallel.context_kind=ring"
+    mend = "use " + (f"{join_or(near)}, or " if near else "") + "parallel.context_kind=ring"
     return (
         f"{what} can neither divide nor evenly share model.kv_heads={model.kv_heads} with "
         f"model.heads={model.heads}{of_a_rank}; {mend}"
@@ -76,7 +76,7 @@ def _fits(config: RunConfig, ranks: int) -> bool:
     return _shares(config.model, config.parallel.tensor, ranks)
 
 
-def _shares(model: Model, tensor: int, ranks: int) -> bool:
+def _shares(model: ModelConfig, tensor: int, ranks: int) -> bool:
     """Return whether `ranks` ranks can have equally many of one tensor rank's query heads, with the
     key and value heads that belong to them. A `tensor` that does not divide the heads is reported
     elsewhere; here its quotient is rounded down, to at least one head."""

@@ -15,9 +15,9 @@ from typing import Literal
 from megaframe.architecture.experts import has_experts
 from megaframe.architecture.matrices import attention_matrices, head_widths
 from megaframe.architecture.windows import mean_keys, window_of
-from megaframe.config.model import Model
+from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
-from megaframe.schedule.costs import Costs
+from megaframe.schedule.costs import ActionCosts
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,13 @@ def divide(blocks: tuple[float, ...], head: float, stages: int) -> tuple[int, ..
     return tuple(reversed(counts))
 
 
-def stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> Costs:
+def stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> ActionCosts:
     """Return the modelled work of F, B and W of every stage, in FLOPs per token. Only the ratios
     matter."""
     end = end_work(config)
     works = [[block_work(config, layer) for layer in plan.blocks] for plan in plans]
     stages = list(zip(plans, works, strict=True))
-    return Costs(
+    return ActionCosts(
         forward=tuple(sum(b.forward for b in of) + end.forward * plan.last for plan, of in stages),
         backward=tuple(
             sum(b.backward for b in of)
@@ -164,17 +164,17 @@ def end_work(config: RunConfig) -> Work:
     return Work(forward, backward, weight)
 
 
-def join_matrix(model: Model) -> int:
+def join_matrix(model: ModelConfig) -> int:
     """Return the elements of a predictor's matrix that joins two streams into one."""
     return 2 * model.hidden * model.hidden
 
 
-def stage_layers(model: Model, plan: StagePlan) -> list[int]:
+def stage_layers(model: ModelConfig, plan: StagePlan) -> list[int]:
     """Return the layers of a stage. Its predictors' blocks are numbered after the last layer."""
     return [*plan.blocks, *range(model.layers, model.layers + model.mtp_depth * plan.last)]
 
 
-def block_matrices(model: Model, layer: int) -> int:
+def block_matrices(model: ModelConfig, layer: int) -> int:
     """Return the elements of the matrices that one token uses in the block of a layer. Predictors'
     blocks are numbered after the last layer."""
     mlp = (3 if model.activation == "swiglu" else 2) * model.hidden

@@ -29,7 +29,7 @@ from megaframe.checkpoint.manifest import (
 from megaframe.checkpoint.shard_file import MAX_HEADER_BYTES, PIECE_BYTES, key
 from megaframe.checkpoint.stores.aligned_buffer import ALIGNMENT, aligned
 from megaframe.checkpoint.stores.store import Place, store_of
-from megaframe.errors import Unreadable
+from megaframe.errors import UnreadableFile
 
 _ROOM_BYTES = 2 * PIECE_BYTES
 """Memory for slices that are read ahead. There is always room for one slice, whatever its size."""
@@ -49,7 +49,8 @@ Wanted = tuple[str, SavedTensor, SavedSlice]
 class Reader:
     """A file of a checkpoint, open for reading. Its header is checked before it is parsed.
 
-    fresh, alone: see `Store.open`. Raises Unreadable that names the file and, if one is concerned,
+    fresh, alone: see `Store.open`. Raises UnreadableFile that names the file and, if one is
+        concerned,
     the tensor.
     """
 
@@ -60,7 +61,7 @@ class Reader:
         try:
             self._file = store_of(path).open(path, fresh=fresh, alone=alone)
         except OSError as error:
-            raise Unreadable(f"cannot read {path}: {error.strerror}") from None
+            raise UnreadableFile(f"cannot read {path}: {error.strerror}") from None
         try:
             self._header, self._data_start = self._read_header(saved)
         except BaseException:
@@ -82,7 +83,7 @@ class Reader:
     def _read_header(self, saved: SavedFile) -> tuple[Mapping[str, object], int]:
         size = self._file.size
         if size != saved.bytes:
-            raise Unreadable(f"{self.path} is damaged: {size} bytes instead of {saved.bytes}")
+            raise UnreadableFile(f"{self.path} is damaged: {size} bytes instead of {saved.bytes}")
         length = int.from_bytes(self._read(0, min(8, size)), "little")
         if length <= min(MAX_HEADER_BYTES, size - 8):
             header = self._read(0, 8 + length)
@@ -93,7 +94,7 @@ class Reader:
                     parsed = None
                 if isinstance(parsed, dict):
                     return parsed, 8 + length
-        raise Unreadable(f"{self.path} is damaged: its header is not the one that was saved")
+        raise UnreadableFile(f"{self.path} is damaged: its header is not the one that was saved")
 
     def _read(self, start: int, length: int) -> bytes:
         buffer = bytearray(length)
@@ -104,9 +105,9 @@ class Reader:
         try:
             got = self._file.read_into(start, into)
         except OSError as error:
-            raise Unreadable(f"cannot read {what} from {self.path}: {error.strerror}") from None
+            raise UnreadableFile(f"cannot read {what} from {self.path}: {error.strerror}") from None
         if got < len(into):
-            raise Unreadable(f"{self.path} is damaged: it ends within {what}")
+            raise UnreadableFile(f"{self.path} is damaged: it ends within {what}")
 
     def tensors(self) -> dict[str, SavedTensor]:
         """Return the part of the manifest that the rank that wrote the file stored in its
@@ -116,7 +117,7 @@ class Reader:
             text = metadata["tensors"] if isinstance(metadata, dict) else None
             return Tensors.validate_json(text)  # type: ignore[arg-type]
         except (KeyError, ValidationError):
-            raise Unreadable(f"{self.path} is damaged: it does not say what it holds") from None
+            raise UnreadableFile(f"{self.path} is damaged: it does not say what it holds") from None
 
     def read_all(
         self, wanted: Iterable[Wanted], rooms: Sequence[Tensor]
@@ -151,7 +152,7 @@ class Reader:
             self._read_into(start + begin, chunk, f"tensor {name}")
             digest.update(chunk)
         if digest.hexdigest() != piece.checksum:
-            raise Unreadable(
+            raise UnreadableFile(
                 f"{self.path} is damaged: tensor {name} at {piece.offset} has checksum "
                 f"{digest.hexdigest()} instead of {piece.checksum}"
             )
@@ -163,7 +164,7 @@ class Reader:
             entry = _Entry.model_validate(found)
             start, stop = entry.data_offsets
         except (KeyError, ValueError):
-            raise Unreadable(
+            raise UnreadableFile(
                 f"{self.path} is damaged: it has no tensor {name} at {piece.offset}"
             ) from None
         if (
@@ -171,7 +172,7 @@ class Reader:
             or stop - start != size
             or not 0 <= start <= stop <= self._data_bytes
         ):
-            raise Unreadable(
+            raise UnreadableFile(
                 f"{self.path} is damaged: tensor {name} at {piece.offset} is {entry.dtype} "
                 f"{tuple(entry.shape)} in bytes {start} to {stop}, instead of {tensor.dtype} "
                 f"{piece.shape} of {size} bytes"
@@ -191,7 +192,7 @@ def rooms_for(wanted: Iterable[Wanted]) -> list[Tensor]:
 
 def verify(path: Place, saved: SavedFile) -> dict[str, SavedTensor]:
     """Read a whole file back and check it, with the code that loads it. Returns the tensors in it.
-    Raises Unreadable."""
+    Raises UnreadableFile."""
     # Bypass the page cache; otherwise only memory would be verified.
     with Reader(path, saved, fresh=True) as reader:
         tensors = reader.tensors()

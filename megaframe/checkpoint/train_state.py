@@ -12,12 +12,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megaframe.checkpoint import Checkpoint, Place, Slice
 from megaframe.config import RunConfig
-from megaframe.config.compare import TRAINING_ONLY, differences
-from megaframe.config.foreign import without_former
-from megaframe.config.schema import Data
+from megaframe.config.compare import TRAINING_ONLY, find_differences
+from megaframe.config.migration import upgrade_keys
+from megaframe.config.schema import DataConfig
 from megaframe.errors import UserError
+from megaframe.ops.cpu_routines import CPURoutines
 from megaframe.optim.optimizer import OptimizerState
-from megaframe.training.autotune import Routines
 
 STATE, AVERAGE = "optimizer.", "optimizer.ema/"
 """Prefixes of the names of optimizer state, and of averages of weights, in a checkpoint."""
@@ -59,7 +59,7 @@ class RunState(BaseModel):
     loss: float
     grad_norm: float
     history: HistoryState = HistoryState()
-    routines: Routines = Routines()
+    routines: CPURoutines = CPURoutines()
 
 
 def initial_state(config: RunConfig) -> RunState:
@@ -79,7 +79,7 @@ def read_state(checkpoint: Checkpoint) -> RunState:
     try:
         known = checkpoint.state
         if isinstance(known, dict) and isinstance(known.get("config"), dict):
-            known = {**known, "config": without_former(known["config"])}
+            known = {**known, "config": upgrade_keys(known["config"])}
         state = RunState.model_validate(known)
     except ValidationError as error:
         unknown = [
@@ -154,7 +154,7 @@ def resumption(saved: RunConfig, config: RunConfig, step: int, source: str) -> I
     changed = [
         line
         for name in RunConfig.model_fields
-        for line in differences(
+        for line in find_differences(
             getattr(saved, name), getattr(config, name), ("checkpoint.resume",), name
         )
     ]
@@ -162,11 +162,11 @@ def resumption(saved: RunConfig, config: RunConfig, step: int, source: str) -> I
         yield f"changed since then: {'; '.join(changed)}"
 
 
-def _other_splits(saved: Data, data: Data) -> Iterator[str]:
+def _other_splits(saved: DataConfig, data: DataConfig) -> Iterator[str]:
     """Yield a line for each difference in how documents are divided into training and held-out
     ones: in `data.split`, or else in the split of a source that both configs have. Sources are
     matched by file name."""
-    if other := [*differences(saved.split, data.split, (), "data.split")]:
+    if other := [*find_differences(saved.split, data.split, (), "data.split")]:
         yield from other
         return
     before, now = (
@@ -174,16 +174,16 @@ def _other_splits(saved: Data, data: Data) -> Iterator[str]:
         for given in (saved, data)
     )
     for name in before.keys() & now.keys():
-        yield from differences(before[name], now[name], (), f"data.sources, split of {name}")
+        yield from find_differences(before[name], now[name], (), f"data.sources, split of {name}")
 
 
 def check_same_run(saved: RunConfig, config: RunConfig, path: Place) -> None:
     """Raise `UserError` if a checkpoint is of another run: another model, seed, sequence length, or
     split of the data."""
     other = [
-        *differences(saved.model, config.model, TRAINING_ONLY, "model"),
-        *differences(saved.run.seed, config.run.seed, (), "run.seed"),
-        *differences(saved.train.seq, config.train.seq, (), "train.seq"),
+        *find_differences(saved.model, config.model, TRAINING_ONLY, "model"),
+        *find_differences(saved.run.seed, config.run.seed, (), "run.seed"),
+        *find_differences(saved.train.seq, config.train.seq, (), "train.seq"),
         *_other_splits(saved.data, config.data),
     ]
     if other:

@@ -254,11 +254,11 @@ def shift_ring(tensor: Tensor, into: Tensor, ring: Ring, *, back: bool = False) 
     returns."""
     group, tensor = ring.group, tensor.contiguous()
     to, source = (ring.before, ring.next) if back else (ring.next, ring.before)
-    group.check_collective("pass_on back" if back else "pass_on", None)
+    group.check_collective("shift_ring back" if back else "shift_ring", None)
     group.check_message(tensor, group.index, to)
     group.check_message(into, source, group.index)
     group.traffic.count(tensor.nbytes)
-    messages = _start_batched(into, group, [(source, into)], [(to, tensor)], "pass_on")
+    messages = _start_batched(into, group, [(source, into)], [(to, tensor)], "shift_ring")
     pending = Pending(into, too=messages, waits=group.traffic.collective_timer, size=into.nbytes)
     if group.serial:
         pending.wait()

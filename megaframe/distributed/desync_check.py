@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megaframe.distributed.rank_progress import RankProgress
-from megaframe.errors import OutOfStep
+from megaframe.errors import CollectiveMismatch
 
 _STORED_ENTRIES = 512
 """Entries of a group or of a pair of ranks to keep in the store; members are never this many
@@ -46,7 +46,7 @@ class DesyncCheck:
         kind: the name of the collective.
         tensor: a tensor whose type and shape are the same on all members; None for any shape.
         first: this rank is the first member of the group.
-        Raises `OutOfStep` if a member has started something else.
+        Raises `CollectiveMismatch` if a member has started something else.
         """
         # All members are in the same action when they start a collective.
         what = "any shape" if tensor is None else describe_tensor(tensor.dtype, tensor.shape)
@@ -57,9 +57,9 @@ class DesyncCheck:
         """Compare a send or a receive between the ranks `source` and `target`, one of which is this
         rank, with the other end.
 
-        what: type and shape. For the other arguments see `begin`.
-        Raises `OutOfStep` if the other end expects a message of another type or shape, or at
-        another place between the collectives of the group.
+        what: type and shape. For the other arguments see `check_collective`.
+        Raises `CollectiveMismatch` if the other end expects a message of another type or shape, or
+        at another place between the collectives of the group.
         """
         after = self._begun[group]
         sends = self._rank == source
@@ -91,7 +91,7 @@ class DesyncCheck:
             self._store.delete_key(f"order/{channel}/{number - _STORED_ENTRIES}")
         other, rank, started = json.loads(theirs)
         if other != list(terms):
-            raise OutOfStep(
+            raise CollectiveMismatch(
                 f"the ranks over {axes} do not start the same thing: rank {self._rank} starts "
                 f"{call}, rank {rank} started {started}",
                 (self._rank, rank),

@@ -70,7 +70,7 @@ class Group:
 
         kind: its name.
         tensor: a tensor whose type and shape must be the same on all ranks; None for any shape.
-        Raises `OutOfStep` if ranks are compared and differ.
+        Raises `CollectiveMismatch` if ranks are compared and differ.
         """
         if self.desync_check is not None and self.handle is not None:
             self.desync_check.check_collective(
@@ -82,7 +82,7 @@ class Group:
 
         tensor: what is sent, or where it is received; type and shape must be the same.
         source, target: indices of the ranks, one of which is this rank.
-        Raises `OutOfStep` if ranks are compared and differ.
+        Raises `CollectiveMismatch` if ranks are compared and differ.
         """
         if self.desync_check is not None and self.handle is not None:
             ends = self.ranks[source], self.ranks[target]
@@ -95,7 +95,7 @@ class Group:
 
         tensor: has the type of all parts, and their shape but for the number of rows.
         leaving, coming: rows of the part to and from each rank.
-        Raises `OutOfStep` if ranks are compared and differ.
+        Raises `CollectiveMismatch` if ranks are compared and differ.
         """
         if self.desync_check is None or self.handle is None:
             return
@@ -118,7 +118,7 @@ ALONE = Group((), (0,), 0, None)
 @dataclass(frozen=True)
 class Ring:
     """A ring of ranks: this rank's index, their number, and the group of all of them, which is
-    one group because a rank sends and receives in one operation (`pass_on`)."""
+    one group because a rank sends and receives in one operation (`shift_ring`)."""
 
     index: int = 0
     size: int = 1

@@ -30,8 +30,7 @@ from megaframe.distributed.nccl_communicators import (
 )
 from megaframe.distributed.rank_progress import RankProgress
 from megaframe.errors import LostRanks
-from megaframe.layout import Layout
-from megaframe.planner.hierarchy import divided, exchange_steps, neighbours
+from megaframe.layout import Layout, exchange_groups, exchange_steps, ranks_per_node
 
 Ranks = tuple[int, ...]
 WORLD_AXES = ("pipeline", "data", "context", "tensor")
@@ -175,11 +174,11 @@ class ProcessGroups:
         for axes in axis_sets:
             key = self._key(axes)
             rows, group = self._members[key], self._groups[key]
-            inside = neighbours(rows, node_size)
+            inside = ranks_per_node(rows, node_size)
             sizes = [size for size in exchange_steps(group.size, inside) if size > 1]
             if group.steps or len(sizes) < 2:
                 continue
-            by_row = [divided(row, sizes) for row in rows]
+            by_row = [exchange_groups(row, sizes) for row in rows]
             by_step = ([*chain.from_iterable(of)] for of in zip(*by_row, strict=True))
             steps = tuple(self._make_group(axes, members) for members in by_step)
             self._groups[key] = replace(group, steps=steps)

@@ -48,7 +48,7 @@ from megaframe.distributed.rank_progress import (
     describe_statuses,
 )
 from megaframe.distributed.rendezvous import agent_has_store
-from megaframe.errors import EXIT_LOST_RANKS, LostRanks, OutOfStep
+from megaframe.errors import EXIT_LOST_RANKS, CollectiveMismatch, LostRanks
 from megaframe.layout import Layout
 
 T = TypeVar("T")
@@ -268,7 +268,7 @@ class Watchdog:
         return self._blame_store()
 
     def _agree_on_loss(self, lost: LostRanks) -> FailureVerdict | None:
-        if isinstance(lost, OutOfStep):
+        if isinstance(lost, CollectiveMismatch):
             return self._publish(FailureVerdict((), str(lost)))
         return self._agree(partial(self._judge_loss, lost))
 

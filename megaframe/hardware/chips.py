@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megaframe.config.numbers import either
+from megaframe.errors import join_or
 
 WIDTH = {"fp8": 1, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of a value by type, under the names of `train.precision`."""
@@ -684,4 +684,4 @@ def nearest_chips(name: str) -> str:
     from difflib import get_close_matches
 
     near = get_close_matches(name.lower(), CHIPS, n=3, cutoff=0.3)
-    return either(near or CHIPS)
+    return join_or(near or CHIPS)

@@ -19,10 +19,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from megaframe.config.numbers import either
+from megaframe.config.load import CONFIGS
 from megaframe.config.section import Positive, Section
-from megaframe.config.shipped import CONFIGS
-from megaframe.errors import UserError
+from megaframe.errors import UserError, join_or
 from megaframe.hardware.chips import CHIPS, UNKNOWN, Chip, chip_named, chip_of, nearest_chips
 from megaframe.io.untrusted import parsed_yaml, read_file, without_secrets
 
@@ -342,7 +341,7 @@ def _read(name: str, path: Path) -> Any:
         known = cluster_names()
         near = get_close_matches(name, known, n=2, cutoff=0.4) or known
         raise UserError(
-            f"cluster {name}: there is no file {_named(path)}; use {either(near)}, or the path of "
+            f"cluster {name}: there is no file {_named(path)}; use {join_or(near)}, or the path of "
             "a description"
         ) from None
     try:

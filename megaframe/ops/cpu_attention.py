@@ -25,7 +25,7 @@ from megaframe.ops.matmul import products, wide_products
 
 _SCORES = 1 << 20
 """Scores of a block: 4 MiB in fp32. With half or twice as many, attention takes 4% less to 9% more
-time (benchmarks/cache_constants.py)."""
+time (benchmarks/cpu/cache_constants.py)."""
 _ROWS = 64, 256
 """Fewest and most queries of a block. Products with fewer are slow; more do not fit in cache. Half
 or twice as many take 5% less to 13% more time."""

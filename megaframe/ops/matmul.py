@@ -33,7 +33,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 PIECE_BYTES = 4 << 20
 """Size of the pieces in which results and copies are computed that are then used up. Half or twice
-as much changes a step by less than its spread (benchmarks/cache_constants.py)."""
+as much changes a step by less than its spread (benchmarks/cpu/cache_constants.py)."""
 GPU_PIECE_BYTES = 256 << 20
 """The same on a GPU, where the product of one piece must be large enough to fill the GPU."""
 FEW_ROWS = 256

@@ -14,12 +14,11 @@ from functools import partial
 
 import torch
 
-from megaframe.config import Optim, RunConfig
-from megaframe.config.numbers import either
+from megaframe.config import OptimConfig, RunConfig
 from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.partition import Division
 from megaframe.distributed.mesh import Mesh
-from megaframe.errors import UserError
+from megaframe.errors import UserError, join_or
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.element_ids import Numbering
@@ -127,13 +126,13 @@ class Choices:
         return [Speed(momentum_options(optim, rates), keeping), Descent(rates)]
 
 
-def route_of(optim: Optim, device: torch.device) -> Route:
+def route_of(optim: OptimConfig, device: torch.device) -> Route:
     """Return the route of what the optimizer keeps: from host memory if `optim.offload` is set and
     the device is not the CPU itself."""
     return route_from(device) if optim.offload and device.type != "cpu" else STAYS
 
 
-def kind_of(optim: Optim, spec: ParamSpec, frozen: frozenset[str]) -> Kind:
+def kind_of(optim: OptimConfig, spec: ParamSpec, frozen: frozenset[str]) -> Kind:
     """Return how a parameter is trained. Muon trains matrices; AdamW trains the rest."""
     name = GROUPS[spec.role]
     if spec.name in frozen:
@@ -148,7 +147,7 @@ def kind_of(optim: Optim, spec: ParamSpec, frozen: frozenset[str]) -> Kind:
     return Kind(name, rule, Rates(group.lr, decay))
 
 
-def momentum_options(optim: Optim, rates: Rates) -> MomentumOptions:
+def momentum_options(optim: OptimConfig, rates: Rates) -> MomentumOptions:
     """Return the options of Muon or SGD, with their defaults."""
     muon = optim.name == "muon"
     momentum = (0.95 if muon else 0.9) if optim.momentum is None else optim.momentum
@@ -172,7 +171,7 @@ def frozen_names(config: RunConfig) -> frozenset[str]:
             near = get_close_matches(pattern, names, 3, 0.0)
             raise UserError(
                 f"optim.frozen={pattern} matches none of the {len(names)} parameters; "
-                f"the nearest are {either(near)}"
+                f"the nearest are {join_or(near)}"
             )
         found.update(fits)
     if len(found) == len(names):

@@ -1,8 +1,8 @@
 """Constants: what chips of a generation achieve, as six numbers; and what trainers do.
 
-The six numbers are fitted to one half of the published tables (`benchmarks/published.py --fit`) or
-measured (`tools/measure_kernels.py`). Everything in `Software` is a fact from a trainer's paper or
-source code, and is never fitted.
+The six numbers are fitted to one half of the published tables (`benchmarks/prediction/published.py
+--fit`) or measured (`tools/measure_kernels.py`). Everything in `Software` is a fact from a
+trainer's paper or source code, and is never fitted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Software:
     precision, or 2 with `parallel.reduce_precision=bf16`.
     gradients_of: which gradients are sent together, those of a `block`, of a `chunk`, or as many as
     `parallel.bucket_size` says (`buckets`).
-    exchange_in_steps: whether coded parts are exchanged in steps (`planner/hierarchy.py`);
+    exchange_in_steps: whether coded parts are exchanged in steps (`layout.exchange_steps`);
     otherwise between all pairs of ranks.
     copy_engines: whether copy engines do the transfers of the tensor axis, so that concurrent
     compute is not delayed.

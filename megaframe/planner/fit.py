@@ -14,22 +14,18 @@ from typing import Any
 import numpy as np
 
 from megaframe.architecture.pipeline import step_schedule
-from megaframe.config.describe import shown
+from megaframe.config.describe import format_value
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.chips import Chip
 from megaframe.hardware.cluster import DEFAULT, Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.candidates import SCHEDULES, Array, Candidates
+from megaframe.planner.candidates import Candidates, Fixed, candidates
 from megaframe.planner.constants import Constants, cluster_constants
-from megaframe.planner.enumerate import Fixed, candidates
-from megaframe.planner.layout_search import search
-from megaframe.planner.memory_budget import leaves_room
-from megaframe.planner.peak_memory import pipeline_memory
-from megaframe.planner.recompute_budget import settled
-from megaframe.planner.sizes import RECOMPUTE
-from megaframe.planner.step import predict
-from megaframe.planner.suggestions import ways
+from megaframe.planner.layout_search import search, ways
+from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array
+from megaframe.planner.peak_memory import leaves_room, pipeline_memory, settled
+from megaframe.planner.prediction import predict
 from megaframe.planner.vectorized import estimate
 from megaframe.validate.run import mistakes
 
@@ -96,7 +92,7 @@ def overrides(config: RunConfig, changed: RunConfig) -> dict[str, str]:
             was, now = getattr(before, name), getattr(after, name)
             derived = name == "data" and was is None  # what the other axes leave over
             if was != now and not derived:
-                found[f"{section}.{name}"] = shown(now)
+                found[f"{section}.{name}"] = format_value(now)
     return found
 
 

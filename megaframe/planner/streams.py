@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from megaframe.architecture.context import exchanging_ranks
-from megaframe.config.numbers import axis_sizes
 from megaframe.config.schema import RunConfig
-from megaframe.layout import AXIS_SETS, DATA_PARTS, EXPERT_SETS
+from megaframe.layout import AXIS_SETS, DATA_PARTS, EXPERT_SETS, axis_sizes
 
 _COPIES = 2
 """Streams that bring metrics to the host and copy a checkpoint."""
 _OFFLOAD = 2
 """Streams of what is kept in host memory: one in each direction."""
 _STEPS = 3
-"""Most steps of an exchange (`hierarchy.exchange_steps`)."""
+"""Most steps of an exchange (`layout.exchange_steps`)."""
 _SUMMED = (("data_shard", "context"), ("data_shard", "context", "tensor"), ("data_replicate",))
 """The axis sets over which gradients are summed, without those of experts and of copied heads."""
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import product
 
-from megaframe.config import Parallel, RunConfig
-from megaframe.config.numbers import divisors
-from megaframe.errors import UserError
+from megaframe.config import ParallelConfig, RunConfig
+from megaframe.errors import UserError, divisors
 from megaframe.validate.run import mistakes
 
 _MODEL_AXES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
@@ -38,7 +37,7 @@ def fitted(config: RunConfig, world: int) -> tuple[RunConfig, int]:
     )
 
 
-def _candidates(parallel: Parallel, world: int) -> Iterator[Mapping[str, int]]:
+def _candidates(parallel: ParallelConfig, world: int) -> Iterator[Mapping[str, int]]:
     """Yield sizes of axes to try, best first: those that divide the model as `parallel` does, with
     the most data ranks first; then those that divide it less and less."""
     wanted = [getattr(parallel, axis) for axis in _MODEL_AXES]

@@ -27,7 +27,7 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.data_parallel.replicas import Finding, Replicas
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.rank_progress import name_ranks
-from megaframe.errors import BadDevice, LostRanks, NotFinite, OutOfStep, UserError
+from megaframe.errors import BadDevice, CollectiveMismatch, LostRanks, NotFinite, UserError
 from megaframe.metrics import Meter
 from megaframe.metrics.meter import Known
 from megaframe.pipeline_parallel.executor import Outcome
@@ -97,7 +97,7 @@ class Guard:
         trace: TracebackType | None,
     ) -> None:
         # A rank that ends with its own error does not restart, so others must not wait for it.
-        lost = isinstance(error, LostRanks) and not isinstance(error, OutOfStep)
+        lost = isinstance(error, LostRanks) and not isinstance(error, CollectiveMismatch)
         self._mesh.progress.in_step_loop = lost
         self.begin("")
         if error is None:

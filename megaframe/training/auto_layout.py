@@ -15,19 +15,19 @@ import torch
 
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
-from megaframe.config.numbers import axis_sizes
 from megaframe.distributed.device import explain_hidden_gpu, host_memory
 from megaframe.distributed.mesh import ranks_on_this_node
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import DEFAULT, Cluster, device_cluster, load_cluster
-from megaframe.layout import Layout
+from megaframe.io.run_files import CONFIG_FILE
+from megaframe.layout import Layout, axis_sizes
 from megaframe.planner.advice import decision
+from megaframe.planner.candidates import FREE
 from megaframe.planner.constants import cluster_constants
-from megaframe.planner.enumerate import FREE
+from megaframe.planner.data_parallel_times import with_bucket_size
 from megaframe.planner.layout_search import search
 from megaframe.planner.parameter_counts import held
-from megaframe.planner.recompute_budget import settled
-from megaframe.planner.update import with_bucket_size
+from megaframe.planner.peak_memory import settled
 
 _SIMULATED = 8
 """Layouts that the search simulates; more would delay the start of the run."""
@@ -147,7 +147,7 @@ def _taken(config: RunConfig, of: RunConfig) -> RunConfig:
 
 def _begun(config: RunConfig) -> RunConfig | None:
     """Return the config of the run to be resumed, or None if there is none that can be read."""
-    path = Path(config.run.dir) / "config.yaml"
+    path = Path(config.run.dir) / CONFIG_FILE
     if config.checkpoint.resume is None or not path.exists():
         return None
     try:

@@ -36,6 +36,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.io.untrusted import open_file
 from megaframe.ops import attention_tiles, cpu_attention, matmul
 from megaframe.ops.cpu_attention import Method, Size
+from megaframe.ops.cpu_routines import CPURoutines
 from megaframe.ops.matmul import Kind, Library
 from megaframe.parameters.parameter import PRECISIONS
 
@@ -70,29 +71,6 @@ _SETTINGS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIO
 _T = TypeVar("_T", bound=str)
 
 
-class Routines(BaseModel):
-    """What computes on the CPU with operands of one type. type: its name in torch; empty where
-    torch's own routines are the only ones. products: library by kind of matrix product. attention:
-    method by size of the problem."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    type: str = ""
-    products: dict[Kind, Library] = {}
-    attention: dict[Size, Method] = {}
-
-    def available(self, dtype: torch.dtype) -> bool:
-        """Return whether these are routines for a type, and this machine has all of them."""
-        here = set(matmul.libraries_for(dtype))
-        return self.type == str(dtype) and set(self.products.values()) <= here
-
-    def described(self) -> str:
-        """Return them in words for the log."""
-        named = [f"{kind} {library}" for kind, library in self.products.items()]
-        named += [f"{size} attention {method}" for size, method in self.attention.items()]
-        return ", ".join(named)
-
-
 class _Busy(Exception):
     """Every call of a candidate was disturbed by other work on this machine."""
 
@@ -103,12 +81,12 @@ class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     machine: dict[str, str | int]
-    routines: Routines
+    routines: CPURoutines
 
 
 def tune(
-    config: RunConfig, recorded: Routines | None, mesh: Mesh | None = None
-) -> tuple[Routines, list[str]]:
+    config: RunConfig, recorded: CPURoutines | None, mesh: Mesh | None = None
+) -> tuple[CPURoutines, list[str]]:
     """Choose the routines of a run, take them into use in this process, and return them with lines
     for the log, none where there is nothing to choose.
 
@@ -118,11 +96,11 @@ def tune(
     dtype = PRECISIONS[config.train.precision].compute
     on_cpu = mesh is None or mesh.device.type == "cpu"
     if not on_cpu or len(matmul.libraries_for(dtype)) == 1:
-        return Routines(), []
+        return CPURoutines(), []
     wanted = config.kernels.matmul
     if wanted != "auto":
         found, why = fixed(dtype, wanted), f"kernels.matmul={wanted}"
-    elif recorded is not None and recorded.available(dtype):
+    elif recorded is not None and recorded.is_available(dtype):
         found, why = recorded, "as the checkpoint records"
     elif config.run.deterministic:
         found, why = fixed(dtype, "torch"), "run.deterministic"
@@ -132,24 +110,24 @@ def tune(
         found, why = _of_first_rank(dtype, mesh)
     matmul.use(dtype, found.products)
     cpu_attention.use(dtype, found.attention)
-    return found, [f"matrix products and attention on this CPU ({why}): {found.described()}"]
+    return found, [f"matrix products and attention on this CPU ({why}): {found.describe()}"]
 
 
-def fixed(dtype: torch.dtype, library: str) -> Routines:
+def fixed(dtype: torch.dtype, library: str) -> CPURoutines:
     """Return the routines if one library is named for all products. library: `torch`, or `onednn`
     where torch would use MKL."""
     found = matmul.unmeasured(dtype)
     if library == "onednn" and (found != "torch" or dtype is torch.float32):
         named: Library = "onednn" if dtype is torch.float32 else "fp32-onednn"
         found = named if named in matmul.libraries_for(dtype) else found
-    return Routines(
+    return CPURoutines(
         type=str(dtype),
         products={kind: found for kind in matmul.KINDS},
         attention={size: cpu_attention.unmeasured(dtype, size) for size in cpu_attention.SIZES},
     )
 
 
-def _of_first_rank(dtype: torch.dtype, mesh: Mesh) -> tuple[Routines, str]:
+def _of_first_rank(dtype: torch.dtype, mesh: Mesh) -> tuple[CPURoutines, str]:
     """Return the routines that the first rank has in its cache or measures."""
     key = f"autotune/{dtype}"
     if mesh.rank == 0:
@@ -157,15 +135,15 @@ def _of_first_rank(dtype: torch.dtype, mesh: Mesh) -> tuple[Routines, str]:
         mesh.store.set(key, json.dumps([routines.model_dump(), why]))
         return routines, why
     found, why = json.loads(mesh.store.get(key))
-    return Routines.model_validate(found), why
+    return CPURoutines.model_validate(found), why
 
 
-def cached_or_measured(dtype: torch.dtype) -> tuple[Routines, str]:
+def cached_or_measured(dtype: torch.dtype) -> tuple[CPURoutines, str]:
     """Return the routines for a type on this machine, and where they come from."""
     machine = machine_of(dtype)
     path = cache_file(machine)
     cached = read_cache(path, machine) if path else None
-    if cached is not None and cached.available(dtype):
+    if cached is not None and cached.is_available(dtype):
         return cached, "measured before"
     start = time.perf_counter()
     try:
@@ -205,7 +183,7 @@ def cache_file(machine: Mapping[str, str | int]) -> Path | None:
     return home / "megaframe" / f"autotune-{digest}.json"
 
 
-def read_cache(path: Path, machine: Mapping[str, str | int]) -> Routines | None:
+def read_cache(path: Path, machine: Mapping[str, str | int]) -> CPURoutines | None:
     """Return the routines in a file of the cache; None if there is none, if it is damaged or if it
     is of another machine."""
     try:
@@ -216,7 +194,7 @@ def read_cache(path: Path, machine: Mapping[str, str | int]) -> Routines | None:
     return entry.routines if entry.machine == dict(machine) else None
 
 
-def _keep(path: Path, machine: dict[str, str | int], measured: Routines) -> Routines:
+def _keep(path: Path, machine: dict[str, str | int], measured: CPURoutines) -> CPURoutines:
     """Write a file of the cache and return what it holds afterwards: that of another process if it
     was faster. A cache that cannot be written only costs a measurement at the next start."""
     written = path.with_suffix(f".{secrets.token_hex(4)}")
@@ -235,7 +213,7 @@ def _keep(path: Path, machine: dict[str, str | int], measured: Routines) -> Rout
     return measured
 
 
-def measure(dtype: torch.dtype) -> Routines:
+def measure(dtype: torch.dtype) -> CPURoutines:
     """Return the fastest routines for a type, in at most about `BUDGET` seconds. Raises `_Busy` if
     one of them could not be measured."""
     end = time.perf_counter() + BUDGET
@@ -263,7 +241,7 @@ def measure(dtype: torch.dtype) -> Routines:
     finally:
         matmul.use(dtype, before[0])
         cpu_attention.use(dtype, before[1])
-    return Routines(type=str(dtype), products=products, attention=attention)
+    return CPURoutines(type=str(dtype), products=products, attention=attention)
 
 
 def fastest(

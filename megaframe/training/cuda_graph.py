@@ -27,7 +27,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.nccl_settings import launch_order_problem
 from megaframe.distributed.traffic import CapturedTransfers
 from megaframe.errors import UserError
-from megaframe.model.layer_statistics import LayerStatistics
+from megaframe.model.pass_state import LayerStatistics
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.pipeline_parallel.nonfinite import Sign
 from megaframe.validate.cuda_graph import graph_reasons
@@ -54,7 +54,7 @@ class Passed:
             self.loss.clone(),
             self.ahead.clone(),
             [replace(sign, largest=sign.largest.clone()) for sign in self.signs],
-            [tally.copied() for tally in self.tallies],
+            [tally.copy() for tally in self.tallies],
         )
 
 

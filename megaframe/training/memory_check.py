@@ -12,11 +12,10 @@ import os
 import torch
 
 from megaframe.config import RunConfig
-from megaframe.config.numbers import fewest_ranks
 from megaframe.distributed.mesh import world_size
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
-from megaframe.layout import Layout
+from megaframe.layout import Layout, fewest_ranks
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.fit import Fit, fit, instead
 from megaframe.training.auto_layout import cluster_of

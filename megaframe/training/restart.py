@@ -20,7 +20,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.nccl_settings import NcclSettings, allow_abort, keep_launch_order
 from megaframe.distributed.numa import bind_to_numa_node
 from megaframe.distributed.rank_progress import RankProgress
-from megaframe.errors import LostRanks, UserError, leave
+from megaframe.errors import LostRanks, UserError, report_and_exit
 from megaframe.layout import Layout
 from megaframe.resilience.signals import Launcher
 from megaframe.training.trainer import Trainer
@@ -93,7 +93,7 @@ def _train(
             if not isinstance(error, LostRanks) and not ended:
                 if mesh.ends_with_others:
                     lock.release()
-                    leave(error, mesh.rank)
+                    report_and_exit(error, mesh.rank)
                 raise
             why = mesh.leave(error if isinstance(error, LostRanks) else LostRanks(str(error), ()))
             assert trainer is not None, "ranks begin again from the loop over steps"

@@ -34,12 +34,13 @@ from megaframe.data_parallel.bucket import UNSENT
 from megaframe.distributed.collectives import all_reduce, barrier
 from megaframe.distributed.device import copy_to_device
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
-from megaframe.errors import Unreadable, UserError
+from megaframe.errors import UnreadableFile, UserError
+from megaframe.io.run_files import CONFIG_FILE, METRICS_FILE
 from megaframe.metrics import Meter, StepTimer
 from megaframe.metrics.expert_load import ExpertMeter
 from megaframe.metrics.memory import out_of_memory
 from megaframe.metrics.run_summary import opening
-from megaframe.metrics.sinks import METRICS_FILE, set_aside
+from megaframe.metrics.sinks import set_aside
 from megaframe.pipeline_parallel.executor import Outcome
 from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.resilience.downtime import Ledger, last_saved
@@ -157,7 +158,7 @@ class Trainer:
         )
         self.guard.starts_after(self.step, state)
         if mesh.rank == 0:
-            (self.folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+            (self.folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
 
     def run(self) -> None:
         """Train until `train.steps`, with evaluations and saves in between. If a signal asks the
@@ -389,7 +390,7 @@ class Trainer:
         wrong = ""
         try:
             state = self._load(source)
-        except Unreadable as error:
+        except UnreadableFile as error:
             wrong = str(error)
         wrong = self.saving.agree(wrong)
         if wrong:
@@ -401,7 +402,8 @@ class Trainer:
 
     def _load(self, source: Checkpoint) -> RunState:
         """Load this rank's tensors from a checkpoint. Returns the rest of the checkpoint's state.
-        Raises `Unreadable` if this rank cannot read it, and `UserError` if it is of another run."""
+        Raises `UnreadableFile` if this rank cannot read it, and `UserError` if it is of another
+        run."""
         with source as checkpoint:
             state = read_state(checkpoint)
             check_same_run(state.config, self.config, checkpoint.path)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.config.model import Model
-from megaframe.config.numbers import TIMES, divisors, either, nearest_divisors
+from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
+from megaframe.errors import TIMES, divisors, join_or, nearest_divisors
 
 
 def tensor_mistakes(config: RunConfig) -> Iterator[str]:
@@ -15,7 +15,7 @@ def tensor_mistakes(config: RunConfig) -> Iterator[str]:
     yield from _chunks(config)
 
 
-def _matrices(model: Model, tensor: int) -> Iterator[str]:
+def _matrices(model: ModelConfig, tensor: int) -> Iterator[str]:
     groups, heads = model.kv_heads, model.heads
     if model.latent is not None:
         if heads % tensor:
@@ -28,7 +28,7 @@ def _matrices(model: Model, tensor: int) -> Iterator[str]:
         near = [t for t in fits if t < tensor][-1:] + [t for t in fits if t > tensor][:1]
         yield (
             f"parallel.tensor={tensor} can neither divide model.kv_heads={groups} nor share them "
-            f"evenly among model.heads={heads}; use {either(near)}"
+            f"evenly among model.heads={heads}; use {join_or(near)}"
         )
     for name, size in (("model.ffn", model.ffn), ("model.vocab", model.vocab or tensor)):
         if size < tensor:

@@ -2,17 +2,21 @@
 
 from pathlib import Path
 
-import beside
+import compare_peers
 import train_cpu
 
 
 def test_the_page_is_made_of_the_results_that_are_there():
-    assert {one.script for one in beside.shown()} == {one.script for one in beside.COMPARISONS}
-    assert beside.PAGE.read_text(encoding="utf-8") == beside.page()
+    assert {one.script for one in compare_peers.shown()} == {
+        one.script for one in compare_peers.COMPARISONS
+    }
+    assert compare_peers.PAGE.read_text(encoding="utf-8") == compare_peers.page()
 
 
 def test_the_table_of_the_readme_is_made_of_all_processors():
-    assert train_cpu.readme_table() in (beside.ROOT / "README.md").read_text(encoding="utf-8")
+    assert train_cpu.readme_table() in (compare_peers.ROOT / "README.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_peer_is_compared_with_the_one_of_ours_above_it():
@@ -21,15 +25,15 @@ def test_a_peer_is_compared_with_the_one_of_ours_above_it():
         return {"name": name, "speed": spread, "peak_rss_bytes": 1e9}
 
     rows = [row("megaframe 1", 300.0), row("one", 200.0), row("megaframe 2", 90.0), row("two", 100)]
-    lines = beside.table("2xfp32", rows).splitlines()
+    lines = compare_peers.table("2xfp32", rows).splitlines()
     assert [line.split("|")[-2].strip() for line in lines[2:]] == ["", "1.50", "", "0.90"]
-    assert beside.best_of(rows, ours=False)["name"] == "one"
+    assert compare_peers.best_of(rows, ours=False)["name"] == "one"
 
 
 def test_each_comparison_is_called_with_the_peers_that_it_takes():
     """The guide of each comparison exists, too."""
-    for one in beside.COMPARISONS:
-        script = (beside.ROOT / "benchmarks" / one.script).read_text(encoding="utf-8")
+    for one in compare_peers.COMPARISONS:
+        script = (compare_peers.ROOT / "benchmarks" / one.script).read_text(encoding="utf-8")
         for peer in one.peers:
             assert f"--{peer.replace('_', '-')}" in script, (one.script, peer)
-        assert (Path(beside.PAGE).parent / one.guide).exists()
+        assert (Path(compare_peers.PAGE).parent / one.guide).exists()

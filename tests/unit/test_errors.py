@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from megaframe.errors import BadDevice, NotFinite, UserError, reported
+from megaframe.errors import BadDevice, NotFinite, UserError, report_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = str(ROOT / "pretrain_gpt.py")
 ENDS = """
 import atexit, threading, time
-from megaframe.errors import LostRanks, UserError, leave
+from megaframe.errors import LostRanks, UserError, report_and_exit
 atexit.register(time.sleep, 60)
 threading.Thread(target=time.sleep, args=(60,)).start()
 try:
-    leave({error}, rank={rank})
+    report_and_exit({error}, rank={rank})
 finally:
     print("cleaned up")
 """
@@ -44,7 +44,7 @@ def test_leaving_tells_why_and_waits_for_nothing(error, rank, status, said):
     ("error", "status"), [(UserError("wrong"), 2), (NotFinite("nan"), 5), (BadDevice("gpu"), 6)]
 )
 def test_an_error_is_its_message_and_its_status(error, status, capsys):
-    with pytest.raises(SystemExit) as ended, reported():
+    with pytest.raises(SystemExit) as ended, report_errors():
         raise error
     assert ended.value.code == status
     assert capsys.readouterr().err == f"error: {error}\n"
@@ -68,7 +68,7 @@ def test_a_mistake_of_all_ranks_is_told_once_and_stands_in_the_summary():
 
 def test_what_a_program_did_not_foresee_stands_in_the_summary_too(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(ZeroDivisionError), reported():
+    with pytest.raises(ZeroDivisionError), report_errors():
         raise ZeroDivisionError("unforeseen")
     assert "ZeroDivisionError: unforeseen" in (tmp_path / "error.json").read_text()
 

@@ -7,7 +7,7 @@ All launchers in this folder run this on each node. It is `torchrun` with c10d r
 defaults that suit a run; its options are set by their PET_ variables. `torchrun` restarts the ranks
 after any failure, and turns it into status 1. This does not restart them after a mistake of the
 user, and exits with the status of the rank that failed first, so that a scheduler can tell whether
-another try may succeed (docs/faults.md). `torchrun` gives a node consecutive
+another try may succeed (docs/guides/faults.md). `torchrun` gives a node consecutive
 ranks, and the tensor axis varies fastest, so tensor groups are inside nodes.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megaframe.config import RunConfig, load
-from megaframe.errors import EXIT_USER_ERROR, UserError, reported
+from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENTRY = str(ROOT / "pretrain_gpt.py")
@@ -47,7 +47,7 @@ def main() -> None:
     given = parse_arguments()
     words = [*(["--config", given.config] if given.config else []), *given.overrides]
     os.environ.update(settings(os.environ))
-    with reported():
+    with report_errors():
         config = load(given.config, given.overrides)
         if config.checkpoint.resume is None and os.environ["PET_MAX_RESTARTS"] != "0":
             raise UserError(

@@ -4,9 +4,9 @@ python tools/launch/ray_train.py --ranks 16 --gpus -- --config RUN.yaml checkpoi
 
 Ray places and watches one worker per rank, and restarts all of them if one is lost. A worker starts
 `pretrain_gpt.py` as a separate process, as `torchrun` would. Signals, hangs and exit statuses
-therefore mean the same as elsewhere (docs/faults.md), and a rank that crashes does not take its
-worker with it. Ray numbers workers node by node, so tensor groups are inside nodes. All nodes need
-the same files at the same paths, and `run.dir` on shared storage. Needs the extra `ray`.
+therefore mean the same as elsewhere (docs/guides/faults.md), and a rank that crashes does not take
+its worker with it. Ray numbers workers node by node, so tensor groups are inside nodes. All nodes
+need the same files at the same paths, and `run.dir` on shared storage. Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from megaframe.config import RunConfig
 from megaframe.dashboard.sweep import ENTRY, run_of
-from megaframe.errors import EXIT_USER_ERROR, UserError, reported
+from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 
 ENDED = "ray-status"
 """File in the run folder in which the first rank's worker leaves the status for this program."""
@@ -34,7 +34,7 @@ ASKED_TO_LEAVE = (138, 143)
 def main() -> None:
     """Check the command line, run the ranks, and exit with the status of the run."""
     arguments = parse_arguments()
-    with reported():
+    with report_errors():
         config, words = run_of(arguments.run)
         if arguments.failures and config.checkpoint.resume is None:
             raise UserError(

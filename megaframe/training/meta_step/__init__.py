@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from megaframe.config import RunConfig
-from megaframe.config.schema import Kernels
+from megaframe.config.schema import KernelsConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.schedule import Action, Kind
+from megaframe.schedule import Action, ActionKind
 from megaframe.training.meta_step.meta_tensors import Hollow, Ledger
 from megaframe.training.train_step import Pipeline
 
@@ -64,7 +64,7 @@ def rehearse(config: RunConfig, layout: Layout, rank: int) -> Counted:
         update={
             "parallel": config.parallel.model_copy(update=parallel),
             "train": config.train.model_copy(update=train),
-            "kernels": Kernels(),
+            "kernels": KernelsConfig(),
         }
     )
     with Hollow() as ledger:
@@ -122,7 +122,7 @@ class _Between:
         """Count around one action. The update is not counted: what it needs belongs to the
         optimizer."""
         yield
-        if action.kind is not Kind.UPDATE and self._held is not None:
+        if action.kind is not ActionKind.UPDATE and self._held is not None:
             self.actions += 1
             self.most = max(self.most, self._ledger.live - self.before - self._held())
 

@@ -31,7 +31,7 @@ import gc
 import mutators
 from targets import ROOT, targets
 
-from megaframe.errors import reported
+from megaframe.errors import report_errors
 
 sys.dont_write_bytecode = True
 
@@ -109,7 +109,7 @@ def child(target, draw, folder, report):
         resource.setrlimit(limit, (most, most))
     status, trace = 0, ""
     try:
-        with reported():
+        with report_errors():
             target.call()
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1

@@ -18,7 +18,7 @@ from megaframe.config import load
 from megaframe.validate.run import check
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]
+sys.path[:0] = [str(ROOT / "benchmarks" / name) for name in ("gpu", "peers")]
 import gpu_workload  # noqa: E402
 import training_gpu  # noqa: E402
 
@@ -26,7 +26,7 @@ import training_gpu  # noqa: E402
 @pytest.mark.slow
 def test_rows_run_and_both_contenders_start_alike(tmp_path):
     path = tmp_path / "rows.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "training_gpu.py"), "--dry"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "training_gpu.py"), "--dry"]
     command += ["--only", "moe-slice", "moe-slice-host", "--write", str(path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "prediction"))
 import weak_scaling  # noqa: E402
 
 
@@ -53,7 +53,7 @@ def test_every_change_helps_where_latency_matters(tmp_path, monkeypatch, capsys)
 
 def test_the_page_shows_what_was_simulated():
     found = json.loads((ROOT / "benchmarks/results/weak_scaling.json").read_text())
-    page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guides/plan.md").read_text(encoding="utf-8")
     page = page[page.index("### Latency, by simulation") :]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]

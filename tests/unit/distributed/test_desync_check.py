@@ -23,7 +23,7 @@ from megaframe.distributed.desync_check import DesyncCheck
 from megaframe.distributed.fake_group import FakeGroup
 from megaframe.distributed.group import Group
 from megaframe.distributed.rank_progress import RankProgress
-from megaframe.errors import OutOfStep
+from megaframe.errors import CollectiveMismatch
 
 
 class Named(FakeGroup):
@@ -95,7 +95,7 @@ def test_ranks_differ_where_the_order_of_a_group_or_of_a_direction_differs(calls
     if agree(*map(sequences, calls)):
         start(second, calls[1])
     else:
-        with pytest.raises(OutOfStep):
+        with pytest.raises(CollectiveMismatch):
             start(second, calls[1])
 
 
@@ -104,7 +104,7 @@ def difference(first, second):
     one, other = groups(2)
     one.progress.begin_part("", "0F1")
     first(one)
-    with pytest.raises(OutOfStep) as raised:
+    with pytest.raises(CollectiveMismatch) as raised:
         second(other)
     assert sorted(raised.value.ranks) == [0, 1]
     said = str(raised.value)
@@ -144,7 +144,7 @@ def test_parts_of_another_size_than_their_receiver_expects_are_seen():
     all_to_all_uneven(of(9, 4), [5, 4], [2, 4], second)
     all_to_all_uneven(of(3, 4), [1, 2], [1, 5], first)
     with pytest.raises(
-        OutOfStep, match=r"receive of .* \[3, 4\] from rank 0 .* send of .* \[2, 4\]"
+        CollectiveMismatch, match=r"receive of .* \[3, 4\] from rank 0 .* send of .* \[2, 4\]"
     ):
         all_to_all_uneven(of(9, 4), [5, 4], [3, 4], second)
 
@@ -156,10 +156,12 @@ def test_a_ring_that_turns_the_other_way_and_another_length_are_seen():
 
     first, second, _ = groups(3)
     around(first, 2)
-    with pytest.raises(OutOfStep, match=r"starts pass_on back of any shape .* started pass_on of"):
+    with pytest.raises(
+        CollectiveMismatch, match=r"starts shift_ring back of any shape .* started shift_ring of"
+    ):
         around(second, 2, back=True)
     first, second, third = groups(3)
     around(first, 2)
     around(third, 2)
-    with pytest.raises(OutOfStep, match=r"send of torch.float64 \[5\] to rank 2"):
+    with pytest.raises(CollectiveMismatch, match=r"send of torch.float64 \[5\] to rank 2"):
         around(second, 5)

@@ -97,9 +97,9 @@ BOUND = """
 import json, os, sys, threading
 from pathlib import Path
 import torch
-from megaframe.distributed.numa import bind
+from megaframe.distributed.numa import bind_to_numa_node
 for wanted, root in zip(sys.argv[1::2], sys.argv[2::2]):
-    lines = bind(wanted, torch.device("cpu"), root=Path(root))
+    lines = bind_to_numa_node(wanted, torch.device("cpu"), root=Path(root))
     found = []
     thread = threading.Thread(target=lambda: found.append(sorted(os.sched_getaffinity(0))))
     thread.start(); thread.join()

@@ -183,7 +183,7 @@ def refused():
 @pytest.mark.slow
 def test_the_right_rank_is_named_by_all_for_every_fault():
     """Sixty-four clients, with ranks that are killed and stopped for real."""
-    command = [sys.executable, "benchmarks/start_at_scale.py", "--clients", "64", "--processes"]
+    command = [sys.executable, "benchmarks/cpu/start_at_scale.py", "--clients", "64", "--processes"]
     done = subprocess.run(
         [*command, "2", "--timeout", "3", "--quiet", "1"],
         cwd=ROOT,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaframe.errors import UserError, reported
+from megaframe.errors import UserError, report_errors
 from megaframe.io.untrusted import (
     MAX_DEPTH,
     open_file,
@@ -115,9 +115,9 @@ def test_a_number_in_an_argument_is_in_its_range(text, capsys):
 
 
 def test_a_name_that_no_file_can_have_is_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended, reported():
+    with pytest.raises(SystemExit) as ended, report_errors():
         (tmp_path / ("x" * 300)).is_dir()
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith(": File name too long\n")
-    with pytest.raises(FileNotFoundError), reported():  # which another try may mend
+    with pytest.raises(FileNotFoundError), report_errors():  # which another try may mend
         (tmp_path / "nowhere").read_bytes()

@@ -21,13 +21,13 @@ from fake_cuda.nccl_layouts import (
 )
 from fake_cuda.nccl_rules import Deadlock, Mismatch, simulate
 
-from megaframe.config.schema import Parallel
+from megaframe.config.schema import ParallelConfig
 from megaframe.distributed import collectives, process_groups
 from megaframe.distributed.collectives import all_reduce, receive, send
 from megaframe.distributed.pending import start_pending
 from megaframe.layout import EXPERT_SETS, Layout
 from megaframe.planner.streams import streams
-from megaframe.schedule import NAMES
+from megaframe.schedule import SCHEDULE_NAMES
 
 QUICK = [
     i
@@ -55,8 +55,8 @@ def test_every_layout_comes_to_an_end(layout):
 @pytest.mark.parametrize("key", ["schedule", "context_kind", "dispatch", "zero"])
 def test_every_value_has_a_layout(key):
     """A layout that does not name one has the default, if there is one."""
-    field = Parallel.model_fields[key]
-    values = {"schedule": NAMES, "zero": range(4)}.get(key) or get_args(field.annotation)
+    field = ParallelConfig.model_fields[key]
+    values = {"schedule": SCHEDULE_NAMES, "zero": range(4)}.get(key) or get_args(field.annotation)
     assert {one.get(key, field.default) for _, _, one in LAYOUTS} >= {*values}
 
 

@@ -14,9 +14,9 @@ from megaframe.config import RunConfig, load
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.ops import cpu_attention, matmul
+from megaframe.ops.cpu_routines import CPURoutines
 from megaframe.training import autotune
 from megaframe.training.autotune import (
-    Routines,
     cached_or_measured,
     fastest,
     fixed,
@@ -27,7 +27,7 @@ from megaframe.training.trainer import Trainer
 
 FP32 = torch.float32
 TORCH = fixed(FP32, "torch")
-OTHER = Routines(
+OTHER = CPURoutines(
     type=str(FP32),
     products={kind: matmul.libraries_for(FP32)[-1] for kind in matmul.KINDS},
     attention={"short": "blocks", "long": "fused"},
@@ -115,7 +115,7 @@ def test_a_measurement_names_routines_that_this_machine_has(monkeypatch):
         matmul.use(dtype, {"dense": "torch"})
         before = matmul.in_use(dtype), cpu_attention.in_use(dtype)
         found = autotune.measure(dtype)
-        assert found.available(dtype)
+        assert found.is_available(dtype)
         assert tuple(found.products) == matmul.KINDS
         assert tuple(found.attention) == cpu_attention.SIZES
         assert set(found.attention.values()) <= set(cpu_attention.methods_for(dtype))
@@ -234,7 +234,7 @@ def test_a_key_and_deterministic_runs_fix_the_routines(monkeypatch):
     assert set(named.products.values()) == {matmul.libraries_for(FP32)[-1]}
     assert "kernels.matmul=onednn" in lines[0] and "dense onednn" in lines[0]
     assert matmul.in_use(FP32) == named.products
-    assert tune(config_of("fp64"), None, mesh) == (Routines(), [])
+    assert tune(config_of("fp64"), None, mesh) == (CPURoutines(), [])
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -288,13 +288,13 @@ def test_a_resumed_run_keeps_its_routines(overrides, tmp_path):
     keys = {"kernels__matmul": "auto", "train__precision": "fp32", "checkpoint__every": 4}
     shape = {"model__hidden": 64, "optim__schedule": "constant"}
     log, whole = train(overrides(run__dir=tmp_path / "whole", **keys, **shape))
-    assert f"(measured before): {OTHER.described()}" in log
+    assert f"(measured before): {OTHER.describe()}" in log
     train(overrides(train__steps=4, **keys, **shape))
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["matrix products"] == OTHER.products
     write_cache(TORCH)
     log, losses = train(overrides(checkpoint__resume="latest", **keys, **shape))
-    assert f"(as the checkpoint records): {OTHER.described()}" in log
+    assert f"(as the checkpoint records): {OTHER.describe()}" in log
     assert losses == whole
     _, fresh = train(overrides(run__dir=tmp_path / "fresh", **keys, **shape))
     assert fresh != whole  # the routines make a difference that this test could see
@@ -304,4 +304,4 @@ def test_a_run_that_resumes_in_another_precision_chooses_anew(monkeypatch):
     monkeypatch.setattr(autotune, "cached_or_measured", lambda dtype: (fixed(dtype, "torch"), ""))
     mesh = Mesh(Layout(), device="cpu")
     assert tune(config_of("bf16"), OTHER, mesh)[0] == fixed(torch.bfloat16, "torch")
-    assert tune(config_of("fp32"), Routines(), mesh)[0] == TORCH  # of a GPU, or an older version
+    assert tune(config_of("fp32"), CPURoutines(), mesh)[0] == TORCH  # of a GPU, or an older version

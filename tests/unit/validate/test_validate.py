@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.config import load
-from megaframe.config.numbers import TIMES
-from megaframe.errors import UserError
+from megaframe.errors import TIMES, UserError
 from megaframe.layout import Layout
 from megaframe.validate.run import check, warnings
 

@@ -15,7 +15,7 @@ from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.families import ARCHITECTURES, config_of, model_of
 from megaframe.checkpoint.inspect import damage
-from megaframe.config import Model
+from megaframe.config import ModelConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.errors import UserError
 from megaframe.training.generation import load_model
@@ -204,7 +204,7 @@ def test_windows_are_the_shortest_pattern_of_their_layers(name, window):
 def test_windows_that_no_family_has_are_refused(keys, message):
     shape = {"layers": 4, "hidden": 32, "heads": 4, "vocab": 61}
     with pytest.raises(UserError) as caught:
-        config_of(Model(**{**shape, "norm": "rmsnorm", "activation": "swiglu", **keys}), 64)
+        config_of(ModelConfig(**{**shape, "norm": "rmsnorm", "activation": "swiglu", **keys}), 64)
     assert message in str(caught.value)
 
 

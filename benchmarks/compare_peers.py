@@ -1,0 +1,256 @@
+"""Runs every comparison with peers on CPUs, and writes their results as one page.
+
+    python benchmarks/compare_peers.py --megatron-python .venv-megatron/bin/python --rounds 2
+
+Each comparison is a script of its own that runs its contenders interleaved. Its measurements are a
+file in `results/`, with commit, versions and config. The page and its plot are made from these
+files alone (`--page` makes them again).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, file_name, machine, processor
+
+RESULTS = ROOT / "benchmarks/results"
+PAGE, PICTURE = ROOT / "docs/reference/peers.md", ROOT / "docs/images/peers.svg"
+OURS = "megaframe"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A script with the options that select its cases. peers: names of the options for the
+    interpreters and checkouts of peers. guide: page with more about it. hosts: whether it emulates
+    hosts, which requires root."""
+
+    title: str
+    script: str
+    result: str
+    guide: str
+    peers: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    hosts: bool = False
+
+    def command(self, given: argparse.Namespace) -> list[str]:
+        """Return the command line, with the peers that were given."""
+        found = {peer: getattr(given, peer) for peer in self.peers}
+        places = [f"--{peer.replace('_', '-')}={path}" for peer, path in found.items() if path]
+        counts = [f"--rounds={given.rounds}", f"--steps={given.steps}"]
+        script = str(ROOT / "benchmarks" / self.script)
+        return [sys.executable, script, *self.options, *places, *counts, "--write", str(self.file)]
+
+    @property
+    def file(self) -> Path:
+        """File of its measurements."""
+        return RESULTS / self.result
+
+
+MEGATRON, DEEPSPEED = "megatron_python", "deepspeed_python"
+NANOGPT, HUGGINGFACE = "nanogpt", "huggingface_python"
+TRAINING = Comparison(
+    "One process, two threads",
+    "cpu/train_cpu.py",
+    f"train_cpu_{file_name(machine())}.json",
+    "../../README.md",
+    (NANOGPT, MEGATRON, HUGGINGFACE),
+)
+"""Training depends on the processor more than anything else, so each has a file of its own."""
+COMPARISONS = (
+    TRAINING,
+    *(
+        Comparison(
+            f"Data parallelism on {ranks} ranks (the number after a name is the ZeRO stage)",
+            "cpu/data_cpu.py",
+            f"data_cpu_{ranks}_ranks.json",
+            "../guides/data.md",
+            (MEGATRON, DEEPSPEED),
+            ("--cases", f"{ranks}xfp32", f"{ranks}xbf16"),
+        )
+        for ranks in (2, 4)
+    ),
+    Comparison(
+        "Data parallelism on 2 hosts of 2 ranks, with links of 800 Mbit/s",
+        "network/netlab_peers.py",
+        "netlab_peers.json",
+        "../guides/data.md",
+        (MEGATRON, DEEPSPEED),
+        hosts=True,
+    ),
+    *(
+        Comparison(
+            f"Tensor parallelism on {ranks} ranks (`seq.`: with sequence parallelism, which "
+            "megaframe always uses)",
+            "cpu/tensor_cpu.py",
+            f"tensor_cpu_{ranks}_ranks.json",
+            "../guides/tensor.md",
+            (MEGATRON,),
+            ("--cases", f"{ranks}xfp32", f"{ranks}xbf16"),
+        )
+        for ranks in (2, 4)
+    ),
+    *(
+        Comparison(
+            f"Pipeline parallelism on {stages} ranks, by vocabulary size",
+            "cpu/pipeline_cpu.py",
+            f"pipeline_cpu_{stages}_stages.json",
+            "../guides/pipeline.md",
+            (MEGATRON,),
+            ("--cases", f"{stages}x50304", f"{stages}x2048"),
+        )
+        for stages in (2, 4)
+    ),
+    Comparison(
+        "Context parallelism on 2 and 4 ranks (attention only), by sample length",
+        "cpu/context_cpu.py",
+        "context_cpu.json",
+        "../guides/tensor.md",
+    ),
+    Comparison(
+        "One layer of experts",
+        "cpu/experts_cpu.py",
+        "experts_cpu.json",
+        "../guides/experts.md",
+        (HUGGINGFACE,),
+    ),
+)
+
+
+def shown() -> list[Comparison]:
+    """Return the comparisons that have been measured, and training on every processor on which it
+    was."""
+    files = sorted(path.name for path in RESULTS.glob("train_cpu_*.json"))
+    every = [*(replace(TRAINING, result=name) for name in files), *COMPARISONS[1:]]
+    return [one for one in every if one.file.exists()]
+
+
+def tables(comparison: Comparison) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield the cases of a comparison, each with its contenders in order."""
+    for case, part in json.loads(comparison.file.read_text(encoding="utf-8"))["results"].items():
+        yield case, part["summary"]
+
+
+def best_of(rows: Sequence[dict[str, Any]], *, ours: bool) -> dict[str, Any]:
+    """Return the fastest row of ours, or of the others."""
+    chosen = [row for row in rows if row["name"].startswith(OURS) == ours]
+    return max(chosen, key=lambda row: float(row["speed"]["median"]))
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    parts = [
+        "# Compared with other trainers",
+        "All contenders train the same model on the same data and machine, interleaved in one run. "
+        "Numbers are medians with the range of the rounds; memory is the peak of the largest rank. "
+        "`python benchmarks/compare_peers.py` makes this page from the measurements in "
+        "`benchmarks/results/`; [benchmarks/README.md](../../benchmarks/README.md) describes what "
+        "each script compares, and how. torchtitan is missing, because its trainer (0.3.0) runs on "
+        "accelerators only; FSDP2 and torch.compile, which it is built on, are included. The last "
+        "column is the speed of the nearest megaframe row above, divided by that of the peer.",
+        "![megaframe's fastest variant and the fastest peer](../images/peers.svg)",
+    ]
+    for comparison in shown():
+        document = json.loads(comparison.file.read_text(encoding="utf-8"))
+        cores = f"{document['machine']['cores']} of {processor(document)}"
+        parts.append(
+            f"## {comparison.title}\n\nCommit {document['commit'][:8]}, {document['date'][:10]}, "
+            f"rounds: {document['config']['rounds']}, threads per process: {document['threads']}, "
+            f"cores: {cores}, {versions(document)}. [More]({comparison.guide})"
+        )
+        parts.extend(table(case, rows) for case, rows in tables(comparison))
+    return "\n\n".join(parts) + "\n"
+
+
+def versions(document: dict[str, Any]) -> str:
+    """Return the versions of everything that took part."""
+    found: dict[str, str] = {}
+    for part in document["results"].values():
+        for runs in part["rounds"].values():
+            for run in runs:
+                found |= run["versions"]
+    return ", ".join(f"{name} {version[:12]}" for name, version in sorted(found.items()))
+
+
+def table(case: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Return the table of one case. The last column of a peer is the speed of the row of ours above
+    it over the peer's."""
+    beside = float(best_of(rows, ours=True)["speed"]["median"])
+    lines = [
+        f"| {case} | tokens/s | range | peak GB | megaframe / peer |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        speed, mine = row["speed"], row["name"].startswith(OURS)
+        name = f"**{row['name']}**" if mine else row["name"]
+        beside = speed["median"] if mine else beside
+        times = "" if mine else f"{beside / speed['median']:.2f}"
+        lines.append(
+            f"| {name} | {speed['median']:,.0f} | {speed['low']:,.0f}-{speed['high']:,.0f} | "
+            f"{row['peak_rss_bytes'] / 1e9:.2f} | {times} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(out: Path) -> None:
+    """Plot our fastest over the fastest peer, one bar per case."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = OURS  # the same numbers give the same file
+    bars = []
+    for comparison in shown():
+        for case, rows in tables(comparison):
+            ours, peer = (best_of(rows, ours=mine) for mine in (True, False))
+            ratio = ours["speed"]["median"] / peer["speed"]["median"]
+            what = comparison.title.partition(" (")[0].partition(",")[0]
+            bars.append((f"{what}: {case} (peer: {peer['name']})", ratio))
+    figure, axis = pyplot.subplots(figsize=(8, 0.27 * len(bars) + 0.6))
+    names, ratios = zip(*bars, strict=True)
+    colors = ["#0b6e4f" if ratio >= 1 else "#b3541e" for ratio in ratios]
+    drawn = axis.barh(names, ratios, color=colors)
+    axis.bar_label(drawn, fmt="%.2f", padding=2, fontsize=7)
+    axis.axvline(1, color="#666", linewidth=0.8)
+    axis.invert_yaxis()
+    axis.set_title("megaframe's tokens per second, relative to the fastest peer", fontsize=9)
+    axis.tick_params(labelsize=7)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(out, metadata={"Date": None}, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each contender")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each run")
+    scripts = sorted({one.script for one in COMPARISONS})
+    parser.add_argument("--only", nargs="+", choices=scripts, default=scripts)
+    parser.add_argument("--page", action="store_true", help="only rewrite the page")
+    parser.add_argument("--megatron-python", type=Path, help="an interpreter with megatron-core")
+    parser.add_argument("--deepspeed-python", type=Path, help="an interpreter with DeepSpeed")
+    parser.add_argument("--huggingface-python", type=Path, help="one with transformers, accelerate")
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
+    given = parser.parse_args()
+    for comparison in () if given.page else COMPARISONS:
+        if comparison.script in given.only:
+            print(f"\n{comparison.title}", flush=True)
+            if comparison.hosts and os.geteuid():
+                print("skipped: emulated hosts need root")
+                continue
+            subprocess.run(comparison.command(given), cwd=ROOT, check=True)
+    PAGE.write_text(page(), encoding="utf-8")
+    draw(PICTURE)
+    print(f"wrote {PAGE} and {PICTURE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Speed and memory of data parallel training of one GPT, compared with the peers'.
+
+Every rank is a process with one thread. Contenders train the workload of `peers/workload.py`, each
+rank on an equal part of the samples of a step. The number at the end of a name is the ZeRO stage,
+which says what else the ranks divide. Peak memory is that of the largest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
+
+from harness import (
+    PEERS,
+    Contender,
+    alternate,
+    check_losses,
+    common_arguments,
+    summarise,
+    table,
+    write,
+)
+from workload import WORKLOAD
+
+CASES = ("2xfp32", "2xbf16", "4xfp32", "4xbf16")
+"""Ranks and precision."""
+OURS = ("train.recompute_blocks=0",)
+"""Norms and activations are recomputed, blocks are not."""
+TORCH = {"DDP": "ddp", "FSDP2 2": "fsdp2", "FSDP2 3": "fsdp3"}
+
+
+def contenders(given: argparse.Namespace, ranks: int, precision: str) -> list[Contender]:
+    """Return the commands of ours and the peers, grouped by ZeRO stage."""
+
+    def contender(
+        name: str, script: str, python: Path | str, *more: str, ours: bool = False
+    ) -> Contender:
+        size = ("--ranks", str(ranks), "--precision", precision, "--steps", str(given.steps))
+        return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
+
+    chosen = []
+    for stage in range(4):
+        zero = (*OURS, f"parallel.zero={stage}")
+        name = f"megaframe {stage}"
+        chosen.append(contender(name, "data_ours.py", sys.executable, *zero, ours=True))
+        for peer, way in TORCH.items():
+            if int(peer[-1]) == stage if peer[-1].isdigit() else stage == 0:
+                chosen.append(contender(peer, "data_torch.py", sys.executable, "--way", way))
+        if stage and given.deepspeed_python:
+            python = given.deepspeed_python.absolute()  # not resolved: a venv's python is a link
+            more = ("--stage", str(stage))
+            chosen.append(contender(f"DeepSpeed {stage}", "data_deepspeed.py", python, *more))
+        if stage == 1 and given.megatron_python:
+            python = given.megatron_python.absolute()
+            chosen.append(contender("megatron-core 1", "data_megatron_core.py", python))
+    return chosen
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments(__doc__)
+    parser.set_defaults(threads=1)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each run")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--megatron-python", type=Path, help="an interpreter with megatron-core")
+    parser.add_argument("--deepspeed-python", type=Path, help="an interpreter with DeepSpeed")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    for peer in ("megatron", "deepspeed"):
+        if getattr(given, f"{peer}_python") is None:
+            print(f"{peer} is left out: --{peer}-python PATH gives an interpreter that has it")
+    results = {}
+    for case in given.cases:
+        ranks, precision = case.split("x")
+        print(f"\n{ranks} ranks, {precision}")
+        chosen = contenders(given, int(ranks), precision)
+        outcomes = alternate(chosen, given.rounds, given.threads)
+        check_losses(outcomes, math.log(WORKLOAD.vocab))
+        lines = summarise(chosen, outcomes)
+        print(table(lines))
+        results[case] = (lines, outcomes)
+    if given.write:
+        config = {**asdict(WORKLOAD), "steps": given.steps, "rounds": given.rounds, "ours": OURS}
+        write(given.write, config, given.threads, results)
+
+
+if __name__ == "__main__":
+    main()

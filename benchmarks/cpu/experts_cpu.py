@@ -1,0 +1,88 @@
+"""Speed of a layer of experts, forward and backward, compared with a naive loop over experts and
+with the Mixtral block of Hugging Face transformers.
+
+All contenders get the same tokens, weights and output gradient (`peers/experts_workload.py`), and
+must give the same answer within a tolerance, or the comparison stops. Our overhead is the time of
+the layer minus that of its experts alone on sorted rows: router, routes, and moving the rows there
+and back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
+
+from experts_workload import SHAPES
+from harness import (
+    PEERS,
+    Contender,
+    alternate,
+    check_losses,
+    common_arguments,
+    summarise,
+    table,
+    write,
+)
+
+CASES = tuple(f"{shape}-{precision}" for shape in SHAPES for precision in ("fp32", "bf16"))
+TOLERANCE = 0.02
+"""Relative tolerance of the sum of mean squares that every contender returns; bf16 rounds."""
+
+
+def contenders(given: argparse.Namespace, shape: str, precision: str) -> list[Contender]:
+    """Return the commands of ours and the others."""
+
+    def contender(name: str, script: str, *more: str, ours: bool = False) -> Contender:
+        python = given.huggingface_python if "huggingface" in script else sys.executable
+        size = ("--shape", shape, "--precision", precision, "--steps", str(given.steps))
+        return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
+
+    found = [
+        contender("megaframe", "experts_ours.py", ours=True),
+        contender("loop over experts", "experts_loop.py"),
+    ]
+    if given.huggingface_python is not None:
+        found.append(contender("Hugging Face", "experts_huggingface.py"))
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments(__doc__)
+    parser.add_argument("--steps", type=int, default=5, help="timed passes of each run")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument(
+        "--huggingface-python", type=Path, help="an interpreter that has torch and transformers"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    results = {}
+    for case in given.cases:
+        shape, _, precision = case.rpartition("-")
+        print(f"\n{shape}, {precision}: {SHAPES[shape]}")
+        chosen = contenders(given, shape, precision)
+        outcomes = alternate(chosen, given.rounds, given.threads)
+        expected = statistics.median(run.loss for runs in outcomes.values() for run in runs)
+        check_losses(outcomes, expected, TOLERANCE * expected)
+        lines = summarise(chosen, outcomes)
+        print(table(lines))
+        overheads = [run.overhead for run in outcomes["megaframe"] if run.overhead is not None]
+        print(f"overhead of routing beside the experts: {statistics.median(overheads):.1%}")
+        results[case] = (lines, outcomes)
+    if given.write:
+        config = {"shapes": {name: asdict(shape) for name, shape in SHAPES.items()}}
+        config |= {"steps": given.steps, "rounds": given.rounds}
+        write(given.write, config, given.threads, results)
+
+
+if __name__ == "__main__":
+    main()

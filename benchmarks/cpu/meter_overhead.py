@@ -1,0 +1,122 @@
+"""What metering costs a step: every note that a timer takes, and the flush at the end of the step.
+
+A difference of whole steps would be lost in the noise of a machine. Both are therefore timed
+directly, in a run with two tensor ranks, which waits so often for so little work that notes are as
+dense as they get. The flush is timed where it runs, including its collectives and the line of the
+previous step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_SPANS = 100_000
+
+
+def main() -> None:
+    """Measure, print, and write the results if requested."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--write", type=Path, metavar="FILE")
+    parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        work(Path(given.worker), given.steps)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command += [__file__, "--worker", folder, "--steps", str(given.steps)]
+        subprocess.run(command, check=True, cwd=ROOT)
+        found = json.loads((Path(folder) / "found.json").read_text())
+    print(json.dumps(found, indent=1))
+    if given.write:
+        given.write.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def work(folder: Path, steps: int) -> None:
+    """Run one rank."""
+    import numpy as np
+
+    from megaframe.config import load
+    from megaframe.data.indexed import TokenFileWriter
+    from megaframe.distributed.mesh import Mesh, global_rank
+    from megaframe.layout import Layout
+    from megaframe.metrics import Meter, StepTimer
+    from megaframe.metrics.meter import Known
+    from megaframe.training.trainer import Trainer
+
+    keys = {
+        "run.dir": folder / "run", "run.device": "cpu", "model.layers": 4, "model.hidden": 256,
+        "model.heads": 4, "model.vocab": 4096, "train.seq": 128, "train.global_batch": 16,
+        "train.microbatch": 8, "train.precision": "fp32", "train.steps": steps,
+        "parallel.tensor": 2, "checkpoint.every": 0, "data.sources": f"[{{path: {folder}/tokens}}]",
+        "data.split": "[1, 0, 0]", "meter.peak_tflops": 1.0, "meter.console": "quiet",
+        "meter.ranks_every": 10,
+    }  # fmt: skip
+    config = load(None, [f"{key}={value}" for key, value in keys.items()])
+    if global_rank() == 0:
+        with TokenFileWriter(str(folder / "tokens"), np.dtype(np.uint16)) as writer:
+            writer.append(np.random.default_rng(0).integers(0, 4096, 10**6).astype(np.uint16))
+        (folder / "ready").touch()
+    while not (folder / "ready").exists():
+        time.sleep(0.1)
+    marks: list[int] = []
+    flushes: list[float] = []
+    take, flush = StepTimer.take, Meter.flush
+
+    def counting(timer: StepTimer) -> Any:
+        split = take(timer)
+        marks.append(len(split.marks) + len(split.flights))
+        return split
+
+    def timed(meter: Meter, step: int) -> list[Known]:
+        start = time.perf_counter()
+        known = flush(meter, step)
+        flushes.append(time.perf_counter() - start)
+        return known
+
+    setattr(StepTimer, "take", counting)  # noqa: B010
+    setattr(Meter, "flush", timed)  # noqa: B010
+    mesh = Mesh(Layout.from_parallel(config.parallel, 2), device="cpu")
+    Trainer(config, mesh).run()
+    if mesh.rank == 0:
+        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
+        seconds = statistics.median(line["seconds"] for line in lines[1:])
+        note, flushed = seconds_of_a_note(), statistics.median(flushes[1:])
+        noted = statistics.median(marks[1:])
+        found = {
+            "step_seconds": seconds,
+            "notes_of_a_step": noted,
+            "seconds_of_a_note": note,
+            "flush_seconds": flushed,
+            "overhead": (noted * note + flushed) / seconds,
+        }
+        (folder / "found.json").write_text(json.dumps(found))
+    mesh.close()
+
+
+def seconds_of_a_note() -> float:
+    """Return the seconds of half a span, including its share of adding all notes up."""
+    from megaframe.metrics import StepTimer
+
+    timer = StepTimer()
+    start = time.perf_counter()
+    for number in range(_SPANS):
+        with timer.time("compute"):
+            pass
+        if number % 1000 == 0:
+            timer.take().parts()
+    return (time.perf_counter() - start) / _SPANS / 2
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Speed and memory of one GPT trained on the ranks of a pipeline, compared with the peers'
+pipelines.
+
+Every rank is a process with one thread. Contenders train the workload of
+`peers/pipeline_workload.py`; peak memory is that of the largest rank. The peers divide layers
+evenly, as they do by default; ours divides the work. Torch's schedules with two stages per rank
+need a layer for each stage, so they run on two ranks only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
+
+from harness import (
+    PEERS,
+    Contender,
+    alternate,
+    check_losses,
+    common_arguments,
+    summarise,
+    table,
+    write,
+)
+from pipeline_workload import MICROBATCHES
+from workload import WORKLOAD
+
+CASES = ("2x50304", "2x2048", "4x50304", "4x2048")
+"""Stages and vocabulary. A large vocabulary makes the head half of the work, so the division of the
+work decides; with a small one the schedule does."""
+SCHEDULES: Mapping[str, tuple[str, int]] = {
+    "torch GPipe": ("GPipe", 1),
+    "torch 1F1B": ("1F1B", 1),
+    "torch Interleaved": ("Interleaved1F1B", 2),
+    "torch InterleavedZB": ("InterleavedZeroBubble", 2),
+    "torch ZBV": ("ZBVZeroBubble", 2),
+    "torch DualPipeV": ("DualPipeV", 2),
+}
+"""torch.distributed.pipelining, by our names: its schedule and stages per rank."""
+OURS = ("--schedule", "search")
+"""Our best option for memory and speed together: the order found for the work of each stage, one
+stage per rank, norms and activations recomputed."""
+FIRST_LOSS_TOLERANCE = 0.4
+"""With an untied head and weights with a std of 0.02, the first loss is about 0.1 above
+ln(vocab)."""
+
+
+def contenders(given: argparse.Namespace, stages: int, vocab: int) -> list[Contender]:
+    """Return the commands of ours and the peers."""
+
+    def contender(
+        name: str, script: str, python: Path | str, *more: str, ours: bool = False
+    ) -> Contender:
+        size = ("--stages", str(stages), "--vocab", str(vocab), "--steps", str(given.steps))
+        return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
+
+    chosen = [contender("megaframe", "pipeline_ours.py", sys.executable, *OURS, ours=True)]
+    for name, (schedule, chunks) in SCHEDULES.items():
+        if stages * chunks <= WORKLOAD.layers:
+            more = ("--schedule", schedule)
+            chosen.append(contender(name, "pipeline_torch.py", sys.executable, *more))
+    if given.megatron_python:
+        python = given.megatron_python.absolute()  # not resolved: a venv's python is a link
+        chosen.append(contender("megatron-core", "pipeline_megatron_core.py", python))
+    else:
+        print("megatron-core is left out: --megatron-python PATH gives an interpreter that has it")
+    return chosen
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments(__doc__)
+    parser.set_defaults(threads=1)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each run")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--megatron-python", type=Path, help="an interpreter with megatron-core")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    results = {}
+    for case in given.cases:
+        stages, vocab = map(int, case.split("x"))
+        print(f"\n{stages} stages, vocabulary {vocab}")
+        chosen = contenders(given, stages, vocab)
+        outcomes = alternate(chosen, given.rounds, given.threads)
+        check_losses(outcomes, math.log(vocab), FIRST_LOSS_TOLERANCE)
+        lines = summarise(chosen, outcomes)
+        print(table(lines))
+        results[case] = (lines, outcomes)
+    if given.write:
+        config = {**asdict(WORKLOAD), "microbatches": MICROBATCHES, "ours": OURS}
+        config |= {"steps": given.steps, "rounds": given.rounds}
+        config.pop("vocab")  # each case has its own
+        write(given.write, config, given.threads, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""How long the set-up of a rank takes with up to 4,096 ranks, on torch's fake process group on a
+CPU.
+
+Nothing is transferred, so this measures the work of one rank without waiting for others: its
+process groups (every rank creates those of all ranks in torch, in the same order); its part of the
+model with optimizer and schedule (on tensors without content); its reader of the data; and what
+only rank 0 does when a checkpoint is saved: joining what all ranks have written, writing the
+manifest and reading it back. Each world runs in its own process, in turns. The layout has 8 tensor
+and 4 pipeline ranks; the rest are data ranks at ZeRO stage 1, with a batch that grows with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from harness import ROOT, Spread, commit, machine
+
+WORLDS = (64, 512, 1024, 2048, 4096)
+CONFIG = "llama3-8b.yaml"
+TENSOR, PIPELINE = 8, 4
+WORK = ("groups", "model", "data", "manifest")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--worlds", nargs="+", type=int, default=WORLDS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
+    parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.world is not None:
+        print(json.dumps(measure(given.world)))
+        return
+    found: dict[int, list[dict[str, float]]] = {world: [] for world in given.worlds}
+    for _ in range(given.rounds):
+        for world in given.worlds:
+            found[world].append(in_a_process(world))
+    lines = {
+        world: {name: Spread.of([run[name] for run in runs]) for name in runs[0]}
+        for world, runs in found.items()
+    }
+    show(lines)
+    if given.write:
+        document = {
+            "commit": commit(),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "config": {"model": CONFIG, "tensor": TENSOR, "pipeline": PIPELINE, "zero": 1},
+            "worlds": {
+                world: {name: asdict(spread) for name, spread in line.items()}
+                for world, line in lines.items()
+            },
+        }
+        given.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {given.write}")
+
+
+def in_a_process(world: int) -> dict[str, float]:
+    """Return what a fresh process measures."""
+    command = [sys.executable, __file__, f"--world={world}"]
+    own = {"OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": str(world)}
+    done = subprocess.run(
+        command, env={**os.environ, **own}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        sys.exit(f"{world} ranks failed:\n{done.stderr[-3000:]}")
+    measured: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return measured
+
+
+def measure(world: int) -> dict[str, float]:
+    """Return the seconds of each kind of work on rank 0, and the bytes that it added to the
+    process's peak memory."""
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megaframe.config import load
+    from megaframe.data.loader import Loader
+    from megaframe.distributed.mesh import Mesh
+    from megaframe.layout import Layout
+    from megaframe.training.meta_step import Hollow
+    from megaframe.training.train_step import Pipeline
+
+    class Fake(Mesh):
+        """The process groups of all ranks in torch, without any other rank."""
+
+        def _rendezvous(self) -> dist.Store:
+            dist.init_process_group(
+                "fake", store=FakeStore(), rank=self.rank, world_size=self.layout.world
+            )
+            return dist.HashStore()
+
+        def _new_handle(
+            self, ranks: tuple[int, ...], backend: str | None
+        ) -> dist.ProcessGroup | None:
+            return dist.new_group(ranks, backend="fake")
+
+    data = world // (TENSOR * PIPELINE)
+    found: dict[str, float] = {}
+
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        before, start = _peak(), time.perf_counter()
+        made = work()
+        found[name] = time.perf_counter() - start
+        found[f"{name} bytes"] = _peak() - before
+        return made
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = load(
+            str(ROOT / "configs" / CONFIG),
+            [
+                f"parallel.tensor={TENSOR}",
+                f"parallel.pipeline={PIPELINE}",
+                "parallel.zero=1",
+                f"train.global_batch={8 * data}",
+                "train.microbatch=1",
+                f"data.sources=[{{path: {_corpus(Path(folder))}}}]",
+                "train.seq=64",
+                "data.split=[1, 0, 0]",
+                f"run.dir={folder}/run",
+            ],
+        )
+        layout = Layout.from_parallel(config.parallel, world)
+
+        def groups() -> Mesh:
+            made = Fake(layout, device="cpu")
+            made.connect(link for a in range(PIPELINE - 1) for link in ((a, a + 1), (a + 1, a)))
+            return made
+
+        mesh = timed("groups", groups)
+
+        def model() -> Pipeline:
+            # The mesh has this rank alone, so tensors need no content.
+            with Hollow(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                return Pipeline(config, Mesh(layout, alone=0), lambda part: nullcontext())
+
+        pipeline = timed("model", model)
+        group = mesh.group("data")
+        timed("data", lambda: Loader(config, group.index, group.size).close())
+        slices = sum(1 for _ in pipeline.optimizer.tensors(owned=True))
+        found["slices"] = slices
+        found["manifest size"] = timed("manifest", lambda: _manifest(world, slices))
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _corpus(folder: Path) -> Path:
+    """Write a few documents, from which samples are drawn without end."""
+    import numpy as np
+
+    from megaframe.data.indexed import TokenFileWriter
+
+    with TokenFileWriter(str(folder / "tokens"), np.dtype(np.uint16)) as writer:
+        for _ in range(8):
+            writer.append(np.arange(4096, dtype=np.uint16))
+    return folder / "tokens"
+
+
+def _manifest(world: int, slices: int) -> int:
+    """Join, write and read the manifest of this many slices of every rank. Return its size in
+    bytes."""
+    from megaframe.checkpoint.manifest import (
+        Manifest,
+        SavedFile,
+        SavedSlice,
+        SavedTensor,
+        decode,
+        encode,
+        merged,
+    )
+
+    width = 4096
+    parts = []
+    for rank in range(world):
+        file = f"rank-{rank:05d}.safetensors"
+        row = SavedSlice(file=file, offset=(rank, 0), shape=(1, width), checksum="0" * 16)
+        one = SavedTensor(shape=(world, width), dtype="F32", slices=(row,))
+        parts.append({f"blocks.{index}.weight": one for index in range(slices)})
+    files = {
+        f"rank-{rank:05d}.safetensors": SavedFile(bytes=slices * width * 4, header="0" * 16)
+        for rank in range(world)
+    }
+    data = encode(Manifest(step=1, state={}, files=files, tensors=merged(parts)))
+    decode(data, Path("manifest"))
+    return len(data)
+
+
+def show(lines: dict[int, dict[str, Spread]]) -> None:
+    """Print the medians as a table of seconds and megabytes."""
+    print(f"{'ranks':>7}" + "".join(f"{name:>22}" for name in (*WORK, "together")))
+    for world, line in lines.items():
+        cells = [
+            f"{line[name].median:.3f} s {line[f'{name} bytes'].median / 1e6:6.0f} MB"
+            for name in WORK
+        ]
+        whole = sum(line[name].median for name in WORK)
+        print(f"{world:>7}" + "".join(f"{cell:>22}" for cell in (*cells, f"{whole:.2f} s")))
+
+
+if __name__ == "__main__":
+    main()

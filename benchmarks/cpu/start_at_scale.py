@@ -1,0 +1,374 @@
+"""How the store and the watch bear thousands of ranks: time to set up, requests to the store while
+all is well, and the time until every rank knows who is lost, hung or slow, and whether that is
+right.
+
+Every rank is a client with its real connections to a real store, its real rendezvous
+(`distributed/rendezvous.py`), its real progress and its real watchdog; only training is left out.
+Hundreds of clients share a process, as threads, so that one machine holds thousands. Rank 0, which
+has the store, and the victim have a process each, which is killed or stopped for real. Each fault
+has a world of its own:
+
+lost: the victim is killed. Ranks in a group with it lose contact at once; the others wait.
+hung: the victim is stopped. Every rank waits, and all give up after `--timeout` seconds.
+slow: the victim goes on working while every rank waits, until a step has taken `--timeout` seconds.
+store: rank 0 is killed, and the store with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+# A lost answer of the name server, which torch asks about every address, costs a second at most.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from harness import commit, machine
+from torch.distributed import PrefixStore, Store
+
+from megaframe.distributed import rendezvous
+from megaframe.distributed.failure_verdict import FailureVerdict
+from megaframe.distributed.rank_progress import RankProgress
+from megaframe.distributed.rendezvous import fresh_store, launcher_store
+from megaframe.distributed.watchdog import Watchdog
+from megaframe.errors import LostRanks
+from megaframe.layout import Layout
+
+FAULTS = ("lost", "hung", "slow", "store")
+_SETTLED = 3.0
+"""Seconds after the set-up before the requests of a quiet run are counted."""
+_SLACK = 120.0
+"""Seconds that the world may take in all beyond those that are asked for."""
+_STACK = 256 * 1024
+
+
+@dataclass(frozen=True)
+class WorldOutcome:
+    """What one world has shown.
+
+    set_up: seconds until every client was connected, had found its part of the store, and had its
+    watch.
+    quiet: requests per client and second while all is well.
+    requests: requests per client from the fault to the end.
+    most: those of the client with most, which is the judge.
+    first, last: seconds from when ranks may notice the fault to the first and last verdict.
+    right: clients that name the right rank, of how many.
+    memory: bytes of all processes together.
+    """
+
+    fault: str
+    set_up: float
+    quiet: float
+    requests: float
+    most: int
+    first: float
+    last: float
+    right: int
+    of: int
+    memory: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--clients", type=int, default=4096)
+    parser.add_argument("--processes", type=int, default=16, help="that the clients share")
+    parser.add_argument("--timeout", type=float, default=20.0, help="parallel.timeout, in seconds")
+    parser.add_argument("--quiet", type=float, default=10.0, help="seconds without any fault")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
+    parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
+    given = parser.parse_args()
+    outcomes = []
+    for fault in given.faults:
+        outcome = measure(fault, given.clients, given.processes, given.timeout, given.quiet)
+        outcomes.append(outcome)
+        if len(outcomes) == 1:
+            print(f"{given.clients} clients, parallel.timeout={given.timeout:g} s")
+            print(f"{'':8}{'set up':>9}{'quiet':>12}{'named':>17}{'right':>13}{'requests':>20}")
+        print(
+            f"{fault:8}{outcome.set_up:7.1f} s{outcome.quiet:10.2f}/s"
+            f"{outcome.first:7.1f} to {outcome.last:4.1f} s{outcome.right:7} of {outcome.of}"
+            f"{outcome.requests:9.1f}, most {outcome.most}  {outcome.memory / 1e9:.1f} GB",
+            flush=True,
+        )
+    print("quiet: requests per client and second; named: seconds from when ranks may notice the")
+    print(
+        "fault until the first and the last client name it; requests: per client from the fault on"
+    )
+    if given.write:
+        document = {
+            "commit": commit(),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "clients": given.clients,
+            "timeout": given.timeout,
+            "outcomes": [asdict(outcome) for outcome in outcomes],
+        }
+        given.write.write_text(json.dumps(document, indent=2) + "\n")
+    return 0 if all(outcome.right == outcome.of for outcome in outcomes) else 1
+
+
+def measure(fault: str, world: int, processes: int, timeout: float, quiet: float) -> WorldOutcome:
+    """Run one world with one fault."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(found.getsockname()[1]))
+    layout = layout_of(world)
+    victim = 0 if fault == "store" else world - 3
+    alone = {0, victim if victim else world - 3}
+    rest = [rank for rank in range(world) if rank not in alone]
+    shares = [[rank] for rank in sorted(alone)] + [rest[i::processes] for i in range(processes)]
+    context = get_context("fork")
+    ends, started = [], []
+    began = time.monotonic()
+    for ranks in shares:
+        mine, theirs = context.Pipe()
+        process = context.Process(target=clients, args=(theirs, ranks, layout, timeout))
+        process.start()
+        ends.append(mine)
+        started.append((process, ranks))
+    try:
+        hear = _ClientProcesses(ends, time.monotonic() + _SLACK + 2 * timeout + quiet)
+        hear.all("ready")
+        set_up = time.monotonic() - began
+        time.sleep(_SETTLED)
+        before = sum(hear.ask("count"))
+        time.sleep(quiet)
+        per_second = (sum(hear.ask("count")) - before) / world / quiet
+        memory = sum(_memory(process.pid) for process, _ in started if process.pid)
+        (of_victim,) = (process for process, ranks in started if victim in ranks)
+        assert of_victim.pid is not None
+        if fault in ("lost", "store"):
+            os.kill(of_victim.pid, signal.SIGKILL)
+        elif fault == "hung":
+            os.kill(of_victim.pid, signal.SIGSTOP)
+        noticed = time.monotonic() + (timeout if fault in ("hung", "slow") else 0)
+        gone = victim if fault != "slow" else None
+        for end, (_, ranks) in zip(ends, started, strict=True):
+            if gone not in ranks:
+                end.send(("fault", fault, victim, noticed))
+        verdicts = [v for v in hear.all("verdicts", but=gone, shares=shares) for v in v]
+    finally:
+        for process, _ in started:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    times = [at - noticed for _, at, _, _ in verdicts]
+    right = sum(ranks == (victim,) for _, _, ranks, _ in verdicts)
+    counts = [count for _, _, _, count in verdicts]
+    return WorldOutcome(
+        fault,
+        set_up,
+        per_second,
+        sum(counts) / len(counts),
+        max(counts),
+        min(times),
+        max(times),
+        right,
+        world - (fault != "slow"),
+        memory,
+    )
+
+
+def layout_of(world: int) -> Layout:
+    """Return a layout with 8 tensor and 4 pipeline ranks, or fewer in a small world."""
+    tensor = next(size for size in (8, 4, 2, 1) if world % (4 * size) == 0 or size == 1)
+    pipeline = 4 if world % (4 * tensor) == 0 else 1
+    return Layout(tensor=tensor, pipeline=pipeline, data=world // tensor // pipeline)
+
+
+class _ClientProcesses:
+    """The other ends of the pipes to the processes."""
+
+    def __init__(self, ends: Sequence[Connection], deadline: float) -> None:
+        self._ends, self._deadline = ends, deadline
+
+    def all(
+        self, what: str, but: int | None = None, shares: Sequence[Sequence[int]] = ()
+    ) -> list[Any]:
+        """Return what every process says, except that of rank `but`."""
+        told = []
+        for number, end in enumerate(self._ends):
+            if but is not None and but in shares[number]:
+                continue
+            if not end.poll(max(0.0, self._deadline - time.monotonic())):
+                raise TimeoutError(f"a process has not said {what!r} in time")
+            kind, value = end.recv()
+            assert kind == what, (kind, what)
+            told.append(value)
+        return told
+
+    def ask(self, what: str) -> list[Any]:
+        """Ask every process and return the answers."""
+        for end in self._ends:
+            end.send((what,))
+        return self.all(what)
+
+
+# What follows runs in the processes of the clients.
+
+
+class CountingStore:
+    """A store that counts the requests of one client. `get` is two, because torch first waits."""
+
+    def __init__(self, store: Store, counts: Counter[int], rank: int) -> None:
+        self.store, self._counts, self.rank = store, counts, rank
+
+    def clone(self) -> CountingStore:
+        cloned: Store = self.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+        return CountingStore(cloned, self._counts, self.rank)
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.store, name)
+
+        def counted(*arguments: Any) -> Any:
+            self._counts[self.rank] += 2 if name == "get" else 1
+            return call(*arguments)
+
+        return counted
+
+
+class RecordingWatchdog(Watchdog):
+    """A watch that notes when it ends its rank, and with which verdict."""
+
+    judged: tuple[float, tuple[int, ...]]
+    has_left = False
+
+    def _exit(self, verdict: FailureVerdict, lost: LostRanks | None = None) -> NoReturn:
+        self.judged = time.monotonic(), verdict.ranks
+        try:
+            super()._exit(verdict, lost)
+        finally:
+            self.has_left = True
+
+    def _dump_stacks(self, verdict: FailureVerdict) -> None:
+        """Write nothing: this process has the stacks of hundreds of ranks."""
+
+
+class _EndlessWait:
+    """A wait of a rank that never ends."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+
+    def describe_wait(self) -> str:
+        return f"all_reduce over data with {len(self._ranks)} ranks"
+
+
+def clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: float) -> None:
+    """Run some ranks of a world in this process, until all of them have a verdict."""
+    threading.stack_size(_STACK)
+    sys.setswitchinterval(1.0)  # by default every thread that waits for its turn asks every 5 ms
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # what every rank would print
+    counts: Counter[int] = Counter()
+    watches: dict[int, tuple[RecordingWatchdog, RankProgress]] = {}
+    leave_process = os._exit
+    os._exit = _end_of_thread  # a client ends as a thread
+
+    def connect(rank: int) -> None:
+        store, *_ = launcher_store(rank, layout.world, _SLACK)
+        counted = CountingStore(store, counts, rank)
+        found = fresh_store(counted, rank, layout.world, _SLACK)  # type: ignore[arg-type]
+        progress = RankProgress()
+        watches[rank] = (
+            RecordingWatchdog(found, layout, rank, timeout, progress, lambda: ""),
+            progress,
+        )
+
+    def prefixed(prefix: str, counted: Any) -> Any:
+        return CountingStore(PrefixStore(prefix, counted.store), counts, counted.rank)
+
+    rendezvous.PrefixStore = prefixed  # type: ignore[assignment,misc]
+    _at_once(connect, ranks)
+    assert watches.keys() == set(ranks), "not all ranks are connected"
+    end.send(("ready", None))
+    while True:
+        what, *more = end.recv()
+        if what == "count":
+            end.send(("count", sum(counts.values())))
+            continue
+        before = Counter(counts)
+        fault, victim, noticed = more
+        _suffer(fault, victim, noticed, watches, layout, timeout)
+        while not all(one.has_left for one, _ in watches.values()):
+            time.sleep(0.1)
+        found = [(r, *one.judged, counts[r] - before[r]) for r, (one, _) in watches.items()]
+        end.send(("verdicts", found))
+        leave_process(0)
+
+
+def _suffer(
+    fault: str,
+    victim: int,
+    noticed: float,
+    watches: dict[int, tuple[RecordingWatchdog, RankProgress]],
+    layout: Layout,
+    timeout: float,
+) -> None:
+    """Let the ranks of this process meet a fault: wait, and lose contact when they would."""
+    groups = [("tensor",), ("data",), ("pipeline",)]
+    for rank, (one, progress) in watches.items():
+        progress.begin_activity("step 7")
+        if fault == "slow":
+            one.limit = timeout
+        if rank != victim:
+            progress.begin_wait(_EndlessWait(layout.members(rank, "data")))
+        else:
+            progress.begin_part("data", None)
+
+    def lost(rank: int) -> None:
+        around = [layout.members(rank, *axes) for axes in groups]
+        group = next((ranks for ranks in around if victim in ranks), around[1])
+        time.sleep(max(0.0, noticed - time.monotonic()))
+        others = [other for other in group if other != rank]
+        watches[rank][0].leave(LostRanks(f"rank {rank} lost contact", others))
+
+    def meets(rank: int) -> bool:
+        return any(victim in layout.members(rank, *axes) for axes in groups)
+
+    if fault != "slow":
+        _begin(lost, [rank for rank in watches if fault == "hung" or meets(rank)])
+
+
+def _at_once(call: Callable[[int], object], ranks: Collection[int]) -> None:
+    for thread in _begin(call, ranks):
+        thread.join()
+
+
+def _begin(call: Callable[[int], object], ranks: Collection[int]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _end_of_thread(status: int) -> NoReturn:
+    raise SystemExit(status)
+
+
+def _memory(process: int) -> int:
+    """Return the bytes of a process, with its part of what it shares with others."""
+    for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Speed and memory of tensor parallel training of one GPT, compared with the peers'.
+
+Every rank is a process with one thread. Contenders train the workload of `peers/workload.py`, with
+all of a sample's tokens on all ranks. `sequence` also divides the tokens between the matrices, as
+ours always does. Peak memory is that of the largest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
+
+from harness import (
+    PEERS,
+    Contender,
+    alternate,
+    check_losses,
+    common_arguments,
+    summarise,
+    table,
+    write,
+)
+from workload import WORKLOAD
+
+CASES = ("2xfp32", "2xbf16", "4xfp32", "4xbf16")
+"""Ranks and precision."""
+OURS = ("train.recompute_blocks=0",)
+"""Norms and activations are recomputed, blocks are not, because the divided model has memory to
+spare."""
+
+
+def contenders(given: argparse.Namespace, ranks: int, precision: str) -> list[Contender]:
+    """Return the commands of ours and the peers."""
+
+    def contender(
+        name: str, script: str, python: Path | str, *more: str, ours: bool = False
+    ) -> Contender:
+        size = ("--ranks", str(ranks), "--precision", precision, "--steps", str(given.steps))
+        return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
+
+    chosen = [contender("megaframe", "tensor_ours.py", sys.executable, *OURS, ours=True)]
+    peers = [("torch DTensor", "tensor_torch.py", sys.executable)]
+    if given.megatron_python:
+        python = given.megatron_python.absolute()  # not resolved: a venv's python is a link
+        peers.append(("megatron-core", "tensor_megatron_core.py", str(python)))
+    else:
+        print("megatron-core is left out: --megatron-python PATH gives an interpreter that has it")
+    for name, script, interpreter in peers:
+        chosen.append(contender(name, script, interpreter))
+        chosen.append(contender(f"{name}, seq.", script, interpreter, "--sequence"))
+    return chosen
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments(__doc__)
+    parser.set_defaults(threads=1)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each run")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--megatron-python", type=Path, help="an interpreter with megatron-core")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    results = {}
+    for case in given.cases:
+        ranks, precision = case.split("x")
+        print(f"\n{ranks} ranks, {precision}")
+        chosen = contenders(given, int(ranks), precision)
+        outcomes = alternate(chosen, given.rounds, given.threads)
+        check_losses(outcomes, math.log(WORKLOAD.vocab))
+        lines = summarise(chosen, outcomes)
+        print(table(lines))
+        results[case] = (lines, outcomes)
+    if given.write:
+        config = {**asdict(WORKLOAD), "steps": given.steps, "rounds": given.rounds, "ours": OURS}
+        write(given.write, config, given.threads, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,359 @@
+"""Tests the kernels and whole steps on the available GPU and measures them: `make gpu-check`.
+
+One command takes under 8 minutes and writes one file, `results/<chip>.json`. It contains the
+outcome of the tests; the ceilings of this GPU; for every kernel, each implementation's time, share
+of the ceiling and error; whole training steps compared with plain PyTorch (`training_gpu.py`); and
+which goals are met. It is written after every number, and lists what did not fit into the time.
+`--skip-training` and `--only-training` each use the whole time, and the second adds to the first
+one's results of the same commit. `--choose` writes the measured order into the table from which
+implementations are chosen. `--dry` runs everything in tiny sizes, also on a CPU, and measures
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+import training_gpu  # noqa: E402
+from gpu_goals import chosen_over_best, goals, order_of, table  # noqa: E402
+from kernel_bench import Measurement  # noqa: E402
+from time_limit import LAST, run_limited, told, write_json  # noqa: E402
+
+_MINUTES = 7.8
+_OF_TRAINING = 0.5
+"""Share of the time that kernels leave to whole steps."""
+_QUIET_SECONDS = 60.0
+"""Limit for one implementation on one case, which may have to be compiled first."""
+_LEAST_SECONDS = 12.0
+"""With less time left, no process would get to its first measurement."""
+_OF_KERNELS: dict[str, Any] = {
+    "ceilings": None,
+    "active": {},
+    "measurements": [],
+    "left_out_for_time": [],
+}
+"""What a result contains about kernels before anything is measured."""
+GROUPS = (
+    ("attention",),
+    ("norm", "activation", "rotary"),
+    ("cross_entropy", "linear_cross_entropy", "loss"),
+    ("grouped_product", "grouped_gradient"),
+    ("adamw", "square_sum", "scattered_adamw", "scattered_square_sum"),
+    ("grouped_scaled_product", "grouped_scaled_gradient", "quantise_columns", "quantise_experts"),
+    ("router", "expert_order", "permute", "unpermute", "attention_backward", "quantise"),
+)
+"""Groups of kernels, each measured in one process. Those with goals come first."""
+NAMES = tuple(name for group in GROUPS for name in group)
+_ON_A_GPU = "test_graphs.py::test_a_step_on_a_gpu_is_the_same_to_the_bit_as_a_graph"
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Tests that run before measurements.
+
+    share:   the most that they get of the time.
+    targets: files, folders or tests, as pytest takes them.
+    tiny:    the target of a dry run.
+    workers: number of processes that run one file each; None for one process per spare processor,
+             each running one test at a time.
+    """
+
+    share: float
+    targets: Sequence[str]
+    tiny: str
+    workers: int | None = None
+
+    def command(self, dry: bool) -> list[str]:
+        """Return the command that runs them."""
+        found = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-rfE", "--tb=short"]
+        found += ["-p", "no:cacheprovider"]
+        if dry:
+            return [*found, str(ROOT / self.tiny)]
+        # That test runs this script, which already runs for real on this GPU.
+        found.append(f"--ignore={ROOT / 'tests/unit/benchmarks/test_gpu_check.py'}")
+        if importlib.util.find_spec("xdist"):
+            spare = max(2, (os.cpu_count() or 1) - 4)
+            found += ["-n", str(self.workers or spare)]
+            found += ["--dist", "loadfile"] if self.workers else []
+        return [*found, *(str(ROOT / target) for target in self.targets)]
+
+
+TESTS = {
+    # Most of their time is Triton's compiler.
+    "kernels": Tests(0.25, ["tests/unit/kernels"], "tests/unit/kernels/test_spans.py"),
+    # Graphs, and ranks that share the GPU; each file starts four processes of its own on it.
+    "steps": Tests(
+        0.2,
+        [f"tests/parity/{_ON_A_GPU}", "tests/parity/test_shared.py"],
+        f"tests/parity/{_ON_A_GPU}",
+        2,
+    ),
+}
+"""By the name of the measurements that they precede."""
+
+
+def run_tests(command: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Run tests on this GPU. Return the outcome, the counts, and the end of the output."""
+    done = run_limited(command, seconds)
+    return {
+        "outcome": {0: "passed", None: done.trouble()}.get(done.code, "failed"),
+        "counts": next((line for line in reversed(done.lines) if line.strip()), "no output"),
+        "log": ("\n".join(done.lines) + "\n" + done.errors)[-LAST:],
+    }
+
+
+def cell(found: dict[str, Any] | None) -> str:
+    """Format a pass: its time and its share of the ceiling that binds."""
+    return "-" if found is None else f"{1e6 * found['seconds']:,.0f} us{100 * found['share']:5.0f}%"
+
+
+def line_of(m: dict[str, Any]) -> str:
+    """Format a measurement."""
+    row = f"{m['kernel']:<22}{m['case']:<47}{m['implementation']:<13}"
+    if m["forward"]:
+        row += f"{cell(m['forward']):>18}{cell(m['backward']):>18}"
+    if m["error"] is not None:
+        row += f"  error {m['error']:.1e}"
+    return f"{row}  {m['trouble']}" if m["trouble"] else row
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with a + if anything but results differs from it."""
+    if given := os.environ.get("MEGAFRAME_COMMIT"):
+        return given
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    try:
+        found = git("describe", "--always", "--abbrev=12")
+        changed = git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
+    except OSError:
+        return "unknown"
+    return f"{found}{'+' if changed else ''}" or "unknown"
+
+
+@dataclass
+class Results:
+    """What is known so far; written whenever something is added.
+
+    path: None for nowhere. todo, at, running: what the process that measures kernels has to
+    measure, the index of what it began last, and whether that still runs.
+    """
+
+    known: dict[str, Any]
+    path: Path | None = None
+    todo: Sequence[Sequence[str]] = ()
+    at: int = -1
+    running: bool = False
+
+    def add(self, **parts: Any) -> None:
+        """Add parts, and update what follows from them."""
+        self.known |= parts
+        measured = self.known["measurements"]
+        kernels = dict.fromkeys(m["kernel"] for m in measured)
+        self.known["order"] = {
+            k: order_of([m for m in measured if m["kernel"] == k]) for k in kernels
+        }
+        self.known["chosen_over_best"] = chosen_over_best(self.known)
+        self.known["goals"] = goals(self.known)
+        if self.path is not None:
+            write_json(self.path, self.known)
+
+    def hear(self, line: str) -> None:
+        """Process a line of output of `kernel_bench.py`."""
+        found = told(line) or {}
+        if "todo" in found:
+            self.todo = found["todo"]
+        elif "begun" in found:
+            self.at, self.running = found["begun"], True
+        elif "ceilings" in found:
+            copy, product = found["ceilings"]["copy"], found["ceilings"]["product"]
+            print(f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", flush=True)
+            self.add(**found)
+        elif "active" in found:
+            self.add(active={**self.known["active"], **found["active"]})
+        elif "measured" in found:
+            self.measured(found["measured"])
+
+    def measured(self, one: dict[str, Any]) -> None:
+        """Add a measurement."""
+        self.running = False
+        print(line_of(one), flush=True)
+        self.add(measurements=[*self.known["measurements"], one])
+
+    def leave_out(self, what: Sequence[str]) -> None:
+        """Record what there is no time for."""
+        self.add(left_out_for_time=[*self.known["left_out_for_time"], *what])
+
+
+def begin(path: Path | None, dry: bool) -> Results:
+    """Return the results to start from: those of an earlier call for the same chip, commit and
+    libraries, if there are any."""
+    from megaframe_kernels.installed import versions
+    from megaframe_kernels.selection import chip_name
+
+    about = {"chip": chip_name(), "commit": commit(), "versions": versions(), "dry": dry}
+    nothing = {**_OF_KERNELS, "tests": {}, "training": []}
+    try:
+        before = json.loads(path.read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError):
+        before = {}
+    if any(before.get(key) != value for key, value in about.items()):
+        before = {}
+    return Results({**about, **nothing, **before}, path)
+
+
+def measure_group(
+    command: Sequence[str], names: Sequence[str], results: Results, until: float
+) -> None:
+    """Measure some kernels by `command`. If an implementation ends its process, a new process
+    continues after it."""
+    results.todo, results.at = [[name] for name in names], -1
+    while (seconds := until - time.monotonic()) > _LEAST_SECONDS:
+        first, ceilings = results.at + 1, results.known["ceilings"]
+        call = [*command, "--only", *names, "--begin", str(first)]
+        if ceilings:
+            call += ["--ceilings", str(ceilings["copy"]), str(ceilings["product"])]
+        results.running = False
+        done = run_limited(call, seconds, tell=results.hear, quiet=_QUIET_SECONDS)
+        if done.code == 0:
+            return
+        lost = [results.todo[results.at]] if results.running else []
+        if results.at < first:  # the process began no measurement
+            lost = [(name, "all", "all") for name in names]
+        for kernel, case, name in lost:
+            why = Measurement(kernel, case, name, trouble=done.trouble(), details=done.errors)
+            results.measured(asdict(why))
+        if results.at < first:
+            return
+    results.leave_out([": ".join(label) for label in results.todo[results.at + 1 :]])
+
+
+def check_tests(results: Results, name: str, whole: float, until: float, dry: bool) -> None:
+    """Run the tests of `TESTS` with this name, within their share of `whole` seconds."""
+    tests = TESTS[name]
+    seconds = min(tests.share * whole, until - time.monotonic())
+    found = {"outcome": "left out for time"}
+    if seconds > _LEAST_SECONDS:
+        found = run_tests(tests.command(dry), seconds)
+    results.add(tests={**results.known["tests"], name: found})
+    print(f"tests of {name}: {found['outcome']} {found.get('counts', '')}", flush=True)
+
+
+def check_kernels(results: Results, only: Sequence[str], until: float, dry: bool) -> None:
+    """Measure all groups, or only the kernels that were requested."""
+    command = [sys.executable, str(Path(__file__).with_name("kernel_bench.py"))]
+    # A dry run cannot lose its GPU, so one process is enough.
+    for group in (NAMES,) if dry else GROUPS:
+        names = [name for name in group if not only or name in only]
+        if names:
+            measure_group([*command, *(["--dry"] if dry else [])], names, results, until)
+
+
+def check_training(results: Results, only: Sequence[str], until: float, dry: bool) -> None:
+    """Measure all or some rows of whole steps. Rows that are left out keep the results of an
+    earlier call."""
+    traces = results.path.with_suffix("") if results.path and not dry else None
+    rows = {row["row"]: row for row in results.known["training"]}
+    for row in training_gpu.measure(dry, only, until, traces):
+        print(training_gpu.line_of(row), flush=True)
+        if "trouble" not in row or row["row"] not in rows:
+            rows[row["row"]] = row
+        results.add(training=training_gpu.with_ratios(list(rows.values())))
+
+
+def choose(result: dict[str, Any], table: Path) -> None:
+    """Write the measured order of this chip into the table from which implementations are
+    chosen."""
+    choices = json.loads(table.read_text(encoding="utf-8"))
+    choices[result["chip"]] = {**choices.get(result["chip"], {}), **result["order"]}
+    table.write_text(json.dumps(choices, indent=2) + "\n", encoding="utf-8")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dry", action="store_true", help="tiny sizes, no measurement")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        choices=NAMES,
+        metavar="KERNEL",
+        help=f"of these, and no steps; written only where --write says: {', '.join(NAMES)}",
+    )
+    parser.add_argument("--minutes", type=float, default=_MINUTES)
+    parser.add_argument("--skip-tests", action="store_true")
+    parser.add_argument("--choose", action="store_true", help="write the order into choices.json")
+    half = parser.add_mutually_exclusive_group()
+    half.add_argument("--skip-training", action="store_true")
+    half.add_argument("--only-training", action="store_true")
+    rows = [row.name for row in training_gpu.ROWS]
+    parser.add_argument("--rows", nargs="+", default=[], choices=rows, help="of whole steps")
+    parser.add_argument("--write", type=Path, help="by default results/<chip>.json")
+    given = parser.parse_args()
+    if given.only and given.only_training:
+        parser.error("--only names kernels, and --only-training leaves all of them out")
+    return given
+
+
+def main() -> int:
+    """Run the command. The status is 1 if tests have not passed or there is no GPU to check."""
+    begun = time.monotonic()
+    given = parse_arguments()
+    # On SIGTERM exit normally, which also ends the processes that run in groups of their own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    import torch
+
+    here = torch.cuda.is_available()
+    if not here and not given.dry:
+        print("torch sees no GPU: nothing to check here (--dry tries the script itself)")
+        return 1
+    if not here:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    from megaframe_kernels.selection import TABLE, chip_name
+
+    path = given.write
+    if path is None and not given.only:
+        path = ROOT / "benchmarks" / "results" / f"{chip_name()}.json"
+    results = begin(path, given.dry)
+    whole = 60 * given.minutes
+    until = begun + whole
+    if not given.only_training:
+        results.known |= _OF_KERNELS
+        if not given.skip_tests:
+            check_tests(results, "kernels", whole, until, given.dry)
+        alone = given.skip_training or given.only
+        kernels_until = until if alone else until - _OF_TRAINING * whole
+        check_kernels(results, given.only, kernels_until, given.dry)
+    if not given.skip_training and not given.only:
+        if not given.skip_tests:
+            check_tests(results, "steps", whole, until, given.dry)
+        check_training(results, given.rows, until, given.dry)
+    results.add(seconds=time.monotonic() - begun)
+    for left in results.known["left_out_for_time"]:
+        print(f"left out for time: {left}")
+    print(table(results.known["goals"]))
+    print(f"{f'wrote {path}' if path else 'done'} after {results.known['seconds']:.0f} s")
+    if given.choose:
+        choose(results.known, TABLE)
+    return 0 if all(one["outcome"] == "passed" for one in results.known["tests"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

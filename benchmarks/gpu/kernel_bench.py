@@ -1,0 +1,397 @@
+"""Measures kernels and prints one JSON object per line; `gpu_check.py` runs it in separate
+processes.
+
+    python benchmarks/gpu/kernel_bench.py --only norm attention [--dry]
+
+An invalid memory access ends everything that a process can do on a GPU. Each implementation is
+therefore announced before it runs and reported afterwards, and `--begin N` continues after one that
+ended a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+from time_limit import LAST  # noqa: E402
+
+_WORTH_COMPILING = frozenset(
+    ("norm", "activation", "rotary", "cross_entropy", "adamw", "square_sum", "router", "quantise")
+)
+"""Kernels for which a compiler can compete. Each takes seconds to compile."""
+COMPILED = "compiled"
+"""Name, among the implementations, of the reference under torch.compile."""
+REFERENCE = "reference"
+MOST_ERROR = 0.05
+"""With a larger error an implementation is wrong, whatever it was rounded to on the way."""
+_LOST = 3
+"""Exit status if this process cannot use its GPU any more."""
+
+_SAMPLES = 10, 100
+_SAMPLES_OF_REFERENCE = 3
+_SECONDS = 0.15
+"""Duration of one timing, if it has room for the least number of samples."""
+_CACHE = 2**28
+"""Bytes that are written between calls; no chip has a larger cache."""
+_HEAD_START = 1_500_000
+"""Cycles that the GPU waits before a call, so that the host has queued everything before it begins.
+The slowest calls take the host most of a millisecond."""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this GPU reaches: bytes per second of a copy (read plus written), FLOP/s of a
+    product."""
+
+    copy: float
+    product: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a call on the GPU: median, 10th and 90th percentile."""
+
+    seconds: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(samples: Sequence[float]) -> Timing:
+        tenths = statistics.quantiles(samples, n=10, method="inclusive")
+        return Timing(statistics.median(samples), tenths[0], tenths[-1])
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Forward or backward pass of an implementation.
+
+    bytes, flops: the least that it takes. share: of the ceiling that binds. copy_share: of the
+    speed of a copy of as many bytes, if bytes bind. product_share: of the speed of the bare
+    products of its shapes, if it consists of those.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    bytes: float
+    flops: float
+    share: float
+    copy_share: float | None = None
+    product_share: float | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One implementation on one case.
+
+    error: the largest error of its outputs and gradients, each relative to the norm of the true
+    result in fp64, in a smaller size. trouble: why a number is missing, in one line. details: the
+    end of the traceback.
+    """
+
+    kernel: str
+    case: str
+    implementation: str
+    forward: PassResult | None = None
+    backward: PassResult | None = None
+    error: float | None = None
+    trouble: str | None = None
+    details: str | None = None
+
+
+def is_right(measured: dict[str, Any]) -> bool:
+    """Return whether a measurement, as printed, has a result, and a right one."""
+    return measured["trouble"] is None and (measured["error"] or 0.0) <= MOST_ERROR
+
+
+@functools.lru_cache
+def _cache_filler() -> Any:
+    import torch
+
+    return torch.empty(_CACHE, dtype=torch.int8, device="cuda")
+
+
+def timing_of(run: Callable[[], Any], dry: bool, few: bool = False) -> Timing:
+    """Time a call on the GPU alone, starting from empty caches and without the host's time."""
+    if dry:
+        begun = time.perf_counter()
+        run()
+        return Timing(*[time.perf_counter() - begun] * 3)
+    import torch
+
+    def sample() -> tuple[Any, Any]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        _cache_filler().zero_()
+        torch.cuda._sleep(_HEAD_START)
+        start.record()
+        run()
+        end.record()
+        return start, end
+
+    def seconds(events: Sequence[tuple[Any, Any]]) -> list[float]:
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in events]
+
+    for _ in range(0 if few else 2):
+        run()
+    (about,) = seconds([sample()])
+    count = _SAMPLES_OF_REFERENCE
+    if not few:
+        count = min(max(int(_SECONDS / max(about, 1e-6)), _SAMPLES[0]), _SAMPLES[1])
+    return Timing.of(seconds([sample() for _ in range(count)]))
+
+
+def measure_ceilings(dry: bool) -> Ceilings:
+    """Time a large copy and a large bf16 product of random numbers."""
+    size, width = (2**10, 32) if dry else (2**30, 8192)
+    flops = 2.0 * width**3
+    return Ceilings(2 * size / copy_seconds(size, dry), flops / product_seconds((width,) * 3, dry))
+
+
+@functools.lru_cache
+def copy_seconds(size: int, dry: bool) -> float:
+    """Return the seconds of a copy of this many bytes."""
+    import torch
+
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return timing_of(lambda: target.copy_(source), dry).seconds
+
+
+@functools.lru_cache
+def product_seconds(shape: tuple[int, int, int], dry: bool) -> float:
+    """Return the seconds of a bf16 product with these rows, columns and depth."""
+    import torch
+
+    rows, columns, depth = shape
+    a, b = (torch.randn(count, depth, dtype=torch.bfloat16) for count in (rows, columns))
+    return timing_of(lambda: a @ b.t(), dry).seconds
+
+
+def tensors_of(tree: Any) -> list[Any]:
+    """Return all tensors in nested sequences."""
+    import torch
+
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [t for item in tree for t in tensors_of(item)]
+    return []
+
+
+def names_of(kernel: Any, dry: bool) -> list[str]:
+    """Return what can be measured: implementations, the reference, and the compiled reference."""
+    compiled = [COMPILED] if kernel.name in _WORTH_COMPILING and not dry else []
+    return [*kernel.implementations, REFERENCE, *compiled]
+
+
+def run_of(kernel: Any, name: str) -> Callable[..., Any] | None:
+    """Return the function to call, or None if this machine lacks it."""
+    import torch
+
+    if name == COMPILED:
+        torch._dynamo.reset()
+        return torch.compile(kernel.reference, dynamic=False)
+    if name == REFERENCE:
+        return kernel.reference
+    implementation = kernel.implementations[name]
+    return implementation.run if implementation.missing() is None else None
+
+
+def error_of(kernel: Any, run: Callable[..., Any], case: Any) -> float:
+    """Return the largest error of outputs and gradients, each relative to the norm of the true
+    result. Raises `ValueError` if integers differ or an error is not finite."""
+    import torch
+
+    def changed(tree: Any, change: Callable[[Any], Any]) -> Any:
+        if isinstance(tree, torch.Tensor) and tree.is_floating_point():
+            return change(tree.detach()).requires_grad_(tree.requires_grad)
+        return [changed(t, change) for t in tree] if isinstance(tree, list) else tree
+
+    def passes(function: Callable[..., Any], change: Callable[[Any], Any]) -> tuple[Any, Any]:
+        arguments = [changed(a, change) for a in given]
+        outputs = tensors_of(function(*arguments, **case.options))
+        return outputs, [t for t in tensors_of(arguments) if t.requires_grad]
+
+    def off(what: str, mine: Any, true: Any) -> float:
+        if not true.is_floating_point():
+            if not torch.equal(mine.long(), true.long()):
+                raise ValueError(f"{what} differs")
+            return 0.0
+        size = true.double().norm().item()
+        found = (mine.double() - true.double()).norm().item() / (size or 1.0)
+        if not math.isfinite(found):
+            raise ValueError(f"{what} is off by {found}")
+        return found
+
+    given = case.arguments()
+    got, leaves = passes(run, torch.Tensor.clone)
+    want, true_leaves = passes(kernel.reference, torch.Tensor.double)
+    errors = [
+        off(f"output {i}", mine.detach(), true.detach())
+        for i, (mine, true) in enumerate(zip(got, want, strict=True))
+    ]
+    if leaves:
+        pairs = [(m, t) for m, t in zip(got, want, strict=True) if t.requires_grad]
+        ahead = [torch.randn_like(mine) for mine, _ in pairs]
+        mine = torch.autograd.grad([m for m, _ in pairs], leaves, ahead)
+        wide = [g.to(t.dtype) for g, (_, t) in zip(ahead, pairs, strict=True)]
+        true = torch.autograd.grad([t for _, t in pairs], true_leaves, wide)
+        both = enumerate(zip(mine, true, strict=True))
+        errors += [off(f"gradient {i}", m, t) for i, (m, t) in both]
+    return max(errors)
+
+
+def time_case(
+    case: Any, given: Sequence[Any], run: Callable[..., Any], dry: bool, few: bool
+) -> tuple[Timing, Timing | None]:
+    """Time forward and backward (None if there is no backward)."""
+    import torch
+
+    def forward() -> Any:
+        return run(*given, **case.options)
+
+    if case.backward is None:
+        return timing_of(forward, dry, few), None
+    outputs = [t for t in tensors_of(forward()) if t.requires_grad]
+    leaves = [t for t in tensors_of(list(given)) if t.requires_grad]
+    gradients = [torch.randn_like(t) for t in outputs]
+    forth = timing_of(forward, dry, few)
+
+    def backward() -> Any:
+        return torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
+
+    return forth, timing_of(backward, dry, few)
+
+
+def pass_of(work: Any, timing: Timing, ceilings: Ceilings, dry: bool) -> PassResult:
+    """Compare a timing with what is possible."""
+    seconds = timing.seconds
+    copied = None if work.flops else copy_seconds(int(work.bytes) // 2, dry) / seconds
+    bare = None
+    if work.products:
+        bare = sum(product_seconds(shape, dry) for shape in work.products) / seconds
+    most = share(work, seconds, ceilings)
+    found = timing.seconds, timing.low, timing.high, work.bytes, work.flops, most
+    return PassResult(*found, copy_share=copied, product_share=bare)
+
+
+def share(work: Any, seconds: float, ceilings: Ceilings) -> float:
+    """Return the share of the ceiling that binds: the least possible time over the measured one."""
+    return max(work.bytes / ceilings.copy, work.flops / ceilings.product) / seconds
+
+
+def measure(
+    case: Any, checked: Any, kernel: Any, name: str, ceilings: Ceilings, dry: bool
+) -> Measurement | None:
+    """Measure one implementation, or return None if this machine lacks it. checked: the case in the
+    size in which its result is checked; if the check fails to run, it is still timed."""
+    label = (case.kernel, case.name, name)
+    error = trouble = details = None
+    try:
+        run = run_of(kernel, name)
+        if run is None:
+            return None
+        given = case.arguments()
+        if name in kernel.implementations:
+            reason = kernel.implementations[name].refuses(*given, **case.options)
+            if reason:
+                return Measurement(*label, trouble=reason)
+        if name != COMPILED:
+            try:
+                error = error_of(kernel, run, checked)
+            except Exception as broken:
+                trouble, details = f"check: {first_line(broken)}", traceback.format_exc()[-LAST:]
+        forth, back = time_case(case, given, run, dry, few=name == REFERENCE)
+        passes = (
+            pass_of(case.forward, forth, ceilings, dry),
+            pass_of(case.backward, back, ceilings, dry) if back is not None else None,
+        )
+        return Measurement(*label, *passes, error, trouble, details)
+    except Exception as broken:
+        return Measurement(
+            *label, error=error, trouble=first_line(broken), details=traceback.format_exc()[-LAST:]
+        )
+
+
+def first_line(error: Exception) -> str:
+    """Format an error in one line."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:160] if text else 'no message'}"
+
+
+def active_of(kernel: Any) -> list[str]:
+    """Return the implementations of which a run on this chip uses the first that does not
+    refuse."""
+    from megaframe_kernels.selection import select
+
+    return [*(one.name for one in select({kernel.name: kernel})[kernel.name].order), REFERENCE]
+
+
+def lines(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield what is printed. Ends the process if it cannot use its GPU any more."""
+    import torch
+    from kernel_cases import MIDDLE, REAL, TINY, cases
+    from megaframe_kernels.registry import KERNELS
+
+    ceilings = Ceilings(*given.ceilings) if given.ceilings else measure_ceilings(given.dry)
+    if not given.ceilings:
+        yield {"ceilings": asdict(ceilings)}
+    if not given.begin:
+        yield {"active": {name: active_of(KERNELS[name]) for name in given.only}}
+    sizes = (TINY, TINY) if given.dry else (REAL, MIDDLE)
+    todo = [
+        (case, checked, KERNELS[case.kernel], name)
+        for case, checked in zip(*map(cases, sizes), strict=True)
+        if case.kernel in given.only
+        for name in names_of(KERNELS[case.kernel], given.dry)
+    ]
+    yield {"todo": [[case.kernel, case.name, name] for case, _, _, name in todo]}
+    for number, one in enumerate(todo[given.begin :], given.begin):
+        yield {"begun": number}
+        found = measure(*one, ceilings, given.dry)
+        if found is not None:
+            yield {"measured": asdict(found)}
+        if torch.cuda.is_available():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                traceback.print_exc()
+                sys.exit(_LOST)
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", required=True, metavar="KERNEL")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes, no measurement")
+    parser.add_argument("--begin", type=int, default=0, metavar="N", help="leave out the first")
+    parser.add_argument("--ceilings", type=float, nargs=2, metavar=("COPY", "PRODUCT"))
+    given = parser.parse_args()
+    import torch
+
+    here = torch.cuda.is_available()
+    if given.dry and not here:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.manual_seed(0)
+    with torch.device("cuda" if here else "cpu"):
+        for line in lines(given):
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Whole training steps on the available GPU, compared with plain PyTorch under torch.compile.
+
+    python benchmarks/gpu/training_gpu.py [--dry] [--only ROW ...] [--write FILE.json]
+
+A row is a config of `configs/bench`, the most important first. Both contenders train it in separate
+processes, one after the other, on the same shapes; the ratio is of their median steps. Rows of the
+host measure only its time per block. `make gpu-check` runs as many rows as its time allows and puts
+them into its result. `--dry` runs the rows in a tiny size, also on a CPU, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+from time_limit import run_limited, told, write_json  # noqa: E402
+
+PEERS = ROOT / "benchmarks" / "peers"
+_MINUTES = 9.5
+"""For all rows: about a minute per contender, most of it for its start and its compiler."""
+_LONGEST = 180.0
+"""Most seconds of one contender on one row."""
+_LEAST = 30.0
+"""With fewer seconds left, no contender would get to its first step."""
+_STEPS = ("train.steps=20",)
+TINY = (
+    *("model.layers=1", "model.hidden=64", "model.heads=2", "model.kv_heads=2", "model.ffn=128"),
+    *("model.vocab=256", "train.seq=32", "train.global_batch=4", "train.microbatch=2"),
+    *("train.steps=2", "optim.warmup=1"),
+)
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """A config, and its goal on one H200. most: whether `reach` is an upper limit instead of a
+    lower. peer: whether plain PyTorch trains the same. script: ours. kept: whether its trace is
+    kept."""
+
+    name: str
+    config: str
+    goal: str
+    reach: float
+    most: bool = False
+    peer: bool = True
+    overrides: tuple[str, ...] = ()
+    script: str = "gpu_ours.py"
+    kept: bool = False
+
+    @property
+    def path(self) -> str:
+        """Path of the config from the root of the project."""
+        return f"configs/bench/{self.config}.yaml"
+
+    def arguments(self, dry: bool) -> list[str]:
+        """Return the overrides of the config."""
+        found = [*self.overrides, *(TINY if dry else _STEPS)]
+        return [*found, "model.positions=32"] if dry and self.config.startswith("gpt") else found
+
+
+def _host(config: str, *overrides: str) -> TrainingCase:
+    goal = "host_seconds_per_block"
+    given = config, goal, 180e-6, True, False, overrides
+    return TrainingCase(f"{config}-host", *given, script="gpu_host.py")
+
+
+GRAPH = ("train.cuda_graph=true",)
+ROWS = (
+    TrainingCase("llama-8b-slice", "llama-8b-slice", "mfu_causal", 0.60, kept=True),
+    TrainingCase("llama-8b-slice-fp8", "llama-8b-slice-fp8", "times_bf16", 1.3, peer=False),
+    TrainingCase("moe-slice", "moe-slice", "mfu_causal", 0.45),
+    TrainingCase("gpt-1.3b", "gpt-1.3b", "mfu_causal", 0.52),
+    TrainingCase("gpt2-124m", "gpt2-124m", "tokens_per_second", 650_000),
+    TrainingCase("gpt2-124m-graph", "gpt2-124m", "host_seconds_per_step", 1e-3, True, False, GRAPH),
+    _host("llama-8b-slice"),
+    _host("moe-slice", "model.ffn=2048"),  # six layers of full width do not fit
+)
+FASTER = 1.15
+"""Goal for the speed of each row that has a peer, relative to the peer."""
+MOST_IDLE = 0.005
+"""Goal for the share of a step in which the GPU does nothing."""
+
+
+def contender(
+    script: str, row: TrainingCase, dry: bool, seconds: float, trace: Path | None = None
+) -> dict[str, Any]:
+    """Return what one contender says of a row, or what went wrong. trace: where to write the trace
+    of two steps."""
+    command = [sys.executable, str(PEERS / script), "--config", str(ROOT / row.path)]
+    if trace is not None:
+        command += ["--trace", str(trace)]
+    ours = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(ours)}
+    done = run_limited([*command, *row.arguments(dry)], seconds, environment)
+    found = next(filter(None, map(told, reversed(done.lines))), None)
+    if done.code == 0 and found is not None:
+        return found
+    trouble = done.trouble() if done.code != 0 else "it printed no result"
+    # Keep what was measured before it failed.
+    key = "trouble" if found is None else "incomplete"
+    return {**(found or {}), key: trouble, "details": done.errors}
+
+
+def shares(row: TrainingCase, found: dict[str, Any], dry: bool) -> dict[str, Any]:
+    """Return what a contender said, with its share of this chip's bf16 peak (with causal attention
+    counted as half and as whole) and where the rest of the time went."""
+    import torch
+
+    from megaframe.config import load
+    from megaframe.metrics.flops import count_flops
+    from megaframe.metrics.peak_flops import chip_peak
+    from megaframe.metrics.waterfall import waterfall
+    from megaframe.pipeline_parallel.stage import model_specs
+
+    if "tokens_per_second" not in found:
+        return found
+    config = load(str(ROOT / row.path), row.arguments(dry))
+    flops = count_flops(model_specs(config), config)
+    here = torch.cuda.is_available()
+    peak = chip_peak(torch.cuda.get_device_name(), "bf16") if here else None
+    shown = dict(found)
+    for name, each in (("mfu_causal", flops.model), ("mfu_full", flops.full_attention)):
+        rate = found["tokens_per_second"] * each
+        shown[name] = None if peak is None else rate / (peak * 1e12)
+    shown["tflops_causal"] = found["tokens_per_second"] * flops.model / 1e12
+    if "parts" in found:
+        lost = waterfall(found["parts"], mfu=shown["mfu_causal"], recompute=flops.recompute)
+        shown["waterfall"] = lost
+    return shown
+
+
+def measure(
+    dry: bool, only: Sequence[str] = (), until: float = math.inf, traces: Path | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield each row as it is written into the results. until: the monotonic time by which all end.
+    traces: prefix of the names of traces that are kept."""
+    for row in ROWS:
+        if only and row.name not in only:
+            continue
+        found: dict[str, Any] = {"row": row.name, "config": row.path}
+        if until - time.monotonic() < _LEAST:
+            yield {**found, "trouble": "left out for time"}
+            continue
+        trace = None
+        if row.kept and traces is not None:
+            trace = traces.with_name(f"{traces.name}-{row.name}.json.gz")
+        scripts = {"ours": row.script, **({"plain": "gpu_plain.py"} if row.peer else {})}
+        for name, script in scripts.items():
+            seconds = min(until - time.monotonic(), _LONGEST)
+            said = contender(script, row, dry, seconds, trace if name == "ours" else None)
+            try:
+                found[name] = shares(row, said, dry)
+            except Exception as broken:
+                found[name] = {**said, "incomplete": f"{type(broken).__name__}: {broken}"}
+        yield {**found, **compared(found)}
+
+
+def compared(found: dict[str, Any]) -> dict[str, Any]:
+    """Compare ours with plain, if both were measured."""
+    ours, plain = found["ours"], found.get("plain", {})
+    if "tokens_per_second" not in ours or "tokens_per_second" not in plain:
+        return {}
+    return {
+        "times_plain": ours["tokens_per_second"] / plain["tokens_per_second"],
+        "same_start": math.isclose(ours["first_loss"], plain["first_loss"], rel_tol=0.02),
+    }
+
+
+def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows; those in 8 bits with their speedup, if 16 bits were measured too."""
+    speeds = {row["row"]: row.get("ours", {}).get("tokens_per_second") for row in rows}
+
+    def gain(name: str) -> dict[str, float]:
+        both = speeds.get(name.removesuffix("-fp8")), speeds[name]
+        return {"times_bf16": both[1] / both[0]} if name.endswith("-fp8") and all(both) else {}
+
+    return [{**row, **gain(row["row"])} for row in rows]
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Format a row."""
+    parts = [f"{row['row']:<20}"]
+    if "trouble" in row:
+        return f"{parts[0]}{row['trouble']}"
+    for name in ("ours", "plain"):
+        found = row.get(name, {})
+        for key in ("trouble", "incomplete"):
+            if key in found:
+                parts.append(f"{name}: {found[key]}")
+        if "host_seconds_per_block" in found:
+            parts.append(f"host {1e6 * found['host_seconds_per_block']:,.0f} us a block")
+        if "tokens_per_second" not in found:
+            continue
+        shown = [f"{name} {found['tokens_per_second']:>12,.0f} tokens/s"]
+        for key in ("mfu_causal", "gpu_idle"):
+            if found.get(key) is not None:
+                shown.append(f"{key} {found[key]:.1%}")
+        parts.append(", ".join([*shown, f"host {1e3 * found['host_seconds_per_step']:,.1f} ms"]))
+    for name in ("times_plain", "times_bf16"):
+        if name in row:
+            parts.append(f"{name} {row[name]:.2f}")
+    return "; ".join(parts)
+
+
+def main() -> int:
+    """Run the command. The status is 1 if there is no GPU to measure."""
+    begun = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dry", action="store_true", help="tiny sizes, no measurement")
+    parser.add_argument("--only", nargs="+", default=[], choices=[row.name for row in ROWS])
+    parser.add_argument("--minutes", type=float, default=_MINUTES)
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    # On SIGTERM exit normally, which also ends the processes that run in groups of their own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    import torch
+
+    if not torch.cuda.is_available() and not given.dry:
+        print("torch sees no GPU: nothing to measure here (--dry tries the script itself)")
+        return 1
+    rows: list[dict[str, Any]] = []
+    traces = given.write.with_suffix("") if given.write and not given.dry else None
+    for row in measure(given.dry, given.only, begun + 60 * given.minutes, traces):
+        rows.append(row)
+        print(line_of(row), flush=True)
+        if given.write:
+            write_json(given.write, with_ratios(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Worlds of ranks that run a pipeline with emulated blocks, for `pipeline_emulated.py`.
+
+Ranks are forked from a server that has imported torch and run nothing, so 32 of them start in a
+second. They use one clock, which Linux shares between processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import wraps
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megaframe.config import EmulationConfig, RunConfig
+
+if TYPE_CHECKING:
+    from megaframe.distributed.mesh import Mesh
+    from megaframe.pipeline_parallel.stage import Stage
+    from megaframe.training.train_step import Pipeline
+
+LIMIT = 600.0
+"""Seconds after which a world that has not answered is given up."""
+TRIPS, REST = 100, 0.01
+"""How many tensors are sent to measure latency, and the seconds between them."""
+TIMER_SLACK = 29
+"""PR_SET_TIMERSLACK of prctl(2). By default Linux lets a process oversleep by 50 microseconds."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What one rank measured of its steps, in seconds.
+
+    starts, ends: of each step. firsts, lasts: start of its first pass and end of its last one.
+    busy: processor time of the thread that runs the engine. live: most activations held at once,
+    one for each microbatch of a stage.
+    """
+
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    firsts: list[float] = field(default_factory=list)
+    lasts: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+
+
+class StagePass(NamedTuple):
+    """When a pass of a stage ran, and how many activations its rank held after it."""
+
+    start: float
+    end: float
+    live: int
+
+
+def in_world(task: Callable[..., Any], config: RunConfig, *given: Any) -> list[Any]:
+    """Run task(mesh, pipeline, config, *given) on every rank of a new world and return the results
+    by rank. Ends the program if a rank fails."""
+    ranks = world_of(config)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "megaframe.training.train_step", "megaframe.metrics"])
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    ends: list[Connection] = []
+    for rank in range(ranks):
+        mine, theirs = context.Pipe()
+        given_all = (theirs, rank, port, task, config, *given)
+        context.Process(target=_play, args=given_all, daemon=True).start()
+        theirs.close()
+        ends.append(mine)
+    results = []
+    for rank, end in enumerate(ends):
+        if not end.poll(LIMIT):
+            sys.exit(f"rank {rank} of {ranks} gave no answer in {LIMIT:.0f} s")
+        try:
+            results.append(end.recv())
+        except EOFError:
+            sys.exit(f"rank {rank} of {ranks} failed; its message is above")
+    return results
+
+
+def world_of(config: RunConfig) -> int:
+    """Return the number of ranks of the config's pipelines."""
+    return config.parallel.pipeline * (config.parallel.data or 1)
+
+
+def _play(
+    end: Connection, rank: int, port: int, task: Callable[..., Any], config: RunConfig, *given: Any
+) -> None:
+    """Run one rank: meet the others, do the task, send its result."""
+    import torch
+
+    from megaframe.distributed.collectives import barrier
+    from megaframe.distributed.mesh import Mesh
+    from megaframe.layout import Layout
+    from megaframe.metrics import StepTimer
+    from megaframe.training.train_step import Pipeline
+
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).prctl(TIMER_SLACK, 1)
+    world = world_of(config)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    mesh = Mesh(Layout.from_parallel(config.parallel, world), device="cpu", timeout=LIMIT)
+    pipeline = Pipeline(config, mesh, StepTimer().time)
+    pipeline.optimizer.initialise(config.run.seed)
+    result = task(mesh, pipeline, config, *given)
+    barrier(mesh.world)  # so that no rank closes a connection that another still uses
+    mesh.close()
+    end.send(result)
+
+
+def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> Steps:
+    """Run this rank's part of a few steps. One step before them is not counted; its blocks do not
+    wait."""
+    import torch
+
+    from megaframe.data.microbatch import Microbatch
+    from megaframe.distributed.collectives import barrier
+    from megaframe.model.block import EmulatedBlock
+
+    times = config.model.emulate
+    assert times is not None, "a benchmark of blocks that wait"
+    passes: list[StagePass] = []
+    units = [block for stage in pipeline.stages.values() for block in stage.blocks]
+    blocks = [block for block in units if isinstance(block, EmulatedBlock)]
+    for block in blocks:
+        block.times = EmulationConfig()
+    stages = tuple(pipeline.stages.values())
+    for stage in stages:
+        for name in ("forward", "backward", "weight_backward"):
+            setattr(stage, name, _noted(getattr(stage, name), stages, passes))
+    tokens = torch.zeros((1, config.train.seq), dtype=torch.int64)
+    microbatches = [
+        Microbatch(tokens, tokens, torch.tensor([number]))
+        for number in range(config.train.global_batch // mesh.layout.data)
+    ]
+    pipeline.train(microbatches, 0, 1.0)
+    for block in blocks:
+        block.times = times
+    seen = Steps()
+    for step in range(1, 1 + steps):
+        passes.clear()
+        barrier(mesh.world)
+        start, busy = time.perf_counter(), time.thread_time()
+        pipeline.train(microbatches, step, 1.0)
+        seen.ends.append(time.perf_counter())
+        seen.busy.append(time.thread_time() - busy)
+        seen.starts.append(start)
+        seen.firsts.append(passes[0].start)
+        seen.lasts.append(passes[-1].end)
+        seen.live.append(max(one.live for one in passes))
+    return seen
+
+
+def _noted(
+    function: Callable[..., Any], stages: Sequence[Stage], into: list[StagePass]
+) -> Callable[..., Any]:
+    """Return `function`, wrapped to record every pass that it runs."""
+
+    @wraps(function)
+    def noted(*given: Any, **named: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*given, **named)
+        end = time.perf_counter()
+        into.append(StagePass(start, end, sum(stage.live for stage in stages)))
+        return result
+
+    return noted
+
+
+def transfer_seconds(mesh: Mesh, pipeline: Pipeline, config: RunConfig) -> float:
+    """Return the median seconds from before rank 0 sends an activation until rank 1 has it, or 0 on
+    other ranks. Rank 0 sleeps in between, as blocks do."""
+    import torch
+
+    from megaframe.distributed.collectives import receive, send
+
+    if mesh.rank > 1:
+        return 0.0
+    link = mesh.link(0, 1)
+    seconds = []
+    for _ in range(TRIPS):
+        tensor = torch.zeros(1, dtype=torch.float64)
+        if mesh.rank == 0:
+            time.sleep(REST)
+            tensor[0] = time.perf_counter()
+            send(tensor, link).wait()
+        else:
+            sent = receive(tensor, link).wait()
+            seconds.append(time.perf_counter() - sent.item())
+    return statistics.median(seconds) if seconds else 0.0

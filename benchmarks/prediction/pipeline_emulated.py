@@ -1,0 +1,267 @@
+"""The engine compared with the simulator: pipelines of many ranks whose blocks only wait.
+
+Every rank is a process that runs the real engine and really communicates over gloo. A block waits
+(`model.emulate`) instead of computing, so ranks do not need a core each. The simulator gets the
+same times and the measured time of sending a tensor from one rank to another. All ranks run exactly
+the list that is simulated, passed as text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from emulated_ranks import Steps, in_world, run_steps, transfer_seconds
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from harness import commit, machine
+
+from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.stages import stage_costs, stage_plans
+from megaframe.config import RunConfig
+from megaframe.schedule import Schedule, generate, lower
+from megaframe.schedule.costs import ActionCosts
+from megaframe.schedule.simulate import Timeline, simulate
+
+RUNS = (
+    ("gpipe", 1, 2),
+    ("1f1b", 1, 2),
+    ("interleaved", 4, 2),
+    ("breadth-first", 4, 2),
+    ("zb-h1", 1, 2),
+    ("zb-h2", 1, 2),
+    ("zb-v", 2, 2),
+    ("v-half", 2, 2),
+    ("dualpipe-v", 2, 2),
+    ("search", 4, 2),
+    ("search", 8, 2),
+    ("search", 4, 4),
+)
+"""Schedule, chunks per rank and microbatches per rank of the measured steps."""
+
+OVERHEAD = (
+    ("1f1b", 4, 1, 128),
+    ("zb-h1", 4, 1, 128),
+    ("zb-v", 4, 2, 64),
+    ("interleaved", 4, 4, 32),
+)
+"""Schedule, ranks, chunks and microbatches of the steps in which blocks take no time."""
+OVERHEAD_STEPS = 10
+
+
+@dataclass(frozen=True)
+class EmulatedSchedule:
+    """One schedule: a step as measured and as simulated, in seconds.
+
+    bubble: share of the step in which a rank does no emulated work, mean over ranks; a step goes
+    from the first start to the last end, including the update. in_spans: the same share of a rank's
+    own time from its first to its last pass, the largest over ranks. live: most activations that
+    the engine of a rank held, in units of the rank's share of the layers. live_limit: what 1F1B
+    holds on its first rank with as many microbatches; a schedule within it is memory-neutral.
+    """
+
+    schedule: str
+    chunks: int
+    microbatches: int
+    measured: float
+    fastest: float
+    predicted: float
+    deviation: float
+    bubble: float
+    predicted_bubble: float
+    in_spans: float
+    predicted_in_spans: float
+    live: float
+    live_limit: float
+    memory_neutral: bool
+
+
+def config_of(
+    name: str, ranks: int, chunks: int, microbatches: int, seconds: float, data: int = 1
+) -> RunConfig:
+    """Return the config of a tiny model with one block per stage, whose F, B and W take `seconds`
+    each. microbatches: of each of the `data` pipelines."""
+    times = dict.fromkeys(("forward", "backward", "weight"), seconds)
+    return RunConfig.model_validate(
+        {
+            "model": {
+                "layers": ranks * chunks,
+                "hidden": 8,
+                "heads": 1,
+                "vocab": 16,
+                "position": "none",
+                "emulate": times,
+            },
+            "parallel": {
+                "pipeline": ranks,
+                "data": data,
+                "zero": min(1, data - 1),
+                "chunks": chunks,
+                "schedule": name,
+                "layers_per_stage": (1,) * (ranks * chunks),
+            },
+            "train": {"seq": 4, "global_batch": microbatches * data, "precision": "fp32"},
+        }
+    )
+
+
+def simulated(config: RunConfig, comm: float) -> tuple[Schedule, Timeline]:
+    """Return the schedule of a step of `config`, and its simulation with the emulated times."""
+    schedule = step_schedule(config, config.train.global_batch)
+    costs = replace(stage_costs(config, stage_plans(config)), comm=comm)
+    return schedule, simulate(schedule, costs)
+
+
+def play(config: RunConfig, schedule: Schedule, steps: int) -> list[Steps]:
+    """Run steps of `schedule`, and return what every rank measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "schedule.txt"
+        path.write_text(str(schedule), encoding="utf-8")
+        parallel = config.parallel.model_copy(update={"schedule": f"file:{path}"})
+        return in_world(run_steps, config.model_copy(update={"parallel": parallel}), steps)
+
+
+def measure(
+    name: str, chunks: int, microbatches: int, given: argparse.Namespace, comm: float
+) -> EmulatedSchedule:
+    """Measure and simulate one schedule."""
+    config = config_of(name, given.ranks, chunks, microbatches, given.milliseconds / 1e3)
+    schedule, expected = simulated(config, comm)
+    seen = play(config, schedule, given.steps)
+    times = [max(ends) - min(starts) for starts, ends in zip(*_across(seen), strict=True)]
+    step, predicted = statistics.median(times), float(expected.time)
+    work = [float(value) for value in expected.work]
+    live = max(max(rank.live) for rank in seen) / chunks
+    usual = generate("1f1b", given.ranks, 1, microbatches)
+    limit = float(max(simulate(usual, ActionCosts()).peak_activations))
+    spans = [
+        statistics.median(
+            1 - mine / (last - first) for first, last in zip(rank.firsts, rank.lasts, strict=True)
+        )
+        for mine, rank in zip(work, seen, strict=True)
+    ]
+    return EmulatedSchedule(
+        schedule=name,
+        chunks=chunks,
+        microbatches=microbatches,
+        measured=step,
+        fastest=min(times),
+        predicted=predicted,
+        deviation=step / predicted - 1,
+        bubble=1 - statistics.mean(work) / step,
+        predicted_bubble=float(expected.bubble),
+        in_spans=max(spans),
+        predicted_in_spans=max(
+            float(bubble / span)
+            for bubble, span in zip(expected.bubbles, expected.spans, strict=True)
+        ),
+        live=live,
+        live_limit=limit,
+        memory_neutral=live <= limit,
+    )
+
+
+def _across(seen: Sequence[Steps]) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+    """Return, for each step, the starts and the ends of all ranks."""
+    starts = zip(*(rank.starts for rank in seen), strict=True)
+    return list(starts), list(zip(*(rank.ends for rank in seen), strict=True))
+
+
+HEAD = (
+    f"{'':<14}{'chunks':>7}{'batch':>6}{'step s':>9}{'simulated':>10}{'deviation':>10}"
+    f"{'bubble':>8}{'simulated':>10}{'in spans':>10}{'simulated':>10}{'live':>7}{'1f1b':>6}"
+)
+
+
+def row(line: EmulatedSchedule) -> str:
+    """Format a line as aligned text under `HEAD`."""
+    return (
+        f"{line.schedule:<14}{line.chunks:>7}{line.microbatches:>6}{line.measured:>9.3f}"
+        f"{line.predicted:>10.3f}{line.deviation:>+10.2%}{line.bubble:>8.2%}"
+        f"{line.predicted_bubble:>10.2%}{line.in_spans:>10.2%}{line.predicted_in_spans:>10.2%}"
+        f"{line.live:>7.2f}{'<=' if line.memory_neutral else '>':>3}{line.live_limit:>3.0f}"
+    )
+
+
+def overheads() -> Iterator[dict[str, Any]]:
+    """Yield the microseconds of processor time per action if blocks take no time, of the thread
+    that runs the engine, in its least disturbed step. The two ranks with the embedding and the
+    head, which are real, are reported apart from the others."""
+    for name, ranks, chunks, microbatches in OVERHEAD:
+        config = config_of(name, ranks, chunks, microbatches, 0.0)
+        schedule = step_schedule(config, microbatches)
+        actions = [len(rank) for rank in lower(schedule).ranks]
+        each = [
+            1e6 * min(rank.busy) / count
+            for rank, count in zip(play(config, schedule, OVERHEAD_STEPS), actions, strict=True)
+        ]
+        ends = {schedule.rank_of[0], schedule.rank_of[-1]}
+        inner = statistics.mean(one for rank, one in enumerate(each) if rank not in ends)
+        outer = max(each[rank] for rank in ends)
+        print(
+            f"{name:<14}{ranks} ranks x {chunks} chunks, {max(actions)} actions: "
+            f"{inner:.0f} us each, {outer:.0f} us where embedding or head are",
+            flush=True,
+        )
+        yield {
+            "schedule": name,
+            "ranks": ranks,
+            "chunks": chunks,
+            "microbatches": microbatches,
+            "actions": max(actions),
+            "microseconds": inner,
+            "microseconds_at_ends": outer,
+        }
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--milliseconds", type=float, default=150.0, help="of a stage's F, B and W")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps, after one that is not")
+    names = tuple(dict.fromkeys(name for name, _, _ in RUNS))
+    parser.add_argument("--schedules", nargs="+", choices=names, default=names)
+    parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    idle = config_of("1f1b", given.ranks, 1, given.ranks, 0.0)
+    comm = max(in_world(transfer_seconds, idle))
+    print(f"{given.ranks} ranks, passes of {given.milliseconds:g} ms, transfer {comm * 1e6:.0f} us")
+    print(HEAD)
+    lines = []
+    for name, chunks, each in RUNS:
+        if name in given.schedules:
+            lines.append(measure(name, chunks, each * given.ranks, given, comm))
+            print(row(lines[-1]), flush=True)
+    found = list(overheads())
+    if given.write:
+        settings = ("ranks", "milliseconds", "steps")
+        document = {
+            "commit": commit(),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "config": {name: getattr(given, name) for name in settings},
+            "transfer_seconds": comm,
+            "schedules": [asdict(line) for line in lines],
+            "overhead": found,
+        }
+        given.write.parent.mkdir(parents=True, exist_ok=True)
+        given.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {given.write}")
+
+
+if __name__ == "__main__":
+    main()

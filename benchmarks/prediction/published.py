@@ -1,0 +1,276 @@
+"""Published measurements compared with predictions.
+
+Without arguments it prints the errors of every table. `--write` makes
+`docs/reference/prediction.md` and its plot. `--fit FAMILY` fits the constants of a generation of
+chips to every other row of its tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from published_tables import TABLES, PublishedRun
+
+from megaframe.config import RunConfig
+from megaframe.hardware.cluster import Cluster, load_cluster
+from megaframe.layout import Layout
+from megaframe.planner.constants import Constants, constants_of
+from megaframe.planner.prediction import Prediction, model_flops, predict
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "reference" / "prediction.md"
+PLOT = ROOT / "docs" / "images" / "prediction.svg"
+FITTED = {
+    # Bounds of each constant.
+    "product": (0.3, 1.1),
+    "start": (5.0, 1200.0),
+    "attention": (0.1, 0.9),
+    "memory": (0.3, 1.0),
+    "launch": (1e-6, 5e-5),
+    "contention": (0.01, 12.0),
+}
+UNSEEN = {"h100": ("launch",)}
+"""Constants about which no row of a family's tables says anything: no run waits for its host."""
+STRICT = ("sc21_1", "korthikanti", "readme")
+"""Tables that count twice in a fit, because their goals are the strictest."""
+MOST_ROWS = 14
+"""Most rows of a table that a fit uses."""
+TOLD = 0.05
+"""Alternatives closer to each other than this cannot be told apart. It is about the error of
+predictions on the tables in which everything is published."""
+
+
+@dataclass(frozen=True)
+class PublishedPrediction:
+    """A row with its prediction.
+
+    config, prediction: the alternative that is predicted to be fastest. near: all alternatives that
+    cannot be told from it. seconds: their mean.
+    """
+
+    row: PublishedRun
+    config: RunConfig
+    prediction: Prediction
+    near: tuple[RunConfig, ...]
+    seconds: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the predicted step time."""
+        return self.seconds / self.row.seconds - 1
+
+
+@lru_cache
+def cluster_of(name: str) -> Cluster:
+    """Return a cluster; it is read once."""
+    return load_cluster(name)
+
+
+def predicted(
+    row: PublishedRun, known: Mapping[str, Constants] | None = None
+) -> PublishedPrediction:
+    """Predict a row by the alternative that is predicted to be fastest of those that fit.
+
+    If others are within `TOLD` of it, any of them may be the configuration of the published, tuned
+    run, and the minimum of so many predictions would be too low. The mean of them is therefore
+    predicted. known: constants by family, in place of the shipped ones.
+    """
+    cluster = cluster_of(row.cluster)
+    constants = known[cluster.chip.family] if known else constants_of(cluster.chip.family)
+    constants = replace(constants, software=row.software)
+    made = []
+    for config in row.configs:
+        layout = Layout.from_parallel(config.parallel, row.world)
+        made.append((predict(config, layout, cluster, constants), config))
+    made = [one for one in made if one[0].fits] or made
+    made.sort(key=lambda one: one[0].step_seconds)
+    prediction, config = made[0]
+    near = [one for one in made if one[0].step_seconds <= (1 + TOLD) * prediction.step_seconds]
+    seconds = float(np.mean([one.step_seconds for one, _ in near]))
+    return PublishedPrediction(
+        row, config, prediction, tuple(config for _, config in near), seconds
+    )
+
+
+@lru_cache
+def lines_of(name: str) -> tuple[PublishedPrediction, ...]:
+    """Return the rows of a table, or none if it is read from a file that is missing."""
+    return tuple(predicted(row) for row in TABLES[name].rows())
+
+
+def null_errors(rows: Sequence[PublishedRun]) -> list[float]:
+    """Return the errors of a null model, which every planner must beat: the best constant rate for
+    each chip, with whichever count of operations gives the smallest errors (causal attention as
+    half or whole, with or without recompute)."""
+    counts = [_counts(row) for row in rows]
+    found = [_constant_rate(rows, [count[n] for count in counts]) for n in range(len(counts[0]))]
+    return min(found, key=lambda errors: sum(map(abs, errors)))
+
+
+def _counts(row: PublishedRun) -> tuple[float, ...]:
+    """Return a rank's operations in a step, counted in different ways."""
+    config = row.configs[0]
+    tokens = config.train.global_batch * config.train.seq / row.world
+    model, hardware = model_flops(config)
+    m = config.model
+    masked = 6.0 * m.layers * m.heads * m.head_dim * config.train.seq
+    again = masked / 3 if config.train.recompute == "full" else 0.0
+    counts = (model, hardware, model + masked, hardware + masked + again)
+    return tuple(tokens * count for count in counts)
+
+
+def _constant_rate(rows: Sequence[PublishedRun], flops: Sequence[float]) -> list[float]:
+    errors = [0.0] * len(rows)
+    for cluster in dict.fromkeys(row.cluster for row in rows):
+        own = [n for n, row in enumerate(rows) if row.cluster == cluster]
+        rates = [flops[n] / rows[n].seconds for n in own]
+        tried = [[flops[n] / rate / rows[n].seconds - 1 for n in own] for rate in rates]
+        best = min(tried, key=lambda one: sum(map(abs, one)))
+        for n, error in zip(own, best, strict=True):
+            errors[n] = error
+    return errors
+
+
+@dataclass(frozen=True)
+class ErrorSummary:
+    """Errors of a table.
+
+    mean, most: of all rows. fitted: mean of those to which constants were fitted (every other row).
+    held_out: mean of the rest. null: mean of the null model. lost: the most that the alternative
+    predicted to be best loses to the one that is best; None without alternatives.
+    """
+
+    mean: float
+    most: float
+    fitted: float
+    held_out: float
+    null: float
+    lost: float | None
+
+    @property
+    def removed(self) -> float:
+        """Share of the null model's error that the prediction removes."""
+        return 1 - self.mean / self.null if self.null else 0.0
+
+
+def summary(lines: Sequence[PublishedPrediction]) -> ErrorSummary:
+    """Return the errors of the rows of a table."""
+    errors = np.abs([line.error for line in lines])
+    null = np.abs(null_errors([line.row for line in lines]))
+    return ErrorSummary(
+        mean=float(errors.mean()),
+        most=float(errors.max()),
+        fitted=float(errors[::2].mean()),
+        held_out=float(errors[1::2].mean()),
+        null=float(null.mean()),
+        lost=max(losses(lines), default=None),
+    )
+
+
+def losses(lines: Sequence[PublishedPrediction]) -> Iterator[float]:
+    """Yield, for each set of rivals, what the predicted best loses to the true best."""
+    rivals: dict[str, list[PublishedPrediction]] = {}
+    for line in lines:
+        if line.row.rivals:
+            rivals.setdefault(line.row.rivals, []).append(line)
+    for lines in rivals.values():
+        if len(lines) > 1:
+            chosen = min(lines, key=lambda line: line.seconds)
+            yield chosen.row.seconds / min(line.row.seconds for line in lines) - 1
+
+
+def fit(family: str, rounds: int = 6) -> Constants:
+    """Return the constants with the least absolute relative errors over every other row of the
+    family's tables. All tables have the same weight, except those in `STRICT`. The best of several
+    starting points is used."""
+    start = constants_of(family)
+    rows: list[tuple[PublishedRun, float]] = []
+    for name, table in TABLES.items():
+        own = [r for r in list(table.rows())[::2] if cluster_of(r.cluster).chip.family == family]
+        own = own[:: max(1, len(own) // MOST_ROWS)]
+        weight = (2.0 if name in STRICT else 1.0) / max(1, len(own))
+        rows += [(replace(r, configs=predicted(r).near), weight) for r in own]
+    names = [name for name in FITTED if name not in UNSEEN.get(family, ())]
+    begin = np.log([getattr(start, name) for name in names])
+    others = [
+        begin + np.log([move.get(name, 1.0) for name in names])
+        for move in ({}, {"memory": 0.8, "product": 1.05}, {"start": 0.6, "contention": 0.4})
+    ]
+    found = [_descend(family, start, rows, names, at, rounds) for at in others]
+    return min(found, key=lambda one: one[1])[0]
+
+
+def _descend(
+    family: str,
+    start: Constants,
+    rows: Sequence[tuple[PublishedRun, float]],
+    names: Sequence[str],
+    at: np.ndarray,
+    rounds: int,
+) -> tuple[Constants, float]:
+    """Improve the constants from `at` (logarithms) by Gauss-Newton. Return them and the sum of
+    their errors."""
+    low, high = np.log(np.array([FITTED[name] for name in names])).T
+    at = np.clip(at, low, high)
+
+    def constants(logs: np.ndarray) -> Constants:
+        made: dict[str, Any] = dict(zip(names, map(float, np.exp(logs)), strict=True))
+        return replace(start, **made)
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        known = {family: constants(logs)}
+        return np.array([w * np.log1p(predicted(row, known).error) for row, w in rows])
+
+    now, damping = errors(at), 1e-2
+    for _ in range(rounds):
+        steps = 0.05 * np.eye(len(at))
+        slopes = np.stack([(errors(at + one) - now) / 0.05 for one in steps], axis=1)
+        weights = 1 / np.maximum(np.abs(now), 5e-4)
+        square = slopes.T @ (weights[:, None] * slopes)
+        for _ in range(4):
+            damped = square + damping * np.diag(np.diag(square) + 1e-3)
+            move = np.clip(np.linalg.solve(damped, -slopes.T @ (weights * now)), -0.5, 0.5)
+            there = np.clip(at + move, low, high)
+            found = errors(there)
+            if np.abs(found).sum() < np.abs(now).sum():
+                at, now, damping = there, found, damping / 4
+                break
+            damping *= 6
+        else:
+            break
+    return constants(at), float(np.abs(now).sum())
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
+    parser.add_argument("--fit", metavar="FAMILY", choices=("a100", "h100"))
+    pages = "make docs/reference/prediction.md and its plot"
+    parser.add_argument("--write", action="store_true", help=pages)
+    given = parser.parse_args()
+    if given.fit:
+        found = fit(given.fit)
+        print(", ".join(f"{name}={getattr(found, name):.4g}" for name in FITTED))
+        return
+    from published_page import draw, heading, row_of
+
+    made = {name: lines for name in given.tables if (lines := lines_of(name))}
+    print(heading())
+    for name, lines in made.items():
+        print(row_of(TABLES[name], summary(lines)))
+    if given.write:
+        from published_page import page
+
+        PAGE.write_text(page(made), encoding="utf-8")
+        PLOT.write_text(draw(made), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

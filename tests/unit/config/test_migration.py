@@ -1,0 +1,143 @@
+"""Names of settings of other programs: each is a key here, and messages and guide say the same."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megaframe.config import explain, load
+from megaframe.config.describe import config_keys
+from megaframe.config.migration import (
+    RENAMED_KEYS,
+    SETTINGS_ELSEWHERE,
+    translate_setting,
+    upgrade_keys,
+)
+from megaframe.errors import UserError
+
+GUIDE = Path(__file__).resolve().parents[3] / "docs/guides/migrating.md"
+EVERY = [(program, name) for program, names in SETTINGS_ELSEWHERE.items() for name in names]
+BESIDE = {
+    "model.moe.": ["model.moe.experts=8"],
+    "model.latent.": [f"model.latent.{key}=8" for key in ("kv_rank", "head_dim", "rotary_dim")],
+}
+
+
+def named(ours):
+    """Return the keys in what a name is here, each with its value if it has one."""
+    return re.findall(r"[a-z]+\.[a-z_0-9]+[a-z0-9](?:\.[a-z_0-9]+)?(?:=[a-z0-9]+)?", ours)
+
+
+def test_there_are_enough_of_every_program():
+    assert {*SETTINGS_ELSEWHERE} == {
+        "Megatron-LM",
+        "Hugging Face",
+        "DeepSpeed",
+        "torchtitan",
+        "nanoGPT",
+    }
+    assert (
+        min(map(len, SETTINGS_ELSEWHERE.values())) > 15 and len({name for _, name in EVERY}) > 150
+    )
+
+
+@pytest.mark.parametrize(("program", "name"), EVERY)
+def test_what_a_name_is_here_exists_and_takes_its_value(program, name):
+    ours = SETTINGS_ELSEWHERE[program][name]
+    assert name not in config_keys()
+    assert named(ours) or ours == "always on"
+    for text in named(ours):
+        key, _, value = text.partition("=")
+        assert key in config_keys(), ours
+        if value:
+            load(None, [text])
+    said = translate_setting(name)
+    assert f"{program}'s" in said and f"{name} is {ours}" in said
+
+
+def rows(program):
+    """Yield the cells of the guide's table for a program, with names as the program has them."""
+    section = GUIDE.read_text(encoding="utf-8").split(f"\n## {program}\n")[1].split("\n## ")[0]
+    for line in section.splitlines():
+        if line.startswith("| "):
+            theirs, _, ours = line.strip("| ").partition(" | ")
+            yield theirs.replace("--", "").replace("-", "_"), ours
+
+
+@pytest.mark.parametrize(("program", "name"), EVERY)
+def test_the_guide_says_the_same(program, name):
+    """In one row there are the name, or its last part, and all keys that it is."""
+    word = re.compile(rf"\b{name.rpartition('.')[2]}\b")
+    wanted = [text.partition("=")[0] for text in named(SETTINGS_ELSEWHERE[program][name])] or [
+        "always"
+    ]
+    found = [ours for theirs, ours in rows(program) if word.search(theirs)]
+    assert any(all(key in ours for key in wanted) for ours in found), found
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("tensor_model_parallel_size", "-LM's tensor_model_parallel_size is parallel.tensor"),
+        ("parallel.tensor-model-parallel-size", "model_parallel_size is parallel.tensor"),
+        ("--NUM-LAYERS", "Megatron-LM's num_layers is model.layers"),
+        ("training.local_batch_size", "torchtitan's local_batch_size is train.microbatch"),
+        ("global_batch_size", "Megatron-LM's and torchtitan's global_batch_size is train.global_"),
+        ("zero_optimization.stage", "DeepSpeed's zero_optimization.stage is parallel.zero"),
+        ("train.lr_scheduler.warmup_steps", "torchtitan's lr_scheduler.warmup_steps is optim.war"),
+        ("optim.learning_rate", "Hugging Face's and nanoGPT's learning_rate is optim.lr"),
+    ],
+)
+def test_a_foreign_name_is_known_however_it_is_given(given, said):
+    assert said in translate_setting(given)
+    whole = re.escape(translate_setting(given))
+    with pytest.raises(UserError, match=f"is not a config key; {whole}"):
+        explain(given)
+    with pytest.raises(UserError, match=f": unknown key; {whole}"):
+        load(None, [f"{given}=1"])
+
+
+def test_it_is_known_in_a_file_and_inside_a_list_too(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {n_embd: 64}\ndata: {sources: [{path: x, data_path: y}]}\n")
+    with pytest.raises(UserError) as refusal:
+        load(str(path))
+    assert "c.yaml:1: model.n_embd: unknown key; nanoGPT's n_embd is model.hidden" in str(
+        refusal.value
+    )
+    assert "Megatron-LM's data_path is data.sources" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", RENAMED_KEYS)
+def test_a_former_key_is_refused_with_its_successor(name):
+    assert RENAMED_KEYS[name] in config_keys() and f"parallel.{name}" not in config_keys()
+    said = f"parallel.{name}: unknown key; {RENAMED_KEYS[name]} has replaced {name}"
+    with pytest.raises(UserError, match=re.escape(said)):
+        load(None, [f"parallel.{name}=1"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        ({"compress": "none", "compress_share": 0.01, "compress_rank": 4}, {"compress": "none"}),
+        (
+            {"compress": "topk", "compress_share": 0.05, "compress_rank": 4},
+            {"compress": "topk", "compress_keep": 0.05},
+        ),
+        (
+            {"compress": "powersgd", "compress_share": 0.01, "compress_rank": 8},
+            {"compress": "powersgd", "compress_keep": 8},
+        ),
+        ({"schedule_group": 4, "schedule_memory": None}, {"schedule_microbatches": 4}),
+        ({"schedule_group": None, "schedule_memory": 2.5}, {"schedule_microbatches": 2.5}),
+        ({"compress": ["of", "nobody"], "zero": 1}, {"compress": ["of", "nobody"], "zero": 1}),
+    ],
+)
+def test_a_checkpoint_with_former_keys_says_the_same(saved, now):
+    assert upgrade_keys({"run": {}, "parallel": saved}) == {"run": {}, "parallel": now}
+    assert upgrade_keys({"parallel": "nonsense"}) == {"parallel": "nonsense"}
+
+
+def test_other_names_are_not():
+    for name in ("model.layer", "", "stage", "-", "..."):
+        assert translate_setting(name) is None
