@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.checkpoint import WHAT_IS_TAKEN, Checkpoint, locate, open_checkpoint, place
-from megaframe.checkpoint.inspect import damage, differences, regroup
+from megaframe.checkpoint.inspect import damage, differences
+from megaframe.checkpoint.reshard import regroup
 from megaframe.config import load as load_config
 from megaframe.errors import UserError, report_errors
 from megaframe.io.untrusted import showable

@@ -250,7 +250,7 @@ class Ours(Contender):
 
     def save(self) -> dict[str, float]:
         from megaframe.checkpoint.folder import read_pointer
-        from megaframe.checkpoint.names import final_name
+        from megaframe.checkpoint.stores.store import final_name
 
         began = time.perf_counter()
         self.begin()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megaframe.checkpoint.shard_file import Piece, by_alignment, plan
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.stores.aligned_buffer import ALIGNMENT, aligned
+from megaframe.checkpoint.stores.direct_io import ALIGNMENT, aligned
 
 
 class Copy:

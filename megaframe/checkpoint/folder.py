@@ -1,10 +1,33 @@
-"""The folder of a run's checkpoints ("home"): lists them, keeps the pointer, deletes old ones."""
+"""The folder of a run's checkpoints ("home"): finds and lists them, keeps the pointer, deletes old
+ones."""
 
 from __future__ import annotations
 
-from megaframe.checkpoint.names import FINAL, POINTER
-from megaframe.checkpoint.stores.store import Place, store_of
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+from megaframe.checkpoint.load import open_checkpoint
+from megaframe.checkpoint.manifest import MANIFEST
+from megaframe.checkpoint.stores.store import (
+    FINAL,
+    POINTER,
+    Place,
+    final_name,
+    is_temporary,
+    place,
+    store_of,
+)
+from megaframe.config import RunConfig
+from megaframe.config import load as load_config
+from megaframe.errors import UserError
+
+WHAT_IS_TAKEN = (
+    "a checkpoint, or a folder of checkpoints or a run folder, whose latest is used; path or URL"
+)
+"""What `locate` takes, in words for help and messages."""
+_HOME = "checkpoints"
+"""Folder of checkpoints in a run folder."""
 _POINTER_BYTES = 64
 
 
@@ -73,3 +96,100 @@ def prune(home: Place, written: Place, keep: int, every: int, attempt: str) -> N
             continue
         elif not store.is_in_use(path):
             store.remove(path, attempt)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def home_of(config: RunConfig) -> Place:
+    """Return the folder in which a run saves its checkpoints."""
+    folder = config.checkpoint.folder
+    return Path(config.run.dir) / _HOME if folder is None else place(folder)
+
+
+def find(home: Place, resume: str, note: Callable[[str], None] = _say) -> Place | None:
+    """Find the checkpoint that `checkpoint.resume` asks for.
+
+    resume: `latest`, or what `locate` takes. `latest` means the checkpoint that the pointer in
+    `home` names. If that is not intact, the newest intact one is returned and `note` is called with
+    the reason; if there is none yet, None is returned.
+
+    Raises what `locate` raises.
+    """
+    if resume != "latest":
+        return locate(resume, "checkpoint.resume", note)
+    try:
+        return _newest(home, note)
+    except OSError as error:
+        raise _unreachable(home, error) from None
+
+
+def locate(given: str | Place, key: str, note: Callable[[str], None] = _say) -> Place:
+    """Return the checkpoint that a path or URL stands for: `WHAT_IS_TAKEN`.
+
+    key: the config key or the option that gives it, for messages. note: called with a reason if the
+    latest checkpoint is not intact, and the newest intact one is returned.
+
+    Raises UserError if there is no checkpoint, none in the folder is intact, or its place cannot be
+    reached. Whether a checkpoint that is given itself is intact shows when it is opened.
+    """
+    path = place(given) if isinstance(given, str) else given
+    store = store_of(path)
+    try:
+        if not store.is_folder(path):
+            raise UserError(f"{key}={path}: there is no such folder; it takes {WHAT_IS_TAKEN}")
+        if is_temporary(path.name):
+            raise UserError(f"{key}={path} is a save that was never finished")
+        if FINAL.fullmatch(path.name) or MANIFEST in store.entries(path):
+            return path
+        for home in _homes(path):
+            if (newest := _newest(home, note)) is not None:
+                return newest
+    except OSError as error:
+        raise _unreachable(path, error) from None
+    raise UserError(f"{key}={path}: there is no checkpoint in it; it takes {WHAT_IS_TAKEN}")
+
+
+def _homes(path: Place) -> Iterator[Place]:
+    """Yield the folders in which checkpoints may be if `path` is no checkpoint: itself, and if it
+    is a run folder, where the run saves."""
+    yield path
+    config = path / "config.yaml"
+    if isinstance(config, Path) and config.is_file():
+        run = load_config(str(config))
+        if run.checkpoint.folder is not None:
+            yield home_of(run)
+    yield path / _HOME  # also of a run folder that was moved
+
+
+def _unreachable(path: Place, error: OSError) -> UserError:
+    return UserError(f"cannot look for checkpoints in {path}: {error.strerror}")
+
+
+def _newest(folder: Place, note: Callable[[str], None]) -> Place | None:
+    named = read_pointer(folder)
+    found = checkpoints(folder)
+    if named is None and not found:
+        return None
+    # The pointer's contents are not trusted: only a checkpoint found in this folder is used.
+    first = [path for path in found if path.name == named]
+    problems = [] if first else [f"{folder / POINTER} {_says(named)}"]
+    for path in first + [path for path in found if path not in first]:
+        try:
+            open_checkpoint(path).close()
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            note(f"warning: {path} is used instead: {'; '.join(problems)}")
+        return path
+    raise UserError(
+        f"no intact checkpoint is left in {folder}: "
+        f"{'; '.join(problems)}. To start from scratch, remove {folder / POINTER} and every "
+        f"{final_name(0)[:5]}* there"
+    )
+
+
+def _says(named: str | None) -> str:
+    return "is missing" if named is None else f"names {named!r}, which is not there"

@@ -1,42 +1,25 @@
-"""Operations of tools on checkpoints: find damage, compare two, rewrite one into other files.
+"""Operations of tools on checkpoints: find damage, compare two.
 
 Tensors are streamed: only a few saved slices of each checkpoint are in memory at a time.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
-from pydantic import JsonValue
-from torch import Tensor
 
-from megaframe.checkpoint.folder import checkpoints
 from megaframe.checkpoint.load import Checkpoint, read_manifest
-from megaframe.checkpoint.manifest import DTYPES, Manifest, SavedSlice
-from megaframe.checkpoint.names import final_name
-from megaframe.checkpoint.reader import Reader, Wanted, rooms_for, verify
-from megaframe.checkpoint.save import commit
-from megaframe.checkpoint.shard_file import (
-    Piece,
-    Unplaced,
-    divided,
-    placed,
-    write,
-)
+from megaframe.checkpoint.manifest import Manifest, SavedSlice
+from megaframe.checkpoint.shard_reader import Reader, Wanted, rooms_for
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.stores.store import Place, store_of
+from megaframe.checkpoint.stores.store import Place
 from megaframe.errors import UserError
-from megaframe.io.untrusted import without_secrets
 
-T = TypeVar("T")
 _THREADS = min(8, os.cpu_count() or 1)
 """Files verified at the same time. Reads and checksums release the GIL."""
 _FEW = 3
@@ -123,89 +106,3 @@ def _distance(name: str, one: Checkpoint, other: Checkpoint) -> Difference:
         distance = max(distance, float(apart.max()))
         largest = max(largest, float(ours.nan_to_num().abs().max()))
     return Difference(name, distance, largest)
-
-
-def regroup(source: Checkpoint, folder: Place, files: int) -> Place:
-    """Rewrite a checkpoint into `files` files of about equal size, as `folder`/step-... (see
-    `assemble`). Raises `UserError` as `refuse_secrets` does."""
-    refuse_secrets(source, [*source.tensors], source.state)
-    saved = {
-        (name, piece.offset): piece
-        for name, tensor in source.tensors.items()
-        for piece in tensor.slices
-    }
-    boxes = [
-        Unplaced(name, tensor.shape, piece.offset, piece.shape, tensor.dtype)
-        for name, tensor in source.tensors.items()
-        for piece in tensor.slices
-    ]
-    boxes.sort(key=lambda box: -DTYPES[box.dtype].itemsize)  # so that each starts aligned
-
-    def bytes_of(piece: Piece) -> memoryview:
-        wanted = saved[piece.name, piece.offset]
-        ((_, _, found),) = source.read({piece.name: [wanted]})
-        return as_bytes(found)
-
-    total = sum(box.bytes for box in boxes)
-    groups = grouped(boxes, lambda box: box.bytes, -(-total // files))
-    return assemble(folder, source.step, source.state, groups, bytes_of)
-
-
-def refuse_secrets(source: object, names: Sequence[str], state: Mapping[str, JsonValue]) -> None:
-    """Raise `UserError` if there is a secret in what would be copied from a source: the names of
-    its tensors and its state. No run saves one."""
-    text = json.dumps([names, dict(state)])
-    if without_secrets(text) != text:
-        raise UserError(f"{source} has a password or key in its state; it is not copied")
-
-
-def grouped(items: Iterable[T], bytes_of: Callable[[T], int], size: int) -> list[list[T]]:
-    """Group consecutive items. Group n ends with the item whose end reaches n * `size` bytes,
-    counted from the first item."""
-    groups: list[list[T]] = []
-    done = 0
-    for one in items:
-        if done >= size * len(groups):
-            groups.append([])
-        groups[-1].append(one)
-        done += bytes_of(one)
-    return groups
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor that is in host memory."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def assemble(
-    folder: Place,
-    step: int,
-    state: Mapping[str, JsonValue],
-    groups: Sequence[Sequence[Unplaced]],
-    bytes_of: Callable[[Piece], memoryview],
-) -> Place:
-    """Write a checkpoint as `folder`/step-... with one file per group, or several if the store
-    limits the size of files.
-
-    bytes_of: returns the bytes of a piece. Every file is verified before the checkpoint is
-    committed, and nothing remains of one that fails. Returns the checkpoint's place. Raises
-    UserError if it already exists or cannot be written.
-    """
-    store, final = store_of(folder), folder / final_name(step)
-    attempt = secrets.token_hex(4)
-    draft = store.draft(folder, step, attempt)
-    try:
-        if final in checkpoints(folder):
-            raise UserError(f"{final} already exists; remove it or give another folder")
-        store.begin(draft)
-        saved = {}
-        for number, group in enumerate(groups):
-            for part, planned in enumerate(divided(placed(group), store.file_bytes)):
-                name = store.file_name(number, part, attempt)
-                saved[name] = write(draft / name, planned, bytes_of)
-                verify(draft / name, saved[name])
-        return commit(draft, folder, step, state, saved, attempt)
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or draft}: {error.strerror}") from None
-    finally:
-        store.discard(draft, attempt)

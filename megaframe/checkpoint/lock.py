@@ -21,8 +21,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megaframe.checkpoint.names import LOCK, LOCK_BYTES
-from megaframe.checkpoint.stores.store import Place, store_of
+from megaframe.checkpoint.stores.store import LOCK, LOCK_BYTES, Place, store_of
 from megaframe.errors import UserError
 from megaframe.io.process import has_ended, namespace, started
 

@@ -27,8 +27,7 @@ from megaframe.checkpoint import (
     place,
 )
 from megaframe.checkpoint.folder import checkpoints, step_of
-from megaframe.checkpoint.stores.memory_folder import Ram
-from megaframe.checkpoint.stores.peer_memory import MemoryWriter, Peers
+from megaframe.checkpoint.stores.peer_memory import MemoryWriter, Peers, Ram
 from megaframe.checkpoint.stores.peer_memory_load import Recalled, recall
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import Group, all_reduce

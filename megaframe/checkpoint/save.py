@@ -24,15 +24,14 @@ from megaframe.checkpoint.background import Background, Copy
 from megaframe.checkpoint.coordinator import NEED, READ_BACK, WRITE, Meeting, Message
 from megaframe.checkpoint.folder import move_pointer, prune, read_pointer, take_back
 from megaframe.checkpoint.manifest import Manifest, SavedFile, SavedTensor, encode, merged
-from megaframe.checkpoint.names import final_name
-from megaframe.checkpoint.reader import Reader, verify
 from megaframe.checkpoint.shard_file import (
     Piece,
     divided,
     write,
 )
+from megaframe.checkpoint.shard_reader import Reader, verify
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.stores.store import Place, store_of
+from megaframe.checkpoint.stores.store import Place, final_name, store_of
 from megaframe.errors import UserError
 
 

@@ -26,7 +26,7 @@ from megaframe.checkpoint.manifest import (
     checksum,
 )
 from megaframe.checkpoint.slices import Shape, Slice, region, tiles
-from megaframe.checkpoint.stores.aligned_buffer import ALIGNMENT
+from megaframe.checkpoint.stores.direct_io import ALIGNMENT
 from megaframe.checkpoint.stores.store import Place, store_of
 
 PIECE_BYTES = 8 << 20

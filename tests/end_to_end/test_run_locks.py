@@ -8,8 +8,8 @@ from fault_runs import log, losses, main
 from rank_process import Program, places, stuck_after
 
 from megaframe.checkpoint import open_checkpoint
-from megaframe.checkpoint.load import locate
-from megaframe.checkpoint.names import LOCK
+from megaframe.checkpoint.folder import locate
+from megaframe.checkpoint.stores.store import LOCK
 
 SAVES = {"checkpoint__every": 1, "checkpoint__resume": "latest"}
 

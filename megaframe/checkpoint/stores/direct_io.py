@@ -21,7 +21,22 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megaframe.checkpoint.stores.aligned_buffer import ALIGNMENT, aligned
+ALIGNMENT = 4096
+"""Direct I/O requires memory address, file offset and length to be multiples of this many bytes."""
+_HUGE = 2 << 20
+
+
+def aligned(size: int) -> np.ndarray:
+    """Return `size` bytes that start at a multiple of `ALIGNMENT` (in fact, of a huge page).
+    Physical memory is only taken when they are first used."""
+    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    room = np.frombuffer(memory, np.uint8)
+    start = -room.ctypes.data % _HUGE
+    return room[start : start + size]
+
 
 _CHUNK_BYTES = 16 << 20
 _UNDER_WAY = 3

@@ -18,16 +18,18 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from megaframe.checkpoint.manifest import MANIFEST
-from megaframe.checkpoint.names import (
+from megaframe.checkpoint.stores.direct_io import DirectFile, DirectSource
+from megaframe.checkpoint.stores.store import (
     FINAL,
     LOCK_BYTES,
     POINTER,
     TEMPORARY,
+    Sink,
+    Source,
+    Store,
     final_name,
     is_temporary,
 )
-from megaframe.checkpoint.stores.direct_io import DirectFile, DirectSource
-from megaframe.checkpoint.stores.store import Sink, Source, Store
 
 
 class Local(Store[Path]):

@@ -21,9 +21,17 @@ from typing import Any
 from fsspec.spec import AbstractFileSystem
 
 from megaframe.checkpoint.manifest import MANIFEST, MAX_BYTES, decode
-from megaframe.checkpoint.names import FINAL, LOCK_BYTES, UPLOADED, final_name
 from megaframe.checkpoint.stores.retry import filesystem, patiently
-from megaframe.checkpoint.stores.store import Remote, Sink, Source, Store
+from megaframe.checkpoint.stores.store import (
+    FINAL,
+    LOCK_BYTES,
+    UPLOADED,
+    Remote,
+    Sink,
+    Source,
+    Store,
+    final_name,
+)
 from megaframe.errors import UserError
 
 FILE_BYTES = 64 << 20

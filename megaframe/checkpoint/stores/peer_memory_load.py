@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megaframe.checkpoint.load import Checkpoint
 from megaframe.checkpoint.manifest import DTYPES, Manifest, SavedSlice, Tensors, merged, problem
-from megaframe.checkpoint.reader import verify
-from megaframe.checkpoint.stores.memory_folder import CopyRecord, Ram
+from megaframe.checkpoint.shard_reader import verify
+from megaframe.checkpoint.stores.peer_memory import CopyRecord, Ram
 from megaframe.distributed.collectives import Group, receive, send
 from megaframe.distributed.gather_json import gather_json, gather_rows
 from megaframe.errors import UserError

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.checkpoint import Slice, find, open_checkpoint
-from megaframe.checkpoint.inspect import regroup
 from megaframe.checkpoint.manifest import MAX_BYTES, checksum
+from megaframe.checkpoint.reshard import regroup
 from megaframe.checkpoint.train_state import HistoryState, RunState, read_state
 from megaframe.config import RunConfig
 from megaframe.errors import UserError

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from megaframe.checkpoint import Slice, Writer, find, open_checkpoint, shard_file
 from megaframe.checkpoint.manifest import DTYPES
-from megaframe.checkpoint.stores.aligned_buffer import ALIGNMENT, aligned
+from megaframe.checkpoint.stores.direct_io import ALIGNMENT, aligned
 from megaframe.checkpoint.stores.local import LOCAL
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

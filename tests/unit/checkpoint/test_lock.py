@@ -19,9 +19,8 @@ from rank_process import Program
 from megaframe.checkpoint import lock as module
 from megaframe.checkpoint import place
 from megaframe.checkpoint.lock import Holder, RunLock
-from megaframe.checkpoint.names import LOCK, LOCK_BYTES
 from megaframe.checkpoint.stores import object_store as remote_module
-from megaframe.checkpoint.stores.store import store_of
+from megaframe.checkpoint.stores.store import LOCK, LOCK_BYTES, store_of
 from megaframe.errors import UserError
 from megaframe.io.process import has_ended, started
 

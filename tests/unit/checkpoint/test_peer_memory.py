@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from rank_process import Program, places, stuck_after
 from tolerances import promised
 
-from megaframe.checkpoint.stores.memory_folder import Ram
-from megaframe.checkpoint.stores.peer_memory import MemoryWriter, Peers, peer_of
+from megaframe.checkpoint.stores.peer_memory import MemoryWriter, Peers, Ram, peer_of
 from megaframe.checkpoint.stores.peer_memory_load import recall
 from megaframe.config import load
 from megaframe.distributed.mesh import Mesh, global_rank, world_size

@@ -1,7 +1,7 @@
 """Reads the `.metadata` of a torch.distributed.checkpoint folder: where each box of a tensor is.
 
-The file is a pickle, but it is parsed without executing it (see `pickled`), and everything in it is
-validated before use.
+The file is a pickle, but it is parsed without executing it (see `pickle_parser`), and everything in
+it is validated before use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from megaframe.checkpoint.convert.dcp.pickled import Name, Record, describe
+from megaframe.checkpoint.convert.dcp.pickle_parser import Name, Record, describe
 from megaframe.checkpoint.manifest import DTYPES, DTypeName
 from megaframe.checkpoint.slices import Shape, is_inside, tiling_problem
 from megaframe.errors import UserError

@@ -38,7 +38,7 @@ from megaframe.checkpoint.convert.huggingface.tokenizer import (
     export_tokenizer,
     trusted,
 )
-from megaframe.checkpoint.inspect import as_bytes, assemble, grouped
+from megaframe.checkpoint.reshard import as_bytes, assemble, grouped
 from megaframe.checkpoint.shard_file import PIECE_BYTES, Piece, Unplaced
 from megaframe.checkpoint.slices import Box, pieces, region
 from megaframe.checkpoint.train_state import initial_state, read_state

@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 from megaframe.checkpoint import Checkpoint, Place
 from megaframe.checkpoint.convert.dcp.metadata import METADATA, Chunk, Contents, read_metadata
 from megaframe.checkpoint.convert.dcp.payload import DataFile
-from megaframe.checkpoint.inspect import assemble, grouped, refuse_secrets
 from megaframe.checkpoint.manifest import DTYPES, SavedSlice, SavedTensor
+from megaframe.checkpoint.reshard import assemble, grouped, refuse_secrets
 from megaframe.checkpoint.shard_file import PIECE_BYTES, Piece, Unplaced
 from megaframe.checkpoint.slices import Shape, pieces
 from megaframe.checkpoint.train_state import initial_state

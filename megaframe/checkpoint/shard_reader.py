@@ -27,7 +27,7 @@ from megaframe.checkpoint.manifest import (
     checksum,
 )
 from megaframe.checkpoint.shard_file import MAX_HEADER_BYTES, PIECE_BYTES, key
-from megaframe.checkpoint.stores.aligned_buffer import ALIGNMENT, aligned
+from megaframe.checkpoint.stores.direct_io import ALIGNMENT, aligned
 from megaframe.checkpoint.stores.store import Place, store_of
 from megaframe.errors import UnreadableFile
 
