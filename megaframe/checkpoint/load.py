@@ -19,18 +19,18 @@ from pydantic import JsonValue
 from megaframe.checkpoint.manifest import (
     DTYPE_NAMES,
     MANIFEST,
-    MAX_BYTES,
+    MAX_MANIFEST_BYTES,
     Manifest,
     SavedSlice,
     SavedTensor,
-    decode,
+    decode_manifest,
 )
-from megaframe.checkpoint.shard_reader import Reader, Wanted, rooms_for
-from megaframe.checkpoint.slices import Box, Slice, intersection, region
+from megaframe.checkpoint.shard_reader import ShardReader, SliceRequest, allocate_buffers
+from megaframe.checkpoint.slices import Box, Slice, index_within, intersect
 from megaframe.checkpoint.stores.store import (
-    FINAL,
-    Place,
-    Source,
+    CHECKPOINT_NAME,
+    ReadHandle,
+    StorePath,
     store_of,
 )
 from megaframe.errors import UserError
@@ -39,7 +39,7 @@ from megaframe.errors import UserError
 class Checkpoint:
     """An open checkpoint. As long as it is open no writer deletes it (if the store has locks)."""
 
-    def __init__(self, path: Place, manifest: Manifest, file: Source | IO[bytes]) -> None:
+    def __init__(self, path: StorePath, manifest: Manifest, file: ReadHandle | IO[bytes]) -> None:
         self.path = path
         self._manifest = manifest
         self._file = file
@@ -92,13 +92,13 @@ class Checkpoint:
         for name, parts in wanted.items():
             met[name] = []
             for piece in self.tensors[name].slices:
-                boxes = [part.box for part in parts if intersection(piece.box, part.box)]
+                boxes = [part.box for part in parts if intersect(piece.box, part.box)]
                 if boxes:
                     met[name].append(piece)
                 if any((name, box) not in alone for box in boxes):
                     shared.add((name, piece))
         for name, piece, saved in self.read(met, shared):
-            _scatter(saved, piece, wanted[name])
+            _copy_overlaps(saved, piece, wanted[name])
 
     def read(
         self,
@@ -111,14 +111,14 @@ class Checkpoint:
         may read too. Yields name, slice and contents; the contents are valid until the next
         iteration. Raises UserError if a file is damaged.
         """
-        reads: defaultdict[tuple[str, bool], list[Wanted]] = defaultdict(list)
+        reads: defaultdict[tuple[str, bool], list[SliceRequest]] = defaultdict(list)
         for name, pieces in wanted.items():
             for piece in pieces:
                 alone = (name, piece) not in shared
                 reads[piece.file, alone].append((name, self.tensors[name], piece))
-        rooms = rooms_for(chain.from_iterable(reads.values()))
+        rooms = allocate_buffers(chain.from_iterable(reads.values()))
         for (file, alone), slices in reads.items():
-            with Reader(self.path / file, self._manifest.files[file], alone=alone) as reader:
+            with ShardReader(self.path / file, self._manifest.files[file], alone=alone) as reader:
                 for (name, _, piece), saved in reader.read_all(slices, rooms):
                     yield name, piece, saved
 
@@ -142,37 +142,37 @@ class Checkpoint:
 
 
 @torch.no_grad()
-def _scatter(saved: torch.Tensor, piece: SavedSlice, wanted: Sequence[Slice]) -> None:
+def _copy_overlaps(saved: torch.Tensor, piece: SavedSlice, wanted: Sequence[Slice]) -> None:
     for part in wanted:
-        shared = intersection(piece.box, part.box)
+        shared = intersect(piece.box, part.box)
         if shared is not None:
-            source = saved[region(piece.box, shared)]
-            part.tensor[region(part.box, shared)].copy_(source)
+            source = saved[index_within(piece.box, shared)]
+            part.tensor[index_within(part.box, shared)].copy_(source)
 
 
-def open_checkpoint(path: Place) -> Checkpoint:
+def open_checkpoint(path: StorePath) -> Checkpoint:
     """Open a checkpoint: check its manifest, and that its files exist and have the right sizes.
 
     Raises UserError that names the file and what is wrong with it.
     """
-    manifest, file = _opened(path)
+    manifest, file = _open_manifest(path)
     try:
-        _require_step(path, manifest)
-        _require_files(path, manifest)
+        _check_step(path, manifest)
+        _check_files(path, manifest)
     except BaseException:
         file.close()
         raise
     return Checkpoint(path, manifest, file)
 
 
-def read_manifest(path: Place) -> Manifest:
+def read_manifest(path: StorePath) -> Manifest:
     """Read and check a checkpoint's manifest without looking at its files. Raises UserError."""
-    manifest, file = _opened(path)
+    manifest, file = _open_manifest(path)
     file.close()
     return manifest
 
 
-def _opened(path: Place) -> tuple[Manifest, Source]:
+def _open_manifest(path: StorePath) -> tuple[Manifest, ReadHandle]:
     """Read and check the manifest. Returns it with its open file, which marks the checkpoint as in
     use so that it is not deleted."""
     source = path / MANIFEST
@@ -181,11 +181,13 @@ def _opened(path: Place) -> tuple[Manifest, Source]:
     except OSError as error:
         raise UserError(f"{path} is not a checkpoint: {MANIFEST}: {error.strerror}") from None
     try:
-        if file.size > MAX_BYTES:
-            raise UserError(f"{source} is larger than the {MAX_BYTES} bytes of any manifest")
+        if file.size > MAX_MANIFEST_BYTES:
+            raise UserError(
+                f"{source} is larger than the {MAX_MANIFEST_BYTES} bytes of any manifest"
+            )
         content = bytearray(file.size)
         got = file.read_into(0, memoryview(content))
-        return decode(bytes(content[:got]), source), file
+        return decode_manifest(bytes(content[:got]), source), file
     except OSError as error:
         file.close()
         raise UserError(f"cannot read {source}: {error.strerror}") from None
@@ -194,8 +196,8 @@ def _opened(path: Place) -> tuple[Manifest, Source]:
         raise
 
 
-def _require_step(path: Place, manifest: Manifest) -> None:
-    named = FINAL.fullmatch(path.name)
+def _check_step(path: StorePath, manifest: Manifest) -> None:
+    named = CHECKPOINT_NAME.fullmatch(path.name)
     if named and int(named[1]) != manifest.step:
         raise UserError(
             f"checkpoint {path} is of step {manifest.step} by its manifest, and its name says "
@@ -203,7 +205,7 @@ def _require_step(path: Place, manifest: Manifest) -> None:
         )
 
 
-def _require_files(path: Place, manifest: Manifest) -> None:
+def _check_files(path: StorePath, manifest: Manifest) -> None:
     try:
         sizes = store_of(path).entries(path)
     except OSError as error:

@@ -11,28 +11,28 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from megaframe.checkpoint.folder import checkpoints
+from megaframe.checkpoint.folder import list_checkpoints
 from megaframe.checkpoint.load import Checkpoint
 from megaframe.checkpoint.manifest import DTYPES
-from megaframe.checkpoint.save import commit
+from megaframe.checkpoint.save import commit_checkpoint
 from megaframe.checkpoint.shard_file import (
-    Piece,
-    Unplaced,
-    divided,
-    placed,
-    write,
+    FileEntry,
+    TensorBox,
+    assign_byte_ranges,
+    split_into_files,
+    write_shard_file,
 )
-from megaframe.checkpoint.shard_reader import verify
-from megaframe.checkpoint.stores.store import Place, final_name, store_of
+from megaframe.checkpoint.shard_reader import verify_shard_file
+from megaframe.checkpoint.stores.store import StorePath, checkpoint_name, store_of
 from megaframe.errors import UserError
 from megaframe.io.untrusted import without_secrets
 
 T = TypeVar("T")
 
 
-def regroup(source: Checkpoint, folder: Place, files: int) -> Place:
+def reshard_checkpoint(source: Checkpoint, folder: StorePath, files: int) -> StorePath:
     """Rewrite a checkpoint into `files` files of about equal size, as `folder`/step-... (see
-    `assemble`). Raises `UserError` as `refuse_secrets` does."""
+    `assemble_checkpoint`). Raises `UserError` as `refuse_secrets` does."""
     refuse_secrets(source, [*source.tensors], source.state)
     saved = {
         (name, piece.offset): piece
@@ -40,20 +40,20 @@ def regroup(source: Checkpoint, folder: Place, files: int) -> Place:
         for piece in tensor.slices
     }
     boxes = [
-        Unplaced(name, tensor.shape, piece.offset, piece.shape, tensor.dtype)
+        TensorBox(name, tensor.shape, piece.offset, piece.shape, tensor.dtype)
         for name, tensor in source.tensors.items()
         for piece in tensor.slices
     ]
     boxes.sort(key=lambda box: -DTYPES[box.dtype].itemsize)  # so that each starts aligned
 
-    def bytes_of(piece: Piece) -> memoryview:
+    def bytes_of(piece: FileEntry) -> memoryview:
         wanted = saved[piece.name, piece.offset]
         ((_, _, found),) = source.read({piece.name: [wanted]})
         return as_bytes(found)
 
     total = sum(box.bytes for box in boxes)
-    groups = grouped(boxes, lambda box: box.bytes, -(-total // files))
-    return assemble(folder, source.step, source.state, groups, bytes_of)
+    groups = group_by_bytes(boxes, lambda box: box.bytes, -(-total // files))
+    return assemble_checkpoint(folder, source.step, source.state, groups, bytes_of)
 
 
 def refuse_secrets(source: object, names: Sequence[str], state: Mapping[str, JsonValue]) -> None:
@@ -64,7 +64,7 @@ def refuse_secrets(source: object, names: Sequence[str], state: Mapping[str, Jso
         raise UserError(f"{source} has a password or key in its state; it is not copied")
 
 
-def grouped(items: Iterable[T], bytes_of: Callable[[T], int], size: int) -> list[list[T]]:
+def group_by_bytes(items: Iterable[T], bytes_of: Callable[[T], int], size: int) -> list[list[T]]:
     """Group consecutive items. Group n ends with the item whose end reaches n * `size` bytes,
     counted from the first item."""
     groups: list[list[T]] = []
@@ -82,13 +82,13 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def assemble(
-    folder: Place,
+def assemble_checkpoint(
+    folder: StorePath,
     step: int,
     state: Mapping[str, JsonValue],
-    groups: Sequence[Sequence[Unplaced]],
-    bytes_of: Callable[[Piece], memoryview],
-) -> Place:
+    groups: Sequence[Sequence[TensorBox]],
+    bytes_of: Callable[[FileEntry], memoryview],
+) -> StorePath:
     """Write a checkpoint as `folder`/step-... with one file per group, or several if the store
     limits the size of files.
 
@@ -96,20 +96,22 @@ def assemble(
     committed, and nothing remains of one that fails. Returns the checkpoint's place. Raises
     UserError if it already exists or cannot be written.
     """
-    store, final = store_of(folder), folder / final_name(step)
+    store, final = store_of(folder), folder / checkpoint_name(step)
     attempt = secrets.token_hex(4)
     draft = store.draft(folder, step, attempt)
     try:
-        if final in checkpoints(folder):
+        if final in list_checkpoints(folder):
             raise UserError(f"{final} already exists; remove it or give another folder")
         store.begin(draft)
         saved = {}
         for number, group in enumerate(groups):
-            for part, planned in enumerate(divided(placed(group), store.file_bytes)):
+            for part, planned in enumerate(
+                split_into_files(assign_byte_ranges(group), store.file_bytes)
+            ):
                 name = store.file_name(number, part, attempt)
-                saved[name] = write(draft / name, planned, bytes_of)
-                verify(draft / name, saved[name])
-        return commit(draft, folder, step, state, saved, attempt)
+                saved[name] = write_shard_file(draft / name, planned, bytes_of)
+                verify_shard_file(draft / name, saved[name])
+        return commit_checkpoint(draft, folder, step, state, saved, attempt)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or draft}: {error.strerror}") from None
     finally:

@@ -25,23 +25,23 @@ import torch
 from pydantic import Field, JsonValue, ValidationError
 from torch import Tensor
 
-from megaframe.checkpoint.background import Background, Copy
-from megaframe.checkpoint.manifest import Offset, Record, SavedFile, sealed, unsealed
-from megaframe.checkpoint.shard_file import CHUNK_BYTES, Piece, write
-from megaframe.checkpoint.shard_reader import verify
+from megaframe.checkpoint.background import BackgroundCopier, HostCopy
+from megaframe.checkpoint.manifest import JsonRecord, Offset, SavedFile, seal, unseal
+from megaframe.checkpoint.shard_file import CHUNK_BYTES, FileEntry, write_shard_file
+from megaframe.checkpoint.shard_reader import verify_shard_file
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.stores.store import final_name
+from megaframe.checkpoint.stores.store import checkpoint_name
 from megaframe.distributed.collectives import Group, all_gather, to_each
 from megaframe.distributed.gather_json import gather_json
 from megaframe.errors import UserError
 
 MAX_RECORD_BYTES = 16 << 20
 """Largest record that is written or read. It contains the config of a run and a few counters."""
-_STEP = re.compile(r"step-([0-9]{8,12})")
-_RECORD = re.compile(r"rank-[0-9]{5,9}\.json")
+_STEP_NAME = re.compile(r"step-([0-9]{8,12})")
+_RECORD_NAME = re.compile(r"rank-[0-9]{5,9}\.json")
 
 
-class CopyRecord(Record):
+class CopyRecord(JsonRecord):
     """Describes the copy of one rank's part of one step.
 
     run: id of the run. world: number of ranks whose parts make up the step. state: see `Manifest`.
@@ -59,13 +59,13 @@ class CopyRecord(Record):
 
 
 @dataclass(frozen=True)
-class Ram:
+class MemoryFolder:
     """The folder for one run in the memory of this node."""
 
     folder: Path
 
     @staticmethod
-    def of(memory: Path, run: Path) -> Ram:
+    def of(memory: Path, run: Path) -> MemoryFolder:
         """Create the folder in `memory`, or use the existing one. run: path of the run's own
         folder.
 
@@ -87,11 +87,11 @@ class Ram:
                 f"belongs to {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}; remove "
                 "it, or give another checkpoint.memory_dir"
             )
-        return Ram(folder)
+        return MemoryFolder(folder)
 
     def path(self, step: int, rank: int) -> Path:
         """Return the path of the file of a rank."""
-        return self.folder / final_name(step) / f"rank-{rank:05d}.safetensors"
+        return self.folder / checkpoint_name(step) / f"rank-{rank:05d}.safetensors"
 
     def prepare(self, step: int, rank: int) -> Path:
         """Return the path for the file of a rank, after deleting what an earlier copy left
@@ -112,9 +112,9 @@ class Ram:
     def records(self, run: str) -> Iterator[CopyRecord]:
         """Yield the valid records of a run in this folder. The files are not checked here."""
         for path in sorted(self.folder.glob("step-*/rank-*.json")):
-            if not _STEP.fullmatch(path.parent.name) or not _RECORD.fullmatch(path.name):
+            if not _STEP_NAME.fullmatch(path.parent.name) or not _RECORD_NAME.fullmatch(path.name):
                 continue
-            record = _read(path)
+            record = _read_record(path)
             if record is None or record.run != run:
                 continue
             if self.path(record.step, record.rank).with_suffix(".json") == path:
@@ -124,7 +124,7 @@ class Ram:
         """Delete the copies of all steps, or of those lower than `below`, always except step
         `but`."""
         for path in self.folder.glob("step-*"):
-            match = _STEP.fullmatch(path.name)
+            match = _STEP_NAME.fullmatch(path.name)
             step = int(match[1]) if match else -1
             if step != but and (below is None or step < below):
                 shutil.rmtree(path, ignore_errors=True)
@@ -134,19 +134,19 @@ class Ram:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def record_bytes(record: CopyRecord) -> bytes:
+def encode_record(record: CopyRecord) -> bytes:
     """Serialise a record. Raises UserError if it is larger than `MAX_RECORD_BYTES`."""
-    data = sealed(record)
+    data = seal(record)
     if len(data) > MAX_RECORD_BYTES:
         raise UserError(f"the record of a copy has {len(data)} bytes, over {MAX_RECORD_BYTES}")
     return data
 
 
-def _read(path: Path) -> CopyRecord | None:
+def _read_record(path: Path) -> CopyRecord | None:
     try:
         if path.stat().st_size > MAX_RECORD_BYTES:
             return None
-        text = unsealed(path.read_bytes())
+        text = unseal(path.read_bytes())
         return None if text is None else CopyRecord.model_validate_json(text)
     except (OSError, ValidationError):
         return None
@@ -164,7 +164,7 @@ def peer_of(rank: int, world: int, node_size: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class Peers:
+class PeerRanks:
     """to: the rank that keeps a copy for this rank, if any. sources: the ranks for which this rank
     keeps copies."""
 
@@ -172,13 +172,13 @@ class Peers:
     sources: tuple[int, ...]
 
     @staticmethod
-    def of(rank: int, world: int, node_size: int) -> Peers:
+    def of(rank: int, world: int, node_size: int) -> PeerRanks:
         keepers = [peer_of(other, world, node_size) for other in range(world)]
         sources = (other for other, keeper in enumerate(keepers) if keeper == rank)
-        return Peers(keepers[rank], tuple(sources))
+        return PeerRanks(keepers[rank], tuple(sources))
 
 
-class MemoryWriter(Background):
+class PeerMemoryWriter(BackgroundCopier):
     """Makes the copies of one rank.
 
     group: a group of all ranks, used for nothing else. run: id of the run. kept: step of existing
@@ -186,7 +186,9 @@ class MemoryWriter(Background):
     copy fails, all ranks raise an error, in the same way as `Writer`.
     """
 
-    def __init__(self, ram: Ram, group: Group, peers: Peers, run: str, kept: int | None) -> None:
+    def __init__(
+        self, ram: MemoryFolder, group: Group, peers: PeerRanks, run: str, kept: int | None
+    ) -> None:
         super().__init__()
         self._ram, self._group, self._peers, self._run_id = ram, group, peers, run
         self._whole = kept
@@ -209,7 +211,7 @@ class MemoryWriter(Background):
         self._ram.close()
 
     def _keep(
-        self, step: int, state: dict[str, JsonValue], planned: list[Piece], data: Copy
+        self, step: int, state: dict[str, JsonValue], planned: list[FileEntry], data: HostCopy
     ) -> None:
         if self._whole is not None:
             self._ram.remove(below=self._whole)
@@ -230,18 +232,18 @@ class MemoryWriter(Background):
         self,
         step: int,
         state: dict[str, JsonValue],
-        planned: list[Piece],
-        data: Copy,
+        planned: list[FileEntry],
+        data: HostCopy,
         failures: list[str],
-    ) -> _Leaving:
+    ) -> _OutgoingFile:
         """Write this rank's file and its record. Returns what is to be sent to the peer; that is
         empty if writing failed, which is added to `failures`."""
         path, rank = self._ram.path(step, self._group.index), self._group.index
         try:
             self._ram.prepare(step, rank)
-            file = write(path, planned, data.take, data.held())
-            verify(path, file)
-            record = record_bytes(
+            file = write_shard_file(path, planned, data.take, data.held())
+            verify_shard_file(path, file)
+            record = encode_record(
                 CopyRecord(
                     run=self._run_id,
                     step=step,
@@ -253,11 +255,11 @@ class MemoryWriter(Background):
             )
             self._ram.commit(step, rank, record)
         except (OSError, UserError) as error:
-            failures.append(_what(error, path, data.size))
-            return _Leaving()
-        return _Leaving(path, file.bytes, record)
+            failures.append(_describe_error(error, path, data.size))
+            return _OutgoingFile()
+        return _OutgoingFile(path, file.bytes, record)
 
-    def _exchange(self, step: int, own: _Leaving, failures: list[str]) -> None:
+    def _exchange(self, step: int, own: _OutgoingFile, failures: list[str]) -> None:
         """Send this rank's file and record to its peer, and store those that arrive from its
         sources. Files travel in chunks, one in each direction at a time."""
         sizes = torch.tensor([[len(own.record), own.size]])
@@ -265,7 +267,7 @@ class MemoryWriter(Background):
         with ExitStack() as stack:
             source = stack.enter_context(open(own.path, "rb")) if own.path is not None else None
             sinks = {
-                rank: _Sink(self._ram, step, rank, *sizes[rank].tolist())
+                rank: _IncomingFile(self._ram, step, rank, *sizes[rank].tolist())
                 for rank in self._peers.sources
             }
             for sink in sinks.values():
@@ -273,7 +275,7 @@ class MemoryWriter(Background):
             records = [torch.zeros(0, dtype=torch.uint8)] * self._group.size
             for rank, sink in sinks.items():
                 records[rank] = torch.empty(sink.record_size, dtype=torch.uint8)
-            self._swap(_bytes(own.record), records)
+            self._swap(_as_tensor(own.record), records)
             chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
             coming = {rank: torch.empty_like(chunk) for rank in sinks}
             rest = max([own.size, *(sink.size for sink in sinks.values())])
@@ -298,7 +300,7 @@ class MemoryWriter(Background):
 
 
 @dataclass(frozen=True)
-class _Leaving:
+class _OutgoingFile:
     """A file to be sent to the peer, with its record; empty if the file could not be written."""
 
     path: Path | None = None
@@ -307,11 +309,11 @@ class _Leaving:
 
 
 @dataclass
-class _Sink:
+class _IncomingFile:
     """Stores what arrives from one rank. After an error it goes on receiving and discards the data,
     so that the sender does not hang."""
 
-    ram: Ram
+    ram: MemoryFolder
     step: int
     rank: int
     record_size: int
@@ -327,7 +329,7 @@ class _Sink:
                 self.file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by `close`)
                 os.posix_fallocate(self.file.fileno(), 0, self.size)
         except OSError as error:
-            self.error = _what(error, path, self.size)
+            self.error = _describe_error(error, path, self.size)
 
     def write(self, data: Tensor) -> None:
         try:
@@ -335,7 +337,7 @@ class _Sink:
             while len(view) and self.file is not None and not self.error:
                 view = view[self.file.write(view) :]
         except OSError as error:
-            self.error = _what(error, self.ram.path(self.step, self.rank), self.size)
+            self.error = _describe_error(error, self.ram.path(self.step, self.rank), self.size)
 
     def finish(self, record: Tensor) -> list[str]:
         """Write the record, if the file is complete. Returns the error, if there was one."""
@@ -343,7 +345,7 @@ class _Sink:
             try:
                 self.ram.commit(self.step, self.rank, record.numpy().tobytes())
             except OSError as error:
-                self.error = _what(error, self.ram.path(self.step, self.rank), self.size)
+                self.error = _describe_error(error, self.ram.path(self.step, self.rank), self.size)
         return [self.error] if self.error else []
 
     def close(self) -> None:
@@ -351,7 +353,7 @@ class _Sink:
             self.file.close()
 
 
-def _what(error: Exception, path: Path, needed: int) -> str:
+def _describe_error(error: Exception, path: Path, needed: int) -> str:
     if not isinstance(error, OSError):
         return str(error)
     free = os.statvfs(path.parent.parent)
@@ -362,5 +364,5 @@ def _what(error: Exception, path: Path, needed: int) -> str:
     )
 
 
-def _bytes(data: bytes) -> Tensor:
+def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0).byte()

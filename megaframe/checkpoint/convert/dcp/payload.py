@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megaframe.checkpoint.convert.dcp.metadata import Chunk, Extent
 from megaframe.checkpoint.convert.dcp.pickle_parser import PERSISTENT, Name, Record, describe
 from megaframe.checkpoint.manifest import DTYPES, DTypeName
-from megaframe.checkpoint.slices import Box, Shape, region
+from megaframe.checkpoint.slices import Box, Shape, index_within
 from megaframe.errors import UserError
 from megaframe.io.untrusted import open_file
 
@@ -65,7 +65,7 @@ class DataFile:
             raise UserError(
                 f"{self.path} is damaged: tensor {name} at {chunk.offset}: {error}"
             ) from None
-        inside = region((chunk.offset, chunk.shape), box)
+        inside = index_within((chunk.offset, chunk.shape), box)
         found = np.ascontiguousarray(self._last[1][inside])
         return found.reshape(-1).view(np.uint8).data
 

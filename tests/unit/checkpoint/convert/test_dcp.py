@@ -32,7 +32,7 @@ from megaframe.checkpoint.convert.dcp.dcp_folder import STATE  # noqa: E402
 from megaframe.checkpoint.convert.dcp.metadata import read_metadata  # noqa: E402
 from megaframe.checkpoint.convert.dcp.pickle_parser import describe  # noqa: E402
 from megaframe.checkpoint.manifest import DTYPES  # noqa: E402
-from megaframe.checkpoint.train_state import read_state  # noqa: E402
+from megaframe.checkpoint.train_state import read_train_state  # noqa: E402
 from megaframe.config import RunConfig  # noqa: E402
 from megaframe.errors import UserError  # noqa: E402
 from megaframe.pipeline_parallel.stage import model_specs  # noqa: E402
@@ -382,7 +382,7 @@ def test_a_config_makes_foreign_weights_those_of_a_run(config, tmp_path):
     same(held(done.path), weights)
     with open_checkpoint(done.path) as checkpoint:
         assert checkpoint.step == 0
-        assert read_state(checkpoint).config.model.hidden == 16
+        assert read_train_state(checkpoint).config.model.hidden == 16
     name, weight = weights.popitem()
     weights["other"] = weights.pop(next(iter(weights)))
     torch_dcp.save(weights, checkpoint_id=tmp_path / "less", no_dist=True)
