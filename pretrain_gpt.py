@@ -9,7 +9,13 @@ import sys
 from functools import partial
 
 from megaframe import __version__
-from megaframe.config import common, explain, listing, load, unknown_options
+from megaframe.config import (
+    describe_all_keys,
+    describe_common_keys,
+    describe_unknown_options,
+    explain,
+    load,
+)
 from megaframe.config.describe import WIDTH
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 from megaframe.layout import Layout
@@ -83,7 +89,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     the program, and so does a command line without anything to do."""
     parser = argparse.ArgumentParser(
         usage=_USAGE,
-        epilog=f"keys that people change, with their defaults:\n{common()}",
+        epilog=f"keys that people change, with their defaults:\n{describe_common_keys()}",
         formatter_class=partial(
             argparse.RawDescriptionHelpFormatter, width=WIDTH, max_help_position=26
         ),
@@ -108,7 +114,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     add("overrides", nargs="*", help=argparse.SUPPRESS)
     arguments, rest = parser.parse_known_args()
     if arguments.help == "all":
-        parser.epilog = f"all keys, with their defaults and values:\n\n{listing()}"
+        parser.epilog = f"all keys, with their defaults and values:\n\n{describe_all_keys()}"
     if arguments.help:
         print(parser.format_help(), end="")
         sys.exit(0)
@@ -124,7 +130,9 @@ def refuse_options(arguments: argparse.Namespace, unknown: list[str]) -> None:
     """Raise `UserError` for unknown options, and for one that needs another."""
     if unknown:
         known = vars(arguments).keys() - {"overrides"}
-        raise UserError(unknown_options(unknown, (f"--{n.replace('_', '-')}" for n in known)))
+        raise UserError(
+            describe_unknown_options(unknown, (f"--{n.replace('_', '-')}" for n in known))
+        )
     if arguments.gpus is not None and not arguments.dry_run:
         raise UserError(
             f"--gpus {arguments.gpus} needs --dry-run: it plans and does not start ranks; to train "

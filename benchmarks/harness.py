@@ -46,7 +46,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ContenderRun:
     """One run of one contender: its own measurement, and the seconds from its start to its end.
 
     best_tokens_per_second: of the fastest step, which is least disturbed by other work on the
@@ -78,7 +78,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Line:
+class ContenderSummary:
     """Results of all rounds for one contender. ratio: its speed over the fastest peer's."""
 
     name: str
@@ -101,12 +101,12 @@ def common_arguments(description: str | None) -> argparse.ArgumentParser:
 
 def alternate(
     contenders: Sequence[Contender], rounds: int, threads: int
-) -> dict[str, list[Outcome]]:
+) -> dict[str, list[ContenderRun]]:
     """Run each contender once per round, one at a time, in the order given.
 
     Ends the program with the output of a contender that fails.
     """
-    outcomes: dict[str, list[Outcome]] = {contender.name: [] for contender in contenders}
+    outcomes: dict[str, list[ContenderRun]] = {contender.name: [] for contender in contenders}
     for number in range(1, rounds + 1):
         for contender in contenders:
             outcome = run_once(contender, threads)
@@ -122,7 +122,9 @@ def alternate(
 
 
 def check_losses(
-    outcomes: Mapping[str, Sequence[Outcome]], expected: float, tolerance: float = LOSS_TOLERANCE
+    outcomes: Mapping[str, Sequence[ContenderRun]],
+    expected: float,
+    tolerance: float = LOSS_TOLERANCE,
 ) -> None:
     """End the program if a contender's loss is not about the expected one, because then it trained
     something else."""
@@ -132,7 +134,7 @@ def check_losses(
                 sys.exit(f"{name}: loss {run.loss:.3f}, expected about {expected:.3f}")
 
 
-def run_once(contender: Contender, threads: int) -> Outcome:
+def run_once(contender: Contender, threads: int) -> ContenderRun:
     """Run one contender to its end and read its measurement."""
     pinned = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     start = time.monotonic()
@@ -147,12 +149,12 @@ def run_once(contender: Contender, threads: int) -> Outcome:
     lines = result.stdout.strip().splitlines()
     if result.returncode != 0 or not lines:
         sys.exit(f"{contender.name} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
-    return Outcome(**json.loads(lines[-1]), wall_seconds=time.monotonic() - start)
+    return ContenderRun(**json.loads(lines[-1]), wall_seconds=time.monotonic() - start)
 
 
 def summarise(
-    contenders: Sequence[Contender], outcomes: Mapping[str, Sequence[Outcome]]
-) -> list[Line]:
+    contenders: Sequence[Contender], outcomes: Mapping[str, Sequence[ContenderRun]]
+) -> list[ContenderSummary]:
     """Return one line per contender, in their order. Without a peer, ratios are to the first
     contender."""
     speeds = {
@@ -166,7 +168,7 @@ def summarise(
         runs = outcomes[name]
         pairs = zip(values, speeds[reference], strict=True)
         lines.append(
-            Line(
+            ContenderSummary(
                 name=name,
                 speed=Spread.of(values),
                 best=max(run.best_tokens_per_second for run in runs),
@@ -179,7 +181,7 @@ def summarise(
     return lines
 
 
-def table(lines: Sequence[Line]) -> str:
+def table(lines: Sequence[ContenderSummary]) -> str:
     """Format the lines as aligned text: medians, with smallest and largest in brackets. `best` is
     the fastest step of all rounds."""
     head = f"{'':<20}{'tokens/s':>10}{'':>16}{'best':>8}"
@@ -245,7 +247,7 @@ def write(
     path: Path,
     config: Mapping[str, Any],
     threads: int,
-    results: Mapping[str, tuple[Sequence[Line], Mapping[str, Sequence[Outcome]]]],
+    results: Mapping[str, tuple[Sequence[ContenderSummary], Mapping[str, Sequence[ContenderRun]]]],
     limits: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """Write all measurements, and what they were made on, as JSON.

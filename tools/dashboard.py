@@ -3,6 +3,7 @@
 python tools/dashboard.py runs/demo
 python tools/dashboard.py runs/demo runs/other --serve
 python tools/dashboard.py runs/demo --wandb ENTITY
+python tools/dashboard.py runs/demo --upload
 """
 
 from __future__ import annotations
@@ -13,27 +14,33 @@ from pathlib import Path
 from megaframe.dashboard.page import PAGE_FILE, page, write_whole
 from megaframe.dashboard.panels import page_data, read_prediction
 from megaframe.dashboard.run_folder import Run, value_of
-from megaframe.dashboard.serve import LOOPBACK, Server
-from megaframe.dashboard.wandb_workspace import save
+from megaframe.dashboard.serve import Server
+from megaframe.dashboard.wandb_workspace import save_workspace, upload_page
 from megaframe.errors import UserError, report_errors
+from megaframe.io.http import LOOPBACK
 from megaframe.io.untrusted import whole_number
 from megaframe.planner.compare_run import beside_or_why
 
 
 def main() -> None:
-    """Write the page, serve it until interrupted, or save a workspace of Weights & Biases."""
+    """Write the page, serve it until interrupted, or send it or a workspace to Weights & Biases."""
     arguments = parse_arguments()
     with report_errors():
         runs = [Run(folder) for folder in arguments.runs]
         if arguments.wandb:
-            print(save(arguments.wandb, project(runs[0])))
+            print(save_workspace(arguments.wandb, project(runs[0])))
             return
         prediction = predicted(runs, arguments)
         if arguments.serve:
             serve(runs, arguments, prediction)
             return
+        html = page(page_data(runs, prediction))
+        if arguments.upload:
+            upload_page(runs[0].folder, project(runs[0]), html)
+            print(f"added the page to the Weights & Biases run of {runs[0].name}")
+            return
         path = arguments.output or arguments.runs[0] / PAGE_FILE
-        write_whole(path, page(page_data(runs, prediction)))
+        write_whole(path, html)
         for run in runs:
             for note in run.notes:
                 print(f"{run.name}: {note}")
@@ -84,6 +91,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--wandb", metavar="ENTITY", help="instead save the panels as a workspace of the run's "
         "project there"
+    )  # fmt: skip
+    parser.add_argument(
+        "--upload", action="store_true", help="instead add the page to the (first) run's run of "
+        "Weights & Biases"
     )  # fmt: skip
     parser.add_argument("--serve", action="store_true", help="instead show the runs live")
     parser.add_argument(

@@ -27,6 +27,7 @@ import numpy as np
 from megaframe.config import load
 from megaframe.dashboard.metrics_file import Metrics
 from megaframe.errors import UserError, report_errors
+from megaframe.io.run_files import METRICS_FILE
 from megaframe.lab import Drop, Link, Outcome, hosts, run_on
 from megaframe.lab.hosts import check, check_rate
 
@@ -132,7 +133,7 @@ def steps_of(run: Path, since: float) -> dict[str, Any]:
 
     since: seconds since the epoch.
     """
-    metrics = Metrics(run / "metrics.jsonl")
+    metrics = Metrics(run / METRICS_FILE)
     metrics.read()
     recent = np.flatnonzero(metrics.column("at") >= since)
     recent = recent[1:] if len(recent) > 1 else recent

@@ -1,11 +1,11 @@
-"""Print all options of a run as Markdown: the content of docs/options.md.
+"""Print all options of a run as Markdown: the content of docs/reference/options.md.
 
-python tools/options.py > docs/options.md
+python tools/options.py > docs/reference/options.md
 """
 
 from __future__ import annotations
 
-from megaframe.config.describe import COMMON, Key, keys
+from megaframe.config.describe import COMMON, ConfigKey, config_keys
 
 _BEGIN = """\
 # Options
@@ -23,27 +23,27 @@ the description says.
 
 def table() -> str:
     """Return the whole page."""
-    parts = [f"{_BEGIN}\n{_rows([keys()[name] for name in COMMON])}"]
-    for name, section in keys().items():
-        inner = [key for key in keys().values() if key.name.rpartition(".")[0] == name]
+    parts = [f"{_BEGIN}\n{_rows([config_keys()[name] for name in COMMON])}"]
+    for name, section in config_keys().items():
+        inner = [key for key in config_keys().values() if key.name.rpartition(".")[0] == name]
         leaves = [key for key in inner if not key.section or key.nullable]
         if section.section and leaves:
             parts.append(_section(section, leaves))
     return "\n\n".join(parts) + "\n"
 
 
-def _section(section: Key, leaves: list[Key]) -> str:
+def _section(section: ConfigKey, leaves: list[ConfigKey]) -> str:
     lines = [f"## {section.name}", "", section.text, ""] if section.text else [section.name, ""]
     return "\n".join([*lines, _rows(leaves)])
 
 
-def _rows(leaves: list[Key]) -> str:
+def _rows(leaves: list[ConfigKey]) -> str:
     lines = ["| key | takes | default | |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(_cells(key))} |" for key in leaves]
     return "\n".join(lines)
 
 
-def _cells(key: Key) -> list[str]:
+def _cells(key: ConfigKey) -> list[str]:
     takes = f"keys of {key.name}, or null" if key.section else key.allowed
     cells = [f"`{key.name}`", takes, f"`{key.default}`", key.text]
     return [cell.replace("|", "\\|") for cell in cells]

@@ -42,6 +42,7 @@ from megaframe.dashboard.sweep import (
     write_page,
 )
 from megaframe.errors import UserError, report_errors
+from megaframe.io.run_files import METRICS_FILE
 
 PAGE = "sweep.html"
 _PAUSE = 0.1
@@ -157,7 +158,7 @@ class Sweep:
     def _result(self, trial: Trial, status: int) -> Result:
         """Return what a trial has come to. status: exit status of its run."""
         run = self.folder / trial.name
-        metrics = Metrics(run / "metrics.jsonl")
+        metrics = Metrics(run / METRICS_FILE)
         metrics.read()
         told = list(values_after(metrics, self.metric, 0))
         step, value = told[-1] if told else (None, None)

@@ -97,7 +97,7 @@ def update(dtype: torch.dtype) -> Work:
 
 
 @dataclass(frozen=True)
-class Case:
+class CachedSize:
     """A size, and the operation that it serves. name, module: of the constant."""
 
     name: str
@@ -106,19 +106,19 @@ class Case:
 
 
 CASES = {
-    "chunk of the head": Case("HOST_LOGITS", memory, head),
-    "part of a chunk that is in fp32": Case("_PARTS", loss, head),
-    "piece of a product, head": Case("PIECE_BYTES", matmul, head),
-    "piece of a product, gradient": Case("PIECE_BYTES", matmul, gradient),
-    "scores of a block": Case("_SCORES", cpu_attention, attention),
-    "rows of a block": Case("_ROWS", cpu_attention, attention),
-    "blocks of a tile": Case("_PIECES", cpu_attention, attention),
-    "chunk of an update": Case("_CHUNK", optimizer_state, update),
+    "chunk of the head": CachedSize("HOST_LOGITS", memory, head),
+    "part of a chunk that is in fp32": CachedSize("_PARTS", loss, head),
+    "piece of a product, head": CachedSize("PIECE_BYTES", matmul, head),
+    "piece of a product, gradient": CachedSize("PIECE_BYTES", matmul, gradient),
+    "scores of a block": CachedSize("_SCORES", cpu_attention, attention),
+    "rows of a block": CachedSize("_ROWS", cpu_attention, attention),
+    "blocks of a tile": CachedSize("_PIECES", cpu_attention, attention),
+    "chunk of an update": CachedSize("_CHUNK", optimizer_state, update),
 }
 
 
 @contextmanager
-def changed(case: Case, factor: float) -> Iterator[None]:
+def changed(case: CachedSize, factor: float) -> Iterator[None]:
     """Multiply a constant by a factor for a while; a pair of limits moves together."""
     before = getattr(case.module, case.name)
     pair = isinstance(before, tuple)
@@ -130,7 +130,7 @@ def changed(case: Case, factor: float) -> Iterator[None]:
         setattr(case.module, case.name, before)
 
 
-def measure(case: Case, dtype: torch.dtype, rounds: int) -> dict[float, Spread]:
+def measure(case: CachedSize, dtype: torch.dtype, rounds: int) -> dict[float, Spread]:
     """Return the time by factor, relative to that of the constant itself in the same round."""
     work = case.operation(dtype)
     work()

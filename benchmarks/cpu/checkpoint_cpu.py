@@ -115,7 +115,11 @@ def measure(folder: Path, rounds: int) -> Measured:
 
     torch.set_num_threads(1)
     mesh = Mesh(Layout(data=RANKS), device="cpu", timeout=300)
-    contenders = (Plain(folder, mesh), Ours(folder, mesh), Peer(folder, mesh))
+    contenders = (
+        PlainWrite(folder, mesh),
+        MegaframeCheckpoint(folder, mesh),
+        TorchCheckpoint(folder, mesh),
+    )
     seconds: Measured = {}
     for number in range(1 + rounds):
         for contender in contenders:
@@ -135,7 +139,7 @@ def measure(folder: Path, rounds: int) -> Measured:
     return seconds
 
 
-class Contender:
+class CheckpointedState:
     """The state of one rank, and a step that updates it."""
 
     def __init__(self, folder: Path, mesh: Any) -> None:
@@ -197,7 +201,7 @@ class Contender:
                     pass
 
 
-class Plain(Contender):
+class PlainWrite(CheckpointedState):
     """Plain bytes."""
 
     def turns(self) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -215,7 +219,7 @@ class Plain(Contender):
             os.fsync(file.fileno())
 
 
-class Ours(Contender):
+class MegaframeCheckpoint(CheckpointedState):
     """megaframe."""
 
     def __init__(self, folder: Path, mesh: Any) -> None:
@@ -285,7 +289,7 @@ class Ours(Contender):
         return {"step with save": step, "blocked": blocked}
 
 
-class Peer(Contender):
+class TorchCheckpoint(CheckpointedState):
     """torch.distributed.checkpoint, with DTensors."""
 
     def __init__(self, folder: Path, mesh: Any) -> None:

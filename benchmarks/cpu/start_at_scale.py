@@ -60,7 +60,7 @@ _STACK = 256 * 1024
 
 
 @dataclass(frozen=True)
-class Outcome:
+class WorldOutcome:
     """What one world has shown.
 
     set_up: seconds until every client was connected, had found its part of the store, and had its
@@ -124,7 +124,7 @@ def main() -> int:
     return 0 if all(outcome.right == outcome.of for outcome in outcomes) else 1
 
 
-def measure(fault: str, world: int, processes: int, timeout: float, quiet: float) -> Outcome:
+def measure(fault: str, world: int, processes: int, timeout: float, quiet: float) -> WorldOutcome:
     """Run one world with one fault."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -144,7 +144,7 @@ def measure(fault: str, world: int, processes: int, timeout: float, quiet: float
         ends.append(mine)
         started.append((process, ranks))
     try:
-        hear = _Hearing(ends, time.monotonic() + _SLACK + 2 * timeout + quiet)
+        hear = _ClientProcesses(ends, time.monotonic() + _SLACK + 2 * timeout + quiet)
         hear.all("ready")
         set_up = time.monotonic() - began
         time.sleep(_SETTLED)
@@ -172,7 +172,7 @@ def measure(fault: str, world: int, processes: int, timeout: float, quiet: float
     times = [at - noticed for _, at, _, _ in verdicts]
     right = sum(ranks == (victim,) for _, _, ranks, _ in verdicts)
     counts = [count for _, _, _, count in verdicts]
-    return Outcome(
+    return WorldOutcome(
         fault,
         set_up,
         per_second,
@@ -193,7 +193,7 @@ def layout_of(world: int) -> Layout:
     return Layout(tensor=tensor, pipeline=pipeline, data=world // tensor // pipeline)
 
 
-class _Hearing:
+class _ClientProcesses:
     """The other ends of the pipes to the processes."""
 
     def __init__(self, ends: Sequence[Connection], deadline: float) -> None:
@@ -224,15 +224,15 @@ class _Hearing:
 # What follows runs in the processes of the clients.
 
 
-class Counted:
+class CountingStore:
     """A store that counts the requests of one client. `get` is two, because torch first waits."""
 
     def __init__(self, store: Store, counts: Counter[int], rank: int) -> None:
         self.store, self._counts, self.rank = store, counts, rank
 
-    def clone(self) -> Counted:
+    def clone(self) -> CountingStore:
         cloned: Store = self.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        return Counted(cloned, self._counts, self.rank)
+        return CountingStore(cloned, self._counts, self.rank)
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self.store, name)
@@ -244,7 +244,7 @@ class Counted:
         return counted
 
 
-class Client(Watch):
+class RecordingWatch(Watch):
     """A watch that notes when it ends its rank, and with which verdict."""
 
     judged: tuple[float, tuple[int, ...]]
@@ -261,7 +261,7 @@ class Client(Watch):
         """Write nothing: this process has the stacks of hundreds of ranks."""
 
 
-class _Waiting:
+class _EndlessWait:
     """A wait of a rank that never ends."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -277,19 +277,19 @@ def clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: floa
     sys.setswitchinterval(1.0)  # by default every thread that waits for its turn asks every 5 ms
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # what every rank would print
     counts: Counter[int] = Counter()
-    watches: dict[int, tuple[Client, Place]] = {}
+    watches: dict[int, tuple[RecordingWatch, Place]] = {}
     leave_process = os._exit
     os._exit = _end_of_thread  # a client ends as a thread
 
     def connect(rank: int) -> None:
         store, *_ = launcher_store(rank, layout.world, _SLACK)
-        counted = Counted(store, counts, rank)
+        counted = CountingStore(store, counts, rank)
         found = fresh_store(counted, rank, layout.world, _SLACK)  # type: ignore[arg-type]
         place = Place()
-        watches[rank] = Client(found, layout, rank, timeout, place, lambda: ""), place
+        watches[rank] = RecordingWatch(found, layout, rank, timeout, place, lambda: ""), place
 
     def prefixed(prefix: str, counted: Any) -> Any:
-        return Counted(PrefixStore(prefix, counted.store), counts, counted.rank)
+        return CountingStore(PrefixStore(prefix, counted.store), counts, counted.rank)
 
     rendezvous.PrefixStore = prefixed  # type: ignore[assignment,misc]
     _at_once(connect, ranks)
@@ -314,7 +314,7 @@ def _suffer(
     fault: str,
     victim: int,
     noticed: float,
-    watches: dict[int, tuple[Client, Place]],
+    watches: dict[int, tuple[RecordingWatch, Place]],
     layout: Layout,
     timeout: float,
 ) -> None:
@@ -325,7 +325,7 @@ def _suffer(
         if fault == "slow":
             one.limit = timeout
         if rank != victim:
-            place.wait(_Waiting(layout.members(rank, "data")))
+            place.wait(_EndlessWait(layout.members(rank, "data")))
         else:
             place.act("data", None)
 

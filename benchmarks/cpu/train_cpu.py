@@ -26,7 +26,7 @@ from harness import (
     PEERS,
     ROOT,
     Contender,
-    Line,
+    ContenderSummary,
     Spread,
     alternate,
     check_losses,
@@ -148,7 +148,7 @@ def main() -> None:
         write(given.write, config, given.threads, results, limits)
 
 
-def judged(lines: Sequence[Line], limit: Sequence[float]) -> str:
+def judged(lines: Sequence[ContenderSummary], limit: Sequence[float]) -> str:
     """Return in words how far our default is from the goal."""
     of = Spread.of(limit).median
     ours = next((line for line in lines if line.name == OURS), None)

@@ -75,7 +75,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassResult:
     """Forward or backward pass of an implementation.
 
     bytes, flops: the least that it takes. share: of the ceiling that binds. copy_share: of the
@@ -105,8 +105,8 @@ class Measurement:
     kernel: str
     case: str
     implementation: str
-    forward: Pass | None = None
-    backward: Pass | None = None
+    forward: PassResult | None = None
+    backward: PassResult | None = None
     error: float | None = None
     trouble: str | None = None
     details: str | None = None
@@ -277,7 +277,7 @@ def time_case(
     return forth, timing_of(backward, dry, few)
 
 
-def pass_of(work: Any, timing: Timing, ceilings: Ceilings, dry: bool) -> Pass:
+def pass_of(work: Any, timing: Timing, ceilings: Ceilings, dry: bool) -> PassResult:
     """Compare a timing with what is possible."""
     seconds = timing.seconds
     copied = None if work.flops else copy_seconds(int(work.bytes) // 2, dry) / seconds
@@ -286,7 +286,7 @@ def pass_of(work: Any, timing: Timing, ceilings: Ceilings, dry: bool) -> Pass:
         bare = sum(product_seconds(shape, dry) for shape in work.products) / seconds
     most = share(work, seconds, ceilings)
     found = timing.seconds, timing.low, timing.high, work.bytes, work.flops, most
-    return Pass(*found, copy_share=copied, product_share=bare)
+    return PassResult(*found, copy_share=copied, product_share=bare)
 
 
 def share(work: Any, seconds: float, ceilings: Ceilings) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Work:
+class LeastWork:
     """Work of one pass: bytes moved, and floating-point operations if those decide. products: rows,
     columns and depth of the bare products, if the pass consists of whole ones."""
 
@@ -29,13 +29,13 @@ class Work:
     products: tuple[tuple[int, int, int], ...] = ()
 
 
-def products(*shapes: tuple[int, int, int]) -> Work:
+def products(*shapes: tuple[int, int, int]) -> LeastWork:
     """Return the work of a pass that consists only of products."""
-    return Work(flops=sum(2.0 * m * n * k for m, n, k in shapes), products=shapes)
+    return LeastWork(flops=sum(2.0 * m * n * k for m, n, k in shapes), products=shapes)
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """Arguments for a kernel, and the least work.
 
     arguments: makes them, requiring gradients where they have one. backward: None if nothing has a
@@ -45,14 +45,14 @@ class Case:
     kernel: str
     name: str
     arguments: Callable[[], tuple[Any, ...]]
-    forward: Work
-    backward: Work | None = None
+    forward: LeastWork
+    backward: LeastWork | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     length: int = 1
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CaseSizes:
     """Sizes of a model. width: of a head. length: tokens of a sample. parameters: elements of a
     flat shard. tensors: over how many tensors they may be spread."""
 
@@ -68,11 +68,11 @@ class Sizes:
     tensors: int
 
 
-REAL = Sizes(16384, 4096, 14336, 128256, 32, 128, 8192, 8, 2**28, 256)
+REAL = CaseSizes(16384, 4096, 14336, 128256, 32, 128, 8192, 8, 2**28, 256)
 """About Llama 3 8B. A pass takes much longer than a launch, and its data exceeds the cache."""
-MIDDLE = Sizes(512, 1024, 2048, 32064, 8, 128, 512, 8, 2**20, 16)
+MIDDLE = CaseSizes(512, 1024, 2048, 32064, 8, 128, 512, 8, 2**20, 16)
 """For the check against fp64: the widths that are timed, but small enough for fp64."""
-TINY = Sizes(32, 64, 128, 128, 2, 16, 16, 4, 4096, 5)
+TINY = CaseSizes(32, 64, 128, 128, 2, 16, 16, 4, 4096, 5)
 """For checking that everything runs."""
 FINER = 8
 """Also measured: this many times as many experts, each narrower by the same factor."""
@@ -83,7 +83,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False)
     return torch.randn(shape).to(dtype).requires_grad_(grad)
 
 
-def cases(s: Sizes) -> Iterator[Case]:
+def cases(s: CaseSizes) -> Iterator[KernelCase]:
     """Yield all cases of a size."""
     yield from _elementwise(s)
     yield from _losses(s)
@@ -95,7 +95,7 @@ def cases(s: Sizes) -> Iterator[Case]:
     yield from _experts_in_eight_bits(s)
 
 
-def _elementwise(s: Sizes) -> Iterator[Case]:
+def _elementwise(s: CaseSizes) -> Iterator[KernelCase]:
     row = 2.0 * s.tokens * s.hidden
     for kind in ("rmsnorm", "layernorm"):
 
@@ -107,13 +107,17 @@ def _elementwise(s: Sizes) -> Iterator[Case]:
 
         options = {"kind": kind}
         name = f"{kind} {s.hidden} + residual"
-        yield Case("norm", name, norm, Work(4 * row), Work(4 * row), options, s.tokens)
+        yield KernelCase(
+            "norm", name, norm, LeastWork(4 * row), LeastWork(4 * row), options, s.tokens
+        )
 
     def swiglu() -> tuple[Any, ...]:
         return random(s.tokens, 2 * s.ffn, grad=True), "swiglu"
 
     wide = 2.0 * s.tokens * s.ffn
-    yield Case("activation", f"swiglu {s.ffn}", swiglu, Work(3 * wide), Work(5 * wide))
+    yield KernelCase(
+        "activation", f"swiglu {s.ffn}", swiglu, LeastWork(3 * wide), LeastWork(5 * wide)
+    )
 
     def rotary() -> tuple[Any, ...]:
         x = random(s.tokens // s.length, s.length, s.heads, s.width, grad=True)
@@ -121,10 +125,12 @@ def _elementwise(s: Sizes) -> Iterator[Case]:
         return x, angle.cos(), angle.sin()
 
     heads = 2.0 * s.tokens * s.heads * s.width
-    yield Case("rotary", f"{s.heads} heads", rotary, Work(2 * heads), Work(2 * heads), length=2)
+    yield KernelCase(
+        "rotary", f"{s.heads} heads", rotary, LeastWork(2 * heads), LeastWork(2 * heads), length=2
+    )
 
 
-def _losses(s: Sizes) -> Iterator[Case]:
+def _losses(s: CaseSizes) -> Iterator[KernelCase]:
     tokens = s.tokens // 2
     logits = 2.0 * tokens * s.vocab
 
@@ -135,13 +141,13 @@ def _losses(s: Sizes) -> Iterator[Case]:
         return random(tokens, s.vocab, grad=True), labels()
 
     name = f"vocabulary {s.vocab}"
-    given = Work(logits), Work(2 * logits)
-    yield Case("cross_entropy", name, cross_entropy, *given, length=s.vocab)
+    given = LeastWork(logits), LeastWork(2 * logits)
+    yield KernelCase("cross_entropy", name, cross_entropy, *given, length=s.vocab)
 
     def in_place() -> tuple[Any, ...]:
         return random(tokens, s.vocab), labels()
 
-    yield Case("loss", name, in_place, Work(3 * logits), length=s.vocab)
+    yield KernelCase("loss", name, in_place, LeastWork(3 * logits), length=s.vocab)
 
     def linear() -> tuple[Any, ...]:
         hidden, weight = random(tokens, s.hidden, grad=True), random(s.vocab, s.hidden, grad=True)
@@ -151,23 +157,23 @@ def _losses(s: Sizes) -> Iterator[Case]:
     work = products(
         (tokens, s.vocab, s.hidden), (tokens, s.hidden, s.vocab), (s.vocab, s.hidden, tokens)
     )
-    yield Case("linear_cross_entropy", name, linear, work, length=s.vocab + tokens)
+    yield KernelCase("linear_cross_entropy", name, linear, work, length=s.vocab + tokens)
 
 
-def _optimizer(s: Sizes) -> Iterator[Case]:
+def _optimizer(s: CaseSizes) -> Iterator[KernelCase]:
     numbers = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 
     def flat() -> tuple[Any, ...]:
         wide = [random(s.parameters, dtype=torch.float32) for _ in range(3)]
         return (*wide, random(s.parameters, dtype=torch.float32).square(), random(s.parameters))
 
-    work = Work(4.0 * 7 * s.parameters + 2.0 * s.parameters)
-    yield Case("adamw", "fp32, bf16 copy", flat, work, options=numbers)
+    work = LeastWork(4.0 * 7 * s.parameters + 2.0 * s.parameters)
+    yield KernelCase("adamw", "fp32, bf16 copy", flat, work, options=numbers)
 
     def span() -> tuple[Any, ...]:
         return (random(s.parameters, dtype=torch.float32),)
 
-    yield Case("square_sum", "fp32", span, Work(4.0 * s.parameters), length=s.parameters)
+    yield KernelCase("square_sum", "fp32", span, LeastWork(4.0 * s.parameters), length=s.parameters)
     count = s.tensors
     each = s.parameters // count
 
@@ -178,15 +184,17 @@ def _optimizer(s: Sizes) -> Iterator[Case]:
         return many(), many(), many(), [t.square() for t in many()], many(torch.bfloat16)
 
     name = f"{count} tensors of {each}"
-    yield Case("scattered_adamw", name, lists, Work(30.0 * each * count), options=numbers)
+    yield KernelCase(
+        "scattered_adamw", name, lists, LeastWork(30.0 * each * count), options=numbers
+    )
 
     def gradients() -> tuple[Any, ...]:
         return ([random(each, dtype=torch.float32) for _ in range(count)],)
 
-    yield Case("scattered_square_sum", name, gradients, Work(4.0 * each * count))
+    yield KernelCase("scattered_square_sum", name, gradients, LeastWork(4.0 * each * count))
 
 
-def _attention(s: Sizes) -> Iterator[Case]:
+def _attention(s: CaseSizes) -> Iterator[KernelCase]:
     def make(groups: int, window: int | None, packed: bool) -> Callable[[], tuple[Any, ...]]:
         def arguments() -> tuple[Any, ...]:
             documents = None
@@ -220,8 +228,8 @@ def _attention(s: Sizes) -> Iterator[Case]:
     ):
         product = 2.0 * seen * s.heads * s.width
         whole = f"{name}, head {s.width}, {s.length} tokens"
-        forth, back = Work(flops=2 * product), Work(flops=5 * product)
-        yield Case("attention", whole, arguments, forth, back, length=s.length * s.heads)
+        forth, back = LeastWork(flops=2 * product), LeastWork(flops=5 * product)
+        yield KernelCase("attention", whole, arguments, forth, back, length=s.length * s.heads)
 
     def tile() -> tuple[Any, ...]:
         where = torch.get_default_device()
@@ -232,18 +240,20 @@ def _attention(s: Sizes) -> Iterator[Case]:
         return d_out, *grouped, out, lse, spans
 
     name = f"tile of a ring, head {s.width}, {s.length} tokens"
-    work = Work(flops=10.0 * s.length**2 * s.heads * s.width)
-    yield Case("attention_backward", name, tile, work, length=s.length * s.heads)
+    work = LeastWork(flops=10.0 * s.length**2 * s.heads * s.width)
+    yield KernelCase("attention_backward", name, tile, work, length=s.length * s.heads)
 
 
-def _experts(s: Sizes) -> Iterator[Case]:
+def _experts(s: CaseSizes) -> Iterator[KernelCase]:
     k = 2
 
     def router() -> tuple[Any, ...]:
         return random(s.tokens, s.experts, dtype=torch.float32, grad=True), k
 
     small = 4.0 * s.tokens * (s.experts + 2 * k)
-    yield Case("router", f"{s.experts} experts", router, Work(small), Work(small + small))
+    yield KernelCase(
+        "router", f"{s.experts} experts", router, LeastWork(small), LeastWork(small + small)
+    )
 
     def chosen() -> Tensor:
         return torch.randint(0, s.experts, (s.tokens, k)).int()
@@ -251,7 +261,7 @@ def _experts(s: Sizes) -> Iterator[Case]:
     def order() -> tuple[Any, ...]:
         return chosen(), s.experts
 
-    yield Case("expert_order", f"{s.experts} experts", order, Work(12.0 * s.tokens * k))
+    yield KernelCase("expert_order", f"{s.experts} experts", order, LeastWork(12.0 * s.tokens * k))
 
     def rows(grown: bool) -> Callable[[], tuple[Any, ...]]:
         def arguments() -> tuple[Any, ...]:
@@ -264,10 +274,10 @@ def _experts(s: Sizes) -> Iterator[Case]:
         return arguments
 
     row = 2.0 * s.tokens * s.hidden
-    few = Work((1 + k) * row)
-    yield Case("permute", f"{k} of {s.experts}", rows(False), few, few, length=k)
-    back = Work((1 + 2 * k) * row)
-    yield Case("unpermute", f"{k} of {s.experts}", rows(True), few, back, length=s.hidden)
+    few = LeastWork((1 + k) * row)
+    yield KernelCase("permute", f"{k} of {s.experts}", rows(False), few, few, length=k)
+    back = LeastWork((1 + 2 * k) * row)
+    yield KernelCase("unpermute", f"{k} of {s.experts}", rows(True), few, back, length=s.hidden)
 
     def grouped(moved: bool) -> Callable[[], tuple[Any, ...]]:
         def arguments() -> tuple[Any, ...]:
@@ -284,7 +294,7 @@ def _experts(s: Sizes) -> Iterator[Case]:
     for name, moved in ((f"{s.experts} experts", False), (f"{s.experts} experts, gather", True)):
         options = {"gather": True} if moved else {}
         length = max(s.hidden, s.ffn, s.tokens)
-        yield Case("grouped_product", name, grouped(moved), product, both, options, length)
+        yield KernelCase("grouped_product", name, grouped(moved), product, both, options, length)
 
     def gradient() -> tuple[Any, ...]:
         _, _, ends = permute.reference_order(chosen(), s.experts)
@@ -292,20 +302,20 @@ def _experts(s: Sizes) -> Iterator[Case]:
         return into, random(places, s.ffn), random(places, s.hidden), ends, True
 
     work = products((s.ffn, s.hidden, places))
-    yield Case("grouped_gradient", f"{s.experts} experts", gradient, work, length=s.tokens)
+    yield KernelCase("grouped_gradient", f"{s.experts} experts", gradient, work, length=s.tokens)
 
 
-def _quantise(s: Sizes) -> Iterator[Case]:
+def _quantise(s: CaseSizes) -> Iterator[KernelCase]:
     for name, block in (("tensor", None), ("row", (1, 0)), ("128 x 128", (128, 128))):
 
         def arguments(block: tuple[int, int] | None = block) -> tuple[Any, ...]:
             return random(s.tokens, s.hidden), torch.float8_e4m3fn, block
 
         passes = 5.0 if block is None else 3.0
-        yield Case("quantise", name, arguments, Work(passes * s.tokens * s.hidden))
+        yield KernelCase("quantise", name, arguments, LeastWork(passes * s.tokens * s.hidden))
 
 
-def _experts_in_eight_bits(s: Sizes) -> Iterator[Case]:
+def _experts_in_eight_bits(s: CaseSizes) -> Iterator[KernelCase]:
     """Yield the cases of experts in 8 bits. Shares of products refer to bf16, whose peak is half as
     high."""
     places, experts, blocks = 2 * s.tokens, s.experts, -(-s.hidden // 128)
@@ -325,9 +335,11 @@ def _experts_in_eight_bits(s: Sizes) -> Iterator[Case]:
         return given if sharing is None else (*given, sharing)
 
     moved = float(places * s.hidden)
-    yield Case("quantise_experts", "tensor", rows, Work(5 * moved))
+    yield KernelCase("quantise_experts", "tensor", rows, LeastWork(5 * moved))
     for name, sharing, passes in (("row", "column", 5.0), ("1 x 128", "block", 3.0)):
-        yield Case("quantise_columns", name, partial(rows, sharing), Work(passes * moved))
+        yield KernelCase(
+            "quantise_columns", name, partial(rows, sharing), LeastWork(passes * moved)
+        )
 
     def product(alike: int, parts: int) -> tuple[Any, ...]:
         given = eight(places, s.hidden), eight(experts, s.ffn, s.hidden)
@@ -338,9 +350,11 @@ def _experts_in_eight_bits(s: Sizes) -> Iterator[Case]:
         by = scales(count, s.ffn), scales(count, s.hidden)
         return torch.randn(experts, s.ffn, s.hidden), *operands, *by, ends(), True
 
-    work = Work(flops=2.0 * places * s.ffn * s.hidden)
+    work = LeastWork(flops=2.0 * places * s.ffn * s.hidden)
     for name, given, count in (("row", (1, 1), experts), ("128", (128, blocks), width // 128)):
         case = f"{name}, {experts} experts"
-        yield Case("grouped_scaled_product", case, partial(product, *given), work, length=s.hidden)
+        yield KernelCase(
+            "grouped_scaled_product", case, partial(product, *given), work, length=s.hidden
+        )
         made = partial(gradient, count)
-        yield Case("grouped_scaled_gradient", case, made, work, length=places)
+        yield KernelCase("grouped_scaled_gradient", case, made, work, length=places)

@@ -41,7 +41,7 @@ TINY = (
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainingCase:
     """A config, and its goal on one H200. most: whether `reach` is an upper limit instead of a
     lower. peer: whether plain PyTorch trains the same. script: ours. kept: whether its trace is
     kept."""
@@ -67,20 +67,20 @@ class Row:
         return [*found, "model.positions=32"] if dry and self.config.startswith("gpt") else found
 
 
-def _host(config: str, *overrides: str) -> Row:
+def _host(config: str, *overrides: str) -> TrainingCase:
     goal = "host_seconds_per_block"
     given = config, goal, 180e-6, True, False, overrides
-    return Row(f"{config}-host", *given, script="gpu_host.py")
+    return TrainingCase(f"{config}-host", *given, script="gpu_host.py")
 
 
 GRAPH = ("train.cuda_graph=true",)
 ROWS = (
-    Row("llama-8b-slice", "llama-8b-slice", "mfu_causal", 0.60, kept=True),
-    Row("llama-8b-slice-fp8", "llama-8b-slice-fp8", "times_bf16", 1.3, peer=False),
-    Row("moe-slice", "moe-slice", "mfu_causal", 0.45),
-    Row("gpt-1.3b", "gpt-1.3b", "mfu_causal", 0.52),
-    Row("gpt2-124m", "gpt2-124m", "tokens_per_second", 650_000),
-    Row("gpt2-124m-graph", "gpt2-124m", "host_seconds_per_step", 1e-3, True, False, GRAPH),
+    TrainingCase("llama-8b-slice", "llama-8b-slice", "mfu_causal", 0.60, kept=True),
+    TrainingCase("llama-8b-slice-fp8", "llama-8b-slice-fp8", "times_bf16", 1.3, peer=False),
+    TrainingCase("moe-slice", "moe-slice", "mfu_causal", 0.45),
+    TrainingCase("gpt-1.3b", "gpt-1.3b", "mfu_causal", 0.52),
+    TrainingCase("gpt2-124m", "gpt2-124m", "tokens_per_second", 650_000),
+    TrainingCase("gpt2-124m-graph", "gpt2-124m", "host_seconds_per_step", 1e-3, True, False, GRAPH),
     _host("llama-8b-slice"),
     _host("moe-slice", "model.ffn=2048"),  # six layers of full width do not fit
 )
@@ -91,7 +91,7 @@ MOST_IDLE = 0.005
 
 
 def contender(
-    script: str, row: Row, dry: bool, seconds: float, trace: Path | None = None
+    script: str, row: TrainingCase, dry: bool, seconds: float, trace: Path | None = None
 ) -> dict[str, Any]:
     """Return what one contender says of a row, or what went wrong. trace: where to write the trace
     of two steps."""
@@ -110,7 +110,7 @@ def contender(
     return {**(found or {}), key: trouble, "details": done.errors}
 
 
-def shares(row: Row, found: dict[str, Any], dry: bool) -> dict[str, Any]:
+def shares(row: TrainingCase, found: dict[str, Any], dry: bool) -> dict[str, Any]:
     """Return what a contender said, with its share of this chip's bf16 peak (with causal attention
     counted as half and as whole) and where the rest of the time went."""
     import torch

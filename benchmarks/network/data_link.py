@@ -41,7 +41,7 @@ from harness import Spread, commit, machine
 from lab_ranks import LIMIT, Host, hosts, start_ranks
 from workload import WORKLOAD, Workload
 
-from megaframe.config import Emulate
+from megaframe.config import EmulationConfig
 
 if TYPE_CHECKING:
     from megaframe.distributed.mesh import Mesh
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 RANKS = 2
 SHAPE = replace(WORKLOAD, vocab=2048)
 STAGES = (1, 2, 3)
-WAITS = Emulate(forward=0.05, backward=0.05, weight=0.05)
+WAITS = EmulationConfig(forward=0.05, backward=0.05, weight=0.05)
 """Seconds of a block, about as long as a real one computes."""
 LATE = 0.6
 """Share of the MLP in them."""
@@ -129,7 +129,7 @@ def measure(given: argparse.Namespace) -> Measured:
     mesh = Mesh(Layout(data=RANKS), device="cpu", timeout=LIMIT)
     turns: list[list[Callable[[], dict[str, float]]]] = []
     for stage in STAGES:
-        ours = Ours(mesh, stage, shape_of(given))
+        ours = MegaframeRank(mesh, stage, shape_of(given))
         if given.blocks == "wait":
             ours.let_blocks_wait()
         turns.append([ours.step, ours.compute, ours.communicate])
@@ -164,7 +164,7 @@ def timed(name: str, work: Callable[[], object]) -> Callable[[], dict[str, float
     return run
 
 
-class Ours:
+class MegaframeRank:
     """megaframe on one rank at one ZeRO stage. Its turns return {what was measured: seconds}."""
 
     def __init__(self, mesh: Mesh, zero: int, shape: Workload) -> None:
@@ -210,16 +210,16 @@ class Ours:
 
         seconds = WAITS.model_dump()
         first, second = (
-            EmulatedBlock(Emulate(**{kind: share * seconds[kind] for kind in seconds}))
+            EmulatedBlock(EmulationConfig(**{kind: share * seconds[kind] for kind in seconds}))
             for share in (1 - LATE, LATE)
         )
 
-        class Waiting(TransformerBlock):
+        class WaitingBlock(TransformerBlock):
             def __call__(self, x: torch.Tensor, frame: Frame) -> torch.Tensor:
                 return second(frame.seam.cross(first(x, frame), self.mlp), frame)
 
         for block in self.stage.blocks:
-            block.__class__ = Waiting
+            block.__class__ = WaitingBlock
 
     def step(self) -> dict[str, float]:
         """Run a step as in training."""

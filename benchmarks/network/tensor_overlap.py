@@ -42,7 +42,7 @@ Seconds = dict[str, dict[str, list[float]]]
 
 
 @dataclass(frozen=True)
-class Exposed:
+class ExposedTime:
     """One way compared with compute alone, in seconds. ratio: of what is exposed to that of serial,
     for the medians and within rounds."""
 
@@ -207,7 +207,7 @@ def summary(seconds: Seconds) -> dict[str, dict[str, Any]]:
     return found
 
 
-def exposed(rounds: dict[str, list[float]], way: str) -> Exposed:
+def exposed(rounds: dict[str, list[float]], way: str) -> ExposedTime:
     """Return one way of one pass, given the seconds of every round."""
     median = {name: statistics.median(values) for name, values in rounds.items()}
     ratios = [
@@ -216,7 +216,7 @@ def exposed(rounds: dict[str, list[float]], way: str) -> Exposed:
     ]
     longer = median[way] - median[ALONE]
     ratio = longer / (median[SERIAL] - median[ALONE])
-    return Exposed(Spread.of(rounds[way]), longer, ratio, Spread.of(ratios))
+    return ExposedTime(Spread.of(rounds[way]), longer, ratio, Spread.of(ratios))
 
 
 def show(rate: str, seconds: Seconds) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionShape:
     """Attention of one layer on one sample, with as many key/value heads as query heads."""
 
     heads: int = 8
@@ -25,7 +25,7 @@ class Attention:
     seed: int = 1234
 
 
-ATTENTION = Attention()
+ATTENTION = AttentionShape()
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 import torch
 from data_workload import draw, parser
-from plain import GPT, optimizer_of
+from plain import PlainGPT, optimizer_of
 from ranks import measure, run
 from workload import WORKLOAD
 
@@ -39,7 +39,7 @@ def train(given: argparse.Namespace) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     torch.manual_seed(WORKLOAD.seed)
-    model = GPT(WORKLOAD)
+    model = PlainGPT(WORKLOAD)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer_of(model, WORKLOAD), config=settings(given)
     )

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed
 from data_workload import draw, parser
-from plain import GPT, optimizer_of
+from plain import PlainGPT, optimizer_of
 from ranks import measure, run
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -26,7 +26,7 @@ from workload import WORKLOAD, Workload
 WAYS = ("ddp", "fsdp2", "fsdp3")
 
 
-def divide(model: GPT, way: str, precision: str) -> nn.Module:
+def divide(model: PlainGPT, way: str, precision: str) -> nn.Module:
     """Return the model wrapped so that its gradients are averaged over all ranks."""
     if way == "ddp":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -42,7 +42,7 @@ def divide(model: GPT, way: str, precision: str) -> nn.Module:
 def step_of(shape: Workload, way: str, precision: str, ranks: int) -> Callable[[], float]:
     """Return a step: it draws a batch, trains on it and returns its loss on this rank."""
     torch.manual_seed(shape.seed)
-    model = divide(GPT(shape), way, precision)
+    model = divide(PlainGPT(shape), way, precision)
     optimizer = optimizer_of(model, shape)
     torch.manual_seed(shape.seed + 1 + torch.distributed.get_rank())
 

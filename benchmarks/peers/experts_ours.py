@@ -15,7 +15,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megaframe.config import Model, Moe, RunConfig, Train
+from megaframe.config import ModelConfig, MoEConfig, RunConfig, TrainConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.device import tune_host_allocator
 from megaframe.expert_parallel.paths import Dealt, Pick
@@ -50,7 +50,7 @@ def main() -> None:
     given = parser(__doc__).parse_args()
     shape = SHAPES[given.shape]
     numbers = tensors(shape, given.precision)
-    moe = Moe(
+    moe = MoEConfig(
         experts=shape.experts,
         top_k=shape.top_k,
         ffn=shape.width,
@@ -58,7 +58,7 @@ def main() -> None:
         balance="none",
     )
     config = RunConfig(
-        model=Model(
+        model=ModelConfig(
             layers=1,
             hidden=shape.hidden,
             heads=8,
@@ -67,7 +67,7 @@ def main() -> None:
             activation="swiglu",
             moe=moe,
         ),
-        train=Train(seq=shape.tokens, global_batch=1, precision=given.precision),
+        train=TrainConfig(seq=shape.tokens, global_batch=1, precision=given.precision),
     )
     tune(config, None)
     stage = whole_model(config)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ExpertsShape:
     """Each of `tokens` tokens of width `hidden` goes to `top_k` of `experts` experts of `width`."""
 
     tokens: int
@@ -32,8 +32,8 @@ class Shape:
 
 
 SHAPES = {
-    "mixtral": Shape(2048, 512, 1792, 8, 2),
-    "fine-grained": Shape(2048, 512, 256, 64, 6),
+    "mixtral": ExpertsShape(2048, 512, 1792, 8, 2),
+    "fine-grained": ExpertsShape(2048, 512, 256, 64, 6),
 }
 """Mixtral's ratio of widths, and many narrow experts as in DeepSeek-V3 and Qwen3."""
 _STD = 0.03
@@ -49,7 +49,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 @dataclass(frozen=True)
-class Given:
+class ExpertsInputs:
     """x, d_out [tokens, hidden]; router [experts, hidden]; up [experts, 2 * width, hidden], the
     gates first; down [experts, hidden, width]."""
 
@@ -60,7 +60,7 @@ class Given:
     down: Tensor
 
 
-def tensors(shape: Shape, precision: str) -> Given:
+def tensors(shape: ExpertsShape, precision: str) -> ExpertsInputs:
     """Return the numbers, which are the same for all contenders."""
     import torch
 
@@ -71,7 +71,7 @@ def tensors(shape: Shape, precision: str) -> Given:
         return (torch.randn(size, generator=generator) * std).to(dtype)
 
     rows, matrices = (shape.tokens, shape.hidden), (shape.experts, 2 * shape.width, shape.hidden)
-    return Given(
+    return ExpertsInputs(
         normal(*rows),
         normal(*rows),
         normal(shape.experts, shape.hidden, std=_STD),
@@ -107,7 +107,7 @@ def seconds_of(work: Callable[[], object], passes: int) -> list[float]:
 
 
 def report(
-    shape: Shape,
+    shape: ExpertsShape,
     seconds: list[float],
     peak_rss_bytes: int,
     loss: float,

@@ -15,13 +15,13 @@ from gpu_workload import batches, read, run
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megaframe.config import Model
+from megaframe.config import ModelConfig
 
 
-class Norm(nn.Module):
+class TorchNorm(nn.Module):
     """LayerNorm or RMSNorm by torch."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.kind, self.eps = model.norm, model.norm_eps
         self.gain = nn.Parameter(torch.ones(model.hidden))
@@ -32,13 +32,13 @@ class Norm(nn.Module):
         return functional.layer_norm(x, self.gain.shape, self.gain.to(x.dtype), None, self.eps)
 
 
-class Attention(nn.Module):
+class TorchAttention(nn.Module):
     """Causal attention with grouped heads, and with rotary positions if the model has them."""
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, model: Model, seq: int) -> None:
+    def __init__(self, model: ModelConfig, seq: int) -> None:
         super().__init__()
         self.heads, self.groups, self.width = model.heads, model.kv_heads, model.head_dim
         outputs = (model.heads + 2 * model.kv_heads) * model.head_dim
@@ -73,10 +73,10 @@ def activate(kind: str, x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
-class MLP(nn.Module):
+class TorchMLP(nn.Module):
     """Plain or gated MLP."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.kind = model.activation
         wide = model.ffn * (2 if model.activation == "swiglu" else 1)
@@ -87,10 +87,10 @@ class MLP(nn.Module):
         return self.down(activate(self.kind, self.up(x)))
 
 
-class Experts(nn.Module):
+class TorchExperts(nn.Module):
     """The k best experts of a softmax, with weights normalised to sum to one."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         assert model.moe is not None
         self.kind, self.k = model.activation, model.moe.top_k
@@ -117,41 +117,41 @@ class Experts(nn.Module):
         return home.unflatten(0, (-1, self.k)).sum(1).view(x.shape)
 
 
-class Block(nn.Module):
+class TorchBlock(nn.Module):
     """Pre-norm transformer block."""
 
-    def __init__(self, model: Model, seq: int) -> None:
+    def __init__(self, model: ModelConfig, seq: int) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = Norm(model), Norm(model)
-        self.attention = Attention(model, seq)
-        self.mlp = MLP(model) if model.moe is None else Experts(model)
+        self.attention_norm, self.mlp_norm = TorchNorm(model), TorchNorm(model)
+        self.attention = TorchAttention(model, seq)
+        self.mlp = TorchMLP(model) if model.moe is None else TorchExperts(model)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Head(nn.Module):
+class TorchHead(nn.Module):
     """Final norm, logits and mean cross-entropy."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.norm = Norm(model)
+        self.norm = TorchNorm(model)
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         logits = functional.linear(self.norm(x), weight)
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-class GPT(nn.Module):
+class TorchGPT(nn.Module):
     """Tables, blocks and head."""
 
-    def __init__(self, model: Model, seq: int) -> None:
+    def __init__(self, model: ModelConfig, seq: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(model.vocab or 1, model.hidden)
         self.positions = nn.Embedding(seq, model.hidden) if model.position == "learned" else None
-        self.blocks = nn.ModuleList(Block(model, seq) for _ in range(model.layers))
-        self.head = Head(model)
+        self.blocks = nn.ModuleList(TorchBlock(model, seq) for _ in range(model.layers))
+        self.head = TorchHead(model)
         self.logits = self.tokens
         if not model.tie_embeddings:
             self.logits = nn.Embedding(model.vocab or 1, model.hidden)
@@ -172,7 +172,7 @@ def main() -> None:
     config, device, _ = read()
     train, optim = config.train, config.optim
     with device:
-        model = GPT(config.model, train.seq)
+        model = TorchGPT(config.model, train.seq)
     if config.train.compile != "none" or device.type == "cuda":
         for part in (*model.blocks, model.head):
             part.compile(dynamic=False)

@@ -33,7 +33,7 @@ class Tokens(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
-class Clock(transformers.TrainerCallback):
+class StepClock(transformers.TrainerCallback):
     """Times at which steps ended, and the losses that were logged."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def main() -> None:
     given = parser(__doc__).parse_args()
     shape, steps = WORKLOAD, WARMUP_STEPS + given.steps
     torch.manual_seed(shape.seed)
-    clock = Clock()
+    clock = StepClock()
     arguments = transformers.TrainingArguments(
         use_cpu=True,
         bf16=given.precision == "bf16",

@@ -23,7 +23,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.core.datasets.utils import Split  # noqa: E402
 
 
-class Tokenizer:
+class TokenizerStub:
     """The parts of a tokenizer that the dataset uses."""
 
     eod, pad, vocab_size = 0, -1, 50304
@@ -42,7 +42,7 @@ def dataset(prefix: str, seq: int, samples: int, cache: str) -> GPTDataset:
         blend=([prefix], None),
         split="1,0,0",
         path_to_cache=cache,
-        tokenizer=Tokenizer(),
+        tokenizer=TokenizerStub(),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,

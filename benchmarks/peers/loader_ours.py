@@ -8,7 +8,13 @@ import resource
 import time
 from importlib.metadata import version
 
-from megaframe.config.schema import Data, Model, RunConfig, Source, Train
+from megaframe.config.schema import (
+    DataConfig,
+    DataSourceConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megaframe.data.loader import Loader
 
 
@@ -22,10 +28,10 @@ def main() -> None:
     parser.add_argument("--documents", action="store_true", help="reset and mask at documents")
     given = parser.parse_args()
     config = RunConfig(
-        model=Model(vocab=50304),
-        train=Train(seq=given.seq, global_batch=given.batch, microbatch=8),
-        data=Data(
-            sources=(Source(path=given.prefix),),
+        model=ModelConfig(vocab=50304),
+        train=TrainConfig(seq=given.seq, global_batch=given.batch, microbatch=8),
+        data=DataConfig(
+            sources=(DataSourceConfig(path=given.prefix),),
             split=(1.0, 0.0, 0.0),
             prefetch=given.prefetch,
             reset_positions=given.documents,

@@ -39,7 +39,7 @@ class FusedAttention(nn.Module):
         return attended.permute(2, 0, 1, 3).flatten(2)
 
 
-class Norm(nn.LayerNorm):
+class SequenceParallelNorm(nn.LayerNorm):
     """LayerNorm of the local spec, with weights that are marked if it runs on a part of the
     sequence."""
 
@@ -86,8 +86,8 @@ def build(
     )
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = FusedAttention
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
-    setattr(transformer_block, "LayerNormImpl", Norm)  # noqa: B010 - the one after the last layer
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    setattr(transformer_block, "LayerNormImpl", SequenceParallelNorm)  # noqa: B010 - the one after the last layer
     setattr(Tensor, "cuda", lambda self: self)  # noqa: B010 - the shared embedding asks for it
     model = GPTModel(
         config,

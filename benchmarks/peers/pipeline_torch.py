@@ -12,7 +12,7 @@ import math
 import torch
 import torch.distributed
 from pipeline_workload import MICROBATCHES, clip, parser, shape_of
-from plain import Block, optimizer_of
+from plain import PlainBlock, optimizer_of
 from ranks import measure, run
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -32,7 +32,7 @@ Schedule."""
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 
 
-class Part(nn.Module):
+class StageModule(nn.Module):
     """Stage `number` of `stages`: some blocks, with the tables before the first and the head after
     the last."""
 
@@ -43,7 +43,7 @@ class Part(nn.Module):
         if self.first:
             self.tokens = nn.Embedding(shape.vocab, shape.hidden)
             self.positions = nn.Embedding(shape.seq, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(blocks))
+        self.blocks = nn.ModuleList(PlainBlock(shape) for _ in range(blocks))
         if self.last:
             self.norm = nn.LayerNorm(shape.hidden, bias=False)
             self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
@@ -80,7 +80,7 @@ def train(given: argparse.Namespace) -> None:
     if given.schedule in IN_A_V:
         numbers = [rank, total - 1 - rank]
     torch.manual_seed(shape.seed + rank)
-    parts = nn.ModuleList(Part(shape, number, total) for number in numbers)
+    parts = nn.ModuleList(StageModule(shape, number, total) for number in numbers)
     device = torch.device("cpu")
     stages = [
         PipelineStage(part, number, total, device)

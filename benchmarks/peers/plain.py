@@ -13,7 +13,7 @@ from torch.nn import functional
 from workload import WORKLOAD, Workload, parser, run
 
 
-class Block(nn.Module):
+class PlainBlock(nn.Module):
     """Pre-norm attention and MLP, each added to the residual stream [batch, seq, hidden]."""
 
     def __init__(self, shape: Workload) -> None:
@@ -36,14 +36,14 @@ class Block(nn.Module):
         return stream + self.mlp_down(functional.gelu(self.mlp_up(self.mlp_norm(stream))))
 
 
-class GPT(nn.Module):
+class PlainGPT(nn.Module):
     """Token and position tables, blocks, a norm, and the token table again as the head."""
 
     def __init__(self, shape: Workload) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.positions = nn.Embedding(shape.seq, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(PlainBlock(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -78,7 +78,7 @@ def main() -> None:
     arguments = command.parse_args()
     shape = WORKLOAD
     torch.manual_seed(shape.seed)
-    model = GPT(shape)
+    model = PlainGPT(shape)
     optimizer = optimizer_of(model, shape)
     loss_of = torch.compile(model) if arguments.compile else model
 

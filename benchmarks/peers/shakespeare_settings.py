@@ -17,7 +17,7 @@ TRAINING_SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class Settings:
+class ShakespeareSettings:
     """Settings from nanoGPT's README (sizes, steps) and its config/train_shakespeare_char.py (the
     rest)."""
 
@@ -41,7 +41,7 @@ class Settings:
         return self.batch * self.seq
 
 
-SETTINGS = Settings()
+SETTINGS = ShakespeareSettings()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import argparse
 
 import torch
 import torch.distributed
-from plain import GPT, optimizer_of
+from plain import PlainGPT, optimizer_of
 from ranks import measure, run
 from tensor_workload import clip, parser
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from torch.nn import functional
 from workload import WORKLOAD
 
 
-class DividedGPT(GPT):
+class DividedGPT(PlainGPT):
     """Tokens are the same on all ranks. The residual stream is whole or, with `sequence`,
     divided."""
 

@@ -20,7 +20,7 @@ from functools import wraps
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megaframe.config import Emulate, RunConfig
+from megaframe.config import EmulationConfig, RunConfig
 
 if TYPE_CHECKING:
     from megaframe.distributed.mesh import Mesh
@@ -52,7 +52,7 @@ class Steps:
     live: list[int] = field(default_factory=list)
 
 
-class Pass(NamedTuple):
+class StagePass(NamedTuple):
     """When a pass of a stage ran, and how many activations its rank held after it."""
 
     start: float
@@ -130,11 +130,11 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
 
     times = config.model.emulate
     assert times is not None, "a benchmark of blocks that wait"
-    passes: list[Pass] = []
+    passes: list[StagePass] = []
     units = [block for stage in pipeline.stages.values() for block in stage.blocks]
     blocks = [block for block in units if isinstance(block, EmulatedBlock)]
     for block in blocks:
-        block.times = Emulate()
+        block.times = EmulationConfig()
     stages = tuple(pipeline.stages.values())
     for stage in stages:
         for name in ("forward", "backward", "weight_backward"):
@@ -163,7 +163,7 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
 
 
 def _noted(
-    function: Callable[..., Any], stages: Sequence[Stage], into: list[Pass]
+    function: Callable[..., Any], stages: Sequence[Stage], into: list[StagePass]
 ) -> Callable[..., Any]:
     """Return `function`, wrapped to record every pass that it runs."""
 
@@ -172,7 +172,7 @@ def _noted(
         start = time.perf_counter()
         result = function(*given, **named)
         end = time.perf_counter()
-        into.append(Pass(start, end, sum(stage.live for stage in stages)))
+        into.append(StagePass(start, end, sum(stage.live for stage in stages)))
         return result
 
     return noted

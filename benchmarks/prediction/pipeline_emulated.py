@@ -59,7 +59,7 @@ OVERHEAD_STEPS = 10
 
 
 @dataclass(frozen=True)
-class Line:
+class EmulatedSchedule:
     """One schedule: a step as measured and as simulated, in seconds.
 
     bubble: share of the step in which a rank does no emulated work, mean over ranks; a step goes
@@ -132,7 +132,7 @@ def play(config: RunConfig, schedule: Schedule, steps: int) -> list[Steps]:
 
 def measure(
     name: str, chunks: int, microbatches: int, given: argparse.Namespace, comm: float
-) -> Line:
+) -> EmulatedSchedule:
     """Measure and simulate one schedule."""
     config = config_of(name, given.ranks, chunks, microbatches, given.milliseconds / 1e3)
     schedule, expected = simulated(config, comm)
@@ -149,7 +149,7 @@ def measure(
         )
         for mine, rank in zip(work, seen, strict=True)
     ]
-    return Line(
+    return EmulatedSchedule(
         schedule=name,
         chunks=chunks,
         microbatches=microbatches,
@@ -182,7 +182,7 @@ HEAD = (
 )
 
 
-def row(line: Line) -> str:
+def row(line: EmulatedSchedule) -> str:
     """Format a line as aligned text under `HEAD`."""
     return (
         f"{line.schedule:<14}{line.chunks:>7}{line.microbatches:>6}{line.measured:>9.3f}"

@@ -37,7 +37,7 @@ RUNS = (
 
 
 @dataclass(frozen=True)
-class Line:
+class PredictedWorld:
     """One run: measured (median) and predicted seconds of a step."""
 
     schedule: str
@@ -74,12 +74,12 @@ def seconds_of(
     return statistics.median(times), expected.step_seconds
 
 
-def measure(run: tuple[str, int, int, int, float], steps: int, cluster: Cluster) -> Line:
+def measure(run: tuple[str, int, int, int, float], steps: int, cluster: Cluster) -> PredictedWorld:
     """Measure and predict one run."""
     name, ranks, chunks, microbatches, seconds = run
     config = config_of(name, ranks, chunks, microbatches, seconds)
     step, expected = seconds_of(config, Layout(pipeline=ranks), steps, cluster)
-    return Line(name, ranks, chunks, microbatches, step, expected)
+    return PredictedWorld(name, ranks, chunks, microbatches, step, expected)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Published measurements compared with predictions.
 
-Without arguments it prints the errors of every table. `--write` makes `docs/prediction.md` and its
-plot. `--fit FAMILY` fits the constants of a generation of chips to every other row of its tables.
+Without arguments it prints the errors of every table. `--write` makes
+`docs/reference/prediction.md` and its plot. `--fit FAMILY` fits the constants of a generation of
+chips to every other row of its tables.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from published_tables import TABLES, Row
+from published_tables import TABLES, PublishedRun
 
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import Cluster, load_cluster
@@ -23,7 +24,7 @@ from megaframe.planner.constants import Constants, constants_of
 from megaframe.planner.step import Prediction, model_flops, predict
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "prediction.md"
+PAGE = ROOT / "docs" / "reference" / "prediction.md"
 PLOT = ROOT / "docs" / "images" / "prediction.svg"
 FITTED = {
     # Bounds of each constant.
@@ -46,14 +47,14 @@ predictions on the tables in which everything is published."""
 
 
 @dataclass(frozen=True)
-class Line:
+class PublishedPrediction:
     """A row with its prediction.
 
     config, prediction: the alternative that is predicted to be fastest. near: all alternatives that
     cannot be told from it. seconds: their mean.
     """
 
-    row: Row
+    row: PublishedRun
     config: RunConfig
     prediction: Prediction
     near: tuple[RunConfig, ...]
@@ -71,7 +72,9 @@ def cluster_of(name: str) -> Cluster:
     return load_cluster(name)
 
 
-def predicted(row: Row, known: Mapping[str, Constants] | None = None) -> Line:
+def predicted(
+    row: PublishedRun, known: Mapping[str, Constants] | None = None
+) -> PublishedPrediction:
     """Predict a row by the alternative that is predicted to be fastest of those that fit.
 
     If others are within `TOLD` of it, any of them may be the configuration of the published, tuned
@@ -90,16 +93,18 @@ def predicted(row: Row, known: Mapping[str, Constants] | None = None) -> Line:
     prediction, config = made[0]
     near = [one for one in made if one[0].step_seconds <= (1 + TOLD) * prediction.step_seconds]
     seconds = float(np.mean([one.step_seconds for one, _ in near]))
-    return Line(row, config, prediction, tuple(config for _, config in near), seconds)
+    return PublishedPrediction(
+        row, config, prediction, tuple(config for _, config in near), seconds
+    )
 
 
 @lru_cache
-def lines_of(name: str) -> tuple[Line, ...]:
+def lines_of(name: str) -> tuple[PublishedPrediction, ...]:
     """Return the rows of a table, or none if it is read from a file that is missing."""
     return tuple(predicted(row) for row in TABLES[name].rows())
 
 
-def null_errors(rows: Sequence[Row]) -> list[float]:
+def null_errors(rows: Sequence[PublishedRun]) -> list[float]:
     """Return the errors of a null model, which every planner must beat: the best constant rate for
     each chip, with whichever count of operations gives the smallest errors (causal attention as
     half or whole, with or without recompute)."""
@@ -108,7 +113,7 @@ def null_errors(rows: Sequence[Row]) -> list[float]:
     return min(found, key=lambda errors: sum(map(abs, errors)))
 
 
-def _counts(row: Row) -> tuple[float, ...]:
+def _counts(row: PublishedRun) -> tuple[float, ...]:
     """Return a rank's operations in a step, counted in different ways."""
     config = row.configs[0]
     tokens = config.train.global_batch * config.train.seq / row.world
@@ -120,7 +125,7 @@ def _counts(row: Row) -> tuple[float, ...]:
     return tuple(tokens * count for count in counts)
 
 
-def _constant_rate(rows: Sequence[Row], flops: Sequence[float]) -> list[float]:
+def _constant_rate(rows: Sequence[PublishedRun], flops: Sequence[float]) -> list[float]:
     errors = [0.0] * len(rows)
     for cluster in dict.fromkeys(row.cluster for row in rows):
         own = [n for n, row in enumerate(rows) if row.cluster == cluster]
@@ -133,7 +138,7 @@ def _constant_rate(rows: Sequence[Row], flops: Sequence[float]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Summary:
+class ErrorSummary:
     """Errors of a table.
 
     mean, most: of all rows. fitted: mean of those to which constants were fitted (every other row).
@@ -154,11 +159,11 @@ class Summary:
         return 1 - self.mean / self.null if self.null else 0.0
 
 
-def summary(lines: Sequence[Line]) -> Summary:
+def summary(lines: Sequence[PublishedPrediction]) -> ErrorSummary:
     """Return the errors of the rows of a table."""
     errors = np.abs([line.error for line in lines])
     null = np.abs(null_errors([line.row for line in lines]))
-    return Summary(
+    return ErrorSummary(
         mean=float(errors.mean()),
         most=float(errors.max()),
         fitted=float(errors[::2].mean()),
@@ -168,9 +173,9 @@ def summary(lines: Sequence[Line]) -> Summary:
     )
 
 
-def losses(lines: Sequence[Line]) -> Iterator[float]:
+def losses(lines: Sequence[PublishedPrediction]) -> Iterator[float]:
     """Yield, for each set of rivals, what the predicted best loses to the true best."""
-    rivals: dict[str, list[Line]] = {}
+    rivals: dict[str, list[PublishedPrediction]] = {}
     for line in lines:
         if line.row.rivals:
             rivals.setdefault(line.row.rivals, []).append(line)
@@ -185,7 +190,7 @@ def fit(family: str, rounds: int = 6) -> Constants:
     family's tables. All tables have the same weight, except those in `STRICT`. The best of several
     starting points is used."""
     start = constants_of(family)
-    rows: list[tuple[Row, float]] = []
+    rows: list[tuple[PublishedRun, float]] = []
     for name, table in TABLES.items():
         own = [r for r in list(table.rows())[::2] if cluster_of(r.cluster).chip.family == family]
         own = own[:: max(1, len(own) // MOST_ROWS)]
@@ -204,7 +209,7 @@ def fit(family: str, rounds: int = 6) -> Constants:
 def _descend(
     family: str,
     start: Constants,
-    rows: Sequence[tuple[Row, float]],
+    rows: Sequence[tuple[PublishedRun, float]],
     names: Sequence[str],
     at: np.ndarray,
     rounds: int,
@@ -247,7 +252,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--fit", metavar="FAMILY", choices=("a100", "h100"))
-    parser.add_argument("--write", action="store_true", help="make docs/prediction.md and its plot")
+    pages = "make docs/reference/prediction.md and its plot"
+    parser.add_argument("--write", action="store_true", help=pages)
     given = parser.parse_args()
     if given.fit:
         found = fit(given.fit)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
-from published_tables import Row
+from published_tables import PublishedRun
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Cost:
     """Rank-seconds of one layer and sample of a row, without its bubble. layers: number of layers
     that the pipeline runs one after the other in a step."""
 
-    row: Row
+    row: PublishedRun
     seconds: float
     layers: float
 
@@ -41,7 +41,7 @@ class Cost:
         return self.layers * self.microbatch / self.tensor
 
 
-def costs(rows: Sequence[Row], hidden: int) -> list[Cost]:
+def costs(rows: Sequence[PublishedRun], hidden: int) -> list[Cost]:
     """Return the costs of the rows of one width that ran 1F1B."""
     found = []
     for row in rows:
@@ -129,7 +129,7 @@ ALIKE = (4, 6)
 """Tensor ranks and microbatch of three rows that differ only in stages."""
 
 
-def told(rows: Sequence[Row]) -> str:
+def told(rows: Sequence[PublishedRun]) -> str:
     """Return these bounds in words, for the page."""
     known = costs(rows, WIDTH)
     mean, order = _mean_told(known, len(rows)), _order_told(known, costs(rows, 3072))

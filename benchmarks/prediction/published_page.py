@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from published import Line, Summary, losses, predicted, summary
+from published import ErrorSummary, PublishedPrediction, losses, predicted, summary
 from published_bounds import WIDTH, told
-from published_tables import TABLES, Table, gpt
+from published_tables import TABLES, PublishedTable, gpt
 
 from megaframe.planner.constants import CONSTANTS
 
@@ -26,7 +26,7 @@ makes this page and its plot:
 .venv/bin/python benchmarks/prediction/published.py --write
 ```
 
-![predicted against measured](images/prediction.svg)
+![predicted against measured](../images/prediction.svg)
 
 {summary}
 
@@ -84,7 +84,7 @@ which its layers do not add up to its parameters, and chunks of one layer, as in
 recipes of that month that has chunks (NeMo-Megatron-Launcher, 2 July 2024).
 - **Facts left out.** Sources contain six more facts, from what norms read to how DeepSpeed's \
 pipeline sends. None brings vTrain on 64 nodes below 6%, and where they change anything, some \
-table misses the limit of its test ([log](log.md#predicted-steps), with numbers).
+table misses the limit of its test ([log](../log.md#predicted-steps), with numbers).
 """
 
 _NOTES = """\
@@ -119,7 +119,7 @@ def heading() -> str:
     return f"| table | rows | {columns} |\n|---|---|---|---|---|---|---|---|---|"
 
 
-def row_of(table: Table, found: Summary, rows: int | None = None) -> str:
+def row_of(table: PublishedTable, found: ErrorSummary, rows: int | None = None) -> str:
     """Return a line of that table."""
 
     def aimed(value: float, aim: float | None) -> str:
@@ -139,7 +139,7 @@ def row_of(table: Table, found: Summary, rows: int | None = None) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def section(table: Table, lines: Sequence[Line]) -> str:
+def section(table: PublishedTable, lines: Sequence[PublishedPrediction]) -> str:
     """Return all rows of one table. `*` marks those to which constants were fitted."""
     parts = [
         f"## {table.source}",
@@ -158,7 +158,7 @@ def section(table: Table, lines: Sequence[Line]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def absent_line(lines: Sequence[Line]) -> Line:
+def absent_line(lines: Sequence[PublishedPrediction]) -> PublishedPrediction:
     """Return the fastest row of 39.1 billion parameters that vTrain's authors publish
     (data/ground_truth_multi.csv of VIA-Research/vTrain). It is not among the rows that are read
     here."""
@@ -180,17 +180,17 @@ def absent_line(lines: Sequence[Line]) -> Line:
     return predicted(replace(like, configs=(config,), seconds=13.8755))
 
 
-def _absent_told(lines: Sequence[Line]) -> str:
+def _absent_told(lines: Sequence[PublishedPrediction]) -> str:
     line = absent_line(lines)
     return (
         f"**These {len(lines)} of the authors' 109 rows leave out the fastest** of that model: "
         f"tensor 4, 4 stages, microbatches of 2, {line.row.seconds:.1f} s. It is also predicted to "
         f"be the fastest, {line.seconds:.1f} s. Among all 109 rows the four choices lose 0, 4.5, 0 "
-        "and 0.6% ([log](log.md#predicted-steps))."
+        "and 0.6% ([log](../log.md#predicted-steps))."
     )
 
 
-def _notes(made: Mapping[str, Sequence[Line]]) -> str:
+def _notes(made: Mapping[str, Sequence[PublishedPrediction]]) -> str:
     """Return what is not reached, with what can be computed about it from the available tables."""
     single, several = made.get("vtrain_single", ()), made.get("vtrain_multi", ())
     lost = list(losses(single))
@@ -205,7 +205,7 @@ def _notes(made: Mapping[str, Sequence[Line]]) -> str:
     ).rstrip()
 
 
-def page(made: Mapping[str, Sequence[Line]]) -> str:
+def page(made: Mapping[str, Sequence[PublishedPrediction]]) -> str:
     """Return the whole page."""
     rows = [heading()]
     for name, lines in made.items():
@@ -236,7 +236,7 @@ _COLOURS = (
 )
 
 
-def draw(made: Mapping[str, Sequence[Line]]) -> str:
+def draw(made: Mapping[str, Sequence[PublishedPrediction]]) -> str:
     """Plot predicted against measured seconds, both logarithmic, with a line where they are equal
     and lines at 10% from it."""
     width, height, left, top, side = 760, 560, 60, 20, 480

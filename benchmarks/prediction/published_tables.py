@@ -23,7 +23,7 @@ ANCHORS = Path(__file__).resolve().parents[3] / "shared" / "anchors"
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRun:
     """One measured step. configs: alternatives, only one if everything is published. rivals: rows
     with the same text are layouts of one model on the same ranks."""
 
@@ -38,13 +38,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class PublishedTable:
     """rows: makes them. mean, most: goals for the relative errors of a step, None without a goal.
     source: where the table is published."""
 
     name: str
     source: str
-    rows: Callable[[], Iterator[Row]]
+    rows: Callable[[], Iterator[PublishedRun]]
     mean: float | None = None
     most: float | None = None
 
@@ -229,7 +229,7 @@ _SC21 = (
 )
 
 
-def sc21_one() -> Iterator[Row]:
+def sc21_one() -> Iterator[PublishedRun]:
     for heads, hidden, layers, tensor, pipeline, gpus, batch, tflops, micro, chunks in _SC21:
         data = gpus // (tensor * pipeline)
         config = gpt(
@@ -249,7 +249,7 @@ def sc21_one() -> Iterator[Row]:
         label = f"{12 * layers * hidden**2 / 1e9:.0f}B on {gpus}"
         # Without a pipeline these runs had PyTorch's DDP, which reduces beside backward.
         software = replace(MEGATRON_2021, overlap_data=pipeline == 1)
-        yield Row("sc21_1", label, gpus, "a100-ib", software, (config,), seconds)
+        yield PublishedRun("sc21_1", label, gpus, "a100-ib", software, (config,), seconds)
 
 
 _SC21_TWO = (
@@ -263,7 +263,7 @@ _SC21_TWO = (
 )
 
 
-def sc21_two() -> Iterator[Row]:
+def sc21_two() -> Iterator[PublishedRun]:
     for layers, hidden, heads, pipeline, batch, gpus, microbatch, tflops in _SC21_TWO:
         data = gpus // (8 * pipeline)
         config = gpt(
@@ -281,7 +281,7 @@ def sc21_two() -> Iterator[Row]:
         )
         seconds = full_attention_flops(config, 96) / gpus / tflops / 1e12
         label = f"{12 * layers * hidden**2 / 1e9:.0f}B on {gpus}"
-        yield Row("sc21_2", label, gpus, "a100-ib", MEGATRON_2021, (config,), seconds)
+        yield PublishedRun("sc21_2", label, gpus, "a100-ib", MEGATRON_2021, (config,), seconds)
 
 
 _KORTHIKANTI = (
@@ -293,7 +293,7 @@ _KORTHIKANTI = (
 )
 
 
-def korthikanti() -> Iterator[Row]:
+def korthikanti() -> Iterator[PublishedRun]:
     stacks = (("full", MEGATRON_2022), ("selective", MEGATRON_SP))
     # Column by column, so that every other row is every other model of both.
     for (column, (recompute, software)), model in product(enumerate(stacks), _KORTHIKANTI):
@@ -313,7 +313,9 @@ def korthikanti() -> Iterator[Row]:
         )
         label = f"{name}, {recompute} recompute"
         seconds = times[column]
-        yield Row("korthikanti", label, gpus, "a100-ib", software, (config,), seconds, name)
+        yield PublishedRun(
+            "korthikanti", label, gpus, "a100-ib", software, (config,), seconds, name
+        )
 
 
 _README = (
@@ -330,7 +332,7 @@ _README = (
 )
 
 
-def readme() -> Iterator[Row]:
+def readme() -> Iterator[PublishedRun]:
     for heads, hidden, layers, tensor, pipeline, gpus, batch, tflops in _README:
         configs = tuple(
             gpt(
@@ -352,7 +354,7 @@ def readme() -> Iterator[Row]:
         )
         seconds = full_attention_flops(configs[0], 72) / gpus / tflops / 1e12
         label = f"{12 * layers * hidden**2 / 1e9:.0f}B on {gpus}"
-        yield Row("readme", label, gpus, "h100-ib", MEGATRON_2024, configs, seconds)
+        yield PublishedRun("readme", label, gpus, "h100-ib", MEGATRON_2024, configs, seconds)
 
 
 _MEGASCALE = (
@@ -364,7 +366,7 @@ _MEGASCALE = (
 )
 
 
-def megascale() -> Iterator[Row]:
+def megascale() -> Iterator[PublishedRun]:
     for batch, software, times in _MEGASCALE:
         for gpus, seconds in times.items():
             config = gpt(
@@ -383,7 +385,7 @@ def megascale() -> Iterator[Row]:
             )
             name = "MegaScale" if software is MEGASCALE else "Megatron-LM"
             label = f"{name}, {batch} on {gpus}"
-            yield Row("megascale", label, gpus, "a100-ib", software, (config,), seconds)
+            yield PublishedRun("megascale", label, gpus, "a100-ib", software, (config,), seconds)
 
 
 _ZERO_BUBBLE_VOCAB = 32000
@@ -406,7 +408,7 @@ _ZERO_BUBBLE_SAMPLES = {
 }
 
 
-def zero_bubble() -> Iterator[Row]:
+def zero_bubble() -> Iterator[PublishedRun]:
     for name, (layers, heads, hidden, ranks, microbatch, chunks) in _ZERO_BUBBLE.items():
         schedules = ("1f1b", "interleaved", "zb-h1", "zb-h2")
         for schedule, speeds in zip(schedules, _ZERO_BUBBLE_SAMPLES[name], strict=True):
@@ -434,7 +436,7 @@ def zero_bubble() -> Iterator[Row]:
                 )
                 seconds = many * microbatch / (speed * ranks)
                 rivals = f"{name}, {many} microbatches"
-                yield Row(
+                yield PublishedRun(
                     "zero_bubble",
                     f"{rivals}, {schedule}",
                     ranks,
@@ -454,7 +456,7 @@ def _read(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def _vtrain(name: str, recompute: str, cluster: str, table: str) -> Iterator[Row]:
+def _vtrain(name: str, recompute: str, cluster: str, table: str) -> Iterator[PublishedRun]:
     for one in _read(name):
         number = {key: float(value) for key, value in one.items()}
         gpus, batch, micro, hidden, heads, layers, seq, tensor, data, pipeline = (
@@ -490,14 +492,14 @@ def _vtrain(name: str, recompute: str, cluster: str, table: str) -> Iterator[Row
         rivals = f"{layers} layers of {hidden}, {batch} on {gpus}"
         label = f"{rivals}, {micro} a pass, t{tensor} d{data} p{pipeline}"
         seconds = number["iteration time (ms)"] / 1e3
-        yield Row(table, label, gpus, cluster, MEGATRON_2021, (config,), seconds, rivals)
+        yield PublishedRun(table, label, gpus, cluster, MEGATRON_2021, (config,), seconds, rivals)
 
 
-def vtrain_single() -> Iterator[Row]:
+def vtrain_single() -> Iterator[PublishedRun]:
     return _vtrain("vtrain_single_a100", "none", "a100-ethernet", "vtrain_single")
 
 
-def vtrain_multi() -> Iterator[Row]:
+def vtrain_multi() -> Iterator[PublishedRun]:
     return _vtrain("vtrain_multi_a100", "full", "a100-half-ib", "vtrain_multi")
 
 
@@ -515,7 +517,7 @@ _FOUNDRY_SHAPES = {
 }
 
 
-def llm_foundry() -> Iterator[Row]:
+def llm_foundry() -> Iterator[PublishedRun]:
     for one in _read("llm_foundry_h100_a100"):
         layers, hidden, heads = _FOUNDRY_SHAPES[one["model"]]
         gpus, seq, batch = int(one["gpus"]), int(one["seq"]), int(one["gbs"])
@@ -542,7 +544,7 @@ def llm_foundry() -> Iterator[Row]:
         seconds = batch * seq / float(one["tok_s"])
         label = f"{one['model']} of {seq} on {gpus} {one['gpu'][:4]}{' fp8' * fp8}"
         cluster = "h100-ib" if h100 else "a100-40gb-roce" if "40gb" in one["gpu"] else "a100-ib"
-        yield Row("llm_foundry", label, gpus, cluster, software, (config,), seconds)
+        yield PublishedRun("llm_foundry", label, gpus, cluster, software, (config,), seconds)
 
 
 _TITAN_8B: tuple[tuple[int, str, float], ...] = (
@@ -554,11 +556,11 @@ _TITAN_8B: tuple[tuple[int, str, float], ...] = (
 )
 
 
-def torchtitan() -> Iterator[Row]:
+def torchtitan() -> Iterator[PublishedRun]:
     for gpus, kind, speed in _TITAN_8B:
         config = _llama(32, 4096, 32, 14336, 2 * gpus, 2, "selective", data=gpus, zero=3)
         software = replace(TITAN, products="fp8") if kind == "fp8" else TITAN
-        yield Row(
+        yield PublishedRun(
             "torchtitan",
             f"8B {kind} on {gpus}",
             gpus,
@@ -578,7 +580,7 @@ def torchtitan() -> Iterator[Row]:
         software = replace(software, parts=8 if overlap else None)
         label = f"70B {kind}{', async tensor' * overlap} on 256"
         seconds = 16 * 8192 * 32 / (speed * 256)
-        yield Row("torchtitan", label, 256, "h100-500w-ib", software, (config,), seconds)
+        yield PublishedRun("torchtitan", label, 256, "h100-500w-ib", software, (config,), seconds)
 
 
 def _llama(
@@ -614,18 +616,24 @@ def _llama(
     )
 
 
-TABLES: Mapping[str, Table] = {
+TABLES: Mapping[str, PublishedTable] = {
     table.name: table
     for table in (
-        Table("sc21_1", "Narayanan et al. 2021, table 1", sc21_one, 0.025, 0.06),
-        Table("sc21_2", "Narayanan et al. 2021, table 2, rows of PTD-P", sc21_two),
-        Table("korthikanti", "Korthikanti et al. 2022, table 5", korthikanti, 0.03, 0.06),
-        Table("readme", "Megatron-LM, README of July 2024", readme, 0.025, 0.06),
-        Table("megascale", "Jiang et al. 2024, table 2", megascale, 0.05, 0.10),
-        Table("zero_bubble", "Qi et al. 2023, table 4", zero_bubble),
-        Table("torchtitan", "Liang et al. 2024, tables 1-2; torchtitan, June 2025", torchtitan),
-        Table("llm_foundry", "llm-foundry, scripts/train/benchmarking", llm_foundry, 0.05),
-        Table("vtrain_single", "Bang et al. 2024, validation on one node", vtrain_single, 0.08),
-        Table("vtrain_multi", "Bang et al. 2024, validation on 64 nodes", vtrain_multi, 0.06),
+        PublishedTable("sc21_1", "Narayanan et al. 2021, table 1", sc21_one, 0.025, 0.06),
+        PublishedTable("sc21_2", "Narayanan et al. 2021, table 2, rows of PTD-P", sc21_two),
+        PublishedTable("korthikanti", "Korthikanti et al. 2022, table 5", korthikanti, 0.03, 0.06),
+        PublishedTable("readme", "Megatron-LM, README of July 2024", readme, 0.025, 0.06),
+        PublishedTable("megascale", "Jiang et al. 2024, table 2", megascale, 0.05, 0.10),
+        PublishedTable("zero_bubble", "Qi et al. 2023, table 4", zero_bubble),
+        PublishedTable(
+            "torchtitan", "Liang et al. 2024, tables 1-2; torchtitan, June 2025", torchtitan
+        ),
+        PublishedTable("llm_foundry", "llm-foundry, scripts/train/benchmarking", llm_foundry, 0.05),
+        PublishedTable(
+            "vtrain_single", "Bang et al. 2024, validation on one node", vtrain_single, 0.08
+        ),
+        PublishedTable(
+            "vtrain_multi", "Bang et al. 2024, validation on 64 nodes", vtrain_multi, 0.06
+        ),
     )
 }

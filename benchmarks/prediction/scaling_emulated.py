@@ -31,7 +31,7 @@ WEAK, STRONG = 16, 64
 
 
 @dataclass(frozen=True)
-class Line:
+class ScalingPoint:
     """One world. measured, predicted: seconds of a step. efficiency: microbatches per second and
     rank relative to the smallest world, measured and predicted."""
 
@@ -44,9 +44,9 @@ class Line:
     predicted_efficiency: float
 
 
-def measure(kind: str, given: argparse.Namespace, cluster: Cluster) -> list[Line]:
+def measure(kind: str, given: argparse.Namespace, cluster: Cluster) -> list[ScalingPoint]:
     """Measure one kind of scaling, from the smallest world to the largest."""
-    lines: list[Line] = []
+    lines: list[ScalingPoint] = []
     first = (0.0, 0.0)
     for data in given.data:
         own = WEAK if kind == "weak" else STRONG // data
@@ -56,7 +56,7 @@ def measure(kind: str, given: argparse.Namespace, cluster: Cluster) -> list[Line
         first = first if lines else (own / step, own / expected)
         ranks = STAGES * data
         rates = (own / step / first[0], own / expected / first[1])
-        lines.append(Line(kind, ranks, own, step, expected, *rates))
+        lines.append(ScalingPoint(kind, ranks, own, step, expected, *rates))
         print(
             f"{kind:<8}{ranks:>4} ranks{own:>4} microbatches: {step:7.3f} s, predicted "
             f"{expected:7.3f}; efficiency {rates[0]:.3f}, predicted {rates[1]:.3f}",

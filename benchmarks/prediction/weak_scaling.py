@@ -23,7 +23,7 @@ from typing import Any
 from megaframe.architecture.buckets import bucket_blocks
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
-from megaframe.config.shipped import config_path
+from megaframe.config.load import config_path
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.block_costs import block
@@ -75,7 +75,7 @@ VARIANTS = (
 
 
 @dataclass(frozen=True)
-class Line:
+class SimulatedStep:
     """One step. data: data ranks. latency: of the network, in us. alone: its seconds without data
     ranks. seconds: with them. waiting: for the valid tokens. buckets: of the blocks."""
 
@@ -133,7 +133,9 @@ def counting(machine: Machine, latency: float, step: float, blocks: int) -> floa
     return max(0.0, waiting - max(0.0, step - float(launching)))
 
 
-def simulate(name: str, config: RunConfig, ranks: int, cluster: Cluster, variant: Variant) -> Line:
+def simulate(
+    name: str, config: RunConfig, ranks: int, cluster: Cluster, variant: Variant
+) -> SimulatedStep:
     """Simulate a step of a dense model without a pipeline at ZeRO 1."""
     layout = Layout.from_parallel(config.parallel, ranks)
     if not variant.rule:
@@ -188,7 +190,7 @@ def simulate(name: str, config: RunConfig, ranks: int, cluster: Cluster, variant
     step = passes + (sent - whole) + (back - sum(blocks))
     latency = cluster.tiers[-1].latency
     waiting = 0.0 if variant.ahead else counting(machine, latency, step, layers)
-    return Line(
+    return SimulatedStep(
         name,
         ranks,
         layout.data,
@@ -217,7 +219,7 @@ def weak(config: RunConfig, tensor: int, ranks: int) -> RunConfig:
     return _with(made, tensor=tensor, data=data, zero=1, bucket_size="auto")
 
 
-def lines(given: argparse.Namespace) -> Iterator[Line]:
+def lines(given: argparse.Namespace) -> Iterator[SimulatedStep]:
     """Yield all steps."""
     cluster = load_cluster(given.cluster)
     inner, *_, outer = cluster.tiers
@@ -231,7 +233,7 @@ def lines(given: argparse.Namespace) -> Iterator[Line]:
                     yield simulate(name, sized, ranks, slow, variant)
 
 
-def table(found: Sequence[Line]) -> str:
+def table(found: Sequence[SimulatedStep]) -> str:
     """Return the efficiencies as a table in Markdown."""
     names = [variant.name for variant in VARIANTS]
     rows = ["| model | latency | ranks | data ranks | " + " | ".join(names) + " |"]
@@ -244,7 +246,7 @@ def table(found: Sequence[Line]) -> str:
     return "\n".join(rows)
 
 
-def draw(found: Sequence[Line], out: Path) -> None:
+def draw(found: Sequence[SimulatedStep], out: Path) -> None:
     """Draw the efficiency over the ranks: a panel for each model (rows) and latency."""
     models = [*dict.fromkeys(line.model for line in found)]
     latencies = [*dict.fromkeys(line.latency for line in found)]
@@ -266,7 +268,7 @@ def draw(found: Sequence[Line], out: Path) -> None:
     out.write_text("\n".join([*parts, "</svg>"]) + "\n", encoding="utf-8")
 
 
-def _panel(some: Sequence[Line], left: int, top: int, *, first: bool) -> Iterator[str]:
+def _panel(some: Sequence[SimulatedStep], left: int, top: int, *, first: bool) -> Iterator[str]:
     """Yield the shapes of one panel, whose corner is at (left, top)."""
     ranks = sorted({line.ranks for line in some})
     wide, high = _WIDE - 20, _HIGH - 45

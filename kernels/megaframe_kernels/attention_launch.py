@@ -22,7 +22,7 @@ them."""
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Tiling:
     """Size of a kernel's blocks. queries, keys: per block. warps, stages: Triton's launch
     options."""
 
@@ -32,42 +32,42 @@ class Blocks:
     stages: int
 
 
-Table: TypeAlias = dict[int, Blocks]
+Table: TypeAlias = dict[int, Tiling]
 """Blocks by width of a head. A width that is not listed uses the next larger one."""
 
 FORWARD: dict[int, Table] = {
-    8: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)},
-    9: {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(128, 64, 8, 2)},
-    10: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 128, 8, 2), 256: Blocks(64, 64, 8, 2)},
+    8: {64: Tiling(128, 64, 8, 3), 128: Tiling(128, 64, 8, 3), 256: Tiling(64, 64, 8, 2)},
+    9: {64: Tiling(128, 128, 8, 3), 128: Tiling(128, 64, 8, 3), 256: Tiling(128, 64, 8, 2)},
+    10: {64: Tiling(128, 64, 8, 3), 128: Tiling(128, 128, 8, 2), 256: Tiling(64, 64, 8, 2)},
 }
 """For 16-bit types, by generation of the chip."""
 BACKWARD_QUERIES: dict[int, Table] = {
-    8: {64: Blocks(128, 64, 8, 2), 128: Blocks(128, 64, 8, 2), 256: Blocks(64, 32, 8, 2)},
-    9: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 32, 8, 3)},
-    10: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 32, 8, 3)},
+    8: {64: Tiling(128, 64, 8, 2), 128: Tiling(128, 64, 8, 2), 256: Tiling(64, 32, 8, 2)},
+    9: {64: Tiling(128, 64, 8, 3), 128: Tiling(128, 64, 8, 3), 256: Tiling(64, 32, 8, 3)},
+    10: {64: Tiling(128, 64, 8, 3), 128: Tiling(128, 64, 8, 3), 256: Tiling(64, 32, 8, 3)},
 }
 """With three stages, the loads of a visit are in flight during the whole previous visit. With two,
 they start only at its end and are waited for at once. The smaller chips of generation 8 (Ampere)
 have room for two only."""
 BACKWARD_KEYS: dict[int, Table] = {
-    8: {64: Blocks(32, 128, 8, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 2)},
-    9: {64: Blocks(64, 128, 8, 3), 128: Blocks(32, 128, 8, 3), 256: Blocks(32, 64, 8, 1)},
-    10: {64: Blocks(64, 128, 8, 3), 128: Blocks(64, 128, 8, 2), 256: Blocks(32, 64, 8, 1)},
+    8: {64: Tiling(32, 128, 8, 2), 128: Tiling(64, 64, 8, 2), 256: Tiling(32, 32, 8, 2)},
+    9: {64: Tiling(64, 128, 8, 3), 128: Tiling(32, 128, 8, 3), 256: Tiling(32, 64, 8, 1)},
+    10: {64: Tiling(64, 128, 8, 3), 128: Tiling(64, 128, 8, 2), 256: Tiling(32, 64, 8, 1)},
 }
 """The largest blocks that stay in registers, which the assembler allocates differently on each
 generation."""
 BACKWARD_FUSED: dict[int, Table] = {
-    8: {64: Blocks(32, 128, 8, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 2)},
-    9: {64: Blocks(64, 128, 8, 3), 128: Blocks(64, 128, 8, 3), 256: Blocks(64, 32, 8, 2)},
-    10: {64: Blocks(64, 128, 8, 3), 128: Blocks(64, 64, 8, 3), 256: Blocks(32, 64, 8, 1)},
+    8: {64: Tiling(32, 128, 8, 2), 128: Tiling(64, 64, 8, 2), 256: Tiling(32, 32, 8, 2)},
+    9: {64: Tiling(64, 128, 8, 3), 128: Tiling(64, 128, 8, 3), 256: Tiling(64, 32, 8, 2)},
+    10: {64: Tiling(64, 128, 8, 3), 128: Tiling(64, 64, 8, 3), 256: Tiling(32, 64, 8, 1)},
 }
 """For the single pass that computes all three gradients. The more keys a block has, the fewer
 partial sums of query gradients are added in memory. With fewer than 64 queries per block, Hopper
 would compute the product for query gradients with the slower matrix units of the previous
 generation. Blackwell's blocks fill its tensor memory."""
-BACKWARD_FUSED_CAPPED = BACKWARD_FUSED | {9: BACKWARD_FUSED[9] | {128: Blocks(64, 64, 8, 3)}}
+BACKWARD_FUSED_CAPPED = BACKWARD_FUSED | {9: BACKWARD_FUSED[9] | {128: Tiling(64, 64, 8, 3)}}
 """The same with a softcap, whose hyperbolic tangent needs registers of its own."""
-WIDE_NUMBERS, WIDE_NUMBERS_BY_QUERIES = Blocks(32, 32, 8, 1), Blocks(32, 16, 8, 1)
+WIDE_NUMBERS, WIDE_NUMBERS_BY_QUERIES = Tiling(32, 32, 8, 1), Tiling(32, 16, 8, 1)
 """Blocks for fp32, whose products use the slow units whatever the block size. The second is for the
 backward pass by queries, which keeps the most in registers."""
 
@@ -77,7 +77,7 @@ def scale_or_default(query: Tensor, scale: float | None) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def choose_blocks(table: Table, x: Tensor, wide_numbers: Blocks = WIDE_NUMBERS) -> Blocks:
+def choose_blocks(table: Table, x: Tensor, wide_numbers: Tiling = WIDE_NUMBERS) -> Tiling:
     """Return the blocks for the head width and type of x. wide_numbers: the blocks for fp32."""
     if x.dtype == torch.float32:
         return wide_numbers
@@ -115,7 +115,7 @@ def launch_forward(
     sinks: Tensor | None,
     scale: float | None,
     softcap: float | None,
-    blocks: Blocks | None = None,
+    blocks: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out [B, Q, N, D] and the log-sum-exp, fp32 [B, N, Q]. blocks: by default those of
     `FORWARD`."""
@@ -274,7 +274,7 @@ def _prepare(
     return shift, delta
 
 
-def _key_blocks(query: Tensor, softcap: float | None, fused: bool) -> Blocks:
+def _key_blocks(query: Tensor, softcap: float | None, fused: bool) -> Tiling:
     tables = BACKWARD_KEYS
     if fused:
         tables = BACKWARD_FUSED if softcap is None else BACKWARD_FUSED_CAPPED

@@ -37,7 +37,11 @@ class Tiles:
     stages: int
 
 
-TILES = {8: Tiles(128, 128, 64, 8, 3), 9: Tiles(128, 256, 64, 8, 3), 10: Tiles(128, 256, 64, 8, 3)}
+TILES = {
+    8: Tiles(128, 128, 64, 8, 3),
+    9: Tiles(128, 256, 64, 8, 3),
+    10: Tiles(128, 256, 64, 8, 3),
+}
 """For 16-bit types, by generation of the chip."""
 _COLUMNS_OF_ADDING = 128
 _CLEARED = 64

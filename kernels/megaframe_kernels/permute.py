@@ -29,7 +29,7 @@ _MOST_EXPERTS = 1024
 
 
 @dataclass(frozen=True)
-class Order:
+class ExpertOrder:
     """Where the choices of a batch go.
 
     order: the choice (t K + k) at each place, int32 [P]. places: the place of each choice, int32
@@ -43,7 +43,7 @@ class Order:
 
 
 def reference_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the fields of `Order`, given the experts (0 .. count - 1) that tokens chose."""
+    """Return the fields of `ExpertOrder`, given the experts (0 .. count - 1) that tokens chose."""
     flat = experts_TK.reshape(-1).long()
     order = flat.argsort(stable=True)
     places = torch.empty_like(order)

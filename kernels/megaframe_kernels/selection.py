@@ -31,7 +31,7 @@ reason in between: (implementation, reason, next)."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """Calls a kernel by the first implementation of `order` that takes the arguments, else by its
     reference.
 
@@ -86,7 +86,7 @@ def select(
     kernels: Mapping[str, Kernel],
     overrides: Mapping[str, str] | None = None,
     chip: str | None = None,
-) -> dict[str, Choice]:
+) -> dict[str, KernelChoice]:
     """Return a choice for each kernel.
 
     kernels: those that will be used; if an order names CUDA kernels, they are built here.
@@ -108,7 +108,7 @@ def select(
     }
 
 
-def _choose(kernel: Kernel, order: Sequence[str]) -> Choice:
+def _choose(kernel: Kernel, order: Sequence[str]) -> KernelChoice:
     present, absent = [], {}
     for name in order:
         if name == REFERENCE:
@@ -118,20 +118,20 @@ def _choose(kernel: Kernel, order: Sequence[str]) -> Choice:
             present.append(kernel.implementations[name])
         elif not present:
             absent[name] = reason
-    return Choice(kernel, tuple(present), absent)
+    return KernelChoice(kernel, tuple(present), absent)
 
 
-def _override(kernel: Kernel, name: str, order: Sequence[str]) -> Choice:
+def _override(kernel: Kernel, name: str, order: Sequence[str]) -> KernelChoice:
     _check(f"{kernel.name}={name}", name, kernel.names())
     faster = order[: order.index(name)] if name in order else order
     absent = dict.fromkeys(faster, f"{name} is requested by name")
     if name == REFERENCE:
-        return Choice(kernel, (), absent, named=True)
+        return KernelChoice(kernel, (), absent, named=True)
     implementation = kernel.implementations[name]
     reason = implementation.missing()
     if reason is not None:
         raise KernelError(f"{kernel.name}={name} cannot run here: {reason}")
-    return Choice(kernel, (implementation,), absent, named=True)
+    return KernelChoice(kernel, (implementation,), absent, named=True)
 
 
 def chip_name() -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.config.model import Model
-from megaframe.config.schema import Parallel, RunConfig
+from megaframe.config.model import ModelConfig
+from megaframe.config.schema import ParallelConfig, RunConfig
 from megaframe.errors import divisors, join_or
 
 
-def exchanging_ranks(parallel: Parallel) -> int:
+def exchanging_ranks(parallel: ParallelConfig) -> int:
     """Return how many neighbours on the context axis exchange heads for tokens. The groups of such
     neighbours form a ring."""
     if parallel.context_kind == "ring":
@@ -76,7 +76,7 @@ def _fits(config: RunConfig, ranks: int) -> bool:
     return _shares(config.model, config.parallel.tensor, ranks)
 
 
-def _shares(model: Model, tensor: int, ranks: int) -> bool:
+def _shares(model: ModelConfig, tensor: int, ranks: int) -> bool:
     """Return whether `ranks` ranks can have equally many of one tensor rank's query heads, with the
     key and value heads that belong to them. A `tensor` that does not divide the heads is reported
     elsewhere; here its quotient is rounded down, to at least one head."""

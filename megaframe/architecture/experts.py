@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from megaframe.config.model import Model
-from megaframe.config.moe import Moe
-from megaframe.config.schema import Parallel, RunConfig
+from megaframe.config.model import ModelConfig, MoEConfig
+from megaframe.config.schema import ParallelConfig, RunConfig
 from megaframe.errors import nearest_divisors
 
 
-def has_experts(moe: Moe, layer: int) -> bool:
+def has_experts(moe: MoEConfig, layer: int) -> bool:
     """Return whether a layer has experts: after `moe.first` dense layers, every `moe.every`-th."""
     return layer >= moe.first and (layer - moe.first) % moe.every == moe.every - 1
 
 
-def has_mlp(model: Model, layer: int) -> bool:
+def has_mlp(model: ModelConfig, layer: int) -> bool:
     """Return whether all rows of a layer go through an MLP that tensor ranks divide. In a layer
     with experts that is the shared experts; a row goes to routed experts from the rank that has
     it, without a transfer over tensor ranks."""
@@ -24,12 +23,12 @@ def has_mlp(model: Model, layer: int) -> bool:
     return moe is None or moe.shared > 0 or not has_experts(moe, layer)
 
 
-def expert_layers(model: Model) -> int:
+def expert_layers(model: ModelConfig) -> int:
     """Return the number of layers that have experts."""
     return sum(model.moe is not None and has_experts(model.moe, i) for i in range(model.layers))
 
 
-def near_experts(parallel: Parallel, node_size: int) -> int:
+def near_experts(parallel: ParallelConfig, node_size: int) -> int:
     """Return how many neighbours on the expert axis share a node."""
     return gcd(parallel.expert, max(1, node_size // parallel.expert_tensor))
 
@@ -69,7 +68,7 @@ def expert_mistakes(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _overlap(parallel: Parallel) -> Iterator[str]:
+def _overlap(parallel: ParallelConfig) -> Iterator[str]:
     if parallel.expert * parallel.expert_tensor == 1 or parallel.pipeline == 1:
         yield (
             f"parallel.expert_overlap=true has no effect with parallel.expert={parallel.expert} "
@@ -83,7 +82,7 @@ def _overlap(parallel: Parallel) -> Iterator[str]:
         )
 
 
-def _router(moe: Moe) -> Iterator[str]:
+def _router(moe: MoEConfig) -> Iterator[str]:
     if moe.experts % moe.groups:
         yield (
             f"model.moe.groups={moe.groups} does not divide model.moe.experts={moe.experts}; "

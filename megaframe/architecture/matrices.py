@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megaframe.architecture.experts import has_experts
-from megaframe.config.model import Latent, Model
+from megaframe.config.model import LatentAttentionConfig, ModelConfig
 
 
 class Matrix(NamedTuple):
@@ -22,7 +22,7 @@ class Matrix(NamedTuple):
         return self.outputs * self.inputs * self.number
 
 
-def matrices(model: Model, layer: int) -> list[Matrix]:
+def matrices(model: ModelConfig, layer: int) -> list[Matrix]:
     """Return the matrices of the block of a layer; none with emulated blocks. Predictors' blocks
     are numbered after the last layer."""
     if model.emulate is not None:
@@ -35,12 +35,12 @@ def matrices(model: Model, layer: int) -> list[Matrix]:
     return [*found, *(_mlp(model, moe.shared * width) if moe.shared else [])]
 
 
-def attention_matrices(model: Model) -> int:
+def attention_matrices(model: ModelConfig) -> int:
     """Return the elements of the matrices of one block's attention."""
     return sum(matrix.elements for matrix in _attention(model))
 
 
-def _attention(model: Model) -> Iterator[Matrix]:
+def _attention(model: ModelConfig) -> Iterator[Matrix]:
     hidden, heads, latent = model.hidden, model.heads, model.latent
     query, value = head_widths(model)
     yield Matrix(hidden, heads * value)
@@ -56,17 +56,17 @@ def _attention(model: Model) -> Iterator[Matrix]:
             yield Matrix(rank, hidden)
 
 
-def _mlp(model: Model, width: int, number: int = 1) -> list[Matrix]:
+def _mlp(model: ModelConfig, width: int, number: int = 1) -> list[Matrix]:
     up = 2 if model.activation == "swiglu" else 1
     return [Matrix(width, model.hidden, up * number), Matrix(model.hidden, width, number)]
 
 
-def latent_width(latent: Latent) -> int:
+def latent_width(latent: LatentAttentionConfig) -> int:
     """Return the elements of a token's latents, including the rotated part of its keys."""
     return (latent.query_rank or 0) + latent.kv_rank + latent.rotary_dim
 
 
-def head_widths(model: Model) -> tuple[int, int]:
+def head_widths(model: ModelConfig) -> tuple[int, int]:
     """Return the width of a query or key head, and that of a value head."""
     latent = model.latent
     if latent is None:

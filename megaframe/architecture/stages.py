@@ -15,7 +15,7 @@ from typing import Literal
 from megaframe.architecture.experts import has_experts
 from megaframe.architecture.matrices import attention_matrices, head_widths
 from megaframe.architecture.windows import mean_keys, window_of
-from megaframe.config.model import Model
+from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.schedule.costs import Costs
 
@@ -164,17 +164,17 @@ def end_work(config: RunConfig) -> Work:
     return Work(forward, backward, weight)
 
 
-def join_matrix(model: Model) -> int:
+def join_matrix(model: ModelConfig) -> int:
     """Return the elements of a predictor's matrix that joins two streams into one."""
     return 2 * model.hidden * model.hidden
 
 
-def stage_layers(model: Model, plan: StagePlan) -> list[int]:
+def stage_layers(model: ModelConfig, plan: StagePlan) -> list[int]:
     """Return the layers of a stage. Its predictors' blocks are numbered after the last layer."""
     return [*plan.blocks, *range(model.layers, model.layers + model.mtp_depth * plan.last)]
 
 
-def block_matrices(model: Model, layer: int) -> int:
+def block_matrices(model: ModelConfig, layer: int) -> int:
     """Return the elements of the matrices that one token uses in the block of a layer. Predictors'
     blocks are numbered after the last layer."""
     mlp = (3 if model.activation == "swiglu" else 2) * model.hidden

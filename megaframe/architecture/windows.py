@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.config.model import Model
+from megaframe.config.model import ModelConfig
 
 
-def windows(model: Model) -> tuple[int | None, ...]:
+def windows(model: ModelConfig) -> tuple[int | None, ...]:
     """Return the pattern of windows that repeats over the layers from the first one. It is
     `model.window`, where a single number is a pattern of one. A window is in tokens; None means
     everything before the token."""
     return model.window if isinstance(model.window, tuple) else (model.window,)
 
 
-def window_of(model: Model, layer: int) -> int | None:
+def window_of(model: ModelConfig, layer: int) -> int | None:
     """Return the window of a layer. Predictors' blocks are numbered after the last layer."""
     pattern = windows(model)
     return pattern[layer % len(pattern)]
@@ -31,7 +31,7 @@ def mean_keys(seq: int, window: int | None) -> float:
     return reach - reach * reach / (2 * seq)
 
 
-def window_mistakes(model: Model) -> Iterator[str]:
+def window_mistakes(model: ModelConfig) -> Iterator[str]:
     """Yield a message if `model.window` is not a pattern for the layers."""
     pattern = windows(model)
     if not pattern:

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megaframe.checkpoint import Checkpoint, Slice, StorePath
 from megaframe.config import RunConfig
-from megaframe.config.compare import TRAINING_ONLY, differences
-from megaframe.config.foreign import without_former
-from megaframe.config.schema import Data
+from megaframe.config.compare import TRAINING_ONLY, find_differences
+from megaframe.config.migration import upgrade_keys
+from megaframe.config.schema import DataConfig
 from megaframe.errors import UserError
 from megaframe.ops.cpu_routines import CPURoutines
 from megaframe.optim.optimizer import OptimizerState
@@ -79,7 +79,7 @@ def read_train_state(checkpoint: Checkpoint) -> TrainState:
     try:
         known = checkpoint.state
         if isinstance(known, dict) and isinstance(known.get("config"), dict):
-            known = {**known, "config": without_former(known["config"])}
+            known = {**known, "config": upgrade_keys(known["config"])}
         state = TrainState.model_validate(known)
     except ValidationError as error:
         unknown = [
@@ -156,7 +156,7 @@ def describe_resumption(
     changed = [
         line
         for name in RunConfig.model_fields
-        for line in differences(
+        for line in find_differences(
             getattr(saved, name), getattr(config, name), ("checkpoint.resume",), name
         )
     ]
@@ -164,11 +164,11 @@ def describe_resumption(
         yield f"changed since then: {'; '.join(changed)}"
 
 
-def _compare_splits(saved: Data, data: Data) -> Iterator[str]:
+def _compare_splits(saved: DataConfig, data: DataConfig) -> Iterator[str]:
     """Yield a line for each difference in how documents are divided into training and held-out
     ones: in `data.split`, or else in the split of a source that both configs have. Sources are
     matched by file name."""
-    if other := [*differences(saved.split, data.split, (), "data.split")]:
+    if other := [*find_differences(saved.split, data.split, (), "data.split")]:
         yield from other
         return
     before, now = (
@@ -176,16 +176,16 @@ def _compare_splits(saved: Data, data: Data) -> Iterator[str]:
         for given in (saved, data)
     )
     for name in before.keys() & now.keys():
-        yield from differences(before[name], now[name], (), f"data.sources, split of {name}")
+        yield from find_differences(before[name], now[name], (), f"data.sources, split of {name}")
 
 
 def check_same_run(saved: RunConfig, config: RunConfig, path: StorePath) -> None:
     """Raise `UserError` if a checkpoint is of another run: another model, seed, sequence length, or
     split of the data."""
     other = [
-        *differences(saved.model, config.model, TRAINING_ONLY, "model"),
-        *differences(saved.run.seed, config.run.seed, (), "run.seed"),
-        *differences(saved.train.seq, config.train.seq, (), "train.seq"),
+        *find_differences(saved.model, config.model, TRAINING_ONLY, "model"),
+        *find_differences(saved.run.seed, config.run.seed, (), "run.seed"),
+        *find_differences(saved.train.seq, config.train.seq, (), "train.seq"),
         *_compare_splits(saved.data, config.data),
     ]
     if other:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from pydantic import BaseModel
 
-from megaframe.config.describe import shown
+from megaframe.config.describe import format_value
 
 TRAINING_ONLY = frozenset(
     {
@@ -22,7 +22,7 @@ TRAINING_ONLY = frozenset(
 """Keys of the model that affect only its training; the same weights fit other values."""
 
 
-def differences(
+def find_differences(
     there: object, here: object, free: Collection[str], name: str = ""
 ) -> Iterator[str]:
     """Yield a line for each key that differs between two sections, or two values, called `name`.
@@ -31,6 +31,8 @@ def differences(
         return
     if isinstance(there, BaseModel) and isinstance(here, BaseModel):
         for key in type(here).model_fields:
-            yield from differences(getattr(there, key), getattr(here, key), free, f"{name}.{key}")
+            yield from find_differences(
+                getattr(there, key), getattr(here, key), free, f"{name}.{key}"
+            )
     elif there != here:
-        yield f"{name}: {shown(there)} there, {shown(here)} here"
+        yield f"{name}: {format_value(there)} there, {format_value(here)} here"

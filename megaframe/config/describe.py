@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from megaframe.config.foreign import known_elsewhere
+from megaframe.config.migration import translate_setting
 from megaframe.config.schema import RunConfig, Section
 from megaframe.config.section import MOST
 from megaframe.errors import UserError, join_or
@@ -52,7 +52,7 @@ COMMON = (
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One dotted key.
 
     name:    `section.key`.
@@ -82,27 +82,27 @@ class Key:
     @property
     def allowed(self) -> str:
         """The values that it takes, in words."""
-        return allowed(self.field.annotation, tuple(self.field.metadata))
+        return describe_type(self.field.annotation, tuple(self.field.metadata))
 
     @property
     def default(self) -> str:
         """Its default as written in a config; `derived` if it follows from other keys."""
         if self.field.is_required():
             return "required"
-        return "derived" if self.field.default_factory else shown(self.field.default)
+        return "derived" if self.field.default_factory else format_value(self.field.default)
 
 
 @lru_cache
-def keys() -> Mapping[str, Key]:
+def config_keys() -> Mapping[str, ConfigKey]:
     """Return all keys by dotted name, in the order of the schema, each section before its keys."""
     return {key.name: key for key in _walk(RunConfig, "")}
 
 
-def _walk(section: type[Section], prefix: str) -> list[Key]:
+def _walk(section: type[Section], prefix: str) -> list[ConfigKey]:
     found = []
     for name, field in section.model_fields.items():
         inner = _section(field.annotation)
-        found.append(Key(prefix + name, field, inner))
+        found.append(ConfigKey(prefix + name, field, inner))
         if inner:
             found += _walk(inner, f"{prefix}{name}.")
     return found
@@ -125,22 +125,22 @@ def _without_null(annotation: Any) -> list[Any]:
     return [kind for kind in _alternatives(annotation) if kind is not type(None)]
 
 
-def allowed(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
+def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
     """Describe the values of a type annotation in words, e.g. `a whole number >= 1`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner = (item for field in args[1:] for item in getattr(field, "metadata", ()))
-        return allowed(args[0], (*bounds, *inner))
+        return describe_type(args[0], (*bounds, *inner))
     if _alternatives(annotation):
         # Lists come last: what follows a list would read as one of its items.
         ordered = sorted(args, key=lambda kind: get_origin(kind) is tuple)
-        return " or ".join("null" if a is type(None) else allowed(a, bounds) for a in ordered)
+        return " or ".join("null" if a is type(None) else describe_type(a, bounds) for a in ordered)
     if origin is Literal:
         return args[0] if len(args) == 1 else "one of " + ", ".join(args)
     if origin is tuple:
         if args[-1] is Ellipsis:
-            return f"a list, each {allowed(args[0])}"
-        return f"a list of {len(args)}, each {allowed(args[0])}"
+            return f"a list, each {describe_type(args[0])}"
+        return f"a list of {len(args)}, each {describe_type(args[0])}"
     if _section(annotation):
         fields = (
             f"{key.name}: {key.allowed} (default {key.default})"
@@ -152,7 +152,7 @@ def allowed(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
     return _scalar(annotation, bounds)
 
 
-def allowed_inside(key: Key, path: Sequence[int | str]) -> str:
+def describe_type_at(key: ConfigKey, path: Sequence[int | str]) -> str:
     """Describe in words the values allowed at `path` inside a key's value, e.g. `(0, "weight")`."""
     annotation, bounds = key.field.annotation, tuple(key.field.metadata)
     for part in path:
@@ -164,7 +164,7 @@ def allowed_inside(key: Key, path: Sequence[int | str]) -> str:
             annotation, bounds = field.annotation, tuple(field.metadata)
         else:
             annotation, bounds = items[0 if items[-1] is Ellipsis else int(part)], ()
-    return allowed(annotation, bounds)
+    return describe_type(annotation, bounds)
 
 
 def _scalar(kind: type, bounds: tuple[Any, ...]) -> str:
@@ -195,20 +195,20 @@ def _bound(limit: float) -> str:
     return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as it is written in a config."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
-        return "[" + ", ".join(shown(item) for item in value) + "]"
+        return "[" + ", ".join(format_value(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in value.items()) + "}"
     return str(value)
 
 
-def nearest(name: str) -> str:
+def find_nearest_keys(name: str) -> str:
     """Return the known key most similar to `name`, compared as a whole and by its last part;
     several keys if they are equally similar."""
     name = name[:MAX_NAME]
@@ -223,13 +223,13 @@ def nearest(name: str) -> str:
     return join_or(known for known, ratio in likely.items() if ratio == max(likely.values()))
 
 
-def suggestion(name: str) -> str:
+def suggest_keys(name: str) -> str:
     """Return how a message about the unknown key `name` ends: what other programs call so, or else
     the nearest keys."""
-    return known_elsewhere(name[:MAX_NAME]) or f"did you mean {nearest(name)}?"
+    return translate_setting(name[:MAX_NAME]) or f"did you mean {find_nearest_keys(name)}?"
 
 
-def unknown_options(given: Sequence[str], options: Iterable[str]) -> str:
+def describe_unknown_options(given: Sequence[str], options: Iterable[str]) -> str:
     """Return the message about options of a command line that do not exist.
 
     Args:
@@ -241,10 +241,12 @@ def unknown_options(given: Sequence[str], options: Iterable[str]) -> str:
     for option in (text.partition("=")[0] for text in given):
         name = option.lstrip("-").replace("-", "_")
         close = get_close_matches(option.replace("_", "-"), known, 1, 0.8)
-        if name in keys():
+        if name in config_keys():
             lines.append(f"{option}: write {name}=VALUE")
         else:
-            lines.append(f"{option}: {f'did you mean {close[0]}?' if close else suggestion(name)}")
+            lines.append(
+                f"{option}: {f'did you mean {close[0]}?' if close else suggest_keys(name)}"
+            )
     plural = "s" if len(lines) > 1 else ""
     return "\n  ".join(
         [f"unknown option{plural}; keys are given without dashes: section.key=value", *lines]
@@ -254,7 +256,7 @@ def unknown_options(given: Sequence[str], options: Iterable[str]) -> str:
 def _all_names() -> list[str]:
     """Return all dotted names, including those of items in a list of sections."""
     names = []
-    for key in keys().values():
+    for key in config_keys().values():
         names.append(key.name)
         items = get_args(key.field.annotation)
         if get_origin(key.field.annotation) is tuple and _section(items[0]):
@@ -267,42 +269,44 @@ def explain(name: str) -> str:
 
     If there is no such key, raises `UserError` with a suggestion.
     """
-    key = keys().get(name)
+    key = config_keys().get(name)
     if key is None:
-        raise UserError(f"{name} is not a config key; {suggestion(name)}")
+        raise UserError(f"{name} is not a config key; {suggest_keys(name)}")
     if key.section:
-        inner = [k for k in keys().values() if k.name.startswith(f"{name}.") and not k.section]
+        inner = [
+            k for k in config_keys().values() if k.name.startswith(f"{name}.") and not k.section
+        ]
         parts = [key.text] if key.text else []
         return "\n\n".join(["\n".join([name, *parts]), *(_explained(k) for k in inner)])
     return _explained(key)
 
 
-def _explained(key: Key) -> str:
+def _explained(key: ConfigKey) -> str:
     default = "Required." if key.field.is_required() else f"Default: {key.default}."
     lines = [key.text, f"Takes {key.allowed}.", default]
     wrapped = (textwrap.fill(line, WIDTH - 2, break_on_hyphens=False) for line in lines)
     return "\n".join([key.name, textwrap.indent("\n".join(wrapped), "  ")])
 
 
-def common() -> str:
+def describe_common_keys() -> str:
     """Return what `--help` prints about keys: those of `COMMON`, one line each."""
-    chosen = [keys()[name] for name in COMMON]
+    chosen = [config_keys()[name] for name in COMMON]
     return "\n".join(
         head + textwrap.shorten(_first(key), WIDTH - len(head), placeholder=" ...")
         for head, key in zip(_heads(chosen), chosen, strict=True)
     )
 
 
-def listing() -> str:
+def describe_all_keys() -> str:
     """Return what `--help all` prints about keys: all of them by section, each with its default,
     the first sentence of its documentation and the values that it takes."""
-    blocks: dict[str, list[Key]] = {}
-    for key in keys().values():
+    blocks: dict[str, list[ConfigKey]] = {}
+    for key in config_keys().values():
         blocks.setdefault(key.name.partition(".")[0], []).append(key)
     return "\n\n".join(_block(*block) for block in blocks.values())
 
 
-def _block(section: Key, *inner: Key) -> str:
+def _block(section: ConfigKey, *inner: ConfigKey) -> str:
     """Return one section's part of the listing."""
     leaves = [key for key in inner if not key.section]
     lines = [f"{section.name}: {section.text}"]
@@ -312,7 +316,7 @@ def _block(section: Key, *inner: Key) -> str:
     return "\n".join(lines)
 
 
-def _heads(leaves: Sequence[Key]) -> Iterator[str]:
+def _heads(leaves: Sequence[ConfigKey]) -> Iterator[str]:
     """Yield name and default of each key, in aligned columns."""
     name_width = max(len(key.name) for key in leaves) + 2
     default_width = max(len(key.default) for key in leaves) + 2
@@ -320,6 +324,6 @@ def _heads(leaves: Sequence[Key]) -> Iterator[str]:
         yield f"  {key.name:{name_width}}{key.default:{default_width}}"
 
 
-def _first(key: Key) -> str:
+def _first(key: ConfigKey) -> str:
     """Return the first sentence of a key's documentation."""
     return re.split(r"(?<=\.)\s", key.text, maxsplit=1)[0]

@@ -6,18 +6,31 @@ All mistakes are collected and raised as one `UserError`, so that a user can fix
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from megaframe.config.describe import allowed_inside, keys, shown, suggestion
-from megaframe.config.read import MAX_MISTAKES, Given, Mistake, Reader, Table, merged
+from megaframe.config.describe import config_keys, describe_type_at, format_value, suggest_keys
+from megaframe.config.read import (
+    MAX_MISTAKES,
+    ConfigMistake,
+    ConfigReader,
+    ConfigTable,
+    ConfigValue,
+    merge_tables,
+)
 from megaframe.config.schema import RunConfig
 from megaframe.config.section import MOST
-from megaframe.config.shipped import config_path
 from megaframe.errors import UserError
 
+# In a wheel the folder `configs` is named `megaframe_configs` and lies next to the package, because
+# other packages could install a folder named `configs` too.
+_BESIDE = Path(__file__).resolve().parents[2]
+_INSTALLED = _BESIDE / "megaframe_configs"
+CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _BESIDE / "configs"
 MAX_SHOWN = 60
 """Maximum number of characters of a wrong value that a message repeats."""
 
@@ -30,9 +43,9 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     `extends`, relative to itself, and its keys replace theirs. Raises `UserError` with all
     mistakes, each with its file and line.
     """
-    reader = Reader()
+    reader = ConfigReader()
     table = reader.file(config_path(path)) if path is not None else {}
-    table = merged(table, reader.overrides(overrides))
+    table = merge_tables(table, reader.overrides(overrides))
     config, mistakes = _validated(table)
     mistakes += reader.mistakes
     if config is None or mistakes:
@@ -42,13 +55,26 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
+def config_path(given: str) -> str:
+    """Return the file that `--config` means: a path is returned unchanged, and a bare name, such as
+    llama3-8b, is a shipped config. Raises `UserError` if no shipped config has that name."""
+    if "/" in given or given.endswith((".yaml", ".yml")) or Path(given).exists():
+        return given
+    path = CONFIGS / f"{given}.yaml"
+    if not path.is_file():
+        names = sorted(found.stem for found in CONFIGS.glob("*.yaml"))
+        close = get_close_matches(given, names, 3, 0.0)
+        raise UserError(f"--config {given}: no such file or shipped config; use {', '.join(close)}")
+    return str(path)
+
+
 def dump(config: RunConfig) -> str:
     """Return all keys of a config as YAML; `load` reads it back to an equal config."""
     # No allow_unicode: PyYAML would write U+0085 (next line) as a line break, and fold it.
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def _validated(table: Table) -> tuple[RunConfig | None, list[Mistake]]:
+def _validated(table: ConfigTable) -> tuple[RunConfig | None, list[ConfigMistake]]:
     nested: dict[str, Any] = {}
     for name, given in table.items():
         *sections, last = name.split(".")
@@ -64,27 +90,28 @@ def _validated(table: Table) -> tuple[RunConfig | None, list[Mistake]]:
         return None, [_mistake(e["type"], e["loc"], table) for e in own[:MAX_MISTAKES]]
 
 
-def _mistake(kind: str, location: tuple[int | str, ...], table: Table) -> Mistake:
-    """Convert a pydantic error to a `Mistake` in our words, located where the value was given."""
+def _mistake(kind: str, location: tuple[int | str, ...], table: ConfigTable) -> ConfigMistake:
+    """Convert a pydantic error to a `ConfigMistake` in our words, located where the value was
+    given."""
     name, path = _split(location)
     full = ".".join(map(str, (name, *path)))
     if name not in table:
         section = name.rpartition(".")[0]
         first = next(given for key, given in table.items() if key.startswith(f"{section}."))
-        takes = keys()[name].allowed
+        takes = config_keys()[name].allowed
         text = f"{name}: missing, but other keys of {section} are given; it takes {takes}"
-        return Mistake(first.origin, first.line, text)
+        return ConfigMistake(first.origin, first.line, text)
     place = table[name].at(path)
     if kind == "extra_forbidden":
-        text = f"{full}: unknown key; {suggestion(_without_numbers(full))}"
+        text = f"{full}: unknown key; {suggest_keys(_without_numbers(full))}"
     elif kind == "missing" and isinstance(path[-1], str):
-        text = f"{full}: missing; it takes {allowed_inside(keys()[name], path)}"
+        text = f"{full}: missing; it takes {describe_type_at(config_keys()[name], path)}"
     elif kind == "missing":
         # A list has too few items: report the whole list.
-        text = f"{name}={_shown(table[name])}: takes {keys()[name].allowed}"
+        text = f"{name}={_shown(table[name])}: takes {config_keys()[name].allowed}"
     else:
-        text = f"{full}={_shown(place)}: takes {allowed_inside(keys()[name], path)}"
-    return Mistake(place.origin, place.line, text + _whole_number(place, text))
+        text = f"{full}={_shown(place)}: takes {describe_type_at(config_keys()[name], path)}"
+    return ConfigMistake(place.origin, place.line, text + _whole_number(place, text))
 
 
 def _split(location: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
@@ -92,17 +119,19 @@ def _split(location: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]
     value. The path is empty if values may be of several types, because pydantic then reports a
     different error for each type."""
     end = max(
-        end for end in range(1, len(location) + 1) if ".".join(map(str, location[:end])) in keys()
+        end
+        for end in range(1, len(location) + 1)
+        if ".".join(map(str, location[:end])) in config_keys()
     )
     name = ".".join(map(str, location[:end]))
-    return name, () if keys()[name].several else location[end:]
+    return name, () if config_keys()[name].several else location[end:]
 
 
 def _without_numbers(name: str) -> str:
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
-def _whole_number(given: Given, text: str) -> str:
+def _whole_number(given: ConfigValue, text: str) -> str:
     """Return how to write a whole number that was given as, e.g., 1e6, or that one is too large;
     empty if not needed."""
     value = given.value()
@@ -120,6 +149,6 @@ def _whole_number(given: Given, text: str) -> str:
     return f"; write {int(number)}" if writable else ""
 
 
-def _shown(given: Given) -> str:
-    text = shown(given.value())
+def _shown(given: ConfigValue) -> str:
+    text = format_value(given.value())
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

@@ -1,4 +1,4 @@
-"""Architecture of the model: keys of `model`, except those of its experts (`moe.py`)."""
+"""Architecture of the model: keys of `model`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megaframe.config.moe import Moe
 from megaframe.config.section import NonNegative, Positive, Section
 
 
-class RotaryScaling(Section):
+class RotaryScalingConfig(Section):
     kind: Literal["none", "llama3", "yarn"] = "none"
     """How to scale rotary frequencies to contexts longer than the model was trained on."""
     factor: Annotated[float, Field(ge=1.0)] = 1.0
@@ -30,7 +29,7 @@ class RotaryScaling(Section):
     which the factor on rotated dimensions is divided."""
 
 
-class Latent(Section):
+class LatentAttentionConfig(Section):
     query_rank: Positive | None = None
     """Width of the query latent. Default: none; queries are computed directly from the residual
     stream."""
@@ -44,7 +43,7 @@ class Latent(Section):
     """Width of a value head."""
 
 
-class Emulate(Section):
+class EmulationConfig(Section):
     forward: Annotated[float, Field(ge=0)] = 0.0
     """Seconds that the forward pass of one block waits per microbatch."""
     backward: Annotated[float, Field(ge=0)] = 0.0
@@ -53,7 +52,56 @@ class Emulate(Section):
     """Seconds that the weight gradient of one block waits per microbatch."""
 
 
-class Model(Section):
+class MoEConfig(Section):
+    experts: Positive
+    """Number of routed experts per layer."""
+    top_k: Positive = 2
+    """Number of experts that each token is routed to."""
+    ffn: Positive | None = None
+    """Inner width of one expert. Default: `model.ffn`."""
+    shared: NonNegative = 0
+    """Number of shared experts, which every token uses; they are one MLP of width `shared` times
+    `ffn`."""
+    first: NonNegative = 0
+    """Number of dense layers before the first expert layer."""
+    every: Positive = 1
+    """After `first`, every n-th layer has experts; the others are dense."""
+    score: Literal["softmax", "sigmoid"] = "sigmoid"
+    """Function that turns a router's logits into scores, in fp32."""
+    normalise: bool = Field(default_factory=lambda given: given["top_k"] > 1)
+    """Divide the scores of the chosen experts by their sum. Default: true if `top_k` is more than
+    1."""
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """Factor on the output of the routed experts."""
+    groups: Positive = 1
+    """Number of groups of neighbouring experts; a token may use only `top_groups` of them."""
+    top_groups: Positive = Field(default_factory=lambda given: given["groups"])
+    """Number of groups whose experts a token may use. Default: all."""
+    group_best: Positive = 1
+    """A group's score is the sum of this many of its best scores."""
+    balance: Literal["bias", "sequence", "global", "none"] = "bias"
+    """How to balance the load of the experts. `bias` adds a number to each expert's score when
+    experts are chosen and adjusts it after every step (Wang et al. 2024), with a small loss per
+    sequence. `sequence` uses that loss alone. `global` uses a loss on the load of the previous
+    step."""
+    balance_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """bias: largest change of the bias in a step."""
+    balance_loss: Annotated[float, Field(ge=0)] = Field(
+        default_factory=lambda given: {"bias": 1e-4, "none": 0.0}.get(given["balance"], 1e-2)
+    )
+    """Weight of the balance loss per token. Default: 1e-4 for bias, 1e-2 for sequence and
+    global."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the squared log-sum-exp of a router's logits per token (ST-MoE uses 1e-3)."""
+    jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Multiply a router's inputs by random factors between 1 - jitter and 1 + jitter."""
+    capacity: Annotated[float, Field(gt=0)] | None = None
+    """Limit the tokens that each rank sends to an expert to this factor times the mean load of a
+    microbatch, and drop those with the lowest scores. Results then depend on the layout. Default:
+    no limit."""
+
+
+class ModelConfig(Section):
     layers: Annotated[int, Field(gt=0, le=2_000)] = 12
     """Number of transformer blocks."""
     hidden: Positive = 768
@@ -82,7 +130,7 @@ class Model(Section):
     """Base of the rotary wavelengths."""
     rotary_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of each head's width that is rotated."""
-    rotary_scaling: RotaryScaling = RotaryScaling()
+    rotary_scaling: RotaryScalingConfig = RotaryScalingConfig()
     """Scaling of rotary frequencies to longer contexts."""
     activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu_tanh"
     """Activation of the MLP; `relu2` is squared ReLU, `swiglu` is gated with SiLU."""
@@ -92,7 +140,7 @@ class Model(Section):
     """Biases in the query, key and value projections only. Default: `bias`."""
     tie_embeddings: bool = False
     """Use the token embedding as the output head."""
-    latent: Latent | None = None
+    latent: LatentAttentionConfig | None = None
     """Multi-head latent attention (DeepSeek-V2): queries, keys and values of `heads` heads are
     computed from narrow latents. `kv_heads`, `head_dim` and `qk_norm` are then ignored."""
     qk_norm: bool = False
@@ -110,10 +158,10 @@ class Model(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on embeddings and on each residual branch; the mask depends only on seed, step, layer
     and token, never on the layout."""
-    moe: Moe | None = None
+    moe: MoEConfig | None = None
     """Mixture of experts in place of the MLP. Default: none."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of initial weights; output projections get init_std / sqrt(2 * layers)."""
-    emulate: Emulate | None = None
+    emulate: EmulationConfig | None = None
     """Blocks wait instead of computing and have no weights, to measure schedules and communication
     of many ranks on few cores. Trains nothing."""

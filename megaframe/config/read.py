@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from megaframe.config.describe import keys, suggestion
+from megaframe.config.describe import config_keys, suggest_keys
 from megaframe.config.url import text_mistake
 from megaframe.io.untrusted import PlainLoader, open_file, plain
 
@@ -33,7 +33,7 @@ _TAGS = {
 
 
 @dataclass(frozen=True)
-class Mistake:
+class ConfigMistake:
     """One mistake: its file (or the command line), its line, and what is wrong.
 
     Line 0 means the file as a whole.
@@ -56,7 +56,7 @@ class Mistake:
 
 
 @dataclass(frozen=True)
-class Given:
+class ConfigValue:
     """The value given for a key, as a YAML node, and its origin: a file or the command line."""
 
     node: yaml.Node
@@ -67,7 +67,7 @@ class Given:
         """Line of the value, counted from 1."""
         return self.node.start_mark.line + 1
 
-    def at(self, path: Sequence[int | str]) -> Given:
+    def at(self, path: Sequence[int | str]) -> ConfigValue:
         """Return the item at `path` inside this value, or the innermost existing one around it."""
         node = self.node
         for part in path:
@@ -75,24 +75,24 @@ class Given:
             if inside is None:
                 break
             node = inside
-        return Given(node, self.origin)
+        return ConfigValue(node, self.origin)
 
     def value(self) -> Any:
         """Return the value as plain lists, dicts and text; None for null."""
         return plain(self.node)
 
 
-Table = dict[str, Given]
+ConfigTable = dict[str, ConfigValue]
 
 
 @dataclass
-class Reader:
+class ConfigReader:
     """Reads the parts of one config, and collects their mistakes in `mistakes`."""
 
-    mistakes: list[Mistake] = field(default_factory=list)
+    mistakes: list[ConfigMistake] = field(default_factory=list)
     files: int = 0
 
-    def file(self, path: str, chain: tuple[str, ...] = ()) -> Table:
+    def file(self, path: str, chain: tuple[str, ...] = ()) -> ConfigTable:
         """Return the keys of a file, which replace those of the files that it extends.
 
         chain: the files that led here through `extends`. A file that cannot be used adds a mistake
@@ -115,17 +115,17 @@ class Reader:
             self._wrong(path, root, "a config must be made of sections, such as `train:`")
             return {}
         here = (*chain, os.path.realpath(path))
-        table: Table = {}
+        table: ConfigTable = {}
         for name, node in self._items(root, path):
             if name == "extends":
                 for base, base_node in self._bases(node, path):
-                    table = merged(table, self._extended(base, base_node, path, here))
-        return merged(table, self._flat(root, "", path, skip="extends"))
+                    table = merge_tables(table, self._extended(base, base_node, path, here))
+        return merge_tables(table, self._flat(root, "", path, skip="extends"))
 
-    def overrides(self, texts: Iterable[str]) -> Table:
+    def overrides(self, texts: Iterable[str]) -> ConfigTable:
         """Return the keys of `section.key=value` texts; a later text wins. The parts of
         `section.key = value` may be texts of their own."""
-        table: Table = {}
+        table: ConfigTable = {}
         for text in _joined(texts):
             name, equals, value = text.partition("=")
             if any(0xDC80 <= ord(one) <= 0xDCFF for one in text):  # how Python passes other bytes
@@ -136,12 +136,12 @@ class Reader:
                 continue
             node = self._compose(value.encode("utf-8", "replace"), COMMAND_LINE, f"{name}: ")
             if node is not None:
-                table = merged(table, self._entry(name.strip(), node, node, COMMAND_LINE))
+                table = merge_tables(table, self._entry(name.strip(), node, node, COMMAND_LINE))
         return table
 
     def _wrong(self, origin: str, node: yaml.Node | None, text: str) -> None:
         line = node.start_mark.line + 1 if node else 0
-        self.mistakes.append(Mistake(origin, line, text))
+        self.mistakes.append(ConfigMistake(origin, line, text))
 
     def _compose(self, raw: bytes, origin: str, about: str = "") -> yaml.Node | None:
         """Return the node tree of a YAML text. If it is not YAML, record a mistake and return None.
@@ -157,7 +157,7 @@ class Reader:
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else 1
             problem = error.problem or error.context
-            self.mistakes.append(Mistake(origin, line, f"{about}not valid YAML: {problem}"))
+            self.mistakes.append(ConfigMistake(origin, line, f"{about}not valid YAML: {problem}"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             reason = str(error).splitlines()[0]
             self._wrong(origin, None, f"{about}not valid YAML text: {reason}")
@@ -170,7 +170,9 @@ class Reader:
             self._wrong(origin, node, "extends: takes a file name or a list of them")
         return [(item.value, item) for item in names]
 
-    def _extended(self, base: str, node: yaml.Node, origin: str, chain: tuple[str, ...]) -> Table:
+    def _extended(
+        self, base: str, node: yaml.Node, origin: str, chain: tuple[str, ...]
+    ) -> ConfigTable:
         if mistake := text_mistake(base):
             self._wrong(origin, node, f"extends: {mistake}")
             return {}
@@ -207,10 +209,10 @@ class Reader:
 
     def _flat(
         self, mapping: yaml.MappingNode, prefix: str, origin: str, skip: str | None = None
-    ) -> Table:
+    ) -> ConfigTable:
         """Return the table of one mapping, whose keys all start with `prefix`."""
         nodes = {key.value: key for key, _ in mapping.value if isinstance(key, yaml.ScalarNode)}
-        table: Table = {}
+        table: ConfigTable = {}
         for name, value in self._items(mapping, origin, prefix):
             if name == skip:
                 continue
@@ -222,22 +224,22 @@ class Reader:
             table |= entry
         return table
 
-    def _entry(self, name: str, at: yaml.Node, value: yaml.Node, origin: str) -> Table:
+    def _entry(self, name: str, at: yaml.Node, value: yaml.Node, origin: str) -> ConfigTable:
         """Return what a key and its value add to the table: the key, or the keys of a section."""
-        key = keys().get(name)
+        key = config_keys().get(name)
         if len(self.mistakes) >= MAX_MISTAKES:
             return {}
         if key is None:
             self._wrong(origin, at, _unknown(name))
             return {}
         if key.section is None:
-            return {name: Given(value, origin)} if self._sound(name, value, origin) else {}
+            return {name: ConfigValue(value, origin)} if self._sound(name, value, origin) else {}
         if isinstance(value, yaml.MappingNode):
             return self._flat(value, f"{name}.", origin)
         if not _is_null(value):
             self._wrong(origin, value, f"{name}: is a section; give its keys, {_example(name)}")
             return {}
-        return {name: Given(value, origin)} if key.nullable else {}
+        return {name: ConfigValue(value, origin)} if key.nullable else {}
 
     def _sound(self, name: str, node: yaml.Node, origin: str) -> bool:
         """Return whether a value is, all the way down, plain YAML without duplicate keys."""
@@ -257,7 +259,7 @@ class Reader:
         return all([self._sound(name, item, origin) for item in inside])
 
 
-def merged(base: Table, over: Mapping[str, Given]) -> Table:
+def merge_tables(base: ConfigTable, over: Mapping[str, ConfigValue]) -> ConfigTable:
     """Return `base` with the keys of `over` added or replaced.
 
     A section set to null removes the keys beneath it; a key beneath a section set to null removes
@@ -291,15 +293,15 @@ def _joined(texts: Iterable[str]) -> list[str]:
 def _unknown(name: str) -> str:
     """Return the message about an unknown key."""
     parent = name.rpartition(".")[0]
-    while parent and parent not in keys():
+    while parent and parent not in config_keys():
         parent = parent.rpartition(".")[0]
-    if parent and keys()[parent].section is None:
-        return f"{name}: {parent} has no keys beneath it; it takes {keys()[parent].allowed}"
-    return f"{name}: unknown key; {suggestion(name)}"
+    if parent and config_keys()[parent].section is None:
+        return f"{name}: {parent} has no keys beneath it; it takes {config_keys()[parent].allowed}"
+    return f"{name}: unknown key; {suggest_keys(name)}"
 
 
 def _example(section: str) -> str:
-    return "such as " + next(name for name in keys() if name.startswith(f"{section}."))
+    return "such as " + next(name for name in config_keys() if name.startswith(f"{section}."))
 
 
 def _is_null(node: yaml.Node) -> bool:

@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megaframe.config.model import Model
+from megaframe.config.model import ModelConfig
 from megaframe.config.section import Fraction, NonNegative, Positive, Section
 
 
-class Run(Section):
+class RunSection(Section):
     dir: str = "runs/default"
     """Run folder, for the resolved config, metrics and checkpoints."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1234
@@ -33,7 +33,7 @@ class Run(Section):
     processes where the launcher puts them."""
 
 
-class Parallel(Section):
+class ParallelConfig(Section):
     auto: bool = False
     """Let the planner choose the layout for the available ranks: every key from `tensor` to
     `schedule` here that is not given, `train.microbatch` and `train.recompute`. A resumed run keeps
@@ -122,7 +122,7 @@ class Parallel(Section):
     """Seconds after which an unfinished collective ends the run with an error."""
 
 
-class BatchRamp(Section):
+class BatchRampConfig(Section):
     start: Positive
     """Global batch of the first step, in samples; a multiple of `increment`."""
     increment: Positive
@@ -131,7 +131,7 @@ class BatchRamp(Section):
     """Samples over which the batch grows from `start` to `train.global_batch`, in equal parts."""
 
 
-class Train(Section):
+class TrainConfig(Section):
     steps: Positive = 1000
     """Optimizer steps in the whole run."""
     seq: Positive = 1024
@@ -140,7 +140,7 @@ class Train(Section):
     """Samples per optimizer step over all ranks."""
     microbatch: Positive = 1
     """Samples per forward pass on one rank."""
-    batch_ramp: BatchRamp | None = None
+    batch_ramp: BatchRampConfig | None = None
     """Start with a smaller global batch and grow it."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
     """Type of the matrix products. bf16 and fp16 keep fp32 weights and gradients as well."""
@@ -178,7 +178,7 @@ class Train(Section):
     """Validation samples per evaluation, the same ones each time."""
 
 
-class Kernels(Section):
+class KernelsConfig(Section):
     elementwise: Literal["auto", "triton", "torch", "liger", "reference"] = "auto"
     """LayerNorm and RMSNorm, MLP activations, rotation of queries and keys. For all keys of this
     section: `auto` picks the fastest supported kernel on a GPU and plain PyTorch on a CPU.
@@ -216,25 +216,25 @@ class Kernels(Section):
     ones only `reference` runs, slower than 16 bits; otherwise that is an error."""
 
 
-class ParameterGroup(Section):
+class ParameterGroupConfig(Section):
     lr: Annotated[float, Field(gt=0)] = 1.0
     """Factor on the learning rate of these parameters."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay of these parameters. Default: `optim.weight_decay`, or 0 for vectors."""
 
 
-class ParameterGroups(Section):
-    matrix: ParameterGroup = ParameterGroup()
+class ParameterGroupsConfig(Section):
+    matrix: ParameterGroupConfig = ParameterGroupConfig()
     """Weights of the linear layers in the blocks."""
-    embedding: ParameterGroup = ParameterGroup()
+    embedding: ParameterGroupConfig = ParameterGroupConfig()
     """Token and position tables, including a tied head."""
-    head: ParameterGroup = ParameterGroup()
+    head: ParameterGroupConfig = ParameterGroupConfig()
     """The output head, if it is not tied."""
-    vector: ParameterGroup = ParameterGroup()
+    vector: ParameterGroupConfig = ParameterGroupConfig()
     """Gains and biases."""
 
 
-class Optim(Section):
+class OptimConfig(Section):
     name: Literal["adamw", "muon", "lion", "sgd"] = "adamw"
     """Optimizer. `muon` orthogonalises the updates of matrices and uses AdamW for everything
     else."""
@@ -266,7 +266,7 @@ class Optim(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled weight decay of matrices and embeddings, for every optimizer. Norms and biases have
     none."""
-    groups: ParameterGroups = ParameterGroups()
+    groups: ParameterGroupsConfig = ParameterGroupsConfig()
     """Learning rates and weight decays per kind of parameter."""
     frozen: tuple[str, ...] = ()
     """Names of parameters that are not trained; `*` matches anything, as in `blocks.0.*`."""
@@ -290,7 +290,7 @@ class Optim(Section):
 Split = tuple[Fraction, Fraction, Fraction]
 
 
-class Source(Section):
+class DataSourceConfig(Section):
     path: str
     """Path of the token files without suffix: PATH.bin and PATH.idx."""
     weight: Annotated[float, Field(gt=0)] = 1.0
@@ -300,8 +300,8 @@ class Source(Section):
     `data.split`."""
 
 
-class Data(Section):
-    sources: tuple[Source, ...] = ()
+class DataConfig(Section):
+    sources: tuple[DataSourceConfig, ...] = ()
     """Token files, their weights in the blend and their splits."""
     split: Split = (0.98, 0.02, 0.0)
     """Shares of each source's documents for training, validation and test, in this order; of its
@@ -320,7 +320,7 @@ class Data(Section):
     """Number of batches that a background thread reads ahead."""
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     every: NonNegative = 1000
     """Steps between checkpoints; the end of the run is saved too. 0 never saves."""
     keep: Positive = 2
@@ -351,7 +351,7 @@ class Checkpoint(Section):
     expert starts as a copy of its layer's MLP, or of a part of it."""
 
 
-class Meter(Section):
+class MetricsConfig(Section):
     every: Positive = 1
     """Steps between lines on the console; metrics.jsonl has every step."""
     experts_every: NonNegative = 100
@@ -380,7 +380,7 @@ class Meter(Section):
     """Dense peak of one device in TFLOP/s. Default: known chips by name; a CPU is measured."""
 
 
-class Faults(Section):
+class FaultToleranceConfig(Section):
     step_timeout: Annotated[float, Field(ge=0)] = 1800.0
     """Maximum seconds for a step, an evaluation or the wait for a save; 0: no limit. When it is
     exceeded, all ranks write their stacks to the run folder, the rank, step and action that block
@@ -420,23 +420,23 @@ class Faults(Section):
 class RunConfig(Section):
     """Everything that determines a run. Frozen; equal configs give equal runs."""
 
-    run: Run = Run()
+    run: RunSection = RunSection()
     """Where a run is stored, and its seed."""
-    model: Model = Model()
+    model: ModelConfig = ModelConfig()
     """Architecture."""
-    parallel: Parallel = Parallel()
+    parallel: ParallelConfig = ParallelConfig()
     """How the ranks divide the work."""
-    train: Train = Train()
+    train: TrainConfig = TrainConfig()
     """Steps, batches, precision and evaluation."""
-    optim: Optim = Optim()
+    optim: OptimConfig = OptimConfig()
     """Optimizer and learning rate."""
-    data: Data = Data()
+    data: DataConfig = DataConfig()
     """Token files and how samples are cut from them."""
-    kernels: Kernels = Kernels()
+    kernels: KernelsConfig = KernelsConfig()
     """Which kernel computes each function that has a fast implementation."""
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
-    meter: Meter = Meter()
+    meter: MetricsConfig = MetricsConfig()
     """What is measured and where it is shown."""
-    faults: Faults = Faults()
+    faults: FaultToleranceConfig = FaultToleranceConfig()
     """How to handle hangs, non-finite numbers and lost ranks."""

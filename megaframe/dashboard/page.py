@@ -16,12 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.errors import UserError
+from megaframe.io.http import CONTENT_SECURITY_POLICY
 
 PAGE_FILE = "dashboard.html"
-POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "img-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'"
-)
 _PAGE = """<!doctype html>
 <html lang="en"{token}>
 <head>
@@ -65,7 +62,7 @@ def page(data: Mapping[str, Any], token: str = "") -> str:
     for a saved page."""
     return _PAGE.format(
         token=f' data-token="{escape(token)}"' if token else "",
-        policy=POLICY,
+        policy=CONTENT_SECURITY_POLICY,
         css=_part("page.css"),
         status="live" if token else "",
         data=embedded(data),

@@ -12,9 +12,9 @@ from html import escape
 from typing import Any
 
 from megaframe.dashboard.advice import advice
-from megaframe.dashboard.page import POLICY
 from megaframe.dashboard.panels import label, losses, predicted, summary
 from megaframe.dashboard.run_folder import Run, value_of
+from megaframe.io.http import CONTENT_SECURITY_POLICY
 from megaframe.io.untrusted import showable
 
 REPORT_FILES = "report.md", "report.html"
@@ -87,7 +87,7 @@ def html(markdown: str) -> str:
     body = "\n".join(_blocks(markdown.splitlines()))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_text(title)}</title><style>{_STYLE}</style></head>\n"
         f"<body>\n{body}\n</body></html>\n"

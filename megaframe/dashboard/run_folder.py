@@ -12,9 +12,9 @@ import numpy as np
 
 from megaframe.dashboard.metrics_file import Metrics
 from megaframe.errors import UserError
+from megaframe.io.run_files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE
 from megaframe.io.untrusted import parsed_json, parsed_yaml, read_file, showable
 
-METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE = "metrics.jsonl", "config.yaml", "environment.json"
 _LARGEST = 1 << 20
 
 

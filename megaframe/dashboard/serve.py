@@ -10,18 +10,17 @@ import hmac
 import json
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs
 
-from megaframe.dashboard.page import POLICY, page
+from megaframe.dashboard.page import page
 from megaframe.dashboard.panels import page_data
 from megaframe.dashboard.run_folder import Run
 from megaframe.errors import UserError
-
-LOOPBACK = "127.0.0.1"
+from megaframe.io.http import LOOPBACK, make_handler
 
 
 class Server:
@@ -41,7 +40,7 @@ class Server:
         self._lock = threading.Lock()
         self._kept: tuple[str, dict[str, Any]] | None = None
         try:
-            self._server = ThreadingHTTPServer((host, port), handler(self._answer))
+            self._server = ThreadingHTTPServer((host, port), make_handler(self._answer))
         except (OSError, OverflowError, UnicodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "no such address"
             raise UserError(
@@ -95,30 +94,3 @@ class Server:
             if self._kept is None or self._kept[0] != version:
                 self._kept = version, page_data(self._runs, self._prediction)
             return self._kept
-
-
-def handler(
-    answer: Callable[[str], tuple[HTTPStatus, str, bytes]],
-) -> type[BaseHTTPRequestHandler]:
-    """Return the class that handles a server's requests. answer: returns status, content type and
-    content for the path and query of a request."""
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = 30
-
-        def do_GET(self) -> None:
-            status, kind, content = answer(self.path)
-            self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(content)))
-            self.send_header("Content-Security-Policy", POLICY)
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("Referrer-Policy", "no-referrer")
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *arguments: object) -> None:
-            """Log nothing, because the path contains the token."""
-
-    return Handler

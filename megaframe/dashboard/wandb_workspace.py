@@ -1,17 +1,20 @@
 """The panels of the page as a Weights & Biases workspace, which can compare any runs of a project.
 
 Lines are its own plots of the same metrics. Rows with a number for each rank, and panels for which
-it has no plot, are in the page itself, which a run uploads when it ends.
+it has no plot, are in the page itself, which `upload_page` adds to a run.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from megaframe.dashboard.panels import PANELS, Panel
 from megaframe.errors import UserError
+from megaframe.io.wandb_run import start_wandb_run
 
 NAME = "megaframe"
+PAGE_PANEL = "dashboard"
 _INSTEAD = {
     "waterfall": "lost/",
     "stages": "stages/",
@@ -27,10 +30,10 @@ def workspace(entity: str, project: str) -> Any:
         import wandb_workspaces.reports.v2 as blocks
         import wandb_workspaces.workspaces as workspaces
     except ImportError:
-        raise UserError("--wandb needs the extra 'wandb': pip install 'megaframe[wandb]'") from None
+        raise _missing("--wandb") from None
     panels: dict[str, list[Any]] = {
         "Training": [blocks.LinePlot(**given) for given in map(_line, PANELS) if given],
-        "Pages": [blocks.MediaBrowser(title="The page of each run", media_keys=["dashboard"])],
+        "Pages": [blocks.MediaBrowser(title="The page of each run", media_keys=[PAGE_PANEL])],
         "Configs": [blocks.RunComparer(diff_only="split")],
     }
     sections = [
@@ -39,15 +42,43 @@ def workspace(entity: str, project: str) -> Any:
     return workspaces.Workspace(entity=entity, project=project, name=NAME, sections=sections)
 
 
-def save(entity: str, project: str) -> str:
+def save_workspace(entity: str, project: str) -> str:
     """Save the workspace in the project, and return its URL. Raises `UserError` if that fails."""
-    made = workspace(entity, project)
+    panels = workspace(entity, project)
     import wandb
 
     try:
-        return str(made.save().url)
+        return str(panels.save().url)
     except (wandb.errors.Error, OSError, ValueError) as error:
         raise UserError(f"the workspace of {entity}/{project} was not saved: {error}") from None
+
+
+def upload_page(folder: Path, project: str, html: str) -> None:
+    """Add the page to the Weights & Biases run of a run folder, as a panel that replaces an earlier
+    one. Without an API key it is added to the files of an offline run.
+
+    Args:
+        folder: of the run.
+        project: of Weights & Biases that the run is in.
+        html: the page.
+
+    Raises:
+        UserError: if the extra `wandb` is missing, or the upload fails.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise _missing("--upload") from None
+    try:
+        run = start_wandb_run(folder, project, fresh=False)
+        run.log({PAGE_PANEL: wandb.Html(html, inject=False)})
+        run.finish()
+    except (wandb.errors.Error, OSError, ValueError) as error:
+        raise UserError(f"the page of {folder} was not uploaded: {error}") from None
+
+
+def _missing(option: str) -> UserError:
+    return UserError(f"{option} needs the extra 'wandb': pip install 'megaframe[wandb]'")
 
 
 def _line(panel: Panel) -> dict[str, Any]:

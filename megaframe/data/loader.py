@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.config.schema import RunConfig, Train
+from megaframe.config.schema import RunConfig, TrainConfig
 from megaframe.data.blend import Blend
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.prefetch import Prefetch
@@ -47,7 +47,7 @@ class Step:
         return int(self.state["samples"]) - self.samples
 
 
-def global_batch(train: Train, samples_seen: int) -> int:
+def global_batch(train: TrainConfig, samples_seen: int) -> int:
     """Return the size of the step that begins after `samples_seen` samples, by `train.batch_ramp`.
 
     The ramp has k = (global_batch - start) / increment increases. Its samples are divided into k

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from megaframe.config.schema import Parallel
+from megaframe.config.schema import ParallelConfig
 from megaframe.data_parallel.buffers import Buffers
 from megaframe.data_parallel.compression import Half, Int8, TopK
 from megaframe.data_parallel.gradient_reducer import CodedWire, Wire, part_length
@@ -26,7 +26,7 @@ class Wiring:
     rank: int = 4
 
     @classmethod
-    def of(cls, parallel: Parallel, *, compress: bool) -> Wiring:
+    def of(cls, parallel: ParallelConfig, *, compress: bool) -> Wiring:
         """Return the wiring of a config. compress: False if compression is not worth it."""
         made = cls(parallel.reduce_precision, parallel.compress if compress else "none")
         keep = parallel.compress_keep

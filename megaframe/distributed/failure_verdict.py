@@ -20,7 +20,7 @@ from megaframe.distributed.rank_progress import Sight
 
 LOOKS = 16384
 """Requests per second with which all ranks together look at the store at most. A store answers
-several times as many (docs/faults.md)."""
+several times as many (docs/guides/faults.md)."""
 _ALARM, _LOST, _ANSWERED, _VERDICT = "alarm", "lost", "answered", "verdict"
 _LEFT, _ALL_LEFT = "left", "all left"
 

@@ -44,8 +44,13 @@ from megaframe.distributed.rank_progress import Place
 from megaframe.distributed.rendezvous import agent_has_store, fresh_store, launcher_store
 from megaframe.distributed.watchdog import Watch
 from megaframe.errors import LostRanks
-from megaframe.layout import AXIS_SETS, Layout
-from megaframe.planner.hierarchy import divided, exchange_steps, neighbours
+from megaframe.layout import (
+    AXIS_SETS,
+    Layout,
+    exchange_groups,
+    exchange_steps,
+    ranks_per_node,
+)
 
 Ranks = tuple[int, ...]
 _WATCHED = 60.0
@@ -217,11 +222,11 @@ class Mesh:
         for axes in axis_sets:
             key = self._key(axes)
             rows, group = self._members[key], self._groups[key]
-            inside = neighbours(rows, node_size)
+            inside = ranks_per_node(rows, node_size)
             sizes = [size for size in exchange_steps(group.size, inside) if size > 1]
             if group.steps or len(sizes) < 2:
                 continue
-            by_row = [divided(row, sizes) for row in rows]
+            by_row = [exchange_groups(row, sizes) for row in rows]
             by_step = ([*chain.from_iterable(of)] for of in zip(*by_row, strict=True))
             steps = tuple(self._make_group(axes, members) for members in by_step)
             self._groups[key] = replace(group, steps=steps)

@@ -1,7 +1,7 @@
 """What a run sets for CUDA and NCCL, and how the groups over NCCL are connected.
 
 Each setting is a variable of CUDA, NCCL or torch. If the environment already has it, its value
-counts. docs/gpu.md has the rules behind the settings, with their sources.
+counts. docs/guides/gpu.md has the rules behind the settings, with their sources.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
+from megaframe.config.load import CONFIGS
 from megaframe.config.section import Positive, Section
-from megaframe.config.shipped import CONFIGS
 from megaframe.errors import UserError, join_or
 from megaframe.hardware.chips import CHIPS, UNKNOWN, Chip, chip_named, chip_of, nearest_chips
 from megaframe.io.untrusted import parsed_yaml, read_file, without_secrets

@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.config import RunConfig
+from megaframe.io.run_files import LOG_FILE, METRICS_FILE
 from megaframe.io.untrusted import printable
-from megaframe.metrics.sinks import METRICS_FILE, Line, cannot_write, finite
+from megaframe.metrics.sinks import Line, cannot_write, finite
 from megaframe.metrics.totals import Totals
 
-LOG_FILE = "run.log"
 _RECENT_STEPS = 50
 
 

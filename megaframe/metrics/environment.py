@@ -15,8 +15,8 @@ import torch
 
 from megaframe import __version__
 from megaframe.config import RunConfig
-from megaframe.dashboard.run_folder import ENVIRONMENT_FILE
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
+from megaframe.io.run_files import ENVIRONMENT_FILE
 from megaframe.metrics.sinks import cannot_write
 from megaframe.ops import cpu_attention, matmul
 from megaframe.parameters.parameter import PRECISIONS

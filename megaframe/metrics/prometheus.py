@@ -11,8 +11,8 @@ import threading
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 
-from megaframe.dashboard.serve import LOOPBACK, handler
 from megaframe.errors import UserError
+from megaframe.io.http import LOOPBACK, make_handler
 from megaframe.metrics.sinks import Line, flat
 
 
@@ -23,7 +23,7 @@ class PrometheusSink:
     def __init__(self, port: int, run: str) -> None:
         self._text, self._run = b"", run
         try:
-            self._server = ThreadingHTTPServer((LOOPBACK, port), handler(self._answer))
+            self._server = ThreadingHTTPServer((LOOPBACK, port), make_handler(self._answer))
         except OSError as error:
             raise UserError(
                 f"cannot listen on meter.port={port}: {error.strerror}; choose another, or 0 "

@@ -11,31 +11,24 @@ from __future__ import annotations
 import errno
 import json
 import math
-import netrc
 import os
-import re
 import sys
-import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
 from megaframe.config import RunConfig
-from megaframe.dashboard.page import page
-from megaframe.dashboard.panels import page_data
-from megaframe.dashboard.run_folder import METRICS_FILE, Run
 from megaframe.errors import UserError
-from megaframe.io.untrusted import open_file, read_file
-from megaframe.planner.compare_run import beside_or_why
+from megaframe.io.run_files import METRICS_FILE
+from megaframe.io.untrusted import open_file
+from megaframe.io.wandb_run import start_wandb_run
 
 Line = Mapping[str, Any]
 """The metrics of one step: numbers, None for unknown values, rows, and dicts of these."""
 
 _ROWS = ("ranks", "experts/tokens")
-_LONGEST_ID = 1000
 _LONGEST_LINE = 1 << 24
 """Bytes of the longest line that is read; one with rows of ten thousand ranks is a tenth of it."""
 
@@ -213,28 +206,16 @@ class WandbSink:
 
     A resumed run continues under the same id. The service ignores steps that it already has, so
     repeating steps after a kill does no harm. Each prefix before a slash becomes a section of the
-    workspace. If the extra `dashboard` is installed, the whole page of `tools/dashboard.py` is
-    added at the end.
+    workspace. `tools/dashboard.py RUN --upload` adds the whole page to the run.
     """
 
     def __init__(self, folder: Path, project: str, config: RunConfig, start_step: int) -> None:
-        self._folder = folder
         try:
-            import wandb
+            self._run = start_wandb_run(
+                folder, project, fresh=start_step == 0, config=config.model_dump(mode="json")
+            )
         except ImportError:
             raise _missing(f"meter.wandb={project}", "wandb") from None
-        offline = "WANDB_MODE" not in os.environ and not has_wandb_key()
-        self._run = wandb.init(
-            project=project,
-            id=wandb_id(folder / "wandb.id", fresh=start_step == 0),
-            name=folder.name,
-            dir=str(folder),
-            config=config.model_dump(mode="json"),
-            resume="allow",
-            mode="offline" if offline else None,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-        self._html = wandb.Html
         self._run.define_metric("step", hidden=True)
         for name, summary in (("loss", "last"), ("eval_loss", "min"), ("mfu", "mean")):
             self._run.define_metric(name, step_metric="step", summary=summary)
@@ -250,40 +231,7 @@ class WandbSink:
         """Do nothing: the service keeps what it has of later steps."""
 
     def close(self) -> None:
-        with suppress(UserError):
-            # Without the extra `dashboard` there is no page; the metrics are written anyway.
-            run = Run(self._folder)
-            found, _ = beside_or_why(run.folder, run.environment)
-            text = page(page_data([run], found.record() if found else None))
-            self._run.log({"dashboard": self._html(text, inject=False)})
         self._run.finish()
-
-
-def has_wandb_key() -> bool:
-    """Return whether wandb will find an API key, in the environment or in the user's netrc file."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = re.sub(r"^https?://|/.*$", "", os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def wandb_id(path: Path, *, fresh: bool) -> str:
-    """Return the id kept in `path`, or make one if there is none or the run begins anew. Raises
-    `UserError` if the file has no valid id."""
-    if not fresh and path.exists():
-        try:
-            kept = read_file(path, _LONGEST_ID).decode(errors="replace").strip()
-        except OSError:
-            kept = ""
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", kept):
-            raise UserError(f"{path} holds no id of a Weights & Biases run; delete it")
-        return kept
-    made = uuid.uuid4().hex[:8]
-    path.write_text(made + "\n", encoding="utf-8")
-    return made
 
 
 def _missing(key: str, extra: str) -> UserError:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.config import Model
+from megaframe.config import ModelConfig
 from megaframe.context_parallel.ring import RingMask, ring_attention
 from megaframe.model.forward_context import Frame
 from megaframe.model.norm import Norm
@@ -29,7 +29,9 @@ class Attention(Module):
     hidden], in which each group has its R query heads, its key head and its value head, so that a
     tensor shard has whole groups. window: how many tokens this layer sees, None for all before."""
 
-    def __init__(self, name: str, model: Model, output_std: float, window: int | None) -> None:
+    def __init__(
+        self, name: str, model: ModelConfig, output_std: float, window: int | None
+    ) -> None:
         self.window = window
         self.groups, self.width = model.kv_heads, model.head_dim
         self.per_group = model.heads // model.kv_heads

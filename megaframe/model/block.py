@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megaframe.architecture.experts import has_experts
 from megaframe.architecture.windows import window_of
-from megaframe.config import Emulate, Model, RunConfig
+from megaframe.config import EmulationConfig, ModelConfig, RunConfig
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.model.attention import Attention
 from megaframe.model.forward_context import DeferredGradients, Frame, positions_of
@@ -57,7 +57,7 @@ class Embedding(Module):
 class TransformerBlock(Module):
     """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, model: Model, layer: int) -> None:
+    def __init__(self, model: ModelConfig, layer: int) -> None:
         self.name = f"blocks.{layer}"
         output_std = model.init_std / math.sqrt(2 * model.layers)
         self.attention_norm = _norm(f"{self.name}.attention_norm", model)
@@ -105,7 +105,7 @@ class EmulatedBlock(Module):
     """A block without weights that waits as long as a real one would compute
     (`model.emulate`)."""
 
-    def __init__(self, times: Emulate) -> None:
+    def __init__(self, times: EmulationConfig) -> None:
         self.times = times
 
     def __call__(self, x: Tensor, frame: Frame) -> Tensor:
@@ -116,7 +116,7 @@ class EmulatedBlock(Module):
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, start: float, times: Emulate, later: DeferredGradients
+        ctx: Any, x: Tensor, start: float, times: EmulationConfig, later: DeferredGradients
     ) -> Tensor:
         ctx.times, ctx.later = times, later
         y = x.clone()
@@ -206,7 +206,9 @@ class MultiTokenPredictor(Module):
     predictor takes the stream as the head saw it, as in the released code.
     """
 
-    def __init__(self, model: Model, index: int, tokens: EmbeddingTable, before: Norm) -> None:
+    def __init__(
+        self, model: ModelConfig, index: int, tokens: EmbeddingTable, before: Norm
+    ) -> None:
         self.name = f"predictors.{index}"
         self.tokens, self.before = tokens, before
         self.stream_norm = _norm(f"{self.name}.stream_norm", model)
@@ -238,7 +240,7 @@ class MultiTokenPredictor(Module):
         return self.block(self.join.plain(both, frame), frame)
 
 
-def output_token_table(model: Model, embedding: Embedding | None) -> EmbeddingTable | None:
+def output_token_table(model: ModelConfig, embedding: Embedding | None) -> EmbeddingTable | None:
     """Return the token table of the last stage: that of `embedding` if given, which is on the same
     rank, else a replica. None if the last stage needs no token table."""
     if not (model.tie_embeddings or model.mtp_depth):
@@ -250,7 +252,7 @@ def output_token_table(model: Model, embedding: Embedding | None) -> EmbeddingTa
     return table
 
 
-def vocab_size(model: Model) -> int:
+def vocab_size(model: ModelConfig) -> int:
     """Return the rows of the embedding. Raises `ValueError` if `model.vocab` is not set: the config
     must be resolved before a model is built."""
     if model.vocab is None:
@@ -258,11 +260,11 @@ def vocab_size(model: Model) -> int:
     return model.vocab
 
 
-def _token_table(model: Model) -> EmbeddingTable:
+def _token_table(model: ModelConfig) -> EmbeddingTable:
     return EmbeddingTable(
         "embedding.tokens", vocab_size(model), model.hidden, std=model.init_std, split=True
     )
 
 
-def _norm(name: str, model: Model) -> Norm:
+def _norm(name: str, model: ModelConfig) -> Norm:
     return Norm(name, model.hidden, kind=model.norm, eps=model.norm_eps, bias=model.bias)

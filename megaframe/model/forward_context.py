@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.architecture.windows import windows
-from megaframe.config import Model
+from megaframe.config import ModelConfig
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.context_parallel.ring import RingMask, document_ends
 from megaframe.data.microbatch import IGNORE, Microbatch
@@ -202,7 +202,7 @@ def rows_of(tokens: int, ranks: int) -> int:
 
 
 def make_frame(
-    model: Model,
+    model: ModelConfig,
     microbatch: Microbatch,
     dtype: torch.dtype,
     keys: DropoutKeys | None,
@@ -263,7 +263,7 @@ def positions_of(microbatch: Microbatch) -> Tensor:
 
 
 def _seen(
-    model: Model, microbatch: Microbatch, context: ContextParallel, kernels: Kernels
+    model: ModelConfig, microbatch: Microbatch, context: ContextParallel, kernels: Kernels
 ) -> Mapping[int | None, SequenceMask | RingMask]:
     """Return what is visible through each window of the model. Padding after the end of samples is
     a document of its own, with a number above all others."""

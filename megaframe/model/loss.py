@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from megaframe.architecture.output_head import max_logits_per_chunk
 from megaframe.data.microbatch import IGNORE
 from megaframe.distributed.collectives import Group, all_gather, all_reduce, reduce_scatter
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.ops.matmul import product_into
 from megaframe.parameters.parameter import Parameter
-from megaframe.planner.memory import most_logits
 
 _PARTS = 32
 """The largest chunk is processed in this many parts, of which one at a time is in fp32."""
@@ -69,7 +69,7 @@ def head_loss(
     """
     hidden_TH = all_gather(hidden_TH, tensor).wait()
     tokens, vocab = hidden_TH.shape[0], weight.value.shape[0]
-    most = most_logits(host=hidden_TH.device.type == "cpu")
+    most = max_logits_per_chunk(host=hidden_TH.device.type == "cpu")
     rows = min(tokens, max(1, most // vocab))
     buffer = hidden_TH.new_empty(rows, vocab)
     loss = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
@@ -186,7 +186,8 @@ def _widened(logits_TV: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tens
     that type, otherwise a copy in a buffer that is reused. On a CPU the rows fit in the cache, and
     the buffer is small compared with a chunk."""
     tokens, vocab = logits_TV.shape
-    step = min(tokens, max(1, most_logits(host=logits_TV.device.type == "cpu") // _PARTS // vocab))
+    most = max_logits_per_chunk(host=logits_TV.device.type == "cpu")
+    step = min(tokens, max(1, most // _PARTS // vocab))
     room = logits_TV.new_empty(step, vocab, dtype=wide) if wide != logits_TV.dtype else None
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))

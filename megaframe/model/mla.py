@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.config import Latent, Model
+from megaframe.config import LatentAttentionConfig, ModelConfig
 from megaframe.distributed.collectives import Group, all_gather, reduce_scatter
 from megaframe.model.attention import attention
 from megaframe.model.forward_context import Frame
@@ -35,7 +35,12 @@ class LatentAttention(Module):
     [N, D - R + V, rank]. window: attention window of this layer."""
 
     def __init__(
-        self, name: str, model: Model, latent: Latent, output_std: float, window: int | None
+        self,
+        name: str,
+        model: ModelConfig,
+        latent: LatentAttentionConfig,
+        output_std: float,
+        window: int | None,
     ) -> None:
         self.window = window
         self.latent, self.width = latent, latent.rotary_dim + latent.head_dim
@@ -124,5 +129,5 @@ class _GatherRows(torch.autograd.Function):
         return reduce_scatter(gradients[0], ctx.tensor).wait(), None
 
 
-def _norm(name: str, model: Model, width: int) -> Norm:
+def _norm(name: str, model: ModelConfig, width: int) -> Norm:
     return Norm(name, width, kind="rmsnorm", eps=model.norm_eps, bias=False)

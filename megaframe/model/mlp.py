@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.config import Model
+from megaframe.config import ModelConfig
 from megaframe.model.forward_context import Frame
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.parameters.parameter import Module
@@ -21,7 +21,7 @@ class MLP(Module):
     """hidden -> ffn -> hidden. With SwiGLU, gate and up are one weight [2, ffn, hidden]."""
 
     def __init__(
-        self, name: str, model: Model, output_std: float, width: int | None = None
+        self, name: str, model: ModelConfig, output_std: float, width: int | None = None
     ) -> None:
         """width: inner width; None for `model.ffn`."""
         width = width or model.ffn

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.config import Model, RotaryScaling
+from megaframe.config import ModelConfig, RotaryScalingConfig
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 
 
-def frequencies(model: Model) -> tuple[Tensor, float]:
+def frequencies(model: ModelConfig) -> tuple[Tensor, float]:
     """Return the angle per position of each rotated pair, fp64 [D/2], and the factor on queries and
     keys."""
     width = rotated_width(model)
@@ -33,14 +33,14 @@ def frequencies(model: Model) -> tuple[Tensor, float]:
 
 
 @lru_cache(maxsize=8)
-def _frequencies_on(model: Model, device: torch.device) -> tuple[Tensor, float]:
+def _frequencies_on(model: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
     """Return `frequencies` on a device. They are cached because the host waits for each copy to a
     GPU."""
     rate, factor = frequencies(model)
     return rate.to(device), factor
 
 
-def scores_factor(model: Model) -> float:
+def scores_factor(model: ModelConfig) -> float:
     """Return the factor of attention scores beside 1 / sqrt(D). With YaRN in latent attention it is
     the square of the factor on all dims of queries and keys (DeepSeek-V2, section 3.1.4, and its
     code)."""
@@ -48,18 +48,18 @@ def scores_factor(model: Model) -> float:
     return _strength(scaling, scaling.mscale_all_dim) ** 2 if scaling.kind == "yarn" else 1.0
 
 
-def _strength(scaling: RotaryScaling, mscale: float) -> float:
+def _strength(scaling: RotaryScalingConfig, mscale: float) -> float:
     return 0.1 * mscale * math.log(scaling.factor) + 1.0
 
 
-def rotated_width(model: Model) -> int:
+def rotated_width(model: ModelConfig) -> int:
     """Return how many leading dims of a head are rotated."""
     if model.latent is not None:
         return model.latent.rotary_dim
     return round(model.head_dim * model.rotary_fraction)
 
 
-def _llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
+def _llama3(plain: Tensor, scaling: RotaryScalingConfig) -> Tensor:
     """Keep short wavelengths, divide long ones by the factor, blend between (Llama 3.1)."""
     turns = scaling.original_length * plain / (2 * math.pi)
     span = scaling.high_frequency - scaling.low_frequency
@@ -67,7 +67,7 @@ def _llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
     return plain * (keep + (1.0 - keep) / scaling.factor)
 
 
-def _yarn(plain: Tensor, scaling: RotaryScaling, base: float) -> Tensor:
+def _yarn(plain: Tensor, scaling: RotaryScalingConfig, base: float) -> Tensor:
     """Keep fast pairs, divide slow ones by the factor, and blend in between (Peng et al. 2023, eq.
     23-25). The blend is linear in the pair's index, between the indices at the two rotation counts,
     which are rounded outwards."""
@@ -89,7 +89,7 @@ class Rotary:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelConfig,
         positions: Tensor,
         dtype: torch.dtype,
         kernels: Kernels = NO_KERNELS,

@@ -23,7 +23,7 @@ from megaframe.config import RunConfig
 from megaframe.errors import UserError
 
 if TYPE_CHECKING:
-    from megaframe_kernels.selection import Choice
+    from megaframe_kernels.selection import KernelChoice
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "elementwise": ("norm", "activation", "rotary"),
@@ -65,7 +65,7 @@ class Kernels:
 
     def __init__(
         self,
-        choices: Mapping[str, Choice] | None = None,
+        choices: Mapping[str, KernelChoice] | None = None,
         compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         plain: Mapping[str, str] | None = None,
         tell: Callable[[str], None] = print,
@@ -169,7 +169,7 @@ NO_KERNELS = Kernels()
 """A run without kernels and compiler."""
 
 
-def _shown(choice: Choice) -> str:
+def _shown(choice: KernelChoice) -> str:
     """Return an implementation, and in parentheses why it is not a faster one."""
     absent = "; ".join(f"not {name}: {reason}" for name, reason in choice.absent.items())
     return f"{choice.active} ({absent})" if absent else choice.active
@@ -225,7 +225,7 @@ def make_kernels(
             f"(`pip install .`), or ask for plain code: "
             f"{' '.join(f'kernels.{key}={PLAIN_CODE}' for key in wanted)}"
         ) from None
-    choices: dict[str, Choice] = {}
+    choices: dict[str, KernelChoice] = {}
     for key in wanted:
         used = {kernel: KERNELS[kernel] for kernel in FAMILIES[key]}
         overrides = {

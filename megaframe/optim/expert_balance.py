@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from megaframe.config import Moe
+from megaframe.config import MoEConfig
 from megaframe.optim.rule import Step
 
 _NEAR = 0.1
@@ -25,7 +25,7 @@ class Balance:
     proportionally less, because with the sign alone loads would swing around the mean. Without
     `bias`, the parameter becomes load / mean."""
 
-    def __init__(self, moe: Moe, pieces: list[slice]) -> None:
+    def __init__(self, moe: MoEConfig, pieces: list[slice]) -> None:
         self._moe, self._pieces = moe, pieces
 
     @property

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from megaframe.config import Optim
+from megaframe.config import OptimConfig
 
 
-def learning_rate(optim: Optim, update: int, steps: int) -> float:
+def learning_rate(optim: OptimConfig, update: int, steps: int) -> float:
     """Return the learning rate of update number `update` (from 0) in a run of `steps` updates.
 
     Warm-up rises linearly and reaches `lr` at update `warmup`. inverse_sqrt falls from there as

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaframe.architecture.optimizer_state import OFFLOAD_CHUNK
 from megaframe.optim.element_ids import positions
 from megaframe.optim.rule import Step
 from megaframe.optim.state_dtype import BLOCK, Code, Master, chances
 from megaframe.optim.state_offload import STAYS, Parts, Route
-from megaframe.planner.memory_budget import CHUNK
 
 _CHUNK, _GPU_CHUNK = BLOCK << 10, BLOCK << 15
 """Elements at a time: 1 MiB of each tensor, which caches hold and beside which the calls of a chunk
-take little time (benchmarks/cpu/cache_constants.py), and what keeps a GPU busy. `CHUNK` is for what
-is copied to a GPU."""
+take little time (benchmarks/cpu/cache_constants.py), and what keeps a GPU busy.
+`OFFLOAD_CHUNK` is for what is copied to a GPU."""
 _LARGEST_NUMBER = 1 << 30
 """Numbers of draws start again after so many, because they are multiplied in 64 bits."""
 _WEIGHTS = "weights"
@@ -139,7 +139,7 @@ class Moments:
                 old.copy_(torch.where(step.skip.bool(), old, new))
 
     def _spans(self) -> Iterator[slice]:
-        size = _GPU_CHUNK if self._route.device is None else CHUNK
+        size = _GPU_CHUNK if self._route.device is None else OFFLOAD_CHUNK
         if self._device.type == "cpu":
             size = _CHUNK
         for start in range(0, max(1, self._length), size):

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from megaframe.config import Optim, RunConfig
+from megaframe.config import OptimConfig, RunConfig
 from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.partition import Division
 from megaframe.distributed.mesh import Mesh
@@ -126,13 +126,13 @@ class Choices:
         return [Speed(momentum_options(optim, rates), keeping), Descent(rates)]
 
 
-def route_of(optim: Optim, device: torch.device) -> Route:
+def route_of(optim: OptimConfig, device: torch.device) -> Route:
     """Return the route of what the optimizer keeps: from host memory if `optim.offload` is set and
     the device is not the CPU itself."""
     return route_from(device) if optim.offload and device.type != "cpu" else STAYS
 
 
-def kind_of(optim: Optim, spec: ParamSpec, frozen: frozenset[str]) -> Kind:
+def kind_of(optim: OptimConfig, spec: ParamSpec, frozen: frozenset[str]) -> Kind:
     """Return how a parameter is trained. Muon trains matrices; AdamW trains the rest."""
     name = GROUPS[spec.role]
     if spec.name in frozen:
@@ -147,7 +147,7 @@ def kind_of(optim: Optim, spec: ParamSpec, frozen: frozenset[str]) -> Kind:
     return Kind(name, rule, Rates(group.lr, decay))
 
 
-def momentum_options(optim: Optim, rates: Rates) -> MomentumOptions:
+def momentum_options(optim: OptimConfig, rates: Rates) -> MomentumOptions:
     """Return the options of Muon or SGD, with their defaults."""
     muon = optim.name == "muon"
     momentum = (0.95 if muon else 0.9) if optim.momentum is None else optim.momentum

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaframe.planner.memory_budget import ROOMS
+from megaframe.architecture.optimizer_state import OFFLOAD_BUFFERS
 
 _ALIGNMENT = 512
 """Bytes to which each tensor in a room is aligned."""
@@ -75,7 +75,7 @@ class HostRoute(Route):
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.bytes = device, 0
-        self._rooms = [_Room(self._made(0)) for _ in range(ROOMS)]
+        self._rooms = [_Room(self._made(0)) for _ in range(OFFLOAD_BUFFERS)]
         self._turn = 0
 
     @property
@@ -88,7 +88,7 @@ class HostRoute(Route):
 
     def fetch(self, parts: Parts, after: torch.cuda.Event | None) -> Visit:
         room = self._rooms[self._turn]
-        self._turn = (self._turn + 1) % ROOMS
+        self._turn = (self._turn + 1) % OFFLOAD_BUFFERS
         needed = sum(_aligned(one.nbytes) for part in parts.values() for one in part)
         if len(room.memory) < needed:  # chunks on their way keep their memory
             for each in self._rooms:

@@ -12,7 +12,7 @@ import numpy as np
 from megaframe.architecture.experts import has_experts, has_mlp
 from megaframe.architecture.matrices import head_widths, latent_width
 from megaframe.architecture.windows import mean_keys, window_of
-from megaframe.config.model import Model
+from megaframe.config.model import ModelConfig
 from megaframe.planner.communication_time import context_traffic, expert_traffic, tensor_traffic
 from megaframe.planner.kernel_times import (
     Rates,
@@ -30,7 +30,7 @@ _CAST_BYTES = 6.0
 (2 bytes each), and write it in 8 bits twice, as it is and transposed."""
 
 
-def kinds(model: Model) -> list[tuple[bool, int | None]]:
+def kinds(model: ModelConfig) -> list[tuple[bool, int | None]]:
     """Return for each layer what its costs depend on: whether it has experts, and its window in
     tokens."""
     moe = model.moe

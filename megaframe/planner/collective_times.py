@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megaframe.hardware.cluster import Cluster
-from megaframe.planner.hierarchy import exchange_steps
+from megaframe.layout import exchange_steps
 
 Number = Any
 """A float, or a numpy array of them."""

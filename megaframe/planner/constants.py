@@ -35,7 +35,7 @@ class Software:
     precision, or 2 with `parallel.reduce_precision=bf16`.
     gradients_of: which gradients are sent together, those of a `block`, of a `chunk`, or as many as
     `parallel.bucket_size` says (`buckets`).
-    exchange_in_steps: whether coded parts are exchanged in steps (`planner/hierarchy.py`);
+    exchange_in_steps: whether coded parts are exchanged in steps (`layout.exchange_steps`);
     otherwise between all pairs of ranks.
     copy_engines: whether copy engines do the transfers of the tensor axis, so that concurrent
     compute is not delayed.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megaframe.architecture.pipeline import step_schedule
-from megaframe.config.describe import shown
+from megaframe.config.describe import format_value
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.chips import Chip
@@ -96,7 +96,7 @@ def overrides(config: RunConfig, changed: RunConfig) -> dict[str, str]:
             was, now = getattr(before, name), getattr(after, name)
             derived = name == "data" and was is None  # what the other axes leave over
             if was != now and not derived:
-                found[f"{section}.{name}"] = shown(now)
+                found[f"{section}.{name}"] = format_value(now)
     return found
 
 

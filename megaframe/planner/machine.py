@@ -154,7 +154,7 @@ class Machine:
 
     def exchange(self, size: Number, axis: str, times: Number = 1.0) -> Number:
         """Return the seconds of `times` equal exchanges of coded parts, which move `size` bytes in
-        total: in the steps of `hierarchy.exchange_steps`, or between all pairs of ranks."""
+        total: in the steps of `layout.exchange_steps`, or between all pairs of ranks."""
         in_steps = self.software.exchange_in_steps
         formula = stepped_exchange if in_steps else pairwise_all_to_all
         return times * formula(size / times, self.groups[axis])

@@ -11,31 +11,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from megaframe.architecture.buckets import Blocks, bucket_blocks
+from megaframe.architecture.optimizer_state import (
+    OFFLOAD_BUFFERS,
+    OFFLOAD_CHUNK,
+    moment_bytes,
+    num_moments,
+    offload_bytes_per_element,
+    state_bytes_per_element,
+)
+from megaframe.architecture.output_head import max_logits_per_chunk
 from megaframe.architecture.stages import StagePlan
-from megaframe.config.schema import Optim, Parallel, RunConfig
+from megaframe.config.schema import OptimConfig, ParallelConfig, RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.planner.activations import activations
-from megaframe.planner.memory_budget import (
-    CHUNK,
-    ROOMS,
-    moment_width,
-    moments,
-    passing_width,
-    state_width,
-)
 from megaframe.schedule import Action
 from megaframe.schedule.zero_buffers import Bucket, StageUnits, Unit, lent
-
-HOST_LOGITS = 25_800_000
-"""Logits of a chunk of the head on a CPU: 512 rows of a vocabulary of 50,304. Every product of a
-chunk packs the whole weight again, so with half as many the head takes 7% longer and with twice as
-many 1 to 3% less (benchmarks/cpu/cache_constants.py)."""
-
-
-def most_logits(*, host: bool) -> int:
-    """Return how many logits exist at once at most. On the host fewer would slow down fp32 products
-    (docs/log.md); a GPU's products need many rows even where the vocabulary per rank is small."""
-    return HOST_LOGITS if host else 1 << 28
 
 
 @dataclass(frozen=True)
@@ -271,7 +261,7 @@ def memory(
     tokens = config.train.microbatch * config.train.seq
     tensor = config.parallel.tensor
     vocab = -(-(config.model.vocab or 0) // tensor)
-    chunk = min(tokens, max(1, most_logits(host=host) // max(1, vocab)))
+    chunk = min(tokens, max(1, max_logits_per_chunk(host=host) // max(1, vocab)))
     state = state_bytes(config.optim, own, ends, master)
     away = config.optim.offload and not host
     rounded = away and width < master  # weights are on the host, rounded values on the device
@@ -283,9 +273,8 @@ def memory(
     if away:
         dealt = (ranks, expert_ranks) if stage else (1, 1)
         most = held.in_buckets(config, plans).largest(*dealt)
-        rooms += math.ceil(
-            ROOMS * min(CHUNK, most) * passing_width(config.optim, master, weights=rounded)
-        )
+        width_on_device = offload_bytes_per_element(config.optim, master, weights=rounded)
+        rooms += math.ceil(OFFLOAD_BUFFERS * min(OFFLOAD_CHUNK, most) * width_on_device)
     # Context ranks divide the tokens; tensor ranks divide rows, heads and widths.
     divided = tensor * config.parallel.context
     kept, messages = activations(config, plans, actions)
@@ -313,7 +302,7 @@ def memory(
     )
 
 
-def _transfers(parallel: Parallel) -> int:
+def _transfers(parallel: ParallelConfig) -> int:
     """Return how many consecutive transfers a reduction takes until a rank has its part."""
     return 2 if parallel.compress == "powersgd" and parallel.data_replicate == 1 else 1
 
@@ -350,7 +339,7 @@ def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
     return sum(map(_in_use, parts)) + sum(set(rest))
 
 
-def _unsent(parallel: Parallel, held: Held, ranks: int, expert_ranks: int) -> int:
+def _unsent(parallel: ParallelConfig, held: Held, ranks: int, expert_ranks: int) -> int:
     """Return the elements of the residuals that compression carries from step to step: one for each
     element of a matrix that a rank sends. Between replicas it sends only its own part."""
     if parallel.compress == "none":
@@ -366,23 +355,25 @@ def _unsent(parallel: Parallel, held: Held, ranks: int, expert_ranks: int) -> in
     return sum(sum(sizes) for among, sizes in sent if among > 1)
 
 
-def state_bytes(optim: Optim, own: int, ends: int, master: int, *, saved: bool = False) -> int:
+def state_bytes(
+    optim: OptimConfig, own: int, ends: int, master: int, *, saved: bool = False
+) -> int:
     """Return the bytes of optimizer state of `own` parameters, `ends` of which are not matrices of
     blocks.
 
     master: bytes of an element in master precision. saved: as in a checkpoint, which stores 8-bit
     blocks as fp32.
     """
-    moment = 4.0 if saved and optim.state == "int8" else moment_width(optim, master)
-    total = own * (moments(optim) * moment + (master if optim.ema is not None else 0))
+    moment = 4.0 if saved and optim.state == "int8" else moment_bytes(optim, master)
+    total = own * (num_moments(optim) * moment + (master if optim.ema is not None else 0))
     if optim.name == "muon":  # AdamW updates what is not a matrix
-        total += ends * (2 - moments(optim)) * moment
+        total += ends * (2 - num_moments(optim)) * moment
     return math.ceil(total)
 
 
-def away_width(optim: Optim, precision: str) -> float:
+def away_width(optim: OptimConfig, precision: str) -> float:
     """Return the bytes per element that the host keeps under `optim.offload`: its state (under Muon
     that of matrices), and the weight in master precision if the model computes in another one."""
     width = WIDTH[precision]
     master = max(4, width)
-    return state_width(optim, master) + (master if width < master else 0)
+    return state_bytes_per_element(optim, master) + (master if width < master else 0)

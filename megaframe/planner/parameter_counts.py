@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megaframe.architecture.experts import has_experts
 from megaframe.architecture.matrices import head_widths, latent_width
 from megaframe.architecture.stages import StagePlan, join_matrix
-from megaframe.config.model import Model
+from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
 from megaframe.planner.memory import Held, Memory, memory
@@ -100,7 +100,7 @@ def rank_memory(
     )
 
 
-def _block(model: Model, layer: int, layout: Layout) -> tuple[_Count, _Count]:
+def _block(model: ModelConfig, layer: int, layout: Layout) -> tuple[_Count, _Count]:
     """Return the counts of attention with the block's two norms, and of the late part."""
     found, late = _Count(vectors=2 * _norm(model)), _Count()
     (_attention if model.latent is None else _latent)(model, layout.tensor, found)
@@ -118,7 +118,7 @@ def _block(model: Model, layer: int, layout: Layout) -> tuple[_Count, _Count]:
     return found, late
 
 
-def _attention(model: Model, tensor: int, found: _Count) -> None:
+def _attention(model: ModelConfig, tensor: int, found: _Count) -> None:
     groups = dealt(model.kv_heads, tensor)
     width = groups * (model.heads // model.kv_heads + 2) * model.head_dim
     if _copies(model.kv_heads, tensor) > 1:
@@ -130,7 +130,7 @@ def _attention(model: Model, tensor: int, found: _Count) -> None:
     found.vectors += 2 * model.head_dim * model.qk_norm
 
 
-def _latent(model: Model, tensor: int, found: _Count) -> None:
+def _latent(model: ModelConfig, tensor: int, found: _Count) -> None:
     latent = model.latent
     assert latent is not None
     query, value = head_widths(model)
@@ -142,21 +142,21 @@ def _latent(model: Model, tensor: int, found: _Count) -> None:
     found.vectors += latent.kv_rank + (latent.query_rank or 0) + model.hidden * model.bias
 
 
-def _mlp(model: Model, width: int, tensor: int, found: _Count) -> None:
+def _mlp(model: ModelConfig, width: int, tensor: int, found: _Count) -> None:
     up = 2 if model.activation == "swiglu" else 1
     inner = dealt(width, tensor)
     found.split += (up + 1) * model.hidden * inner
     found.vectors += (up * inner + model.hidden) * model.bias
 
 
-def _predictor(model: Model, index: int, layout: Layout) -> tuple[_Count, _Count]:
+def _predictor(model: ModelConfig, index: int, layout: Layout) -> tuple[_Count, _Count]:
     found, late = _block(model, model.layers + index, layout)
     found.whole += join_matrix(model)
     found.vectors += 2 * _norm(model)
     return found, late
 
 
-def _norm(model: Model) -> int:
+def _norm(model: ModelConfig) -> int:
     return model.hidden * (1 + (model.bias and model.norm == "layernorm"))
 
 

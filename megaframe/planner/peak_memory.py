@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megaframe.architecture.experts import has_experts
+from megaframe.architecture.optimizer_state import state_bytes_per_element
+from megaframe.architecture.output_head import max_logits_per_chunk
 from megaframe.architecture.stages import StagePlan, stage_plans
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH, Chip
@@ -21,8 +23,8 @@ from megaframe.layout import Layout
 from megaframe.planner.activations import block_bytes, left_bytes, rotary_bytes
 from megaframe.planner.blocks_per_rank import division
 from megaframe.planner.candidates import SCHEDULES
-from megaframe.planner.memory import Memory, most_logits, widest
-from megaframe.planner.memory_budget import room, state_width
+from megaframe.planner.memory import Memory, widest
+from megaframe.planner.memory_budget import room
 from megaframe.planner.parameter_counts import held, rank_memory
 from megaframe.planner.sizes import RECOMPUTE, Sizes
 from megaframe.schedule import Schedule, lower
@@ -199,7 +201,7 @@ def _rank_bytes(config: RunConfig, chip: Chip, rank: _Rank) -> Array:
     together = np.clip(together, 1.0, np.maximum(1.0, of.here[full] / c.chunks))
     lent = 2 * together * block + of.table
     values = np.where(c.zero == 3, vectors + lent, total)
-    kept = master + state_width(config.optim, master)
+    kept = master + state_bytes_per_element(config.optim, master)
     if width == master:
         values = values - np.where(c.zero == 3, vectors / ranks, own)
     if config.optim.offload and not chip.is_host:
@@ -210,7 +212,7 @@ def _rank_bytes(config: RunConfig, chip: Chip, rank: _Rank) -> Array:
     if config.parallel.compress != "none":
         gradients = gradients + np.where(c.data_replicate > 1, alone, total - vectors)
     static = own * kept + values * width + gradients * master
-    passing = _passing(config, rank, most_logits(host=chip.is_host))
+    passing = _passing(config, rank, max_logits_per_chunk(host=chip.is_host))
     return static + passing + overhead(chip)
 
 

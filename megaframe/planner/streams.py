@@ -13,7 +13,7 @@ _COPIES = 2
 _OFFLOAD = 2
 """Streams of what is kept in host memory: one in each direction."""
 _STEPS = 3
-"""Most steps of an exchange (`hierarchy.exchange_steps`)."""
+"""Most steps of an exchange (`layout.exchange_steps`)."""
 _SUMMED = (("data_shard", "context"), ("data_shard", "context", "tensor"), ("data_replicate",))
 """The axis sets over which gradients are summed, without those of experts and of copied heads."""
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from megaframe.distributed.watchdog import ENDED_FILE
 from megaframe.errors import UserError
+from megaframe.io.run_files import METRICS_FILE
 from megaframe.io.untrusted import open_file
-from megaframe.metrics.sinks import METRICS_FILE, cannot_write
+from megaframe.metrics.sinks import cannot_write
 
 FAULTS = "faults"
 """Subfolder of the run folder for the ledger, stacks and other records of faults."""

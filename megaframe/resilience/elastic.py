@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import product
 
-from megaframe.config import Parallel, RunConfig
+from megaframe.config import ParallelConfig, RunConfig
 from megaframe.errors import UserError, divisors
 from megaframe.validate.run import mistakes
 
@@ -37,7 +37,7 @@ def fitted(config: RunConfig, world: int) -> tuple[RunConfig, int]:
     )
 
 
-def _candidates(parallel: Parallel, world: int) -> Iterator[Mapping[str, int]]:
+def _candidates(parallel: ParallelConfig, world: int) -> Iterator[Mapping[str, int]]:
     """Yield sizes of axes to try, best first: those that divide the model as `parallel` does, with
     the most data ranks first; then those that divide it less and less."""
     wanted = [getattr(parallel, axis) for axis in _MODEL_AXES]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megaframe.checkpoint.train_state import SpikeHistory
-from megaframe.config import Faults
+from megaframe.config import FaultToleranceConfig
 
 _WINDOW, _LEAST = 64, 8
 """Number of losses whose median is taken, and the fewest for which it is."""
@@ -38,7 +38,7 @@ class Judgement:
 class History:
     """What has to be remembered of a run's steps to judge the next one."""
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: FaultToleranceConfig) -> None:
         self._faults = faults
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._left_out: set[int] = set()

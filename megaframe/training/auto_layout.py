@@ -19,6 +19,7 @@ from megaframe.distributed.device import hidden_gpu, host_memory
 from megaframe.distributed.mesh import ranks_on_this_node
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import DEFAULT, Cluster, device_cluster, load_cluster
+from megaframe.io.run_files import CONFIG_FILE
 from megaframe.layout import Layout, axis_sizes
 from megaframe.planner.advice import decision
 from megaframe.planner.constants import cluster_constants
@@ -146,7 +147,7 @@ def _taken(config: RunConfig, of: RunConfig) -> RunConfig:
 
 def _begun(config: RunConfig) -> RunConfig | None:
     """Return the config of the run to be resumed, or None if there is none that can be read."""
-    path = Path(config.run.dir) / "config.yaml"
+    path = Path(config.run.dir) / CONFIG_FILE
     if config.checkpoint.resume is None or not path.exists():
         return None
     try:

@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megaframe.config.schema import Data, RunConfig
+from megaframe.architecture.output_head import max_logits_per_chunk
+from megaframe.config.schema import DataConfig, RunConfig
 from megaframe.data.indexed import TokenFile
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.preprocessing.documents import texts
@@ -30,7 +31,6 @@ from megaframe.data.samples import Split, documents, positions
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
 from megaframe.pipeline_parallel.stage import Stage
-from megaframe.planner.memory import most_logits
 
 _ENCODED_AT_ONCE = 256
 _PIECE = 1 << 24
@@ -122,7 +122,7 @@ def log_probabilities(stage: Stage, microbatch: Microbatch) -> tuple[Tensor, Ten
     x = stage.hidden(microbatch)
     labels = microbatch.labels_BS.flatten()
     places = (labels != IGNORE).nonzero().flatten()
-    rows = max(1, most_logits(host=x.device.type == "cpu") // head.weight.value.shape[0])
+    rows = max(1, max_logits_per_chunk(host=x.device.type == "cpu") // head.weight.value.shape[0])
     likelihoods, greedy = [], []
     for piece in places.split(rows):
         logits_TV, wanted = head.logits(x[piece]), labels[piece]
@@ -139,7 +139,7 @@ def score(
     context: int,
     stride: int,
     batch: int = 8,
-    data: Data | None = None,
+    data: DataConfig | None = None,
     token_bytes: NDArray[np.integer] | None = None,
 ) -> list[Score]:
     """Return the score of each passage.
@@ -203,7 +203,7 @@ def _check(stage: Stage, passages: Sequence[Passage], context: int, stride: int)
 
 
 def _microbatch(
-    rows: Sequence[tuple[Passage, Window]], data: Data | None, device: torch.device
+    rows: Sequence[tuple[Passage, Window]], data: DataConfig | None, device: torch.device
 ) -> Microbatch:
     """Stack windows into a microbatch with inputs [W, S]. Padding comes after a window's tokens,
     where none of them attends to it, and has no label."""
@@ -216,7 +216,7 @@ def _microbatch(
         labels_WS[row, first:length] = passage.tokens[window.first + 1 : window.end + 1]
         if passage.beginnings is not None:
             beginnings_WT[row, : length + 1] = passage.beginnings[window.begin : window.end + 1]
-    heed = data or Data()
+    heed = data or DataConfig()
     if heed.mask_eod:
         labels_WS[beginnings_WT[:, 1:]] = IGNORE
     numbers = documents(beginnings_WT[:, :-1]) if heed.reset_attention else None

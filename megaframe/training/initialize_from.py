@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from megaframe.checkpoint import Checkpoint, Slice
-from megaframe.config import Model, RunConfig
-from megaframe.config.compare import TRAINING_ONLY, differences
+from megaframe.config import ModelConfig, RunConfig
+from megaframe.config.compare import TRAINING_ONLY, find_differences
 from megaframe.errors import UserError
 from megaframe.parameters.spec import Box, ParamSpec
 
@@ -67,10 +67,10 @@ def _of_experts(spec: ParamSpec, box: Box, tensor: Tensor, ffn: int) -> Iterator
         yield Slice(name, tuple(whole[1:]), tuple(offset[1:]), tensor[place])
 
 
-def _mistakes(saved: Model, config: RunConfig) -> Iterator[str]:
+def _mistakes(saved: ModelConfig, config: RunConfig) -> Iterator[str]:
     now = config.model
     both = saved.moe is not None and now.moe is not None
-    yield from differences(saved, now, _FREE if both else _FREE | {"model.moe"}, "model")
+    yield from find_differences(saved, now, _FREE if both else _FREE | {"model.moe"}, "model")
     if saved.moe is None and now.moe is not None:
         yield from _cannot_become_experts(config)
     elif saved.moe is not None and now.moe is None:

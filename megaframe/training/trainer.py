@@ -43,11 +43,12 @@ from megaframe.distributed.collectives import all_reduce, barrier
 from megaframe.distributed.device import brought
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.errors import UnreadableFile, UserError
+from megaframe.io.run_files import CONFIG_FILE, METRICS_FILE
 from megaframe.metrics import Meter, StepTimer
 from megaframe.metrics.expert_load import ExpertMeter
 from megaframe.metrics.memory import out_of_memory
 from megaframe.metrics.run_summary import opening
-from megaframe.metrics.sinks import METRICS_FILE, set_aside
+from megaframe.metrics.sinks import set_aside
 from megaframe.pipeline_parallel.executor import Outcome
 from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.resilience.downtime import Ledger, last_saved
@@ -165,7 +166,7 @@ class Trainer:
         )
         self.guard.starts_after(self.step, state)
         if mesh.rank == 0:
-            (self.folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+            (self.folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
 
     def run(self) -> None:
         """Train until `train.steps`, with evaluations and saves in between. If a signal asks the

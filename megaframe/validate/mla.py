@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.config.model import Latent, Model
+from megaframe.config.model import LatentAttentionConfig, ModelConfig
 
 
-def latent_mistakes(model: Model, latent: Latent) -> Iterator[str]:
+def latent_mistakes(model: ModelConfig, latent: LatentAttentionConfig) -> Iterator[str]:
     """Yield a message for each mistake in model.latent and in keys that it cannot go with."""
     if model.kv_heads != model.heads:
         yield (
@@ -30,7 +30,7 @@ def latent_mistakes(model: Model, latent: Latent) -> Iterator[str]:
     yield from _rotated(model, latent)
 
 
-def _rotated(model: Model, latent: Latent) -> Iterator[str]:
+def _rotated(model: ModelConfig, latent: LatentAttentionConfig) -> Iterator[str]:
     if model.position != "rotary":
         yield (
             f"model.latent has model.latent.rotary_dim={latent.rotary_dim} rotated dims, but "

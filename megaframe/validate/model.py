@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaframe.architecture.windows import window_mistakes
-from megaframe.config.model import Model
+from megaframe.config.model import ModelConfig
 from megaframe.errors import nearest_divisors
 from megaframe.validate.mla import latent_mistakes
 
 
-def model_mistakes(model: Model, seq: int) -> Iterator[str]:
+def model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
     """Yield a message for each mistake in heads, widths, positions and windows.
 
     seq: tokens per sample.
@@ -44,7 +44,7 @@ def model_mistakes(model: Model, seq: int) -> Iterator[str]:
         )
 
 
-def _rotary(model: Model) -> Iterator[str]:
+def _rotary(model: ModelConfig) -> Iterator[str]:
     width = model.rotary_fraction * model.head_dim
     if abs(width - round(width)) > 1e-6 or round(width) % 2:
         below = int(width) // 2 * 2
@@ -57,7 +57,7 @@ def _rotary(model: Model) -> Iterator[str]:
         )
 
 
-def _scaling(model: Model) -> Iterator[str]:
+def _scaling(model: ModelConfig) -> Iterator[str]:
     scaling = model.rotary_scaling
     if scaling.kind == "none" and scaling.factor != 1:
         yield (

@@ -10,8 +10,14 @@ from collections.abc import Iterator, Mapping
 
 from megaframe.architecture.context import context_mistakes
 from megaframe.architecture.experts import expert_mistakes
-from megaframe.config.describe import shown
-from megaframe.config.schema import BatchRamp, Checkpoint, Optim, RunConfig, Train
+from megaframe.config.describe import format_value
+from megaframe.config.schema import (
+    BatchRampConfig,
+    CheckpointConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
 from megaframe.config.url import is_url, url_mistake
 from megaframe.errors import TIMES, UserError, divisors, join_or, nearest_multiples
 from megaframe.layout import Layout, axis_sizes
@@ -84,7 +90,7 @@ def mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[str]:
     ]
 
 
-def _places(checkpoint: Checkpoint) -> Iterator[str]:
+def _places(checkpoint: CheckpointConfig) -> Iterator[str]:
     for key in ("folder", "resume", "weights"):
         value = getattr(checkpoint, key)
         if value is not None and is_url(value):
@@ -148,7 +154,7 @@ def _vocabulary(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _batches(train: Train, data: int) -> Iterator[str]:
+def _batches(train: TrainConfig, data: int) -> Iterator[str]:
     together = train.microbatch * data
     on_ranks = f"train.microbatch={train.microbatch} on {data} data rank{'s' if data > 1 else ''}"
     top = train.global_batch
@@ -168,7 +174,7 @@ def _batches(train: Train, data: int) -> Iterator[str]:
         yield from _ramp(train.batch_ramp, top, together, on_ranks)
 
 
-def _ramp(ramp: BatchRamp, top: int, together: int, on_ranks: str) -> Iterator[str]:
+def _ramp(ramp: BatchRampConfig, top: int, together: int, on_ranks: str) -> Iterator[str]:
     """Yield what is wrong with a ramp to a global batch of `top`, a multiple of `together` samples:
     every step's batch must be a multiple of it, too."""
     name, start, increment = "train.batch_ramp", ramp.start, ramp.increment
@@ -191,7 +197,7 @@ def _ramp(ramp: BatchRamp, top: int, together: int, on_ranks: str) -> Iterator[s
         yield f"{'; '.join(wrong)}; use {join_or(_ramps(ramp, top, together))}"
 
 
-def _ramps(ramp: BatchRamp, top: int, together: int) -> Iterator[str]:
+def _ramps(ramp: BatchRampConfig, top: int, together: int) -> Iterator[str]:
     """Yield the nearest ramps that divide. If only the start is wrong, these are the start below
     and the one above; otherwise the increment below and the one above, each with its nearest
     start."""
@@ -231,15 +237,17 @@ def _stages(config: RunConfig) -> Iterator[str]:
             wrong = f"sums to {sum(given)}, not to model.layers={layers}"
         even = tuple((layers + number) // stages for number in reversed(range(stages)))
         yield (
-            f"parallel.layers_per_stage={shown(given)} {wrong}; use for example {shown(even)}, "
+            f"parallel.layers_per_stage={format_value(given)} {wrong}; use for example "
+            f"{format_value(even)}, "
             "or leave it out to divide by work"
         )
     blocks = config.train.recompute_blocks
     if isinstance(blocks, tuple) and len(blocks) != stages:
         fitting = (blocks + (blocks[-1:] or (0,)) * stages)[:stages]
         yield (
-            f"train.recompute_blocks={shown(blocks)} has {len(blocks)} stages, but {what} makes "
-            f"{stages}; use for example {shown(fitting)}, or one number for all"
+            f"train.recompute_blocks={format_value(blocks)} has {len(blocks)} stages, but {what} "
+            "makes "
+            f"{stages}; use for example {format_value(fitting)}, or one number for all"
         )
 
 
@@ -296,7 +304,7 @@ def _compression(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _precision(train: Train) -> Iterator[str]:
+def _precision(train: TrainConfig) -> Iterator[str]:
     if train.fp8 != "none" and train.precision == "fp16":
         yield (
             f"train.fp8={train.fp8} has no gradient scale, which train.precision=fp16 needs; use "
@@ -307,7 +315,7 @@ def _precision(train: Train) -> Iterator[str]:
     if train.offload and train.recompute != "full" and none:
         yield (
             "train.offload=true moves the inputs of recomputed blocks, and train.recompute="
-            f"{train.recompute} with train.recompute_blocks={shown(again)} has none; use "
+            f"{train.recompute} with train.recompute_blocks={format_value(again)} has none; use "
             "train.recompute=full, or train.recompute_blocks=1 or more"
         )
 
@@ -318,7 +326,7 @@ def _graph(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
             yield f"train.cuda_graph=true cannot work here: {reason}"
 
 
-def _still_rising(optim: Optim, steps: int) -> str | None:
+def _still_rising(optim: OptimConfig, steps: int) -> str | None:
     if optim.warmup <= steps:
         return None
     return (
@@ -338,7 +346,7 @@ def _nothing_to_compare(config: RunConfig, layout: Layout) -> str | None:
     )
 
 
-def _learning_rate(optim: Optim, steps: int) -> Iterator[str]:
+def _learning_rate(optim: OptimConfig, steps: int) -> Iterator[str]:
     if optim.min_lr > optim.lr:
         yield (
             f"optim.min_lr={optim.min_lr:g} is above optim.lr={optim.lr:g}; "
@@ -364,13 +372,14 @@ def _learning_rate(optim: Optim, steps: int) -> Iterator[str]:
         )
 
 
-def _optimizer(optim: Optim) -> Iterator[str]:
+def _optimizer(optim: OptimConfig) -> Iterator[str]:
     """Yield mistakes in keys that only some optimizers have."""
     with_momentum = ("muon", "sgd")
     for key, value in (("momentum", optim.momentum), ("nesterov", optim.nesterov)):
         if value is not None and optim.name not in with_momentum:
             yield (
-                f"optim.{key}={shown(value)} has no effect with optim.name={optim.name}; leave it "
+                f"optim.{key}={format_value(value)} has no effect with optim.name={optim.name}; "
+                "leave it "
                 f"out, or use optim.name={join_or(with_momentum)}"
             )
     if optim.nesterov and optim.momentum == 0:
@@ -380,7 +389,7 @@ def _optimizer(optim: Optim) -> Iterator[str]:
         )
 
 
-def _saving(checkpoint: Checkpoint) -> Iterator[str]:
+def _saving(checkpoint: CheckpointConfig) -> Iterator[str]:
     every, kept = checkpoint.every, checkpoint.keep_every
     if kept and not every:
         yield (
@@ -411,8 +420,10 @@ def _data(config: RunConfig) -> Iterator[str]:
     wrong = {key: total for key, total in totals.items() if abs(total - 1) > 1e-6}
     for key, total in wrong.items():
         parts = [round(part / total, 6) for part in splits[key]] if total else [1, 0, 0]
-        yield f"{key}={shown(splits[key])} sums to {total:g}, not 1; use {shown(parts)}"
-    text = ", ".join(f"{key}={shown(split)}" for key, split in splits.items())
+        yield (
+            f"{key}={format_value(splits[key])} sums to {total:g}, not 1; use {format_value(parts)}"
+        )
+    text = ", ".join(f"{key}={format_value(split)}" for key, split in splits.items())
     if not wrong and not any(split[0] for split in splits.values()):
         yield f"{text} leaves nothing to train on; use a split such as [0.98, 0.02, 0]"
     if config.train.eval_every and not any(split[1] for split in splits.values()):

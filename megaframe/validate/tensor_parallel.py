@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.config.model import Model
+from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.errors import TIMES, divisors, join_or, nearest_divisors
 
@@ -15,7 +15,7 @@ def tensor_mistakes(config: RunConfig) -> Iterator[str]:
     yield from _chunks(config)
 
 
-def _matrices(model: Model, tensor: int) -> Iterator[str]:
+def _matrices(model: ModelConfig, tensor: int) -> Iterator[str]:
     groups, heads = model.kv_heads, model.heads
     if model.latent is not None:
         if heads % tensor:

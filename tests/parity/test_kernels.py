@@ -11,7 +11,7 @@ import torch
 from parity_runs import MODELS, run
 from tolerances import growth, unit_roundoff
 
-from megaframe.config.schema import Kernels as Section
+from megaframe.config.schema import KernelsConfig as Section
 from megaframe.errors import UserError
 from megaframe.model.fp8 import Fp8Matmul
 from megaframe.ops.kernel_dispatch import FAMILIES, Kernels

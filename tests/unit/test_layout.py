@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.config import Parallel
+from megaframe.config import ParallelConfig
 from megaframe.errors import UserError, divisors
 from megaframe.layout import DENSE_VIEW, EXPERT_VIEW, Layout
 
@@ -114,7 +114,7 @@ def test_order_of_the_axes_is_the_documented_one():
 
 @given(world=st.integers(1, 64), tensor=sizes, context=sizes, pipeline=sizes)
 def test_data_is_what_remains_of_the_world(world, tensor, context, pipeline):
-    parallel = Parallel(tensor=tensor, context=context, pipeline=pipeline)
+    parallel = ParallelConfig(tensor=tensor, context=context, pipeline=pipeline)
     if world % (tensor * context * pipeline):
         with pytest.raises(UserError, match=rf"world of {world} ranks"):
             Layout.from_parallel(parallel, world)
@@ -143,9 +143,9 @@ def test_an_impossible_layout_cannot_be_constructed(given, message):
 
 def test_sizes_that_do_not_make_the_world_are_refused_with_both_numbers():
     with pytest.raises(UserError, match=r"= 6 is not the world of 8 ranks; use parallel.data=4"):
-        Layout.from_parallel(Parallel(tensor=2, data=3), 8)
+        Layout.from_parallel(ParallelConfig(tensor=2, data=3), 8)
     with pytest.raises(UserError, match=r"= 3 does not divide the world of 8 .* 6 or 9 .* 2 or 4"):
-        Layout.from_parallel(Parallel(tensor=3), 8)
+        Layout.from_parallel(ParallelConfig(tensor=3), 8)
 
 
 @pytest.mark.parametrize(

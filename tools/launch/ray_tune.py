@@ -41,6 +41,7 @@ from megaframe.dashboard.sweep import (
     values_after,
 )
 from megaframe.errors import report_errors
+from megaframe.io.run_files import METRICS_FILE
 
 _PAUSE = 0.5
 
@@ -152,7 +153,7 @@ def run_trial(
     command = trial_command(words, keys, run, ranks)
     with open(run / CONSOLE, "wb") as console:
         process = subprocess.Popen(command, cwd=here, stdout=console, stderr=console)
-    metrics, told, ended = Metrics(run / "metrics.jsonl"), 0, False
+    metrics, told, ended = Metrics(run / METRICS_FILE), 0, False
     while not ended:
         ended = process.poll() is not None  # read once more after the end, for the last lines
         metrics.read()

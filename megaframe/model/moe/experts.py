@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.config import Model, Moe
+from megaframe.config import ModelConfig, MoEConfig
 from megaframe.expert_parallel.paths import Dealt, Local
 from megaframe.model.forward_context import Frame
 from megaframe.model.fp8 import Fp8Matmul
@@ -32,7 +32,7 @@ from megaframe.parameters.spec import Normal, ParamSpec
 class Experts(Module):
     """hidden -> width -> hidden in each expert, without biases."""
 
-    def __init__(self, name: str, model: Model, moe: Moe, output_std: float) -> None:
+    def __init__(self, name: str, model: ModelConfig, moe: MoEConfig, output_std: float) -> None:
         width = moe.ffn or model.ffn
         gated = model.activation == "swiglu"
         self.activation = model.activation

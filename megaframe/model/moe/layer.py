@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megaframe.config import Model, Moe
+from megaframe.config import ModelConfig, MoEConfig
 from megaframe.expert_parallel.dispatch import route_tokens
 from megaframe.expert_parallel.paths import back, there
 from megaframe.model.forward_context import Frame
@@ -20,7 +20,7 @@ class MixtureOfExperts(Module):
     """A router, the experts to which it sends tokens, and optionally a shared MLP for every token,
     which is computed while tokens are in transit."""
 
-    def __init__(self, name: str, model: Model, moe: Moe, output_std: float) -> None:
+    def __init__(self, name: str, model: ModelConfig, moe: MoEConfig, output_std: float) -> None:
         self.router = Router(f"{name}.router", model, moe)
         self.experts = Experts(f"{name}.experts", model, moe, output_std)
         self.shared: MLP | None = None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.config import Model, Moe
+from megaframe.config import ModelConfig, MoEConfig
 from megaframe.distributed.collectives import all_reduce
 from megaframe.expert_parallel.dispatch import DROPPED
 from megaframe.model.forward_context import Frame
@@ -29,7 +29,7 @@ class Router(Module):
     scores when experts are chosen; otherwise it is the load of the last step, 1 on average. Its
     gradient is the load of the current step."""
 
-    def __init__(self, name: str, model: Model, moe: Moe) -> None:
+    def __init__(self, name: str, model: ModelConfig, moe: MoEConfig) -> None:
         self.name, self.moe = name, moe
         spec = ParamSpec(
             f"{name}.weight",

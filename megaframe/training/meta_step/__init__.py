@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from megaframe.config import RunConfig
-from megaframe.config.schema import Kernels
+from megaframe.config.schema import KernelsConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
@@ -64,7 +64,7 @@ def rehearse(config: RunConfig, layout: Layout, rank: int) -> Counted:
         update={
             "parallel": config.parallel.model_copy(update=parallel),
             "train": config.train.model_copy(update=train),
-            "kernels": Kernels(),
+            "kernels": KernelsConfig(),
         }
     )
     with Hollow() as ledger:

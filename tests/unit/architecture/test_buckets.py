@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from megaframe.architecture.buckets import LATENCY_SHARE, Blocks, balanced_count, bucket_blocks
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
-from megaframe.layout import Layout
+from megaframe.layout import Layout, exchange_groups, exchange_steps, ranks_per_node
 from megaframe.planner.collective_times import Level, pairwise_all_to_all, stepped_exchange
 from megaframe.planner.constants import cluster_constants
-from megaframe.planner.hierarchy import divided, exchange_steps, messages, neighbours
 from megaframe.planner.machine import Machine
 from megaframe.planner.sizes import sizes_of
 from megaframe.planner.update import bucket_count, exchange_seconds, with_bucket_size
@@ -130,12 +129,17 @@ def test_alone_or_on_few_ranks_half_a_block_stays_a_bucket():
     assert with_buckets(given, 8192) == (given, [])
 
 
+def num_messages(steps):
+    """Messages that a rank sends in an exchange in these steps."""
+    return sum(ranks - 1 for ranks in steps)
+
+
 @settings(deadline=None, max_examples=200)
 @given(ranks=st.integers(1, 5000), inside=st.integers(1, 72))
 def test_steps_divide_a_group_and_save_messages(ranks, inside):
     steps = exchange_steps(ranks, inside)
     assert math.prod(steps) == ranks
-    assert messages(steps) <= ranks - 1
+    assert num_messages(steps) <= ranks - 1
     node, near, far = steps
     assert node in (1, inside)
     assert far == 1 or 2 * (near + far - 2) <= near * far - 1
@@ -156,14 +160,14 @@ def test_steps_divide_a_group_and_save_messages(ranks, inside):
 )
 def test_messages_of_a_rank(ranks, inside, steps, sent):
     assert exchange_steps(ranks, inside) == steps
-    assert messages(steps) == sent
+    assert num_messages(steps) == sent
 
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(24, (2, 3, 4)), (8, (2, 4)), (6, (6,))])
 def test_every_pair_of_ranks_is_connected_by_one_path(ranks, sizes):
     """What rank r has for rank q goes to the rank that has q's places in the steps so far."""
     numbers = [10 + rank for rank in range(ranks)]
-    steps = divided(numbers, sizes)
+    steps = exchange_groups(numbers, sizes)
     for groups in steps:
         assert sorted(rank for group in groups for rank in group) == numbers
     for source in numbers:
@@ -177,11 +181,11 @@ def test_every_pair_of_ranks_is_connected_by_one_path(ranks, sizes):
 
 
 def test_neighbours_of_a_node_are_the_same_in_every_group():
-    assert neighbours([(0, 1, 2, 3), (4, 5, 6, 7)], 2) == 2
-    assert neighbours([(0, 2, 4, 6), (1, 3, 5, 7)], 4) == 2
-    assert neighbours([(0, 8, 16)], 8) == 1
-    assert neighbours([(0, 1, 2)], 2) == 1
-    assert neighbours([(0, 1), (2, 3)], 8) == 2
+    assert ranks_per_node([(0, 1, 2, 3), (4, 5, 6, 7)], 2) == 2
+    assert ranks_per_node([(0, 2, 4, 6), (1, 3, 5, 7)], 4) == 2
+    assert ranks_per_node([(0, 8, 16)], 8) == 1
+    assert ranks_per_node([(0, 1, 2)], 2) == 1
+    assert ranks_per_node([(0, 1), (2, 3)], 8) == 2
 
 
 def test_an_exchange_in_steps_takes_its_messages_and_the_same_bytes():
@@ -191,11 +195,11 @@ def test_an_exchange_in_steps_takes_its_messages_and_the_same_bytes():
         moved = size * (ranks - 1) / ranks / bandwidth
         steps = exchange_steps(ranks, 1)
         assert float(stepped_exchange(size, group)) == pytest.approx(
-            messages(steps) * alpha + moved
+            num_messages(steps) * alpha + moved
         )
         assert float(pairwise_all_to_all(size, group)) == pytest.approx((ranks - 1) * alpha + moved)
     # Within a node first: the slow links carry an eighth.
     group = [Level(8.0, 3e-6, 4e11), Level(np.float64(16.0), alpha, bandwidth)]
-    outer = size / 8 * 15 / 16 / bandwidth + messages(exchange_steps(16, 1)) * alpha
+    outer = size / 8 * 15 / 16 / bandwidth + num_messages(exchange_steps(16, 1)) * alpha
     inner = size * 7 / 8 / 4e11 + 7 * 3e-6
     assert float(stepped_exchange(size, group)) == pytest.approx(inner + outer)

@@ -33,7 +33,7 @@ import shakespeare  # noqa: E402
 import tensor_cpu  # noqa: E402
 import train_cpu  # noqa: E402
 from context_workload import own_parts  # noqa: E402
-from experts_workload import SHAPES, Shape  # noqa: E402
+from experts_workload import SHAPES, ExpertsShape  # noqa: E402
 
 
 def tolerance(length):
@@ -50,7 +50,9 @@ def printed(main, arguments, monkeypatch, capsys):
 
 
 def test_experts_give_the_answer_of_a_loop(monkeypatch, capsys):
-    monkeypatch.setitem(SHAPES, "tiny", Shape(tokens=96, hidden=32, width=48, experts=8, top_k=2))
+    monkeypatch.setitem(
+        SHAPES, "tiny", ExpertsShape(tokens=96, hidden=32, width=48, experts=8, top_k=2)
+    )
     arguments = ["--shape", "tiny", "--precision", "fp32", "--steps", "1"]
     ours, plain = (
         printed(one.main, arguments, monkeypatch, capsys)["loss"]

@@ -21,8 +21,8 @@ import kernel_bench  # noqa: E402
 import time_limit  # noqa: E402
 import training_gpu  # noqa: E402
 from gpu_goals import goals, order_of, table  # noqa: E402
-from kernel_bench import Ceilings, Measurement, Pass, Timing, error_of, pass_of, share  # noqa: E402
-from kernel_cases import MIDDLE, REAL, TINY, Case, Work, cases  # noqa: E402
+from kernel_bench import Ceilings, Measurement, PassResult, Timing, error_of, pass_of, share  # noqa: E402
+from kernel_cases import MIDDLE, REAL, TINY, KernelCase, LeastWork, cases  # noqa: E402
 from megaframe_kernels.registry import KERNELS  # noqa: E402
 from time_limit import run_limited, told, write_json  # noqa: E402
 
@@ -103,18 +103,18 @@ def test_sizes_have_the_same_cases_and_work_that_counts():
 
 def test_the_share_is_of_the_ceiling_that_binds():
     ceilings = Ceilings(copy=4e12, product=8e14)
-    assert share(Work(bytes=4e9), 2e-3, ceilings) == pytest.approx(0.5)
-    assert share(Work(bytes=4e9, flops=8e12), 2e-2, ceilings) == pytest.approx(0.5)
+    assert share(LeastWork(bytes=4e9), 2e-3, ceilings) == pytest.approx(0.5)
+    assert share(LeastWork(bytes=4e9, flops=8e12), 2e-2, ceilings) == pytest.approx(0.5)
 
 
 def test_a_pass_stands_beside_a_copy_or_bare_products(monkeypatch):
     monkeypatch.setattr(kernel_bench, "copy_seconds", lambda size, dry: size / 1e9)
     monkeypatch.setattr(kernel_bench, "product_seconds", lambda shape, dry: 1e-3)
     ceilings, timing = Ceilings(4e12, 8e14), Timing(4e-3, 3e-3, 5e-3)
-    moved = pass_of(Work(bytes=6e6), timing, ceilings, True)
+    moved = pass_of(LeastWork(bytes=6e6), timing, ceilings, True)
     assert moved.copy_share == pytest.approx(0.75) and moved.product_share is None
     assert (moved.low, moved.high) == (3e-3, 5e-3)
-    multiplied = pass_of(Work(flops=1e9, products=((1, 2, 3),) * 3), timing, ceilings, True)
+    multiplied = pass_of(LeastWork(flops=1e9, products=((1, 2, 3),) * 3), timing, ceilings, True)
     assert multiplied.product_share == pytest.approx(0.75) and multiplied.copy_share is None
 
 
@@ -178,7 +178,10 @@ def test_what_is_checked_is_gradients_and_whole_numbers_too():
     def reference(x):
         return 2.0 * x, (x > 0).int()
 
-    case, kernel = Case("any", "any", given, Work(1.0)), SimpleNamespace(reference=reference)
+    case, kernel = (
+        KernelCase("any", "any", given, LeastWork(1.0)),
+        SimpleNamespace(reference=reference),
+    )
     assert error_of(kernel, reference, case) == 0.0  # twice a number is exact
     assert error_of(kernel, Doubled.apply, case) == pytest.approx(0.25)
     with pytest.raises(ValueError, match="output 1 differs"):
@@ -196,7 +199,7 @@ def test_what_cannot_be_checked_is_timed_and_says_so(monkeypatch):
 
 
 def measured(case, name, seconds, error=0.0, trouble=None, **more):
-    one = Pass(seconds, seconds, seconds, 1.0, 1.0, 0.5, **more) if seconds else None
+    one = PassResult(seconds, seconds, seconds, 1.0, 1.0, 0.5, **more) if seconds else None
     return asdict(Measurement("norm", case, name, one, error=error, trouble=trouble))
 
 
@@ -220,7 +223,7 @@ def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
     ]
     for m in found[:2]:
         m["backward"] = {**m["forward"], "copy_share": 0.5}
-    own = Pass(1e-3, 1e-3, 1e-3, 0.0, 0.6e12, 0.5)
+    own = PassResult(1e-3, 1e-3, 1e-3, 0.0, 0.6e12, 0.5)
     causal = "causal, head 128, 8192 tokens"
     found.append(asdict(Measurement("attention", causal, "triton", own, own)))
     slow, quick = (replace(own, seconds=seconds) for seconds in (2e-3, 8e-4))

@@ -42,7 +42,7 @@ def test_any_partition_loads_as_any_other(data):
         for box in data.draw(partitions(tensor.shape)):
             ranks[data.draw(st.integers(0, world - 1))].append(part(name, tensor, box))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_file, "PIECE_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
+        patch.setattr(shard_file, "MAX_ENTRY_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
         path = save(Path(folder), ranks)
         assert find_checkpoint(Path(folder), "latest") == path
         wanted = []

@@ -30,10 +30,10 @@ COUNT = itertools.count()
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """Use short leases."""
-    monkeypatch.setattr(module, "LEASE", 1.0)
-    monkeypatch.setattr(module, "RENEWAL", 0.05)
-    monkeypatch.setattr(module, "_LOOK", 0.02)
-    monkeypatch.setattr(remote_module, "_SETTLED", 0.02)
+    monkeypatch.setattr(module, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(module, "RENEWAL_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(remote_module, "_SETTLE_SECONDS", 0.02)
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -153,7 +153,7 @@ def test_a_clock_that_is_ahead_delays_nobody_for_longer_than_a_lease(taken, tmp_
 
 
 def test_a_lock_that_is_renewed_is_not_waited_for(taken, home, monkeypatch):
-    monkeypatch.setattr(module, "LEASE", 1000.0)
+    monkeypatch.setattr(module, "LEASE_SECONDS", 1000.0)
     leave(home)
     renewing = threading.Timer(0.2, leave, (home,))
     renewing.start()

@@ -58,9 +58,9 @@ def server():
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Use small pieces and files, and short retries."""
-    monkeypatch.setattr(shard_file, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(shard_file, "MAX_ENTRY_BYTES", PIECE)
     monkeypatch.setattr(remote_module, "FILE_BYTES", FILE)
-    monkeypatch.setattr(retry, "PATIENCE", 20.0)
+    monkeypatch.setattr(retry, "RETRY_SECONDS", 20.0)
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.02)
 
 
@@ -235,7 +235,7 @@ class TestInterruptions:
             assert torch.equal(load_all(path)["a"], weight(1.0).double())
 
     def test_one_that_fails_for_good_is_named_and_the_last_one_stays(self, server, s3, monkeypatch):
-        monkeypatch.setattr(retry, "PATIENCE", 0.3)
+        monkeypatch.setattr(retry, "RETRY_SECONDS", 0.3)
         good = saved(s3, 1.0)
         store = HashStore()
         writers = [
@@ -265,7 +265,7 @@ class TestInterruptions:
         self, server, s3, monkeypatch
     ):
         """The manifest is stored, but its answer is lost: what it names must not be deleted."""
-        monkeypatch.setattr(retry, "PATIENCE", 0.3)
+        monkeypatch.setattr(retry, "RETRY_SECONDS", 0.3)
         saved(s3, 1.0)
         inner = server._application
         monkeypatch.setattr(server, "_application", lost(inner, "manifest.json"))
@@ -490,7 +490,7 @@ class TestSecrets:
             raise OSError(f"cannot sign with {SECRET} (AKIAABCDEFGHIJKLMNOP), Signature=abc%2F1")
 
         monkeypatch.setattr(system, "info", leak)
-        monkeypatch.setattr(retry, "PATIENCE", 0.1)
+        monkeypatch.setattr(retry, "RETRY_SECONDS", 0.1)
         with (
             pytest.warns(UserWarning, match="trying again") as told,
             pytest.raises(UserError) as caught,

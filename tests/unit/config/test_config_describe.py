@@ -2,14 +2,19 @@
 
 import pytest
 
-from megaframe.config import common, explain, listing, unknown_options
-from megaframe.config.describe import COMMON, WIDTH, keys, nearest, suggestion
+from megaframe.config import (
+    describe_all_keys,
+    describe_common_keys,
+    describe_unknown_options,
+    explain,
+)
+from megaframe.config.describe import COMMON, WIDTH, config_keys, find_nearest_keys, suggest_keys
 from megaframe.errors import UserError
 
 
-@pytest.mark.parametrize("name", list(keys()))
+@pytest.mark.parametrize("name", list(config_keys()))
 def test_every_key_is_documented(name):
-    key, text = keys()[name], explain(name)
+    key, text = config_keys()[name], explain(name)
     assert key.text.endswith(".")
     assert text.splitlines()[0] == name
     assert " ".join(text.split()).find(key.text) >= 0
@@ -19,12 +24,12 @@ def test_every_key_is_documented(name):
 
 
 def test_the_listing_names_every_key_that_holds_a_value_aligned():
-    text = listing()
+    text = describe_all_keys()
     assert max(map(len, text.splitlines())) <= WIDTH
     names = [
         line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2] > " "
     ]
-    assert names == [key.name for key in keys().values() if key.section is None]
+    assert names == [key.name for key in config_keys().values() if key.section is None]
     for block in text.split("\n\n"):
         starts = {
             len(line) - len(line[2:].split(None, 2)[-1])
@@ -35,15 +40,15 @@ def test_the_listing_names_every_key_that_holds_a_value_aligned():
 
 
 def test_the_listing_says_what_every_key_takes():
-    text = " ".join(listing().split())
-    for name, key in keys().items():
+    text = " ".join(describe_all_keys().split())
+    for name, key in config_keys().items():
         assert key.section or f" Takes {key.allowed}." in text.partition(f" {name} ")[2], name
 
 
 def test_the_keys_that_people_change_have_a_line_each_in_the_order_of_the_schema():
-    lines = common().splitlines()
+    lines = describe_common_keys().splitlines()
     assert [line.split()[0] for line in lines] == [*COMMON]
-    assert [name for name in keys() if name in COMMON] == [*COMMON]
+    assert [name for name in config_keys() if name in COMMON] == [*COMMON]
     assert all(len(line) <= WIDTH for line in lines)
     (rate,) = (line.split() for line in lines if " optim.lr " in line)
     assert rate == ["optim.lr", "0.0003", "Peak", "learning", "rate."]
@@ -73,7 +78,7 @@ def test_the_keys_that_people_change_have_a_line_each_in_the_order_of_the_schema
     ],
 )
 def test_what_a_key_takes(name, words):
-    assert keys()[name].allowed == words
+    assert config_keys()[name].allowed == words
 
 
 def test_a_section_is_explained_key_by_key():
@@ -98,8 +103,8 @@ def test_a_section_is_explained_key_by_key():
     ],
 )
 def test_the_nearest_key(wrong, right):
-    assert nearest(wrong) == right
-    said = suggestion(wrong)
+    assert find_nearest_keys(wrong) == right
+    said = suggest_keys(wrong)
     assert said == f"did you mean {right}?" or said.endswith(f" is {right}")
     with pytest.raises(UserError) as refusal:
         explain(wrong)
@@ -119,6 +124,6 @@ def test_the_nearest_key(wrong, right):
     ],
 )
 def test_an_unknown_option_is_a_key_a_foreign_name_or_near_an_option(option, words):
-    head, line = unknown_options([option], ["--config", "--dry-run"]).split("\n  ")
+    head, line = describe_unknown_options([option], ["--config", "--dry-run"]).split("\n  ")
     assert head == "unknown option; keys are given without dashes: section.key=value"
     assert words in line and "secret" not in line

@@ -8,10 +8,10 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megaframe.config import RunConfig, Source, dump, explain, load
-from megaframe.config.describe import keys
-from megaframe.config.foreign import known_elsewhere
-from megaframe.config.schema import Parallel
+from megaframe.config import DataSourceConfig, RunConfig, dump, explain, load
+from megaframe.config.describe import config_keys
+from megaframe.config.migration import translate_setting
+from megaframe.config.schema import ParallelConfig
 from megaframe.config.url import text_mistake
 from megaframe.errors import UserError
 from megaframe.layout import axis_sizes, fewest_ranks
@@ -34,7 +34,7 @@ def values(annotation, bounds=()):
         return st.lists(values(args[0]), max_size=3)
     if origin is tuple:
         return st.tuples(*map(values, args)).map(list)
-    if annotation is Source:
+    if annotation is DataSourceConfig:
         return st.fixed_dictionaries({"path": TEXT}, optional={"weight": st.floats(1e-3, 1e3)})
     limits = {n: getattr(b, n) for b in bounds for n in ("gt", "ge", "lt", "le") if hasattr(b, n)}
     low, high = limits.get("ge", limits.get("gt")), limits.get("le", limits.get("lt"))
@@ -56,7 +56,7 @@ WHOLE = ("train.batch_ramp.", "model.latent.", "model.moe.")
 """Sections that are given whole or not at all."""
 EVERY_LEAF = {
     name: values(key.field.annotation, key.field.metadata)
-    for name, key in keys().items()
+    for name, key in config_keys().items()
     if key.section is None
 }
 LEAVES = {name: value for name, value in EVERY_LEAF.items() if not name.startswith(WHOLE)}
@@ -145,7 +145,7 @@ SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
     "tensor", "context", "pipeline", "expert", "expert_tensor", "data_replicate"
 )}))  # fmt: skip
 def test_no_smaller_world_has_a_layout(sizes):
-    parallel = Parallel(**sizes)
+    parallel = ParallelConfig(**sizes)
     fewest = fewest_ranks(parallel)
     rest = parallel.tensor * parallel.context * parallel.pipeline
     assert axis_sizes(parallel, fewest)[1] == []
@@ -155,30 +155,33 @@ def test_no_smaller_world_has_a_layout(sizes):
 
 
 NAMES = st.from_regex(r"[a-z_]{1,12}(\.[a-z_0-9]{1,12}){0,2}", fullmatch=True)
-EDITED = st.tuples(st.sampled_from(sorted(keys())), st.integers(0, 30)).map(
+EDITED = st.tuples(st.sampled_from(sorted(config_keys())), st.integers(0, 30)).map(
     lambda pair: pair[0][: pair[1]] + pair[0][pair[1] + 1 :]
 )
 
 
 @settings(deadline=None, max_examples=60)
-@given((NAMES | EDITED).filter(lambda name: name not in keys() and name.strip(".")))
+@given((NAMES | EDITED).filter(lambda name: name not in config_keys() and name.strip(".")))
 def test_an_unknown_key_always_suggests_a_known_one(name):
     for ask in (lambda: explain(name), lambda: load(None, [f"{name}=1"])):
         with pytest.raises(UserError) as refusal:
             ask()
         text = str(refusal.value)
-        if "has no keys beneath it" not in text and known_elsewhere(name) is None:
+        if "has no keys beneath it" not in text and translate_setting(name) is None:
             suggested = text.rpartition("did you mean ")[2].rstrip("?").replace(" or ", ", ")
-            known = {*keys(), *(f"data.sources.{field}" for field in Source.model_fields)}
+            known = {
+                *config_keys(),
+                *(f"data.sources.{field}" for field in DataSourceConfig.model_fields),
+            }
             assert known.issuperset(suggested.split(", "))
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.sampled_from(sorted(k for k in keys() if len(k) > 8)), st.integers(0, 40))
+@given(st.sampled_from(sorted(k for k in config_keys() if len(k) > 8)), st.integers(0, 40))
 def test_one_lost_letter_in_a_key_is_found(name, place):
     place = name.index(".") + 1 + place % (len(name) - name.index(".") - 1) if "." in name else 0
     wrong = name[:place] + name[place + 1 :]
-    if wrong not in keys():
+    if wrong not in config_keys():
         with pytest.raises(UserError, match=rf"did you mean (.* or )?{name}( or .*)?\?"):
             explain(wrong)
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import counting_documents, write_token_file
 
-from megaframe.config.model import Model
-from megaframe.config.schema import BatchRamp, Data, RunConfig, Train
-from megaframe.config.schema import Source as SourceConfig
+from megaframe.config.model import ModelConfig
+from megaframe.config.schema import BatchRampConfig, DataConfig, RunConfig, TrainConfig
+from megaframe.config.schema import DataSourceConfig as SourceConfig
 from megaframe.data.loader import Loader, global_batch
 from megaframe.data.microbatch import IGNORE
 from megaframe.errors import UserError
@@ -37,9 +37,9 @@ def write_sources(folder):
 def config_of(paths, weights=(1.0, 2.0, 0.5), *, train=None, **data):
     sources = tuple(SourceConfig(path=p, weight=w) for p, w in zip(paths, weights, strict=False))
     return RunConfig(
-        model=Model(vocab=65536),
-        train=Train(**{"seq": SEQ, "global_batch": 8, "microbatch": 1, **(train or {})}),
-        data=Data(**{"sources": sources, "split": SPLIT, "prefetch": 0, **data}),
+        model=ModelConfig(vocab=65536),
+        train=TrainConfig(**{"seq": SEQ, "global_batch": 8, "microbatch": 1, **(train or {})}),
+        data=DataConfig(**{"sources": sources, "split": SPLIT, "prefetch": 0, **data}),
     )
 
 
@@ -140,7 +140,7 @@ def test_the_order_depends_on_the_seed_and_not_on_the_length_of_the_run(paths):
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_resume_at_every_step_equals_an_uninterrupted_run(paths, prefetch):
-    ramp = BatchRamp(start=2, increment=2, samples=20)
+    ramp = BatchRampConfig(start=2, increment=2, samples=20)
     config = config_of(paths, train={"batch_ramp": ramp}, prefetch=prefetch)
     loader = Loader(config, 0, 2)
     steps = take(loader, 12)
@@ -281,17 +281,21 @@ def test_a_damaged_state_is_refused_and_changes_nothing(paths, damage):
 
 
 def test_the_batch_ramp_rises_in_equal_parts():
-    train = Train(global_batch=32, batch_ramp=BatchRamp(start=8, increment=8, samples=300))
+    train = TrainConfig(
+        global_batch=32, batch_ramp=BatchRampConfig(start=8, increment=8, samples=300)
+    )
     assert [global_batch(train, seen) for seen in (0, 99, 100, 199, 200, 299, 300, 10**15)] == [
         *(8, 8, 16, 16, 24, 24, 32, 32)
     ]
-    flat = Train(global_batch=8, batch_ramp=BatchRamp(start=8, increment=8, samples=300))
+    flat = TrainConfig(
+        global_batch=8, batch_ramp=BatchRampConfig(start=8, increment=8, samples=300)
+    )
     assert global_batch(flat, 5) == 8
-    assert global_batch(Train(global_batch=6), 0) == 6
+    assert global_batch(TrainConfig(global_batch=6), 0) == 6
 
 
 def test_steps_follow_the_ramp(paths):
-    ramp = BatchRamp(start=2, increment=2, samples=12)
+    ramp = BatchRampConfig(start=2, increment=2, samples=12)
     loader = Loader(config_of(paths, train={"batch_ramp": ramp}), 0, 1)
     seen = 0
     for step in take(loader, 8):
@@ -453,7 +457,7 @@ def test_a_bad_token_is_raised_by_the_step_that_has_it_and_again(tmp_path, prefe
     tokens = [1] * 400
     tokens[first + 3] = 70
     write_token_file(tmp_path / "f", [[tokens]])
-    loader = Loader(config.model_copy(update={"model": Model(vocab=70)}), 0, 1)
+    loader = Loader(config.model_copy(update={"model": ModelConfig(vocab=70)}), 0, 1)
     steps = take(loader, 3)
     for _ in range(2):
         with pytest.raises(UserError, match=rf"f\.bin: token {first + 3} is 70"):

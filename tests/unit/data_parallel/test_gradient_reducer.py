@@ -16,8 +16,7 @@ from megaframe.data_parallel.powersgd import as_matrix
 from megaframe.data_parallel.reducer_choice import Wiring
 from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, world_size
-from megaframe.layout import Layout
-from megaframe.planner.hierarchy import divided, exchange_steps
+from megaframe.layout import Layout, exchange_groups, exchange_steps
 
 STEPS = 6
 SHAPES = ((40, 3, 10), (20,), (24, 36), (2, 2), (50, 20))
@@ -64,7 +63,7 @@ class Harness:
     def __init__(self, mesh, length=LENGTH, dtype=torch.float64, compress="none", steps=(), **keys):
         self.group, self.length = mesh.group("data"), length
         if steps:
-            groups = divided(self.group.ranks, steps)
+            groups = exchange_groups(self.group.ranks, steps)
             made = [mesh._make_group(("data",), members) for members in groups]
             self.group = replace(self.group, steps=tuple(made))
         wiring = Wiring(compress=compress, **keys)

@@ -9,7 +9,7 @@ from megaframe_kernels.attention_launch import launch_backward, launch_forward
 from megaframe_kernels.device import captured
 from megaframe_kernels.kernel import KernelError
 from megaframe_kernels.registry import KERNELS
-from megaframe_kernels.selection import Choice, select
+from megaframe_kernels.selection import KernelChoice, select
 from megaframe_kernels.spans import Spans, find_spans
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -94,7 +94,7 @@ def test_softcap_sinks_and_scale(softcap, scale, name):
         def reference(q, k, v, s, **options):
             return attention.reference(q, k, v, spans, sinks_N=s, **options)
 
-        class Run:
+        class UnguardedImplementation:
             @staticmethod
             def refuses(*_, **__):
                 return None
@@ -103,7 +103,7 @@ def test_softcap_sinks_and_scale(softcap, scale, name):
             def run(q, k, v, s, **options):
                 return KERNEL.implementations[name].run(q, k, v, spans, sinks_N=s, **options)
 
-        implementations = {name: Run}  # noqa: RUF012
+        implementations = {name: UnguardedImplementation}  # noqa: RUF012
 
     # The gradient of a score is a difference of products of 16 numbers, each of size sqrt(16).
     check(WithSinks, name, (*given, sinks), options, length, length, scale=4.0)
@@ -253,7 +253,7 @@ def test_sums_without_an_order_are_left_out_where_algorithms_are_deterministic(k
     if kernel is attention.BACKWARD:
         out, lse = (x.detach() for x in launch_forward(*given[:3], *given[3].tensors[:2], *NONE))
         given = out, *given[:3], out, lse, given[3]
-    choice = Choice(kernel, tuple(kernel.implementations[name] for name in reversed(OWN)), {})
+    choice = KernelChoice(kernel, tuple(kernel.implementations[name] for name in reversed(OWN)), {})
     fused, ordered = (one.run for one in choice.order)
     assert choice.find(*given) is fused
     with deterministic():

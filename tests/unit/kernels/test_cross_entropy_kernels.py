@@ -41,7 +41,7 @@ def test_strided_and_large_logits():
     check(cross_entropy.KERNEL, "torch", (rand(6, 33).requires_grad_(), labels(6, 33)), {}, 33)
 
 
-class Ranks:
+class VocabularyRanks:
     """Joins the partial results of ranks that run one after another in this process.
 
     In the first round every rank calls `collect`, in the second `join` returns the whole.
@@ -61,7 +61,7 @@ class Ranks:
 
 def on_ranks(compute, vocab, bounds):
     """Return compute(slice, join) of each part of the vocabulary; `join` combines all parts."""
-    ranks = Ranks()
+    ranks = VocabularyRanks()
     parts = [slice(a, b) for a, b in zip((0, *bounds), (*bounds, vocab), strict=True)]
     for part in parts:
         compute(part, ranks.collect)

@@ -50,7 +50,7 @@ def order_of(tokens, k, experts, seed=0, skipped=()):
     allowed = torch.tensor([e for e in range(experts) if e not in skipped], device="cpu")
     draws = torch.rand(tokens, len(allowed), generator=generator(seed), device="cpu")
     chosen = allowed[draws.argsort(1)[:, :k]].to(torch.int32).to(DEVICE)
-    return chosen, permute.Order(*permute.reference_order(chosen, experts))
+    return chosen, permute.ExpertOrder(*permute.reference_order(chosen, experts))
 
 
 @settings(deadline=None, max_examples=20)

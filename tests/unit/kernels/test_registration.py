@@ -12,7 +12,7 @@ from tolerances import assert_near
 ops = torch.ops.megaframe
 CHOICES = select(KERNELS)
 CHOSEN = torch.tensor([[0, 2], [1, 0], [2, 1]], dtype=torch.int32, device=DEVICE)
-ORDER = permute.Order(*permute.reference_order(CHOSEN, 3))
+ORDER = permute.ExpertOrder(*permute.reference_order(CHOSEN, 3))
 
 
 def leaf(*shape, seed=0, dtype=torch.float32):

@@ -10,7 +10,7 @@ from kernel_exactness import assert_close, rand
 from megaframe_kernels import installed, selection
 from megaframe_kernels.kernel import REFERENCE, KernelError
 from megaframe_kernels.registry import KERNELS
-from megaframe_kernels.selection import TABLE, Choice, chip_name, select
+from megaframe_kernels.selection import TABLE, KernelChoice, chip_name, select
 
 
 def test_the_table_names_what_exists():
@@ -111,4 +111,4 @@ def test_the_tolerance_is_that_of_the_type_and_of_the_sum():
 
 def test_a_choice_is_a_plain_value():
     norm = KERNELS["norm"]
-    assert Choice(norm, (), {}).active == REFERENCE
+    assert KernelChoice(norm, (), {}).active == REFERENCE

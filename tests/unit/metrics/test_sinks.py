@@ -5,24 +5,22 @@ from __future__ import annotations
 import json
 import math
 import resource
-import struct
 import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from wandb_files import wandb_rows, without_wandb_key
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
+from megaframe.io.run_files import METRICS_FILE
 from megaframe.metrics.sinks import (
-    METRICS_FILE,
     JsonlSink,
     TensorBoardSink,
     WandbSink,
     flat,
-    has_wandb_key,
     open_sinks,
-    wandb_id,
 )
 
 
@@ -133,57 +131,18 @@ def test_tensorboard_shows_one_curve_after_a_resume(tmp_path):
     assert [event.step for event in events.Scalars("shifted")] == [1, 2, 3]
 
 
-def wandb_records(path):
-    """Return the records of an offline run's file.
-
-    They are protocol buffers, divided into pieces in blocks of 32 KiB as in LevelDB's log. wandb's
-    own reader is not used, because some versions of its package lack it.
-    """
-    internal = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    data = path.read_bytes()
-    position, parts, records = 7, b"", []
-    while position + 7 <= len(data):
-        if 32768 - position % 32768 < 7:
-            position += 32768 - position % 32768
-            continue
-        _, size, kind = struct.unpack_from("<IHB", data, position)
-        parts += data[position + 7 : position + 7 + size]
-        position += 7 + size
-        if kind in (1, 4):  # a whole record, or its last piece
-            records.append(internal.Record.FromString(parts))
-            parts = b""
-    return records
-
-
-def wandb_rows(path):
-    """Return the history of a finished run. First waits for wandb's own process, which completes
-    the run's file."""
-    deadline = time.monotonic() + 30
-    while not any(record.HasField("exit") for record in wandb_records(path)):
-        assert time.monotonic() < deadline, "the run was not finished in its file"
-        time.sleep(0.05)
-    histories = (r.history.item for r in wandb_records(path) if r.HasField("history"))
-    return [
-        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
-        for items in histories
-    ]
-
-
 def test_wandb_offline_holds_the_same_values_under_one_id(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
+    without_wandb_key(monkeypatch, tmp_path)
     rows = []
     for start in (0, 2):
         time.sleep(1.0 if start else 0.0)  # wandb's folder names have whole seconds
         sink = WandbSink(tmp_path, "project", RunConfig(), start)
         for step in (start + 1, start + 2):
             sink.write(line(step, loss_scale=65536.0))
-            (tmp_path / METRICS_FILE).write_text(json.dumps(line(step)) + "\n")
         sink.close()
-    kept = (tmp_path / "wandb.id").read_text().strip()
-    files = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{kept}.wandb"))
+    run_id = (tmp_path / "wandb.id").read_text().strip()
+    files = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
     assert len(files) == 2
     for path in files:
         rows += wandb_rows(path)
@@ -191,31 +150,3 @@ def test_wandb_offline_holds_the_same_values_under_one_id(tmp_path, monkeypatch)
     assert [row["_step"] for row in rows] == [1, 2, 3, 4]
     assert rows[3]["loss"] == 2.5 and rows[3]["time/data"] == 0.5
     assert rows[0]["loss_scale"] == 65536.0 and "mfu" not in rows[0]
-    pages = [row["dashboard/path"] for row in rows if "dashboard/path" in row]
-    assert len(pages) == 2, "at the end of each process the page of the run is a panel"
-    shown = next(files[1].parent.glob(f"files/{pages[1]}")).read_text()
-    assert "Plotly" in shown and "Where the peak went" in shown
-
-
-def test_a_key_is_found_where_wandb_finds_it(tmp_path, monkeypatch):
-    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert not has_wandb_key()
-    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password made-up\n")
-    (tmp_path / ".netrc").chmod(0o600)
-    assert has_wandb_key()
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org/path")
-    assert not has_wandb_key()
-    monkeypatch.setenv("WANDB_API_KEY", "made-up")
-    assert has_wandb_key()
-
-
-def test_the_id_is_kept_for_a_resume_and_new_for_a_fresh_start(tmp_path):
-    path = tmp_path / "wandb.id"
-    first = wandb_id(path, fresh=True)
-    assert wandb_id(path, fresh=False) == first
-    assert wandb_id(path, fresh=True) != first
-    path.write_text("../../x\n")
-    with pytest.raises(UserError, match="holds no id"):
-        wandb_id(path, fresh=False)

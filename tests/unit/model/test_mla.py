@@ -6,7 +6,7 @@ import pytest
 from tolerances import near
 
 from megaframe.architecture.matrices import attention_matrices
-from megaframe.config import Model
+from megaframe.config import ModelConfig
 from megaframe.model.mla import LatentAttention
 from megaframe.model.rotary import frequencies, scores_factor
 
@@ -22,7 +22,7 @@ PUBLISHED = {
 def test_parameters_of_the_released_layers(name):
     """Published: the elements of the attention's tensors in one layer of the released weights."""
     shape, rank, published = PUBLISHED[name]
-    model = Model(**shape, latent={**DEEPSEEK, "query_rank": rank})
+    model = ModelConfig(**shape, latent={**DEEPSEEK, "query_rank": rank})
     specs = [p.spec for p in LatentAttention("a", model, model.latent, 0.02, None).parameters()]
     assert sum(spec.size for spec in specs) == published
     assert attention_matrices(model) == sum(s.size for s in specs if s.role == "matrix")
@@ -31,7 +31,7 @@ def test_parameters_of_the_released_layers(name):
 def yarn(**changes):
     scaling = {"kind": "yarn", "factor": 40, "original_length": 4096, "high_frequency": 32}
     latent = {**DEEPSEEK, "query_rank": 1536}
-    return Model(hidden=5120, heads=128, latent=latent, rotary_scaling={**scaling, **changes})
+    return ModelConfig(hidden=5120, heads=128, latent=latent, rotary_scaling={**scaling, **changes})
 
 
 @pytest.mark.parametrize("mscale", [0.707, 1.0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tolerances import assert_near, near
 
-from megaframe.config import Model
+from megaframe.config import ModelConfig
 from megaframe.model.rotary import Rotary, frequencies
 
 pytestmark = pytest.mark.numeric
@@ -16,7 +16,7 @@ POWER = 32
 
 
 def model(**changes):
-    return Model(**{"hidden": 256, "heads": 2, **changes})
+    return ModelConfig(**{"hidden": 256, "heads": 2, **changes})
 
 
 def test_scores_depend_on_the_distance_only():

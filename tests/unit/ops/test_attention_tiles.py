@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import assert_near, unit_roundoff
 
-from megaframe.config import Model
+from megaframe.config import ModelConfig
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.context_parallel.ring import RingMask, document_ends
 from megaframe.data.microbatch import Microbatch, zigzag
@@ -273,7 +273,7 @@ def test_a_frame_has_a_circle_for_each_window_and_asks_for_documents_once(monkey
     documents = torch.arange(32).expand(BATCH, -1) // 3
     microbatch = Microbatch(tokens, tokens, torch.arange(BATCH), None, documents)
     frame = make_frame(
-        Model(window=(5, None, 40, 5)),
+        ModelConfig(window=(5, None, 40, 5)),
         microbatch,
         torch.float32,
         None,

@@ -141,7 +141,7 @@ def test_state_in_host_memory_gives_the_same_bits(state, count):
 @pytest.mark.parametrize("state", ["master", "int8"])
 def test_a_gpu_gets_the_bits_that_it_keeps_itself(state, monkeypatch):
     """There are more chunks than rooms, and the host runs far ahead of the device."""
-    monkeypatch.setattr(optimizer_state, "CHUNK", BLOCK << 10)
+    monkeypatch.setattr(optimizer_state, "OFFLOAD_CHUNK", BLOCK << 10)
     monkeypatch.setattr(optimizer_state, "_GPU_CHUNK", BLOCK << 10)
     count = (BLOCK << 14) + 100
     device = torch.device("cuda")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaframe.config import load
-from megaframe.config.shipped import config_path
+from megaframe.config.load import config_path
 from megaframe.hardware.cluster import DEFAULT, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import constants_of

@@ -21,7 +21,7 @@ from fake_cuda.nccl_layouts import (
 )
 from fake_cuda.nccl_rules import Deadlock, Mismatch, simulate
 
-from megaframe.config.schema import Parallel
+from megaframe.config.schema import ParallelConfig
 from megaframe.distributed import collectives, mesh
 from megaframe.distributed.collectives import all_reduce, receive, send
 from megaframe.distributed.pending import started
@@ -55,7 +55,7 @@ def test_every_layout_comes_to_an_end(layout):
 @pytest.mark.parametrize("key", ["schedule", "context_kind", "dispatch", "zero"])
 def test_every_value_has_a_layout(key):
     """A layout that does not name one has the default, if there is one."""
-    field = Parallel.model_fields[key]
+    field = ParallelConfig.model_fields[key]
     values = {"schedule": NAMES, "zero": range(4)}.get(key) or get_args(field.annotation)
     assert {one.get(key, field.default) for _, _, one in LAYOUTS} >= {*values}
 

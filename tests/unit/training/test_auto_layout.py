@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megaframe.config import Model, RunConfig, dump, load
+from megaframe.config import ModelConfig, RunConfig, dump, load
 from megaframe.distributed.device import host_memory
 from megaframe.errors import UserError
 from megaframe.layout import Layout
@@ -67,7 +67,7 @@ def test_a_resumed_run_keeps_its_layout_on_as_many_ranks(tmp_path):
 
 def test_a_model_without_room_is_refused_before_anything_is_built(tmp_path):
     config = made(tmp_path)
-    large = Model(layers=80, hidden=16384, heads=128, vocab=50_000)
+    large = ModelConfig(layers=80, hidden=16384, heads=128, vocab=50_000)
     with pytest.raises(UserError, match="no layout on 8 GPUs of h100-ib"):
         with_layout(config.model_copy(update={"model": large}), 8)
 

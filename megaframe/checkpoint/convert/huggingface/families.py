@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from megaframe.architecture.windows import window_of
 from megaframe.checkpoint.convert.huggingface.config_keys import Shape, check_keys, check_sizes
-from megaframe.config import Model, RotaryScaling
+from megaframe.config import ModelConfig, RotaryScalingConfig
 from megaframe.errors import UserError
 
 Keys = dict[str, Any]
@@ -97,7 +97,7 @@ ARCHITECTURES = {
 }
 
 
-def model_of(config: Mapping[str, Any], shapes: Collection[Shape] | None = None) -> Model:
+def model_of(config: Mapping[str, Any], shapes: Collection[Shape] | None = None) -> ModelConfig:
     """Return the `model` section for a Hugging Face config. Raises `UserError` for anything that is
     not supported, or of a wrong type.
 
@@ -119,7 +119,7 @@ def model_of(config: Mapping[str, Any], shapes: Collection[Shape] | None = None)
     keys = _FAMILIES[family].read(config)
     keys = {key: value for key, value in keys.items() if value is not None}
     try:
-        return Model(**keys)
+        return ModelConfig(**keys)
     except ValidationError as errors:
         error = errors.errors()[0]
         where = ".".join(("model", *map(str, error["loc"])))
@@ -127,7 +127,7 @@ def model_of(config: Mapping[str, Any], shapes: Collection[Shape] | None = None)
         raise UserError(f"{family}: {where}={given}: {error['msg']}") from None
 
 
-def config_of(model: Model, positions: int) -> Keys:
+def config_of(model: ModelConfig, positions: int) -> Keys:
     """Return the config of the Hugging Face model that computes the same. Raises `UserError` with
     the differing keys if there is none.
 
@@ -161,7 +161,7 @@ def config_of(model: Model, positions: int) -> Keys:
     return config
 
 
-def family_of(model: Model) -> str:
+def family_of(model: ModelConfig) -> str:
     """Return the family that comes closest to a model."""
     if model.norm == "layernorm":
         return "gpt2"
@@ -183,7 +183,7 @@ def family_of(model: Model) -> str:
 @dataclass(frozen=True)
 class _Family:
     read: Callable[[Mapping[str, Any]], Keys]
-    write: Callable[[Model], Keys]
+    write: Callable[[ModelConfig], Keys]
 
 
 def _read_gpt2(config: Mapping[str, Any]) -> Keys:
@@ -195,7 +195,7 @@ def _read_gpt2(config: Mapping[str, Any]) -> Keys:
     }
 
 
-def _write_gpt2(model: Model) -> Keys:
+def _write_gpt2(model: ModelConfig) -> Keys:
     return {theirs: getattr(model, ours) for ours, theirs in _GPT2.items()}
 
 
@@ -270,7 +270,7 @@ def _qwen_window(config: Mapping[str, Any]) -> int | None:
     return config.get("sliding_window") if config.get("use_sliding_window") else None
 
 
-def _write_common(model: Model) -> Keys:
+def _write_common(model: ModelConfig) -> Keys:
     keys: Keys = {theirs: getattr(model, ours) for ours, theirs in _COMMON.items()}
     keys["rope_parameters"] = {
         "rope_theta": model.rotary_base,
@@ -279,7 +279,7 @@ def _write_common(model: Model) -> Keys:
     return keys
 
 
-def _write_attention(model: Model) -> Keys:
+def _write_attention(model: ModelConfig) -> Keys:
     return {
         **_write_common(model),
         "num_key_value_heads": model.kv_heads,
@@ -287,23 +287,23 @@ def _write_attention(model: Model) -> Keys:
     }
 
 
-def _write_sliding(model: Model) -> Keys:
+def _write_sliding(model: ModelConfig) -> Keys:
     return {**_write_attention(model), "sliding_window": _the_window(model)}
 
 
-def _write_layer_types(model: Model) -> Keys:
+def _write_layer_types(model: ModelConfig) -> Keys:
     kinds = [_FULL if window is None else _SLIDING for window in _layer_windows(model)]
     return {**_write_sliding(model), "layer_types": kinds}
 
 
-def _write_qwen(model: Model) -> Keys:
+def _write_qwen(model: ModelConfig) -> Keys:
     keys = _write_layer_types(model)
     kinds = [*keys["layer_types"], _SLIDING]
     sliding = keys["sliding_window"] is not None
     return {**keys, "use_sliding_window": sliding, "max_window_layers": kinds.index(_SLIDING)}
 
 
-def _layer_windows(model: Model) -> list[int | None]:
+def _layer_windows(model: ModelConfig) -> list[int | None]:
     return [window_of(model, layer) for layer in range(model.layers)]
 
 
@@ -317,7 +317,7 @@ def _pattern(windows: Sequence[int | None]) -> int | tuple[int | None, ...] | No
     return windows[0] if size == 1 else tuple(windows[:size])
 
 
-def _the_window(model: Model) -> int | None:
+def _the_window(model: ModelConfig) -> int | None:
     """Return the window of the first layer that has one. `config_of` refuses models whose layers
     have several different windows."""
     return next((window for window in _layer_windows(model) if window is not None), None)
@@ -346,7 +346,7 @@ def _scaling_of(rope: Mapping[str, Any]) -> Keys:
     }
 
 
-def _rope_of(scaling: RotaryScaling) -> Keys:
+def _rope_of(scaling: RotaryScalingConfig) -> Keys:
     if scaling.kind == "none":
         return {"rope_type": "default"}
     shared = {
@@ -372,7 +372,7 @@ def _read_mixtral(config: Mapping[str, Any]) -> Keys:
     return {**_read_sliding(config), "moe": moe}
 
 
-def _write_mixtral(model: Model) -> Keys:
+def _write_mixtral(model: ModelConfig) -> Keys:
     assert model.moe is not None
     return {
         **_write_sliding(model),
@@ -397,7 +397,7 @@ def _read_qwen3_moe(config: Mapping[str, Any]) -> Keys:
     return {**keys, "qk_norm": True, "moe": moe}
 
 
-def _write_qwen3_moe(model: Model) -> Keys:
+def _write_qwen3_moe(model: ModelConfig) -> Keys:
     assert model.moe is not None
     return {
         **_write_sliding(model),
@@ -437,7 +437,7 @@ def _read_deepseek(config: Mapping[str, Any]) -> Keys:
     return keys
 
 
-def _write_deepseek(model: Model) -> Keys:
+def _write_deepseek(model: ModelConfig) -> Keys:
     assert model.latent is not None
     keys = {
         **_write_common(model),

@@ -42,7 +42,7 @@ from megaframe.checkpoint.reshard import as_bytes, assemble_checkpoint, group_by
 from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, FileEntry, TensorBox
 from megaframe.checkpoint.slices import Box, index_within, split_into_runs
 from megaframe.checkpoint.train_state import initial_train_state, read_train_state
-from megaframe.config import Data, Model, RunConfig, Train
+from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.errors import UserError
 from megaframe.parameters.spec import Constant, ParamSpec
 from megaframe.pipeline_parallel.stage import model_specs
@@ -155,7 +155,7 @@ def load(folder: Path, to: StorePath) -> StorePath:
     headers = read_headers(folder)
     model = model_of(config, [header.shape for header in headers.values()])
     run = RunConfig(
-        model=model, data=Data(tokenizer=_tokenizer_in(folder)), train=_train(config, model)
+        model=model, data=DataConfig(tokenizer=_tokenizer_in(folder)), train=_train(config, model)
     )
     if wrong := mistakes(run, 1, data=False):
         raise UserError(f"{folder}: {wrong[0]}")
@@ -180,14 +180,14 @@ def _tokenizer_in(folder: Path) -> str | None:
     return None
 
 
-def _train(config: Mapping[str, Any], model: Model) -> Train:
+def _train(config: Mapping[str, Any], model: ModelConfig) -> TrainConfig:
     """Return a `train` section: the type that the weights are stored in, by default bf16, and
     samples as long as the texts that the model was trained on."""
     dtype = config.get("dtype") or config.get("torch_dtype")
     stored = next((ours for ours, theirs in _TYPES.items() if dtype == _name_of(theirs)), "bf16")
     positions = model.positions or config.get("max_position_embeddings")
     seq = {"seq": positions} if positions else {}
-    return Train.model_validate({"precision": stored, **seq})
+    return TrainConfig.model_validate({"precision": stored, **seq})
 
 
 def _name_of(dtype: torch.dtype) -> str:

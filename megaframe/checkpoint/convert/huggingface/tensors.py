@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megaframe.architecture.experts import has_experts
 from megaframe.checkpoint.convert.huggingface.families import family_of
-from megaframe.config import Model
+from megaframe.config import ModelConfig
 from megaframe.parameters.spec import Box, ParamSpec
 
 
@@ -92,7 +92,7 @@ class Theirs:
             yield part, part.ours(piece)
 
 
-def tensors_of(model: Model, specs: Iterable[ParamSpec]) -> Iterator[Theirs]:
+def tensors_of(model: ModelConfig, specs: Iterable[ParamSpec]) -> Iterator[Theirs]:
     """Yield all tensors of the Hugging Face model that corresponds to `model`.
 
     specs: specs of our parameters. Predictors of further tokens are left out, because Hugging
@@ -167,7 +167,7 @@ def _gpt2_block(names: _Names, layer: int) -> Iterator[Theirs]:
             )
 
 
-def _block(names: _Names, model: Model, layer: int) -> Iterator[Theirs]:
+def _block(names: _Names, model: ModelConfig, layer: int) -> Iterator[Theirs]:
     ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
     yield names.whole(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.gain")
     yield names.whole(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm.gain")
@@ -179,7 +179,7 @@ def _block(names: _Names, model: Model, layer: int) -> Iterator[Theirs]:
         yield from _mlp(names, f"{ours}.mlp", f"{theirs}.mlp")
 
 
-def _attention(names: _Names, model: Model, ours: str, theirs: str) -> Iterator[Theirs]:
+def _attention(names: _Names, model: ModelConfig, ours: str, theirs: str) -> Iterator[Theirs]:
     groups = model.heads // model.kv_heads
     for kind in ("weight", "bias"):
         qkv = f"{ours}.qkv.{kind}"
@@ -193,7 +193,9 @@ def _attention(names: _Names, model: Model, ours: str, theirs: str) -> Iterator[
             yield names.whole(f"{theirs}.{other}.weight", f"{ours}.{mine}.gain")
 
 
-def _latent_attention(names: _Names, model: Model, ours: str, theirs: str) -> Iterator[Theirs]:
+def _latent_attention(
+    names: _Names, model: ModelConfig, ours: str, theirs: str
+) -> Iterator[Theirs]:
     """Map latent attention. In their layout, the rotated part of a head follows the rest of the
     head, with its pairs interleaved."""
     latent = model.latent
@@ -227,7 +229,7 @@ def _mlp(names: _Names, ours: str, theirs: str) -> Iterator[Theirs]:
     yield names.whole(f"{theirs}.down_proj.weight", f"{ours}.down.weight")
 
 
-def _experts(names: _Names, model: Model, ours: str, theirs: str) -> Iterator[Theirs]:
+def _experts(names: _Names, model: ModelConfig, ours: str, theirs: str) -> Iterator[Theirs]:
     assert model.moe is not None
     mixtral = family_of(model) == "mixtral"
     theirs += ".block_sparse_moe" if mixtral else ".mlp"

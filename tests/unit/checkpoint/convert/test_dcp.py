@@ -79,7 +79,7 @@ def test_what_is_exported_loads_in_torch_and_comes_back(data):
     state = {"loss": data.draw(st.floats(allow_nan=False)), "text": data.draw(st.text())}
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
-        patch.setattr(shard_file, "PIECE_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
+        patch.setattr(shard_file, "MAX_ENTRY_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
         patch.setattr(dcp.dcp_folder, "FILE_BYTES", data.draw(st.sampled_from([16, 1 << 20])))
         with open_checkpoint(save(folder / "ours", ranks, step=7, state=state)) as source:
             dcp.export(source, folder / "dcp")
@@ -138,7 +138,7 @@ def test_what_ranks_of_torch_saved_is_imported(pool, tmp_path, threads):
     pool.run(2, save_as_rank, str(tmp_path / "dcp"), threads)
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) >= 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_file, "PIECE_BYTES", 64)
+        patch.setattr(shard_file, "MAX_ENTRY_BYTES", 64)
         done = dcp.load(tmp_path / "dcp", tmp_path / "ours")
     full = whole_tensors()
     full["nested.columns"] = full.pop("columns")
@@ -433,8 +433,8 @@ def test_the_tool_exports_and_imports(tmp_path, capsys, monkeypatch):
 
 
 def test_pieces_of_a_large_chunk_are_read_one_by_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_file, "PIECE_BYTES", 1 << 16)
-    monkeypatch.setattr(dcp.dcp_folder, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(shard_file, "MAX_ENTRY_BYTES", 1 << 16)
+    monkeypatch.setattr(dcp.dcp_folder, "MAX_ENTRY_BYTES", 1 << 16)
     full = torch.randn(1 << 9, 1 << 10)
     torch_dcp.save({"a": full}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     sizes = []

@@ -15,7 +15,7 @@ from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.families import ARCHITECTURES, config_of, model_of
 from megaframe.checkpoint.inspect import find_damage
-from megaframe.config import Model
+from megaframe.config import ModelConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.errors import UserError
 from megaframe.training.generation import load_model
@@ -204,7 +204,7 @@ def test_windows_are_the_shortest_pattern_of_their_layers(name, window):
 def test_windows_that_no_family_has_are_refused(keys, message):
     shape = {"layers": 4, "hidden": 32, "heads": 4, "vocab": 61}
     with pytest.raises(UserError) as caught:
-        config_of(Model(**{**shape, "norm": "rmsnorm", "activation": "swiglu", **keys}), 64)
+        config_of(ModelConfig(**{**shape, "norm": "rmsnorm", "activation": "swiglu", **keys}), 64)
     assert message in str(caught.value)
 
 
@@ -226,7 +226,7 @@ def test_layer_types_that_mean_nothing_here_are_refused(name, keys, message):
 def test_large_models_are_several_files(tmp_path, monkeypatch):
     wanted = made("qwen3_moe", tmp_path / "theirs")
     monkeypatch.setattr(folders, "FILE_BYTES", 10_000)
-    monkeypatch.setattr(folders, "PIECE_BYTES", 600)
+    monkeypatch.setattr(folders, "MAX_ENTRY_BYTES", 600)
     checkpoint = folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
     assert len(list(checkpoint.glob("*.safetensors"))) > 3
     with open_checkpoint(checkpoint) as opened:

@@ -2,8 +2,8 @@
 
 A key that is unknown here may be well known elsewhere. Messages about unknown keys and options look
 here before they guess by likeness. A name that is the last part of ours, such as weight_decay, is
-left out, because likeness finds it. docs/coming.md has the same names with more words, and a test
-compares.
+left out, because likeness finds it. docs/guides/migrating.md has the same names with more words,
+and a test compares.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 _BATCH = "train.global_batch, the samples of a step over all ranks"
 _STEPS = "train.steps, a number of steps"
 _ALWAYS = "always on"
-FOREIGN: Mapping[str, Mapping[str, str]] = {
+SETTINGS_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "Megatron-LM": {
         "num_layers": "model.layers",
         "hidden_size": "model.hidden",
@@ -228,7 +228,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
 the same, and what else there is to say. Names are written with underscores; those with a dot are
 known only after that section."""
 
-FORMER: Mapping[str, str] = {
+RENAMED_KEYS: Mapping[str, str] = {
     "compress_share": "parallel.compress_keep",
     "compress_rank": "parallel.compress_keep",
     "schedule_group": "parallel.schedule_microbatches",
@@ -238,7 +238,7 @@ FORMER: Mapping[str, str] = {
 replaced it. Of each two, a run could use only one."""
 
 
-def without_former(config: Mapping[str, Any]) -> dict[str, Any]:
+def upgrade_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config in a checkpoint, as plain values, with the keys of this version: what the
     former ones said that had an effect, under the keys that have replaced them."""
     given = config.get("parallel")
@@ -246,16 +246,16 @@ def without_former(config: Mapping[str, Any]) -> dict[str, Any]:
         return {**config}
     # These had defaults of their own; only that of the compression in use meant anything.
     unused = {"compress_rank": "topk", "compress_share": "powersgd"}
-    parallel = {name: value for name, value in given.items() if name not in FORMER}
-    for name in FORMER:
+    parallel = {name: value for name, value in given.items() if name not in RENAMED_KEYS}
+    for name in RENAMED_KEYS:
         kind = given.get("compress")
         if given.get(name) is None or (name in unused and kind in ("none", "int8", unused[name])):
             continue
-        parallel[FORMER[name].partition(".")[2]] = given[name]
+        parallel[RENAMED_KEYS[name].partition(".")[2]] = given[name]
     return {**config, "parallel": parallel}
 
 
-def known_elsewhere(name: str) -> str | None:
+def translate_setting(name: str) -> str | None:
     """Say what a name of another program is here: `Megatron-LM's num_layers is model.layers`; or
     that of a former key.
 
@@ -270,11 +270,11 @@ def known_elsewhere(name: str) -> str | None:
     for start in range(len(parts)):
         theirs = ".".join(parts[start:])
         owners: dict[str, list[str]] = {}
-        for program, names in FOREIGN.items():
+        for program, names in SETTINGS_ELSEWHERE.items():
             if theirs in names:
                 owners.setdefault(names[theirs], []).append(f"{program}'s")
-        if theirs in FORMER:
-            return f"{FORMER[theirs]} has replaced {theirs}"
+        if theirs in RENAMED_KEYS:
+            return f"{RENAMED_KEYS[theirs]} has replaced {theirs}"
         if owners:
             clauses = (f"{' and '.join(of)} {theirs} is {ours}" for ours, of in owners.items())
             return "; ".join(clauses)

@@ -6,12 +6,17 @@ from pathlib import Path
 import pytest
 
 from megaframe.config import explain, load
-from megaframe.config.describe import keys
-from megaframe.config.foreign import FOREIGN, FORMER, known_elsewhere, without_former
+from megaframe.config.describe import config_keys
+from megaframe.config.migration import (
+    RENAMED_KEYS,
+    SETTINGS_ELSEWHERE,
+    translate_setting,
+    upgrade_keys,
+)
 from megaframe.errors import UserError
 
-GUIDE = Path(__file__).resolve().parents[3] / "docs/coming.md"
-EVERY = [(program, name) for program, names in FOREIGN.items() for name in names]
+GUIDE = Path(__file__).resolve().parents[3] / "docs/guides/migrating.md"
+EVERY = [(program, name) for program, names in SETTINGS_ELSEWHERE.items() for name in names]
 BESIDE = {
     "model.moe.": ["model.moe.experts=8"],
     "model.latent.": [f"model.latent.{key}=8" for key in ("kv_rank", "head_dim", "rotary_dim")],
@@ -24,21 +29,29 @@ def named(ours):
 
 
 def test_there_are_enough_of_every_program():
-    assert {*FOREIGN} == {"Megatron-LM", "Hugging Face", "DeepSpeed", "torchtitan", "nanoGPT"}
-    assert min(map(len, FOREIGN.values())) > 15 and len({name for _, name in EVERY}) > 150
+    assert {*SETTINGS_ELSEWHERE} == {
+        "Megatron-LM",
+        "Hugging Face",
+        "DeepSpeed",
+        "torchtitan",
+        "nanoGPT",
+    }
+    assert (
+        min(map(len, SETTINGS_ELSEWHERE.values())) > 15 and len({name for _, name in EVERY}) > 150
+    )
 
 
 @pytest.mark.parametrize(("program", "name"), EVERY)
 def test_what_a_name_is_here_exists_and_takes_its_value(program, name):
-    ours = FOREIGN[program][name]
-    assert name not in keys()
+    ours = SETTINGS_ELSEWHERE[program][name]
+    assert name not in config_keys()
     assert named(ours) or ours == "always on"
     for text in named(ours):
         key, _, value = text.partition("=")
-        assert key in keys(), ours
+        assert key in config_keys(), ours
         if value:
             load(None, [text])
-    said = known_elsewhere(name)
+    said = translate_setting(name)
     assert f"{program}'s" in said and f"{name} is {ours}" in said
 
 
@@ -55,7 +68,9 @@ def rows(program):
 def test_the_guide_says_the_same(program, name):
     """In one row there are the name, or its last part, and all keys that it is."""
     word = re.compile(rf"\b{name.rpartition('.')[2]}\b")
-    wanted = [text.partition("=")[0] for text in named(FOREIGN[program][name])] or ["always"]
+    wanted = [text.partition("=")[0] for text in named(SETTINGS_ELSEWHERE[program][name])] or [
+        "always"
+    ]
     found = [ours for theirs, ours in rows(program) if word.search(theirs)]
     assert any(all(key in ours for key in wanted) for ours in found), found
 
@@ -74,8 +89,8 @@ def test_the_guide_says_the_same(program, name):
     ],
 )
 def test_a_foreign_name_is_known_however_it_is_given(given, said):
-    assert said in known_elsewhere(given)
-    whole = re.escape(known_elsewhere(given))
+    assert said in translate_setting(given)
+    whole = re.escape(translate_setting(given))
     with pytest.raises(UserError, match=f"is not a config key; {whole}"):
         explain(given)
     with pytest.raises(UserError, match=f": unknown key; {whole}"):
@@ -93,10 +108,10 @@ def test_it_is_known_in_a_file_and_inside_a_list_too(tmp_path):
     assert "Megatron-LM's data_path is data.sources" in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", FORMER)
+@pytest.mark.parametrize("name", RENAMED_KEYS)
 def test_a_former_key_is_refused_with_its_successor(name):
-    assert FORMER[name] in keys() and f"parallel.{name}" not in keys()
-    said = f"parallel.{name}: unknown key; {FORMER[name]} has replaced {name}"
+    assert RENAMED_KEYS[name] in config_keys() and f"parallel.{name}" not in config_keys()
+    said = f"parallel.{name}: unknown key; {RENAMED_KEYS[name]} has replaced {name}"
     with pytest.raises(UserError, match=re.escape(said)):
         load(None, [f"parallel.{name}=1"])
 
@@ -119,10 +134,10 @@ def test_a_former_key_is_refused_with_its_successor(name):
     ],
 )
 def test_a_checkpoint_with_former_keys_says_the_same(saved, now):
-    assert without_former({"run": {}, "parallel": saved}) == {"run": {}, "parallel": now}
-    assert without_former({"parallel": "nonsense"}) == {"parallel": "nonsense"}
+    assert upgrade_keys({"run": {}, "parallel": saved}) == {"run": {}, "parallel": now}
+    assert upgrade_keys({"parallel": "nonsense"}) == {"parallel": "nonsense"}
 
 
 def test_other_names_are_not():
     for name in ("model.layer", "", "stage", "-", "..."):
-        assert known_elsewhere(name) is None
+        assert translate_setting(name) is None

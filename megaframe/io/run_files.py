@@ -1,0 +1,7 @@
+"""Names of the files in a run folder, which dashboards and resumed runs read."""
+
+METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
+ENVIRONMENT_FILE = "environment.json"
+LOG_FILE = "run.log"
+WANDB_ID_FILE = "wandb.id"

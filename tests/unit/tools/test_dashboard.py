@@ -1,0 +1,50 @@
+"""tools/dashboard.py: what it sends elsewhere."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from run_folders import lines, write
+from wandb_files import wandb_rows, without_wandb_key
+
+from megaframe.config import RunConfig, dump, load
+from megaframe.metrics.sinks import WandbSink
+
+ROOT = Path(__file__).parents[3]
+SMALL = ["model.layers=4", "model.hidden=256", "model.heads=4", "model.vocab=512", "train.seq=128"]
+
+
+def run_tool(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["tools/dashboard.py", *map(str, words)])
+    runpy.run_path(str(ROOT / "tools/dashboard.py"), run_name="__main__")
+
+
+def test_the_page_with_its_prediction_is_added_to_the_run_of_wandb(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("wandb")
+    pytest.importorskip("plotly")
+    without_wandb_key(monkeypatch, tmp_path)
+    folder = write(tmp_path / "run", lines(30), environment={"ranks": 1, "device": "CPU"})
+    (folder / "config.yaml").write_text(dump(load(None, [*SMALL, "meter.wandb=project"])))
+    WandbSink(folder, "project", RunConfig(), 0).close()
+    time.sleep(1.0)  # wandb's folder names have whole seconds
+    run_tool(monkeypatch, folder, "--upload")
+    assert "added the page" in capsys.readouterr().out
+    run_id = (folder / "wandb.id").read_text().strip()
+    _, file = sorted((folder / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
+    pages = [row["dashboard/path"] for row in wandb_rows(file) if "dashboard/path" in row]
+    assert len(pages) == 1
+    shown = next(file.parent.glob(f"files/{pages[0]}")).read_text()
+    assert "Plotly" in shown and "Where the peak went" in shown
+    assert "predicted for cpu" in shown
+
+
+def test_a_run_in_no_project_has_nowhere_to_send_its_page(tmp_path, monkeypatch, capsys):
+    folder = write(tmp_path / "run", lines(3))
+    with pytest.raises(SystemExit) as ended:
+        run_tool(monkeypatch, folder, "--upload")
+    assert ended.value.code == 2
+    assert "meter.wandb" in capsys.readouterr().err
