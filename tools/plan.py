@@ -17,13 +17,12 @@ from megaframe.errors import UserError, report_errors
 from megaframe.hardware.cluster import DEFAULT, Cluster, cluster_names, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.advice import alternatives, decision, said
+from megaframe.planner.candidates import FREE, Fixed
 from megaframe.planner.constants import Constants, cluster_constants
-from megaframe.planner.enumerate import FREE, Fixed
 from megaframe.planner.fit import instead
-from megaframe.planner.layout_search import Choice, Found, search
-from megaframe.planner.recompute_budget import settled
-from megaframe.planner.step import predict
-from megaframe.planner.suggestions import in_words
+from megaframe.planner.layout_search import Choice, Found, in_words, search
+from megaframe.planner.peak_memory import settled
+from megaframe.planner.prediction import predict
 from megaframe.validate.run import check
 
 _GIB = 2.0**30

@@ -206,7 +206,8 @@ class MegaframeRank:
         import torch
 
         from megaframe.model.block import EmulatedBlock, TransformerBlock
-        from megaframe.model.forward_context import Frame
+        from megaframe.model.forward_context import MicrobatchContext
+        from megaframe.model.pass_state import PassState
 
         seconds = WAITS.model_dump()
         first, second = (
@@ -215,8 +216,11 @@ class MegaframeRank:
         )
 
         class WaitingBlock(TransformerBlock):
-            def __call__(self, x: torch.Tensor, frame: Frame) -> torch.Tensor:
-                return second(frame.seam.cross(first(x, frame), self.mlp), frame)
+            def __call__(
+                self, x: torch.Tensor, context: MicrobatchContext, state: PassState
+            ) -> torch.Tensor:
+                x = state.boundary.cross(first(x, context, state), self.mlp)
+                return second(x, context, state)
 
         for block in self.stage.blocks:
             block.__class__ = WaitingBlock

@@ -21,7 +21,7 @@ from megaframe.config import RunConfig
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import Constants, constants_of
-from megaframe.planner.step import Prediction, model_flops, predict
+from megaframe.planner.prediction import Prediction, model_flops, predict
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "prediction.md"

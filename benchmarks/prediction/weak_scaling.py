@@ -26,19 +26,18 @@ from megaframe.config import RunConfig, load
 from megaframe.config.load import config_path
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.block_costs import block
 from megaframe.planner.constants import cluster_constants
-from megaframe.planner.machine import Machine
-from megaframe.planner.parameter_counts import held
-from megaframe.planner.sizes import sizes_of
-from megaframe.planner.update import (
+from megaframe.planner.data_parallel_times import (
     block_owned,
     exchange_seconds,
-    head,
     table_owned,
     update_seconds,
     with_bucket_size,
 )
+from megaframe.planner.layer_times import block, head
+from megaframe.planner.layout_sizes import sizes_of
+from megaframe.planner.machine import Machine
+from megaframe.planner.parameter_counts import held
 
 RANKS = (64, 256, 1024, 4096, 16384)
 LATENCIES = (5.0, 10.0, 20.0, 50.0)

@@ -16,7 +16,7 @@ from megaframe.architecture.matrices import head_widths
 from megaframe.architecture.stages import block_work, join_matrix, stage_plans
 from megaframe.architecture.windows import mean_keys, window_of
 from megaframe.config import RunConfig
-from megaframe.model.block import vocab_size
+from megaframe.model.embedding import vocab_size
 from megaframe.parameters.spec import ParamSpec
 
 

@@ -11,12 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from megaframe.hardware.cluster import Cluster
-from megaframe.planner.candidates import SCHEDULES, Array
-from megaframe.planner.layout_search import Choice, Found
-from megaframe.planner.memory_budget import leaves_room
-from megaframe.planner.sizes import RECOMPUTE
-from megaframe.planner.stragglers_and_failures import goodput
-from megaframe.planner.suggestions import in_words
+from megaframe.planner.goodput import goodput
+from megaframe.planner.layout_search import Choice, Found, in_words
+from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array
+from megaframe.planner.peak_memory import leaves_room
 
 _GIB = 2.0**30
 _AXES = (

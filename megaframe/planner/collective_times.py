@@ -225,6 +225,8 @@ def scatter_broadcast(size: Number, group: Sequence[Level]) -> Number:
 
 
 Formula = Callable[[Number, Sequence[Level]], Number]
+
+
 ALGORITHMS: Mapping[str, Mapping[str, Formula]] = {
     "all_reduce": {
         "naive": naive_all_reduce,
@@ -269,47 +271,11 @@ def collective_seconds(
     return best
 
 
-def choose(operation: str, size: float, group: Sequence[Level]) -> str:
-    """Return the name of the fastest of all algorithms of `operation` for this size and group."""
-    formulas = ALGORITHMS[operation]
-    return min(formulas, key=lambda name: float(formulas[name](size, group)))
-
-
-def ring_tree_crossover(members: int, alpha: float, bandwidth: float) -> float:
-    """Return the size in bytes above which a ring all-reduce is faster than a tree:
-    p (p - 1 - log2 p) alpha / beta."""
-    return max(0.0, members * (members - 1 - float(_log2(members)))) * alpha * bandwidth
-
-
-def crossover(operation: str, first: str, second: str, group: Sequence[Level]) -> float | None:
-    """Return the size in bytes above which `first` is faster than `second`, which is faster below;
-    None if there is no such size up to 2**50. All formulas are linear in the size, so two points
-    determine it."""
-    one, two = (ALGORITHMS[operation][name] for name in (first, second))
-    at_zero = float(one(0.0, group) - two(0.0, group))
-    far = 2.0**50
-    at_far = float(one(far, group) - two(far, group))
-    if not (at_zero > 0 > at_far):
-        return None
-    return far * at_zero / (at_zero - at_far)
-
-
 def bus_bandwidth(operation: str, size: float, members: int, seconds: float) -> float:
     """Return the bus bandwidth in bytes/s: what a link carried, which can be compared with the
     link's nominal bandwidth for any number of ranks."""
     factor = {"all_reduce": 2.0, "broadcast": members / max(1, members - 1)}.get(operation, 1.0)
     return factor * size * (members - 1) / members / seconds
-
-
-def shared_ends(sizes: Sequence[float], bandwidth: float) -> list[float]:
-    """Return the seconds after which each of several transfers ends, if they start together on one
-    link and share it equally. sizes: their bytes."""
-    order = sorted(range(len(sizes)), key=lambda number: sizes[number])
-    ends, now, sent = [0.0] * len(sizes), 0.0, 0.0
-    for done, number in enumerate(order):
-        now += (sizes[number] - sent) * (len(sizes) - done) / bandwidth
-        ends[number], sent = now, sizes[number]
-    return ends
 
 
 def _slowest(group: Sequence[Level]) -> tuple[Number, Number, Number]:

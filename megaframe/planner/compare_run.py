@@ -16,9 +16,8 @@ from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster, device_cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import cluster_constants
-from megaframe.planner.layout_search import Choice, search
-from megaframe.planner.step import predict
-from megaframe.planner.suggestions import in_words
+from megaframe.planner.layout_search import Choice, in_words, search
+from megaframe.planner.prediction import predict
 from megaframe.validate.run import check
 
 _SIMULATED = 8

@@ -20,16 +20,12 @@ from megaframe.errors import UserError
 from megaframe.hardware.chips import Chip
 from megaframe.hardware.cluster import DEFAULT, Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.candidates import SCHEDULES, Array, Candidates
+from megaframe.planner.candidates import Candidates, Fixed, candidates
 from megaframe.planner.constants import Constants, cluster_constants
-from megaframe.planner.enumerate import Fixed, candidates
-from megaframe.planner.layout_search import search
-from megaframe.planner.memory_budget import leaves_room
-from megaframe.planner.peak_memory import pipeline_memory
-from megaframe.planner.recompute_budget import settled
-from megaframe.planner.sizes import RECOMPUTE
-from megaframe.planner.step import predict
-from megaframe.planner.suggestions import ways
+from megaframe.planner.layout_search import search, ways
+from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array
+from megaframe.planner.peak_memory import leaves_room, pipeline_memory, settled
+from megaframe.planner.prediction import predict
 from megaframe.planner.vectorized import estimate
 from megaframe.validate.run import mistakes
 

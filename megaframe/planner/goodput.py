@@ -2,7 +2,8 @@
 
 Published mixes of failures are replayed with measured costs: how long each kind of failure takes to
 be noticed, and how long restart, reload and saves take. Failures are memoryless, so there is a
-closed form for every interval between saves (Daly 2006); the simulation checks it.
+closed form for every interval between saves (Daly 2006); the simulation checks it. A plan uses the
+short form, `goodput`, with the figures of its cluster.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+
+from megaframe.hardware.cluster import Cluster
 
 Kind = Literal["crash", "hang", "silent", "planned"]
 """crash: a process or node dies, which its neighbours and the launcher notice. hang: nothing moves
 until a timeout. silent: numbers are wrong until somebody compares. planned: there is time to save.
 """
 _DAY = 86400.0
+Number = Any
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ LLAMA3 = Mix(
 )
 """The Llama 3 Herd of Models (2024), table 5 and section 3.3.4: 466 interruptions, of which 47 were
 planned; above 90% effective. The paper names causes only; their kinds are assigned here."""
+
+
 MEGASCALE = Mix("megascale", 12288, 28, (Cause("any", 100, "crash"),))
 """MegaScale (Jiang et al. 2024), section 6.3: over 100 recoveries in several weeks on more than
 10,000 GPUs, above 90% effective. Taken as four weeks on the 12,288 GPUs of its tables."""
@@ -120,11 +128,6 @@ def daly_interval(stall: float, mean_between: float) -> float:
         return mean_between
     ratio = math.sqrt(stall / (2 * mean_between))
     return math.sqrt(2 * stall * mean_between) * (1 + ratio / 3 + ratio**2 / 9) - stall
-
-
-def young_interval(stall: float, mean_between: float) -> float:
-    """Return the interval of `daly_interval` to first order (Young 1974)."""
-    return math.sqrt(2 * stall * mean_between)
 
 
 def effective(mix: Mix, ranks: int, costs: Costs, interval: float) -> float:
@@ -286,3 +289,46 @@ def _row(cells: Sequence[str]) -> str:
     widths = (8, 17, 11, 9, 10, 10)
     padded = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)]
     return " ".join([*padded, f" {cells[-1]}"])
+
+
+def jitter(cluster: Cluster, ranks: Number) -> Number:
+    """Return the share by which a step is longer on `ranks` ranks than on one. The largest of n
+    random delays grows with the root of the logarithm of n."""
+    return cluster.jitter * np.sqrt(np.log(np.maximum(ranks, 1.0)) / np.log(1000.0))
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What a run loses and costs. share: share of the time in which training makes lasting
+    progress. interval: seconds between checkpoints. failures_a_day: failures of the whole run per
+    day. days, dollars: duration and price of the requested tokens."""
+
+    share: float
+    interval: float
+    failures_a_day: float
+    days: float
+    dollars: float
+
+
+def goodput(
+    cluster: Cluster, ranks: int, tokens_per_second: float, tokens: float, checkpoint_bytes: float
+) -> Goodput:
+    """Return what a run of `tokens` tokens loses and costs.
+
+    Each interval loses the stall of a save, and each failure loses half an interval and a restart.
+    checkpoint_bytes: bytes of the rank that writes most.
+    """
+    mean_between = cluster.failure_hours * 3600.0 / ranks
+    stall = max(1e-3, checkpoint_bytes / cluster.storage)
+    interval = daly_interval(stall, mean_between)
+    lost = stall / (interval + stall) + (interval / 2 + cluster.restart_seconds) / mean_between
+    share = max(0.0, 1.0 - min(1.0, lost))
+    seconds = tokens / tokens_per_second / share if share else float("inf")
+    days = seconds / 86400.0
+    return Goodput(
+        share=share,
+        interval=interval,
+        failures_a_day=86400.0 / mean_between,
+        days=days,
+        dollars=days * 24.0 * ranks * cluster.price,
+    )

@@ -20,7 +20,6 @@ from megaframe.planner.constants import Constants
 
 Number = Any
 """A float, or a numpy array of them."""
-
 _TILE = 128 * 256
 """Elements of the tile that one unit of a chip computes at a time, in fast kernels of GPUs."""
 
@@ -101,11 +100,6 @@ def three_products(
 def moving_seconds(rate: Rates, size: Number) -> Number:
     """Return the seconds of elementwise kernels that read and write `size` bytes in total."""
     return size / rate.memory
-
-
-def roofline(intensity: float, flops: float, bandwidth: float) -> float:
-    """Return the attainable FLOP/s at `intensity` operations per byte (Williams et al. 2009)."""
-    return min(flops, intensity * bandwidth)
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:

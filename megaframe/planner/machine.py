@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from megaframe.config.schema import RunConfig
-from megaframe.hardware.cluster import Cluster
+from megaframe.hardware.cluster import Cluster, Tier
+from megaframe.layout import Layout
 from megaframe.planner.collective_times import (
     Level,
     collective_seconds,
@@ -25,7 +26,7 @@ from megaframe.planner.collective_times import (
 )
 from megaframe.planner.constants import Constants
 from megaframe.planner.kernel_times import Rates, rates
-from megaframe.planner.sizes import Sizes
+from megaframe.planner.layout_sizes import Sizes
 
 Number = Any
 """A float, or a numpy array of them."""
@@ -170,3 +171,23 @@ class Machine:
         whichever tier it uses, because it competes for memory and processors, not for links."""
         busy = size / (self.cluster.tiers[0].bandwidth * self.constants.link(0))
         return self.constants.contention * busy
+
+
+def span(axis: str, layout: Layout) -> tuple[int, int]:
+    """Return (distance between neighbours, number of ranks) of an axis."""
+    inner = {
+        "tensor": 1,
+        "context": layout.tensor,
+        "data": layout.tensor * layout.context,
+        "pipeline": layout.tensor * layout.context * layout.data,
+        "expert": layout.expert_tensor,
+    }[axis]
+    return inner, layout.sizes[axis]
+
+
+def outermost(cluster: Cluster, stride: int, size: int) -> Tier:
+    """Return the outermost tier that a group of `size` ranks, `stride` apart, uses."""
+    for tier in cluster.tiers:
+        if stride * size <= tier.size:
+            return tier
+    return cluster.tiers[-1]

@@ -1,4 +1,4 @@
-"""Held: the parameters of one rank, counted from the config alone.
+"""Parameters of one rank, counted from the config alone, and the buckets that they are in.
 
 The counts repeat in integers what the layers declare in their specs; a test compares the two. They
 are those of the first rank of the tensor and expert axes, which has the larger part of whatever
@@ -8,16 +8,165 @@ does not divide evenly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megaframe.architecture.buckets import Blocks, bucket_blocks
 from megaframe.architecture.experts import has_experts
 from megaframe.architecture.matrices import head_widths, latent_width
 from megaframe.architecture.stages import StagePlan, join_matrix
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
-from megaframe.planner.memory import Held, Memory, memory
-from megaframe.schedule import Schedule
+from megaframe.schedule.zero_buffers import BucketSize, StageBuckets, UnitBuckets
+
+
+@dataclass(frozen=True)
+class Held:
+    """Numbers of parameters of one rank, before ZeRO divides them.
+
+    `blocks`, `experts`, `whole` and `shared` have an entry for each part of a block: attention, and
+    the late part after it. vectors: all gains and biases. blocks: the matrices that tensor ranks
+    divide. tables: each embedding table, and the head. experts: the matrices of experts, 0 where
+    there are none. whole: the matrices that all `tensor` ranks have whole. shared: the matrices
+    that groups of `copies` neighbouring tensor ranks have in common. positions: the table of
+    positions, which is whole on all tensor ranks as well.
+    """
+
+    vectors: int
+    blocks: tuple[int, ...]
+    tables: tuple[int, ...]
+    experts: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
+    positions: int = 0
+    tensor: int = 1
+    copies: int = 1
+
+    @property
+    def dense(self) -> int:
+        """Number of parameters outside the experts."""
+        matrices = (*self.blocks, *self.tables, *self.whole, *self.shared)
+        return self.vectors + sum(matrices) + self.positions
+
+    @property
+    def total(self) -> int:
+        """Number of all parameters."""
+        return self.dense + sum(self.experts)
+
+    @property
+    def ends(self) -> int:
+        """Number of parameters that are not matrices of blocks."""
+        return self.vectors + sum(self.tables) + self.positions
+
+    def own_ends(self, ranks: int) -> int:
+        """Return the number of `ends` in a rank's own part where `ranks` ranks divide a copy."""
+        positions = -(-self.positions // (ranks * self.tensor))
+        return -(-(self.vectors + sum(self.tables)) // ranks) + positions
+
+    def own(self, ranks: int, expert_ranks: int) -> int:
+        """Return the number of parameters in a rank's own part, where `ranks` ranks divide a copy
+        of the dense parameters and `expert_ranks` ranks one of the experts."""
+        divided = self.vectors + sum(self.blocks) + sum(self.tables)
+        return (
+            -(-divided // ranks)
+            + -(-(sum(self.whole) + self.positions) // (ranks * self.tensor))
+            + -(-sum(self.shared) // (ranks * self.copies))
+            + -(-sum(self.experts) // expert_ranks)
+        )
+
+    def largest(self, ranks: int, expert_ranks: int) -> int:
+        """Return the largest size of a rank's own part of one bucket; arguments as in `own`."""
+        tables = (*self.tables, self.positions)
+        dense = max(self.vectors, *self.blocks, *tables, *self.whole, *self.shared)
+        return max(-(-dense // ranks), -(-max(self.experts, default=0) // expert_ranks))
+
+    @property
+    def _parts(self) -> list[tuple[int, ...]]:
+        """The elements of each kind of matrices, for each part of a block."""
+        return [*zip(self.blocks, self.experts, self.whole, self.shared, strict=True)]
+
+    def blocks_together(self, config: RunConfig, plans: Sequence[StagePlan]) -> list[Blocks]:
+        """Return which of the rank's blocks, counted over its stages, share buckets."""
+        halves = [sum(sizes) for sizes in self._parts]
+        sizes = [*zip(halves[1::2], halves[::2], strict=True)]
+        least, start, found = config.parallel.bucket_size, 0, []
+        for plan in plans:
+            here = sizes[start : start + len(plan.blocks)]
+            for of in bucket_blocks(here, 1 if least == "auto" else least):
+                found.append(Blocks(start + of.start, start + of.stop, of.halves))
+            start += len(plan.blocks)
+        return found
+
+    @property
+    def of_blocks(self) -> list[int]:
+        """The elements of the matrices of each block."""
+        halves = [sum(sizes) for sizes in self._parts]
+        return [rest + late for rest, late in zip(halves[::2], halves[1::2], strict=True)]
+
+    def in_buckets(self, config: RunConfig, plans: Sequence[StagePlan]) -> Held:
+        """Return the same parameters with an entry for each bucket instead of each part of a block.
+        plans: the stages of this rank."""
+        parts, found, stop = self._parts, [], 0
+        for of in self.blocks_together(config, plans):
+            stop = 2 * of.stop
+            here = parts[2 * of.start : stop]
+            found += here if of.halves else [_summed(here)]
+        blocks, experts, whole, shared = (
+            zip(*found, *parts[stop:], strict=True) if parts else ((),) * 4
+        )
+        return replace(self, blocks=blocks, experts=experts, whole=whole, shared=shared)
+
+    def units(self, config: RunConfig, plans: Sequence[StagePlan]) -> dict[int, StageBuckets]:
+        """Return the units of each stage with their buckets. plans: the stages of this rank."""
+        parts = self._parts
+        blocks: list[UnitBuckets] = []
+        for of in self.blocks_together(config, plans):
+            number = 2 * of.start
+            if of.halves:
+                late, rest = (
+                    _buckets(number + 1, parts[number + 1]),
+                    _buckets(number, parts[number]),
+                )
+                blocks.append(UnitBuckets(late, rest))
+                continue
+            together = _buckets(number, _summed(parts[number : 2 * of.stop]))
+            blocks += [
+                UnitBuckets(rest=together, ends=block == of.start)
+                for block in range(of.start, of.stop)
+            ]
+        for number in range(2 * len(blocks), len(parts), 2):
+            late, rest = _buckets(number + 1, parts[number + 1]), _buckets(number, parts[number])
+            blocks.append(UnitBuckets(late, rest))
+        tables = _buckets(-1, self.tables)
+        tokens, tied = tables[:1], config.model.tie_embeddings
+        first = any(plan.first for plan in plans)
+        layers = sum(len(plan.blocks) for plan in plans)
+        # The first user of the token table reduces it: the embedding, a predictor, or a tied head.
+        predictors = [replace(unit, tables=tokens) for unit in blocks[layers:]]
+        if predictors and not first:
+            predictors[0] = replace(predictors[0], own=tokens)
+        used = tokens if tied else tables[-1:]
+        head = UnitBuckets(tables=used, own=() if tied and (first or predictors) else used)
+        embeddings = tokens + _buckets(-2, [self.positions])
+        embedding = UnitBuckets(tables=embeddings, own=embeddings)
+        found, start = {}, 0
+        for plan in plans:
+            stop = start + len(plan.blocks)
+            here, start = (*blocks[start:stop], *(predictors if plan.last else ())), stop
+            found[plan.number] = StageBuckets(
+                embedding if plan.first else None, here, head if plan.last else None
+            )
+        return found
+
+
+def _buckets(part: int, sizes: Sequence[int]) -> tuple[BucketSize, ...]:
+    """Return the buckets of part number `part` of a rank; sizes: its elements of each kind."""
+    return tuple(BucketSize((part, kind), size) for kind, size in enumerate(sizes) if size)
+
+
+def _summed(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the elements of each kind in all of these parts."""
+    return tuple(map(sum, zip(*parts, strict=True)))
 
 
 @dataclass
@@ -71,32 +220,6 @@ def held(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
         positions,
         layout.tensor,
         copies,
-    )
-
-
-def rank_memory(
-    config: RunConfig,
-    layout: Layout,
-    plans: Sequence[StagePlan],
-    schedule: Schedule,
-    rank: int,
-    *,
-    host: bool = False,
-) -> Memory:
-    """Return the memory of the first of the ranks with pipeline coordinate `rank`.
-
-    plans: all stages. schedule: if it is not lowered, messages are not counted. host: as in
-    `memory`.
-    """
-    here = [plans[stage] for stage in schedule.stages(rank)]
-    return memory(
-        config,
-        held(config, layout, here),
-        layout.data_shard * layout.context,
-        here,
-        schedule.ranks[rank],
-        layout.expert_shard,
-        host=host,
     )
 
 

@@ -1,6 +1,8 @@
 """A plan as one HTML page with charts: memory, step time, roofline, scaling from 8 to 100,000 GPUs.
 
-The page works without a network, because it contains the plotting library.
+The page works without a network, because it contains the plotting library. Communication has a
+roofline, as memory has: a transfer can be hidden if the operations per byte moved are at least the
+operations that the chip does in the time of one byte, the ridge of the tier.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.stages import block_work
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
+from megaframe.layout import Layout
 from megaframe.planner.advice import alternatives, decision, said
 from megaframe.planner.constants import Constants
-from megaframe.planner.layout_search import Choice, Found
-from megaframe.planner.scaling import balances
-from megaframe.planner.suggestions import fastest
+from megaframe.planner.data_parallel_times import block_owned
+from megaframe.planner.layout_search import Choice, Found, fastest
+from megaframe.planner.layout_sizes import sizes_of
+from megaframe.planner.machine import Machine, outermost, span
 
 _GIB = 2.0**30
 _MOST_GPUS = 100_000
@@ -38,8 +43,6 @@ h1 {{ font-size: 1.4rem }} h2 {{ font-size: 1.05rem; margin: 1.6rem 0 .3rem }}
 li {{ margin: .15rem 0 }}
 </style><script>{script}</script></head><body>
 """
-
-
 _SHOWN = {"responsive": True, "displayModeBar": False}
 
 
@@ -248,3 +251,54 @@ def _speed(
 def _with_batch(config: RunConfig, batch: int) -> RunConfig:
     train = config.train.model_copy(update={"global_batch": batch, "batch_ramp": None})
     return config.model_copy(update={"train": train})
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The roofline of one axis of a layout. tier: the tier of its transfers. intensity: operations
+    of a rank per byte that it moves for this axis. ridge: operations in the time of one byte on the
+    tier. The axis is bound by compute if intensity is at least ridge."""
+
+    axis: str
+    tier: str
+    intensity: float
+    ridge: float
+
+    @property
+    def compute_bound(self) -> bool:
+        """Whether compute can hide the transfers."""
+        return self.intensity >= self.ridge
+
+
+def balances(
+    config: RunConfig, layout: Layout, cluster: Cluster, constants: Constants
+) -> Iterator[Balance]:
+    """Yield the communication roofline of each axis that has more than one rank.
+
+    Bytes and operations are those of the last block for one microbatch. What data ranks exchange
+    once per step counts divided by the number of microbatches.
+    """
+    machine = Machine(config, cluster, constants, sizes_of(config, layout))
+    model, width = config.model, machine.rate.width
+    work = block_work(config, model.layers - 1)
+    rows = float(machine.tokens)
+    flops = rows * (work.forward + work.backward + work.weight) / layout.tensor
+    many = config.train.global_batch // (config.train.microbatch * layout.data)
+    own = block_owned(machine, model.layers - 1)
+    stream = width * rows * model.hidden
+    keys = 2 * model.kv_heads * model.head_dim / layout.tensor
+    gathered = 2 * width if config.parallel.zero == 3 else 0
+    each = gathered + 4 if config.parallel.zero >= 2 else 8 / many
+    moved = {
+        "tensor": 10 * stream * (layout.tensor - 1) / layout.tensor,
+        "context": 6 * width * rows * keys * (layout.context - 1),
+        "data": (own.dense + own.experts) * each,
+        "expert": 4 * stream * (model.moe.top_k if model.moe else 0) / layout.tensor,
+    }
+    rate = machine.rate.flops
+    for axis, size in moved.items():
+        if layout.sizes[axis] > 1 and size > 0:
+            tier = outermost(cluster, *span(axis, layout))
+            share = constants.link(cluster.tiers.index(tier))
+            ridge = rate / (tier.bandwidth * share)
+            yield Balance(axis, tier.name, flops / float(size), ridge)

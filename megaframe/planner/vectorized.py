@@ -15,26 +15,23 @@ import numpy as np
 
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.cluster import Cluster
-from megaframe.planner.block_costs import block, kinds
-from megaframe.planner.blocks_per_rank import division
-from megaframe.planner.candidates import CIRCLING, SCHEDULES, Array, Candidates
+from megaframe.planner.candidates import Candidates
+from megaframe.planner.communication_times import stage_seconds, waiting_seconds
 from megaframe.planner.constants import Constants
-from megaframe.planner.machine import Machine, Part, Passes
-from megaframe.planner.peak_memory import memory_bytes
-from megaframe.planner.sizes import Sizes
-from megaframe.planner.stragglers_and_failures import jitter
-from megaframe.planner.update import (
+from megaframe.planner.data_parallel_times import (
     Owned,
     block_owned,
     bucket_count,
     data_seconds,
-    head,
     passes_beside,
-    stage_seconds,
     table_owned,
     update_seconds,
-    waiting_seconds,
 )
+from megaframe.planner.goodput import jitter
+from megaframe.planner.layer_times import block, head, kinds
+from megaframe.planner.layout_sizes import CIRCLING, SCHEDULES, Array, Sizes, division
+from megaframe.planner.machine import Machine, Part, Passes
+from megaframe.planner.memory_estimates import memory_bytes
 
 _AT_ONCE = 1 << 15
 """Candidates per round, few enough that their arrays stay in cache."""

@@ -22,12 +22,12 @@ from megaframe.hardware.cluster import DEFAULT, Cluster, device_cluster, load_cl
 from megaframe.io.run_files import CONFIG_FILE
 from megaframe.layout import Layout, axis_sizes
 from megaframe.planner.advice import decision
+from megaframe.planner.candidates import FREE
 from megaframe.planner.constants import cluster_constants
-from megaframe.planner.enumerate import FREE
+from megaframe.planner.data_parallel_times import with_bucket_size
 from megaframe.planner.layout_search import search
 from megaframe.planner.parameter_counts import held
-from megaframe.planner.recompute_budget import settled
-from megaframe.planner.update import with_bucket_size
+from megaframe.planner.peak_memory import settled
 
 _SIMULATED = 8
 """Layouts that the search simulates; more would delay the start of the run."""

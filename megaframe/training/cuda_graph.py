@@ -26,7 +26,7 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.graph_capture import Recording, unordered
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
-from megaframe.model.layer_statistics import LayerStatistics
+from megaframe.model.pass_state import LayerStatistics
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.pipeline_parallel.nonfinite import Sign
 from megaframe.validate.cuda_graph import graph_reasons
@@ -53,7 +53,7 @@ class Passed:
             self.loss.clone(),
             self.ahead.clone(),
             [replace(sign, largest=sign.largest.clone()) for sign in self.signs],
-            [tally.copied() for tally in self.tallies],
+            [tally.copy() for tally in self.tallies],
         )
 
 

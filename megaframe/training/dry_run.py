@@ -12,7 +12,7 @@ from megaframe.layout import Layout
 from megaframe.metrics.run_summary import outline
 from megaframe.optim.parameter_groups import choices_table
 from megaframe.pipeline_parallel.stage import model_specs
-from megaframe.planner.parameter_counts import rank_memory
+from megaframe.planner.memory import rank_memory
 from megaframe.schedule import Schedule, lower
 from megaframe.validate.invariance import promise_note
 from megaframe.validate.run import warnings

@@ -18,7 +18,8 @@ from megaframe.model.rotary import Rotary
 from megaframe.ops.compile import MOST, Compiled
 from megaframe.pipeline_parallel.activation_offload import Shelf
 from megaframe.pipeline_parallel.executor import Engine
-from megaframe.planner.memory import Held, memory
+from megaframe.planner.memory import memory
+from megaframe.planner.parameter_counts import Held
 from megaframe.schedule import lower
 from megaframe.validate.run import check
 

@@ -10,7 +10,7 @@ from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.planner.communication_volume import moved
-from megaframe.planner.parameter_counts import rank_memory
+from megaframe.planner.memory import rank_memory
 from megaframe.schedule import lower
 from megaframe.schedule.check import check
 from megaframe.training.meta_step import Counted

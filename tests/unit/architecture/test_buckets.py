@@ -13,9 +13,9 @@ from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout, exchange_groups, exchange_steps, ranks_per_node
 from megaframe.planner.collective_times import Level, pairwise_all_to_all, stepped_exchange
 from megaframe.planner.constants import cluster_constants
+from megaframe.planner.data_parallel_times import bucket_count, exchange_seconds, with_bucket_size
+from megaframe.planner.layout_sizes import sizes_of
 from megaframe.planner.machine import Machine
-from megaframe.planner.sizes import sizes_of
-from megaframe.planner.update import bucket_count, exchange_seconds, with_bucket_size
 from megaframe.training.auto_layout import with_buckets
 
 CLUSTER = load_cluster("h100-ib")

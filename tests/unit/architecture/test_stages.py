@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from megaframe.architecture.stages import block_matrices, divide, stage_costs, stage_plans
 from megaframe.config import RunConfig
-from megaframe.distributed.collectives import ALONE
 from megaframe.metrics import count_flops
+from megaframe.model.forward_context import RunContext
 from megaframe.pipeline_parallel.stage import build_stages, model_specs
 from megaframe.planner.activations import block_bytes, rotary_bytes
-from megaframe.planner.memory import Held, memory
+from megaframe.planner.memory import memory
+from megaframe.planner.parameter_counts import Held
 from megaframe.schedule import generate
 
 LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4, "value_dim": 12}
@@ -122,7 +123,7 @@ def test_stages_hold_the_parameters_of_the_model_once(tied, depth):
     held = [
         p
         for plan in stage_plans(config)
-        for stage in build_stages(config, [plan], ALONE).values()
+        for stage in build_stages(config, [plan], RunContext()).values()
         for p in stage.parameters()
     ]
     assert [p.spec for p in held if not p.replica] == model_specs(config)

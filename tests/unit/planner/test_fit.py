@@ -15,8 +15,8 @@ from megaframe.hardware.cluster import DEFAULT, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import constants_of
 from megaframe.planner.fit import fit, instead
-from megaframe.planner.recompute_budget import settled
-from megaframe.planner.suggestions import fastest
+from megaframe.planner.layout_search import fastest
+from megaframe.planner.peak_memory import settled
 from megaframe.resilience.elastic import fitted
 from megaframe.validate.run import mistakes
 

@@ -4,12 +4,14 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.hardware.cluster import load_cluster
 from megaframe.planner.goodput import (
     LLAMA3,
     MEGASCALE,
@@ -21,12 +23,13 @@ from megaframe.planner.goodput import (
     daly_interval,
     effective,
     gains,
+    goodput,
     room,
     simulate,
     table,
-    young_interval,
 )
 
+CLUSTER = load_cluster("h100-ib")
 ROOT = Path(__file__).resolve().parents[3]
 FREE = Costs(crash=0, hang=0, silent=0, restart=0, load=0, swap=0, stall=0, again=0)
 
@@ -61,7 +64,8 @@ def test_the_best_interval_is_dalys(stall, hours):
     costs = Costs(stall=stall)
     found = best_interval(mix, 1, costs)
     assert found == pytest.approx(daly_interval(stall, 1 / mix.rate(1)), rel=0.02)
-    assert found == pytest.approx(young_interval(stall, 1 / mix.rate(1)), rel=0.25)
+    first_order = math.sqrt(2 * stall / mix.rate(1))  # Young 1974
+    assert found == pytest.approx(first_order, rel=0.25)
 
 
 def test_without_costs_nothing_is_lost_but_what_was_not_saved():
@@ -99,8 +103,8 @@ def test_the_room_for_a_restart_is_what_reaches_the_share(ranks, share):
         (("--ranks", "1_000"), "is not a whole number from 1"),
         (("--ranks", "100000000"), "use fewer ranks"),
         (("--target", "nan"), "is not a share between 0 and 1"),
-        (("--measured", "/dev/zero"), "give what `tools/drill.py"),
-        (("--measured", "{file}"), "give what `tools/drill.py"),
+        (("--measured", "/dev/zero"), "give what `tools/chaos/chaos_test.py"),
+        (("--measured", "{file}"), "give what `tools/chaos/chaos_test.py"),
         (("--costs", "restart=inf"), "write NAME=SECONDS"),
     ],
 )
@@ -111,3 +115,27 @@ def test_the_tool_refuses_what_it_cannot_compute(words, said, tmp_path):
     command = [sys.executable, ROOT / "tools/goodput.py", *given]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+@settings(deadline=None, max_examples=50)
+@given(stall=st.floats(0.1, 300), between=st.floats(3600, 1e7))
+def test_no_interval_loses_less_than_dalys(stall, between):
+    def lost(interval):
+        # Daly 2006: time per useful second, with exponential failures and immediate restarts.
+        return between * math.expm1((interval + stall) / between) / interval
+
+    best = daly_interval(stall, between)
+    assert lost(best) <= 1.001 * min(lost(best / 2), lost(best * 2), lost(0.9 * best))
+
+
+def test_goodput_falls_with_ranks_and_failures():
+    shares = [goodput(CLUSTER, ranks, 1e6, 1e12, 1e10).share for ranks in (8, 1024, 16384, 100_000)]
+    assert shares == sorted(shares, reverse=True) and shares[0] > 0.99
+    run = goodput(CLUSTER, 1024, 1e6, 1e12, 1e10)
+    assert run.days == pytest.approx(1e12 / 1e6 / run.share / 86400)
+    assert run.dollars == pytest.approx(run.days * 24 * 1024 * CLUSTER.price)
+    # The cluster's description cites 419 interruptions of 16,384 GPUs in 54 days.
+    assert goodput(CLUSTER, 16384, 1e6, 1e12, 1e10).failures_a_day == pytest.approx(
+        419 / 54, rel=0.01
+    )
+    assert goodput(replace(CLUSTER, failure_hours=1.0), 100_000, 1e6, 1e12, 1e10).share == 0

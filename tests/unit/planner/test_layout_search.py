@@ -11,12 +11,12 @@ from megaframe.errors import UserError
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.advice import alternatives, decision
+from megaframe.planner.candidates import candidates, configured
 from megaframe.planner.constants import constants_of
-from megaframe.planner.enumerate import candidates, configured
 from megaframe.planner.fit import fit, instead
 from megaframe.planner.layout_search import search
-from megaframe.planner.memory_budget import leaves_room
-from megaframe.planner.step import predict
+from megaframe.planner.peak_memory import leaves_room
+from megaframe.planner.prediction import predict
 from megaframe.planner.vectorized import estimate
 from megaframe.validate.run import check
 

@@ -14,13 +14,13 @@ from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.planner.activations import block_bytes
-from megaframe.planner.memory import Held, memory
-from megaframe.planner.parameter_counts import held
-from megaframe.schedule import Action, Kind
+from megaframe.planner.memory import memory
+from megaframe.planner.parameter_counts import Held, held
+from megaframe.schedule import Action, ActionKind
 from megaframe.training.train_step import Pipeline
 
 LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4}
-FORWARD = [Action(Kind.F, 0, 0)]
+FORWARD = [Action(ActionKind.F, 0, 0)]
 MODELS = [
     {"position": "learned"},
     {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2},
@@ -71,7 +71,7 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             built.stage.forward(0, microbatch, torch.ones((), dtype=torch.float64))
-        of_end = built.stage._flights[0].end
+        of_end = built.stage._flights[0].post_process
         for tensor in (*of_end.leaves, *of_end.d_normed):
             keep(tensor)
         known = [bucket.parameters[0].value for bucket in built.optimizer.buckets]
@@ -165,8 +165,8 @@ def test_state_of_every_optimizer_is_planned_within_one_percent(optim, pool):
 def test_a_backward_that_is_not_split_frees_what_it_used():
     """Checks a stage that splits only some of its backwards, as with dualpipe-v."""
     config = RunConfig(model={"layers": 1, "vocab": 64}, train={"seq": 8, "recompute": "full"})
-    first, second = ((Action(Kind.F, 0, n), Action(Kind.B, 0, n)) for n in (0, 1))
-    split = [*first, Action(Kind.W, 0, 0)]
+    first, second = ((Action(ActionKind.F, 0, n), Action(ActionKind.B, 0, n)) for n in (0, 1))
+    split = [*first, Action(ActionKind.W, 0, 0)]
     plans = stage_plans(config)
     one = memory(config, Held(0, (), ()), 1, plans, split).activations
     assert memory(config, Held(0, (), ()), 1, plans, [*second, *split]).activations == one

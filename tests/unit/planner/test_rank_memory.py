@@ -13,7 +13,7 @@ from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner import activations
 from megaframe.planner.communication_volume import moved
-from megaframe.planner.parameter_counts import rank_memory
+from megaframe.planner.memory import rank_memory
 from megaframe.schedule import lower
 from megaframe.training.dry_run import describe
 from megaframe.training.meta_step import rehearse

@@ -18,7 +18,7 @@ from megaframe.hardware.cluster import device_cluster, load_cluster, write_clust
 from megaframe.layout import Layout
 from megaframe.planner.constants import cluster_constants, constants_of
 from megaframe.planner.kernel_times import product_seconds, rates
-from megaframe.planner.step import predict
+from megaframe.planner.prediction import predict
 
 ROOT = Path(__file__).parents[3]
 PLANNED = RunConfig(

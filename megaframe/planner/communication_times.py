@@ -1,4 +1,4 @@
-"""Traffic: exposed seconds of the transfers inside a block.
+"""Exposed seconds of the transfers inside a block and between pipeline stages.
 
 A transfer that overlaps with compute still delays it, because both use the same memory and
 processors.
@@ -89,3 +89,39 @@ def expert_traffic(machine: Machine) -> Passes:
     one = one + machine.seconds("all_gather", own * sizes.expert_tensor, "expert_tensor")
     hidden = 0.5 if machine.config.parallel.expert_overlap else 0.0
     return Passes(2 * one * (1 - hidden), 2 * one * (1 - hidden), 0.0)
+
+
+def waiting_seconds(machine: Machine) -> Number:
+    """Return the seconds that a transfer to the next stage adds to the pass before it. If transfers
+    overlap with compute it is the delay of that compute, otherwise the transfer itself and the
+    launch of the first kernels after it."""
+    software, alone = machine.software, machine.sizes.pipeline == 1
+    if software.overlap_pipeline:
+        return np.where(alone, 0.0, machine.hop_delay(_sent(machine)))
+    host = software.pass_kernels * machine.rate.launch
+    return np.where(alone, 0.0, stage_seconds(machine) + host)
+
+
+def stage_seconds(machine: Machine) -> Number:
+    """Return the seconds from the end of a stage's pass until the next stage has its result, which
+    includes a gather if tensor ranks each sent a part and need the whole. A rank at the border of a
+    node has one neighbour inside the node and one outside, so the mean of both counts; all other
+    ranks keep pace with it."""
+    sizes, software = machine.sizes, machine.software
+    sent, groups = _sent(machine), machine.groups
+    near, far = (hop_seconds(sent, groups[name]) for name in ("next_stage", "pipeline"))
+    seconds = (near + far) / 2
+    if software.scatter_pipeline and not software.sequence_parallel:
+        size = sent * sizes.tensor
+        seconds = seconds + machine.seconds("all_gather", size, "tensor")
+    return np.where(sizes.pipeline > 1, seconds, 0.0)
+
+
+def _sent(machine: Machine) -> Number:
+    """Return the bytes that a rank sends to the next stage per microbatch."""
+    model, software = machine.config.model, machine.software
+    if model.emulate is not None:
+        return 0.0 * machine.tokens
+    size = machine.rate.width * machine.tokens * model.hidden
+    divided = software.scatter_pipeline or software.sequence_parallel
+    return size / machine.sizes.tensor if divided else size

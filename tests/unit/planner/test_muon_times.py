@@ -17,11 +17,16 @@ from megaframe.optim.matrix_gather import deal
 from megaframe.optim.muon import orthogonal
 from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.planner.constants import constants_of
+from megaframe.planner.data_parallel_times import (
+    muon_bytes,
+    muon_seconds,
+    orthogonal_seconds,
+    seconds_of,
+)
 from megaframe.planner.kernel_times import Rates
+from megaframe.planner.layout_sizes import sizes_of
 from megaframe.planner.machine import Machine
-from megaframe.planner.muon_cost import muon_bytes, muon_seconds, orthogonal_seconds, seconds_of
-from megaframe.planner.sizes import sizes_of
-from megaframe.planner.step import predict
+from megaframe.planner.prediction import predict
 from megaframe.training.meta_step import rehearse
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))

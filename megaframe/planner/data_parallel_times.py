@@ -1,9 +1,13 @@
-"""The ends of a model and of a step: the head, the exchange between data ranks, and the optimizer.
+"""The end of a step: the exchange of gradients and weights between data ranks, and the update.
 
 The exchange between data ranks is exposed where it takes longer than the compute that it may
 overlap with. At ZeRO 0 and 1 gradients are sent during the last backward pass and weights come back
 during the first forward pass; at 2 and 3 the exchange happens in every pass. A step that is
 recorded as a CUDA graph starts only when all weights are back.
+
+Muon (`optim.name=muon`) works on whole matrices. The ranks that hold one copy of a stage divide its
+matrices among themselves by work. Once per step, pieces are sent to the owners and the results are
+sent back; nothing overlaps with that.
 """
 
 from __future__ import annotations
@@ -16,51 +20,24 @@ import numpy as np
 
 from megaframe.architecture.buckets import balanced_count
 from megaframe.architecture.experts import has_experts
-from megaframe.architecture.matrices import attention_matrices
+from megaframe.architecture.matrices import Matrix, attention_matrices, matrices
 from megaframe.architecture.stages import stage_plans
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.planner.collective_times import hop_seconds
-from megaframe.planner.communication_time import hidden_by
+from megaframe.planner.communication_times import hidden_by
 from megaframe.planner.constants import cluster_constants
-from megaframe.planner.kernel_times import moving_seconds, three_products
-from megaframe.planner.machine import Machine, Part, Passes
+from megaframe.planner.kernel_times import Rates, moving_seconds, product_seconds
+from megaframe.planner.layout_sizes import Sizes, sizes_of
+from megaframe.planner.machine import Machine, Passes
 from megaframe.planner.memory import away_width
-from megaframe.planner.muon_cost import muon_seconds, orthogonal_seconds
 from megaframe.planner.parameter_counts import held as held_by
-from megaframe.planner.sizes import Sizes, sizes_of
 
 Number = Any
-
-
-def head(machine: Machine) -> Part:
-    """Return the seconds of the output head and its loss. Its gradients are computed in forward, or
-    in backward if the software does so (`head_backward`)."""
-    model, sizes, rate = machine.config.model, machine.sizes, machine.rate
-    if model.emulate is not None:
-        return Part(Passes())
-    vocab = np.ceil((model.vocab or 0) / sizes.tensor)
-    products = three_products(rate, machine.tokens, vocab, model.hidden)
-    loss = moving_seconds(rate, machine.software.logit_bytes * machine.tokens * vocab)
-    size = rate.width * machine.tokens * model.hidden
-    gather = machine.seconds("all_gather", size, "tensor")
-    many = 1.0 + model.mtp_depth
-    if machine.software.head_backward:
-        forward, backward, weight = products
-        compute = _launched(machine, forward + 0.7 * loss, backward + 0.3 * loss, weight)
-        return Part(compute.times(many), Passes(gather, gather, 0.0).times(many))
-    compute = _launched(machine, sum(products) + loss, 0.0, 0.0)
-    return Part(compute.times(many), Passes(2 * gather).times(many))
-
-
-def _launched(machine: Machine, forward: Number, backward: Number, weight: Number) -> Passes:
-    """Return the passes, extended to the time that the host needs to launch them if longer."""
-    software = machine.software
-    host = software.end_kernels * machine.rate.launch
-    lacking = np.maximum(0.0, host * software.backward_kernels - backward - weight)
-    return Passes(np.maximum(forward, host), backward + lacking, weight)
+_ITERATIONS = 5
+"""Newton-Schulz iterations. Each has three products: the matrix X times its transpose gives A, then
+A times A, and the sum of these times X."""
 
 
 @dataclass(frozen=True)
@@ -286,37 +263,42 @@ def update_seconds(machine: Machine, held: Owned) -> Number:
     return moving + muon_seconds(machine, held.dense + held.experts, held.whole, held.longest)
 
 
-def waiting_seconds(machine: Machine) -> Number:
-    """Return the seconds that a transfer to the next stage adds to the pass before it. If transfers
-    overlap with compute it is the delay of that compute, otherwise the transfer itself and the
-    launch of the first kernels after it."""
-    software, alone = machine.software, machine.sizes.pipeline == 1
-    if software.overlap_pipeline:
-        return np.where(alone, 0.0, machine.hop_delay(_sent(machine)))
-    host = software.pass_kernels * machine.rate.launch
-    return np.where(alone, 0.0, stage_seconds(machine) + host)
+def orthogonal_seconds(machine: Machine, layer: int) -> tuple[float, float]:
+    """Return the seconds to orthogonalise all matrices of a layer on one rank, and those of the
+    matrix that takes longest; zeros under other optimizers."""
+    if machine.config.optim.name != "muon":
+        return 0.0, 0.0
+    found = matrices(machine.config.model, layer)
+    each = [seconds_of(machine.rate, matrix) for matrix in found]
+    whole = sum(one * matrix.number for one, matrix in zip(each, found, strict=True))
+    return whole, max(each, default=0.0)
 
 
-def stage_seconds(machine: Machine) -> Number:
-    """Return the seconds from the end of a stage's pass until the next stage has its result, which
-    includes a gather if tensor ranks each sent a part and need the whole. A rank at the border of a
-    node has one neighbour inside the node and one outside, so the mean of both counts; all other
-    ranks keep pace with it."""
-    sizes, software = machine.sizes, machine.software
-    sent, groups = _sent(machine), machine.groups
-    near, far = (hop_seconds(sent, groups[name]) for name in ("next_stage", "pipeline"))
-    seconds = (near + far) / 2
-    if software.scatter_pipeline and not software.sequence_parallel:
-        size = sent * sizes.tensor
-        seconds = seconds + machine.seconds("all_gather", size, "tensor")
-    return np.where(sizes.pipeline > 1, seconds, 0.0)
+def seconds_of(rate: Rates, matrix: Matrix) -> float:
+    """Return the seconds to orthogonalise one matrix (a single one, whatever its `number`)."""
+    few, many = sorted((matrix.outputs, matrix.inputs))
+    products = ((few, few, many), (few, few, few), (few, many, few))
+    return _ITERATIONS * float(sum(product_seconds(rate, *sizes) for sizes in products))
 
 
-def _sent(machine: Machine) -> Number:
-    """Return the bytes that a rank sends to the next stage per microbatch."""
-    model, software = machine.config.model, machine.software
-    if model.emulate is not None:
-        return 0.0 * machine.tokens
-    size = machine.rate.width * machine.tokens * model.hidden
-    divided = software.scatter_pipeline or software.sequence_parallel
-    return size / machine.sizes.tensor if divided else size
+def muon_seconds(machine: Machine, elements: Number, whole: Number, longest: Number) -> Number:
+    """Return the seconds that Muon adds to the update; 0 under other optimizers.
+
+    elements: elements of a rank's matrices before data ranks divide them. whole, longest: the
+    results of `orthogonal_seconds` for the rank's stages.
+    """
+    if machine.config.optim.name != "muon":
+        return 0.0
+    sizes = machine.sizes
+    given, taken = muon_bytes(machine, elements)
+    collect = machine.seconds("all_to_all", given, "owners")
+    everywhere = machine.seconds("all_gather", taken, "owners")
+    spread = np.where(sizes.zero == 0, everywhere, collect)
+    return np.maximum(whole / (sizes.shard * sizes.tensor), longest) + collect + spread
+
+
+def muon_bytes(machine: Machine, elements: Number) -> tuple[Number, Number]:
+    """Return the bytes that a rank sends to owners (its part of the gradients), and those that it
+    gets back from them (for everything that it keeps of the weights). elements: as above."""
+    size, sizes = machine.rate.width * elements, machine.sizes
+    return size / sizes.shard, np.where(sizes.zero == 0, size, size / sizes.shard)

@@ -22,7 +22,6 @@ from torch import Tensor
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.ops.kernel_dispatch import PLAIN_CODE, Kernels
-from megaframe.parameters.parameter import PRECISIONS
 
 BLOCK = 128
 """Number of elements along the summed dimension that share a scale. In a weight, so many rows share
@@ -178,8 +177,16 @@ def _ends_of(matrices_EOI: Tensor) -> Tensor:
     return (rows * torch.arange(1, experts + 1, device=matrices_EOI.device)).int()
 
 
-def check_fp8(config: RunConfig, device: torch.device, kernels: Kernels) -> str | None:
+def check_fp8(
+    config: RunConfig, device: torch.device, dtype: torch.dtype, kernels: Kernels
+) -> str | None:
     """Check how this run multiplies in 8 bits.
+
+    Args:
+        config: The run.
+        device: What it runs on.
+        dtype: Type of the operands before they are rounded.
+        kernels: The kernels that it uses.
 
     Returns:
         A warning if the reference does, because the device is a CPU or the config asks for it; None
@@ -188,7 +195,7 @@ def check_fp8(config: RunConfig, device: torch.device, kernels: Kernels) -> str 
     Raises:
         UserError: it would on a GPU, unasked, which is slower than 16 bits.
     """
-    scaling, dtype = config.train.fp8, PRECISIONS[config.train.precision].compute
+    scaling = config.train.fp8
     if scaling == "none":
         return None
     what = f"train.fp8={scaling}"

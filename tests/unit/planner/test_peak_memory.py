@@ -13,10 +13,8 @@ from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import constants_of
 from megaframe.planner.layout_search import search
-from megaframe.planner.memory_budget import leaves_room
-from megaframe.planner.parameter_counts import rank_memory
-from megaframe.planner.peak_memory import overhead
-from megaframe.planner.recompute_budget import fewest_again, settled
+from megaframe.planner.memory import rank_memory
+from megaframe.planner.peak_memory import fewest_again, leaves_room, overhead, settled
 from megaframe.schedule import lower
 from megaframe.training.auto_layout import with_blocks
 

@@ -1,18 +1,19 @@
-"""How long a step takes, where the time goes, and whether it fits.
+"""How long a step takes, where the time goes, whether it fits, and why.
 
     cluster = load_cluster("h100-ib")
     constants = cluster_constants(cluster)
     predict(config, layout, cluster, constants) -> Prediction      exact: the schedule is simulated
-    estimate(config, cluster, constants, candidates) -> Estimates  closed forms on arrays, `fast.py`
+    estimate(config, cluster, constants, candidates) -> Estimates  closed forms on arrays
 
-Both use the same arithmetic (`costs.py`), on numbers or on numpy arrays. They differ in the bubble,
-which `predict` simulates and `estimate` takes from closed forms, and in the stages, which `predict`
-adds up one by one while `estimate` only considers the rank with most work.
+`estimate` is in `vectorized.py`. Both use the same arithmetic (`layer_times.py`), on numbers or on
+numpy arrays. They differ in the bubble, which `predict` simulates and `estimate` takes from closed
+forms, and in the stages, which `predict` adds up one by one while `estimate` only considers the
+rank with most work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,33 +23,37 @@ from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.planner.block_costs import block, kinds
-from megaframe.planner.candidates import CIRCLING
+from megaframe.planner.communication_times import stage_seconds, waiting_seconds
 from megaframe.planner.constants import Constants
-from megaframe.planner.machine import Machine, Part, Passes
-from megaframe.planner.peak_memory import by_kind, worst_memory
-from megaframe.planner.reasons import reasons
-from megaframe.planner.sizes import sizes_of
-from megaframe.planner.stragglers_and_failures import jitter
-from megaframe.planner.update import (
+from megaframe.planner.data_parallel_times import (
     Owned,
     block_owned,
     bucket_count,
     data_seconds,
-    head,
     passes_beside,
-    stage_seconds,
     table_owned,
     update_seconds,
-    waiting_seconds,
     with_bucket_size,
 )
+from megaframe.planner.goodput import jitter
+from megaframe.planner.layer_times import block, head, kinds
+from megaframe.planner.layout_sizes import CIRCLING, sizes_of
+from megaframe.planner.machine import Machine, Part, Passes, outermost, span
+from megaframe.planner.peak_memory import by_kind, worst_memory
 from megaframe.schedule import Schedule
-from megaframe.schedule.costs import Costs
+from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.simulate import Timeline, simulate
 
 T = TypeVar("T")
 Number = Any
+_WORTH_TELLING = 0.02
+_AXES = {
+    "tensor": "tensor ranks",
+    "context": "context ranks",
+    "expert": "expert ranks",
+    "data": "data ranks",
+    "pipeline": "pipeline ranks",
+}
 
 
 @dataclass(frozen=True)
@@ -123,12 +128,12 @@ def _stage(machine: Machine, plan: StagePlan, blocks: Sequence[Part]) -> Part:
     return whole
 
 
-def _schedule_costs(machine: Machine, parts: Sequence[Part]) -> Costs:
+def _schedule_costs(machine: Machine, parts: Sequence[Part]) -> ActionCosts:
     """Return the costs of every stage for the simulator. What a transfer adds to compute, by delay
     or by blocking it, is charged to the pass before it."""
     waiting = float(waiting_seconds(machine))
     last = len(parts) - 1
-    return Costs(
+    return ActionCosts(
         forward=tuple(
             float(part.whole.forward) + waiting * (number < last)
             for number, part in enumerate(parts)
@@ -238,3 +243,82 @@ def _told(
         host_bytes=host,
         reasons=tuple(reasons(config, layout, cluster, machine.constants, breakdown, needed, host)),
     )
+
+
+def reasons(
+    config: RunConfig,
+    layout: Layout,
+    cluster: Cluster,
+    constants: Constants,
+    breakdown: Mapping[str, float],
+    needed: Mapping[str, int],
+    host: int,
+) -> Iterator[str]:
+    """Yield sentences about a predicted step: memory of the device, memory of the host, what is
+    assumed about the machine, what the plan does not consider, compute, and then everything else
+    that takes at least a fiftieth of the step, the longest first.
+
+    breakdown: seconds by part. needed: bytes on the device by kind. host: bytes in host memory.
+    """
+    step = sum(breakdown.values())
+    total, there = sum(needed.values()), cluster.chip.memory
+    kinds = sorted(needed, key=lambda kind: -needed[kind])[:2]
+    most = " and ".join(f"{kind} {needed[kind] / 2**30:.1f} GiB" for kind in kinds)
+    if total > there:
+        yield (
+            f"does not fit: {total / 2**30:.1f} GiB of {there / 2**30:.1f} GiB on a "
+            f"{cluster.chip.name}, mostly {most}"
+        )
+    else:
+        yield (
+            f"fits with {(there - total) / 2**30:.1f} GiB to spare: {total / 2**30:.1f} GiB of "
+            f"{there / 2**30:.1f} GiB, mostly {most}"
+        )
+    if host:
+        yield _from_host(host, cluster, breakdown["optimizer"])
+    yield from cluster.notes
+    if constants.unfitted:
+        yield (
+            f"speeds are not fitted to a {cluster.chip.name}: the shares of its peaks that kernels "
+            f"reach are {constants.unfitted}, and `python tools/measure_kernels.py --write FILE` "
+            "measures them"
+        )
+    if config.optim.frozen:
+        yield (
+            "all of it is planned as if everything were trained: what optim.frozen names needs no "
+            "gradients and no state, which a dry run of a rank counts"
+        )
+    yield f"compute is {breakdown['compute'] / step:.0%} of the step of {step:.3g} s"
+    for part in sorted(breakdown, key=lambda name: -breakdown[name]):
+        share = breakdown[part] / step
+        if part == "compute" or share < _WORTH_TELLING:
+            continue
+        yield _of_part(part, share, config, layout, cluster)
+
+
+def _of_part(part: str, share: float, config: RunConfig, layout: Layout, cluster: Cluster) -> str:
+    if part == "bubble":
+        many = config.train.global_batch // (config.train.microbatch * layout.data)
+        return (
+            f"the bubble of {config.parallel.schedule} with pipeline {layout.pipeline} and {many} "
+            f"microbatches is {share:.1%}"
+        )
+    if part not in _AXES:
+        return f"{part} is {share:.1%}"
+    tier = outermost(cluster, *span(part, layout))
+    size = layout.sizes[part]
+    what = f"{_AXES[part]} wait {share:.1%} of the step for transfers over {tier.name}"
+    if part == "tensor" and tier is not cluster.tiers[0]:
+        return f"tensor {size} crosses nodes of {cluster.node}: {what}"
+    return f"{what} ({part} {size})"
+
+
+def _from_host(host: int, cluster: Cluster, seconds: float) -> str:
+    link, name = cluster.chip.host_link, cluster.chip.name
+    what = f"{host / 2**30:.1f} GiB of a GPU's weights and state are in host memory"
+    if link is None:
+        return (
+            f"{what}; the link of a {name} to it is not known, so the update counts as without it"
+        )
+    how = f"move at {link / 1e9:g} GB/s in each direction"
+    return f"{what} and {how}: the update takes {seconds:.2g} s"

@@ -1,4 +1,4 @@
-"""Costs: seconds of one block on one rank, for one microbatch.
+"""Seconds of one block, and of the output head, on one rank for one microbatch.
 
 The same arithmetic serves a single run and arrays of layouts, so nothing here branches on a size.
 """
@@ -13,7 +13,11 @@ from megaframe.architecture.experts import has_experts, has_mlp
 from megaframe.architecture.matrices import head_widths, latent_width
 from megaframe.architecture.windows import mean_keys, window_of
 from megaframe.config.model import ModelConfig
-from megaframe.planner.communication_time import context_traffic, expert_traffic, tensor_traffic
+from megaframe.planner.communication_times import (
+    context_traffic,
+    expert_traffic,
+    tensor_traffic,
+)
 from megaframe.planner.kernel_times import (
     Rates,
     grouped_product_seconds,
@@ -24,7 +28,6 @@ from megaframe.planner.machine import Machine, Part, Passes
 
 Number = Any
 """A float, or a numpy array of them."""
-
 _CAST_BYTES = 6.0
 """Bytes moved per element to convert a tensor to 8 bits: read it to find the maximum, read it again
 (2 bytes each), and write it in 8 bits twice, as it is and transposed."""
@@ -201,3 +204,31 @@ def _again(machine: Machine, linears: Passes, attention: Passes, stream: Passes)
     part = attention.forward if of_attention else stream.forward
     whole = linears.forward + attention.forward + stream.forward
     return np.where(recompute == 2, whole, np.where(recompute == 1, part, 0.0))
+
+
+def head(machine: Machine) -> Part:
+    """Return the seconds of the output head and its loss. Its gradients are computed in forward, or
+    in backward if the software does so (`head_backward`)."""
+    model, sizes, rate = machine.config.model, machine.sizes, machine.rate
+    if model.emulate is not None:
+        return Part(Passes())
+    vocab = np.ceil((model.vocab or 0) / sizes.tensor)
+    products = three_products(rate, machine.tokens, vocab, model.hidden)
+    loss = moving_seconds(rate, machine.software.logit_bytes * machine.tokens * vocab)
+    size = rate.width * machine.tokens * model.hidden
+    gather = machine.seconds("all_gather", size, "tensor")
+    many = 1.0 + model.mtp_depth
+    if machine.software.head_backward:
+        forward, backward, weight = products
+        compute = _launched(machine, forward + 0.7 * loss, backward + 0.3 * loss, weight)
+        return Part(compute.times(many), Passes(gather, gather, 0.0).times(many))
+    compute = _launched(machine, sum(products) + loss, 0.0, 0.0)
+    return Part(compute.times(many), Passes(2 * gather).times(many))
+
+
+def _launched(machine: Machine, forward: Number, backward: Number, weight: Number) -> Passes:
+    """Return the passes, extended to the time that the host needs to launch them if longer."""
+    software = machine.software
+    host = software.end_kernels * machine.rate.launch
+    lacking = np.maximum(0.0, host * software.backward_kernels - backward - weight)
+    return Passes(np.maximum(forward, host), backward + lacking, weight)
