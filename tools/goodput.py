@@ -4,7 +4,8 @@ published failures and measured costs.
 python tools/goodput.py --mix llama3 --ranks 16384 --costs restart=15,load=10,stall=0.2
 python tools/goodput.py --ranks 16384 100000 --measured benchmarks/results/drill.json --target 0.93
 
-Costs that a drill has measured (tools/drill.py --write) are listed apart from those assumed.
+Costs that a chaos test has measured (tools/chaos/chaos_test.py --write) are listed apart from those
+assumed.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ def check(mix: FailureMix, sizes: Sequence[int], costs: FailureCosts, target: fl
 
 
 def measured(path: Path) -> dict[str, float]:
-    """Return the costs in a file that a drill has written. `crash` is 0, because there the time to
-    notice a crash is a part of `restart`, which begins with the last step. Raises `UserError` if
-    the file is not from a drill."""
+    """Return the costs in a file that a chaos test has written. `crash` is 0, because there the
+    time to notice a crash is a part of `restart`, which begins with the last step. Raises
+    `UserError` if the file is not from a chaos test."""
     try:
         found = parsed_json(read_file(path, MOST_BYTES))
         kill = {cause: float(found["kill"][cause]) for cause in ("restart", "load", "again")}
@@ -80,7 +81,8 @@ def measured(path: Path) -> dict[str, float]:
         return costs
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"--measured {path}: {error!r}; give what `tools/drill.py --faults kill --write` wrote"
+            f"--measured {path}: {error!r}; give what `tools/chaos/chaos_test.py --faults kill "
+            "--write` wrote"
         ) from None
 
 
@@ -121,7 +123,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--published", action="store_true", help="start from costs as they were when published"
     )
-    parser.add_argument("--measured", type=Path, help="what tools/drill.py --write has written")
+    parser.add_argument(
+        "--measured", type=Path, help="what tools/chaos/chaos_test.py --write has written"
+    )
     parser.add_argument(
         "--target", type=float, help="also tell what a restart may take for this effective share"
     )

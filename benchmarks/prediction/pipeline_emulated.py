@@ -29,7 +29,7 @@ from megaframe.architecture.pipeline import step_schedule
 from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig
 from megaframe.schedule import Schedule, generate, lower
-from megaframe.schedule.costs import Costs
+from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.simulate import Timeline, simulate
 
 RUNS = (
@@ -142,7 +142,7 @@ def measure(
     work = [float(value) for value in expected.work]
     live = max(max(rank.live) for rank in seen) / chunks
     usual = generate("1f1b", given.ranks, 1, microbatches)
-    limit = float(max(simulate(usual, Costs()).peak_activations))
+    limit = float(max(simulate(usual, ActionCosts()).peak_activations))
     spans = [
         statistics.median(
             1 - mine / (last - first) for first, last in zip(rank.firsts, rank.lasts, strict=True)

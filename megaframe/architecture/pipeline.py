@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config.schema import RunConfig
-from megaframe.schedule import Action, Kind, Schedule, generate
+from megaframe.schedule import Action, ActionKind, Schedule, generate
 from megaframe.schedule.simulate import simulate
 
 
@@ -39,7 +39,7 @@ def forward_schedule(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
     return Schedule(
         tuple(
             tuple(
-                Action(Kind.F, stage, number)
+                Action(ActionKind.F, stage, number)
                 for stage, owner in enumerate(rank_of)
                 if owner == rank
                 for number in range(microbatches)

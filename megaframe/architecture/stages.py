@@ -17,7 +17,7 @@ from megaframe.architecture.matrices import attention_matrices, head_widths
 from megaframe.architecture.windows import mean_keys, window_of
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
-from megaframe.schedule.costs import Costs
+from megaframe.schedule.costs import ActionCosts
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,13 @@ def divide(blocks: tuple[float, ...], head: float, stages: int) -> tuple[int, ..
     return tuple(reversed(counts))
 
 
-def stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> Costs:
+def stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> ActionCosts:
     """Return the modelled work of F, B and W of every stage, in FLOPs per token. Only the ratios
     matter."""
     end = end_work(config)
     works = [[block_work(config, layer) for layer in plan.blocks] for plan in plans]
     stages = list(zip(plans, works, strict=True))
-    return Costs(
+    return ActionCosts(
         forward=tuple(sum(b.forward for b in of) + end.forward * plan.last for plan, of in stages),
         backward=tuple(
             sum(b.backward for b in of)

@@ -17,7 +17,7 @@ from megaframe.distributed.gather_bytes import clock_offset, collect
 from megaframe.distributed.mesh import Mesh
 from megaframe.metrics.sinks import cannot_write
 from megaframe.metrics.timers import Split, StepTimer
-from megaframe.schedule import Kind
+from megaframe.schedule import ActionKind
 from megaframe.schedule.draw_trace import metadata_event, slice_event
 
 TRACE_FILE = "trace.json"
@@ -89,7 +89,7 @@ def _slices(split: Split, step: int, base: Any, host: int) -> Iterator[Slice]:
             yield _LANES[_PARTS], part, f"step {step}", before, now
         before = now
     for name, kind, start, end in split.actions:
-        lane = Kind(kind).lane if kind in Kind.__members__ else "compute"
+        lane = ActionKind(kind).lane if kind in ActionKind.__members__ else "compute"
         yield lane, name, kind, at(start), at(end)
     for one in split.flights:
         yield f"over {one.axes}", f"{one.size:,} bytes", one.axes, at(one.started), at(one.ended)

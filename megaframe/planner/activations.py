@@ -13,7 +13,7 @@ from megaframe.architecture.matrices import head_widths, latent_width
 from megaframe.architecture.stages import StagePlan, stage_layers
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH
-from megaframe.schedule import Action, Kind
+from megaframe.schedule import Action, ActionKind
 
 
 def peak_activations(
@@ -36,19 +36,19 @@ def peak_activations(
         kind, stage, number = action.kind, action.stage, action.microbatch
         if stage is None:
             continue
-        if kind is Kind.F:
+        if kind is ActionKind.F:
             kept += size[stage]
-        elif kind is Kind.B:
+        elif kind is ActionKind.B:
             before = kept
-            kept += (left[stage] if (Kind.W, stage, number) in listed else 0) - size[stage]
+            kept += (left[stage] if (ActionKind.W, stage, number) in listed else 0) - size[stage]
             if again[stage]:
                 within = max(before, kept) + again[stage]  # at its first block, or at its last
                 most, together = max(most, within), max(together, within + waiting)
-        elif kind is Kind.W:
+        elif kind is ActionKind.W:
             kept -= left[stage]
-        if kind in (Kind.RECV_F, Kind.RECV_B):
+        if kind in (ActionKind.RECV_F, ActionKind.RECV_B):
             waiting += stream
-        elif kind in (Kind.SEND_F, Kind.SEND_B):
+        elif kind in (ActionKind.SEND_F, ActionKind.SEND_B):
             waiting -= stream
         elif kind in _MESSAGES:
             receive, send, step = _MESSAGES[kind]
@@ -72,7 +72,10 @@ def _recompute_bytes(config: RunConfig, plan: StagePlan) -> int:
     return max(blocks, default=0) + brought * WIDTH[config.train.precision]
 
 
-_MESSAGES = {Kind.F: (Kind.RECV_F, Kind.SEND_F, 1), Kind.B: (Kind.RECV_B, Kind.SEND_B, -1)}
+_MESSAGES = {
+    ActionKind.F: (ActionKind.RECV_F, ActionKind.SEND_F, 1),
+    ActionKind.B: (ActionKind.RECV_B, ActionKind.SEND_B, -1),
+}
 """For each kind of pass: the action that receives its input, the action that sends its output, and
 the distance to the next stage in its direction (which may be on the same rank)."""
 

@@ -21,7 +21,7 @@ from megaframe.config.schema import RunConfig
 from megaframe.errors import divisors
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array, LayoutSizes
-from megaframe.schedule.limits import LIMITS
+from megaframe.schedule.limits import SCHEDULE_LIMITS
 from megaframe.validate.tensor_parallel import tensor_mistakes
 
 PARALLEL_KEYS = (
@@ -267,8 +267,8 @@ def _schedules_with_chunks(
     least = (config.train.global_batch if ramp is None else ramp.start) // together
     names = _fixed_or(fixed, "schedule", SCHEDULES[1:])
     for name in names:
-        limits = LIMITS[name]
-        if limits.fill and least < pipeline:
+        limits = SCHEDULE_LIMITS[name]
+        if limits.needs_full_pipeline and least < pipeline:
             continue
         # Interleaved, or 1F1B without chunks, takes as long and keeps less.
         beaten = name == "breadth-first" and least >= pipeline and "schedule" not in fixed

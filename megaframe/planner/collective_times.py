@@ -2,8 +2,8 @@
 
 A message of n bytes takes alpha + n / bandwidth on one tier; beta is 1 / bandwidth. A group is a
 list of `GroupLevel`s from the innermost tier: how many of its members (or of the groups inside)
-meet on each tier. Formulas take numbers or numpy arrays. n is always the whole buffer: what each rank ends
-with (all-gather, all-reduce, broadcast), begins with (reduce-scatter) or sends in total
+meet on each tier. Formulas take numbers or numpy arrays. n is always the whole buffer: what each
+rank ends with (all-gather, all-reduce, broadcast), begins with (reduce-scatter) or sends in total
 (all-to-all). Formulas: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH"; the tree is the double binary tree of Sanders, Speck and Traeff
 2009, which keeps both directions of a link busy.

@@ -16,9 +16,9 @@ from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.layout import Layout
 from megaframe.planner.parameter_counts import count_parameters
-from megaframe.schedule import Action, Kind
+from megaframe.schedule import Action, ActionKind
 
-_SENDS = (Kind.SEND_F, Kind.SEND_B)
+_SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 
 
 def communication_bytes(
@@ -38,7 +38,7 @@ def communication_bytes(
     many = len({a.microbatch for a in actions if a.microbatch is not None})
     sent = sum(action.kind in _SENDS for action in actions)
     share = (tensor - 1) / tensor
-    later = Counter(action.stage for action in actions if action.kind is Kind.W)
+    later = Counter(action.stage for action in actions if action.kind is ActionKind.W)
     rows = sum(
         many * _tensor_elements_of_stage(config, plan)
         + later[plan.number] * _tensor_elements_of_weight_pass(config, plan)

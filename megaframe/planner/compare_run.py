@@ -56,8 +56,8 @@ class RunComparison:
             )
             return
         yield (
-            f"{describe_candidate(found.candidates, found.best.place)}: {best.step_seconds:.3g} s a "
-            f"step by the planner, instead of the {now:.3g} s that it predicts for this layout"
+            f"{describe_candidate(found.candidates, found.best.place)}: {best.step_seconds:.3g} s "
+            f"a step by the planner, instead of the {now:.3g} s that it predicts for this layout"
         )
         yield from best.reasons
 

@@ -26,7 +26,7 @@ from megaframe.layout import Layout
 from megaframe.planner.activations import peak_activations
 from megaframe.planner.parameter_counts import RankParameters, count_parameters
 from megaframe.schedule import Action, Schedule
-from megaframe.schedule.zero_buffers import lent
+from megaframe.schedule.zero_buffers import peak_zero_buffers
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,17 @@ def compute_memory(
     ends = held.own_ends(ranks) if stage else held.ends
     values, gradients = held.total, held.total
     if stage >= 2:
-        lent_values, lent_gradients = lent(
+        lent_values, lent_gradients = peak_zero_buffers(
             held.units(config, plans),
             actions,
             _num_transfers(config.parallel),
             values=stage == 3,
-            alike=width == master,
+            same_dtype=width == master,
         )
         gradients = held.vectors + lent_gradients + own - held.vectors // ranks
         values = held.vectors + lent_values if stage == 3 else values
-    # With one precision the own weights are part of the whole values; lent values are apart.
+    # With one precision the own weights are part of the whole values; peak_zero_buffers values are
+    # apart.
     if width == master:
         values -= -(-held.vectors // ranks) if stage == 3 else own
     unsent = _residual_elements(config.parallel, held, ranks, expert_ranks)

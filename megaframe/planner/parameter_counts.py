@@ -17,7 +17,7 @@ from megaframe.architecture.stages import StagePlan, join_matrix
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
-from megaframe.schedule.zero_buffers import Bucket, StageUnits, Unit
+from megaframe.schedule.zero_buffers import BucketSize, StageBuckets, UnitBuckets
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,10 @@ class RankParameters:
         )
         return replace(self, blocks=blocks, experts=experts, whole=whole, shared=shared)
 
-    def units(self, config: RunConfig, plans: Sequence[StagePlan]) -> dict[int, StageUnits]:
+    def units(self, config: RunConfig, plans: Sequence[StagePlan]) -> dict[int, StageBuckets]:
         """Return the units of each stage with their buckets. plans: the stages of this rank."""
         parts = self._parts
-        blocks: list[Unit] = []
+        blocks: list[UnitBuckets] = []
         for of in self.blocks_together(config, plans):
             number = 2 * of.start
             if of.halves:
@@ -127,18 +127,19 @@ class RankParameters:
                     _make_buckets(number + 1, parts[number + 1]),
                     _make_buckets(number, parts[number]),
                 )
-                blocks.append(Unit(late, rest))
+                blocks.append(UnitBuckets(late, rest))
                 continue
             together = _make_buckets(number, _sum_parts(parts[number : 2 * of.stop]))
             blocks += [
-                Unit(rest=together, ends=block == of.start) for block in range(of.start, of.stop)
+                UnitBuckets(rest=together, ends=block == of.start)
+                for block in range(of.start, of.stop)
             ]
         for number in range(2 * len(blocks), len(parts), 2):
             late, rest = (
                 _make_buckets(number + 1, parts[number + 1]),
                 _make_buckets(number, parts[number]),
             )
-            blocks.append(Unit(late, rest))
+            blocks.append(UnitBuckets(late, rest))
         tables = _make_buckets(-1, self.tables)
         tokens, tied = tables[:1], config.model.tie_embeddings
         first = any(plan.first for plan in plans)
@@ -148,22 +149,22 @@ class RankParameters:
         if predictors and not first:
             predictors[0] = replace(predictors[0], own=tokens)
         used = tokens if tied else tables[-1:]
-        head = Unit(tables=used, own=() if tied and (first or predictors) else used)
+        head = UnitBuckets(tables=used, own=() if tied and (first or predictors) else used)
         embeddings = tokens + _make_buckets(-2, [self.positions])
-        embedding = Unit(tables=embeddings, own=embeddings)
+        embedding = UnitBuckets(tables=embeddings, own=embeddings)
         found, start = {}, 0
         for plan in plans:
             stop = start + len(plan.blocks)
             here, start = (*blocks[start:stop], *(predictors if plan.last else ())), stop
-            found[plan.number] = StageUnits(
+            found[plan.number] = StageBuckets(
                 embedding if plan.first else None, here, head if plan.last else None
             )
         return found
 
 
-def _make_buckets(part: int, sizes: Sequence[int]) -> tuple[Bucket, ...]:
+def _make_buckets(part: int, sizes: Sequence[int]) -> tuple[BucketSize, ...]:
     """Return the buckets of part number `part` of a rank; sizes: its elements of each kind."""
-    return tuple(Bucket((part, kind), size) for kind, size in enumerate(sizes) if size)
+    return tuple(BucketSize((part, kind), size) for kind, size in enumerate(sizes) if size)
 
 
 def _sum_parts(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

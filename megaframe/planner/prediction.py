@@ -41,7 +41,7 @@ from megaframe.planner.layout_sizes import LOOPED_SCHEDULES, sizes_of
 from megaframe.planner.machine import CostBreakdown, Machine, PassTimes, axis_span, outermost_tier
 from megaframe.planner.peak_memory import compute_peak_memory, nonzero_kinds
 from megaframe.schedule import Schedule
-from megaframe.schedule.costs import Costs
+from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.simulate import Timeline, simulate
 
 T = TypeVar("T")
@@ -130,12 +130,12 @@ def _stage_times(
     return whole
 
 
-def _schedule_costs(machine: Machine, parts: Sequence[CostBreakdown]) -> Costs:
+def _schedule_costs(machine: Machine, parts: Sequence[CostBreakdown]) -> ActionCosts:
     """Return the costs of every stage for the simulator. What a transfer adds to compute, by delay
     or by blocking it, is charged to the pass before it."""
     waiting = float(pipeline_wait_seconds(machine))
     last = len(parts) - 1
-    return Costs(
+    return ActionCosts(
         forward=tuple(
             float(part.whole.forward) + waiting * (number < last)
             for number, part in enumerate(parts)

@@ -33,7 +33,7 @@ from megaframe.parameters.spec import copies_of
 from megaframe.pipeline_parallel.executor import Engine, Follower, Outcome, Timer
 from megaframe.pipeline_parallel.stage import Stage, build_stages
 from megaframe.schedule import Action, Schedule, lower
-from megaframe.schedule.overlap_pairs import pairs, together
+from megaframe.schedule.overlap_pairs import find_overlap_pairs, place_pairs_together
 from megaframe.training.cuda_graph import Graph, refuse
 
 _KEPT = 32
@@ -91,8 +91,8 @@ class Pipeline:
             schedule = self.schedule if known else step_schedule(config, microbatches)
             if not config.parallel.expert_overlap:
                 return lower(schedule), {}
-            paired = pairs(schedule, stage_costs(config, stage_plans(config)))
-            ranks = tuple(together(rank, paired) for rank in lower(schedule).ranks)
+            paired = find_overlap_pairs(schedule, stage_costs(config, stage_plans(config)))
+            ranks = tuple(place_pairs_together(rank, paired) for rank in lower(schedule).ranks)
             return Schedule(ranks), paired
 
         self._lowered = lowered

@@ -110,8 +110,8 @@ def test_the_room_for_a_restart_is_what_reaches_the_share(ranks, share):
         (("--ranks", "1_000"), "is not a whole number from 1"),
         (("--ranks", "100000000"), "use fewer ranks"),
         (("--target", "nan"), "is not a share between 0 and 1"),
-        (("--measured", "/dev/zero"), "give what `tools/drill.py"),
-        (("--measured", "{file}"), "give what `tools/drill.py"),
+        (("--measured", "/dev/zero"), "give what `tools/chaos/chaos_test.py"),
+        (("--measured", "{file}"), "give what `tools/chaos/chaos_test.py"),
         (("--costs", "restart=inf"), "write NAME=SECONDS"),
     ],
 )

@@ -16,11 +16,11 @@ from megaframe.metrics import StepTimer
 from megaframe.planner.activations import block_bytes
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters, count_parameters
-from megaframe.schedule import Action, Kind
+from megaframe.schedule import Action, ActionKind
 from megaframe.training.train_step import Pipeline
 
 LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4}
-FORWARD = [Action(Kind.F, 0, 0)]
+FORWARD = [Action(ActionKind.F, 0, 0)]
 MODELS = [
     {"position": "learned"},
     {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2},
@@ -169,8 +169,8 @@ def test_state_of_every_optimizer_is_planned_within_one_percent(optim, pool):
 def test_a_backward_that_is_not_split_frees_what_it_used():
     """Checks a stage that splits only some of its backwards, as with dualpipe-v."""
     config = RunConfig(model={"layers": 1, "vocab": 64}, train={"seq": 8, "recompute": "full"})
-    first, second = ((Action(Kind.F, 0, n), Action(Kind.B, 0, n)) for n in (0, 1))
-    split = [*first, Action(Kind.W, 0, 0)]
+    first, second = ((Action(ActionKind.F, 0, n), Action(ActionKind.B, 0, n)) for n in (0, 1))
+    split = [*first, Action(ActionKind.W, 0, 0)]
     plans = stage_plans(config)
     one = compute_memory(config, RankParameters(0, (), ()), 1, plans, split).activations
     assert (

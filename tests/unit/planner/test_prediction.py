@@ -19,7 +19,7 @@ from megaframe.planner.machine import PassTimes
 from megaframe.planner.prediction import model_flops, predict
 from megaframe.planner.vectorized import bubble_seconds, estimate
 from megaframe.schedule import generate
-from megaframe.schedule.costs import Costs
+from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.simulate import simulate
 
 CLUSTER = load_cluster("h100-ib")
@@ -93,7 +93,7 @@ def test_emulated_blocks_take_what_the_simulator_says():
     quiet = replace(CLUSTER, jitter=0.0)
     software = replace(CONSTANTS_H100.software, step_kernels=0.0)
     found = predicted(config, 4, quiet, replace(CONSTANTS_H100, software=software))
-    timeline = simulate(generate("interleaved", 4, 2, 16), Costs(0.1, 0.2, 0.1))
+    timeline = simulate(generate("interleaved", 4, 2, 16), ActionCosts(0.1, 0.2, 0.1))
     latency = 1e-3  # of all transfers together
     assert found.step_seconds == pytest.approx(float(timeline.time), abs=latency)
     assert found.breakdown["bubble"] == pytest.approx(float(timeline.bubble_time), abs=latency)
@@ -271,7 +271,9 @@ def test_bubbles_of_the_closed_forms_are_simulated_ones(name, ranks):
     if name not in ("zb-v", "v-half", "dualpipe-v"):
         passes += [(1.0, 1.25, 0.75), (2.0, 3.0, 2.0)]
     for times in passes:
-        timeline = simulate(generate(name, ranks, chunks, many), Costs(*times).divided(chunks))
+        timeline = simulate(
+            generate(name, ranks, chunks, many), ActionCosts(*times).divided(chunks)
+        )
         found = bubble_seconds(one * SCHEDULES.index(name), sizes, PassTimes(*times))
         assert float(found[0]) == pytest.approx(float(timeline.time) - many * sum(times))
 

@@ -27,7 +27,7 @@ from megaframe.distributed.collectives import all_reduce, receive, send
 from megaframe.distributed.pending import started
 from megaframe.layout import EXPERT_SETS, Layout
 from megaframe.planner.streams import count_streams
-from megaframe.schedule import NAMES
+from megaframe.schedule import SCHEDULE_NAMES
 
 QUICK = [
     i
@@ -56,7 +56,7 @@ def test_every_layout_comes_to_an_end(layout):
 def test_every_value_has_a_layout(key):
     """A layout that does not name one has the default, if there is one."""
     field = ParallelConfig.model_fields[key]
-    values = {"schedule": NAMES, "zero": range(4)}.get(key) or get_args(field.annotation)
+    values = {"schedule": SCHEDULE_NAMES, "zero": range(4)}.get(key) or get_args(field.annotation)
     assert {one.get(key, field.default) for _, _, one in LAYOUTS} >= {*values}
 
 

@@ -34,14 +34,16 @@ MOST_HOSTS = 100
 _TOOLS = ("ip", "tc", "unshare", "setpriv")
 _RATE = re.compile(r"[0-9]+(\.[0-9]+)?([kmg]bit)", re.IGNORECASE)
 _TIME = re.compile(r"[0-9]+(\.[0-9]+)?(us|ms|s)", re.IGNORECASE)
-_OURS = re.compile(r"netlab-([0-9]+)-([0-9]+)-")
+_NAMESPACE = re.compile(r"netlab-([0-9]+)-([0-9]+)-")
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link between a host and the switch. rate: of each direction, in the format of `tc`, such as
-    500mbit. latency: delay of what the host sends, such as 1ms, or None; needs `netem` in the
-    kernel."""
+    """A link between a host and the switch.
+
+    rate: of each direction, in the format of `tc`, such as 500mbit. latency: delay of what the host
+    sends, such as 1ms, or None; needs `netem` in the kernel.
+    """
 
     rate: str
     latency: str | None = None
@@ -68,42 +70,42 @@ class Host:
         apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "env", *interfaces)
         return (*alive, *apart)
 
-    def bytes_moved(self) -> tuple[int, int]:
-        """Return the bytes that the host has sent and received over its link, as counted by the
+    def transferred_bytes(self) -> tuple[int, int]:
+        """Return the bytes that the host has sent and received over its link, as counters by the
         interface, headers included."""
         text = _run("ip", "-n", self.name, "-s", "-j", "link", "show", UPLINK)
-        counted = json.loads(text)[0]["stats64"]
-        return counted["tx"]["bytes"], counted["rx"]["bytes"]
+        counters = json.loads(text)[0]["stats64"]
+        return counters["tx"]["bytes"], counters["rx"]["bytes"]
 
-    def connect(self, up: bool) -> None:
+    def set_connected(self, up: bool) -> None:
         """Connect the host's link to the switch, or cut it."""
         _run("ip", "-n", self.switch, "link", "set", self.port, "up" if up else "down")
 
 
 @contextmanager
-def hosts(links: Sequence[Link]) -> Iterator[list[Host]]:
+def emulate_hosts(links: Sequence[Link]) -> Iterator[list[Host]]:
     """Make a host for each link. On exit, for whatever reason, all processes on the hosts are
     killed.
 
     Raises `UserError` before anything is made if the machine or the links do not allow it.
     """
-    check(links)
-    remove_left_overs()
+    check_links(links)
+    remove_stale_namespaces()
     with ExitStack() as stack:
         switch = stack.enter_context(_namespace("switch"))
         _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", switch, "link", "set", "bridge", "up")
-        made = []
+        hosts: list[Host] = []
         for number, link in enumerate(links):
             name = stack.enter_context(_namespace(f"host{number}"))
             # All addresses have the same length, because torchrun orders nodes by address as text.
             address = f"10.0.0.{100 + number}"
-            made.append(Host(name, address, link, switch, f"port{number}"))
-            _join(made[-1])
-        yield made
+            hosts.append(Host(name, address, link, switch, f"port{number}"))
+            _connect_to_switch(hosts[-1])
+        yield hosts
 
 
-def check(links: Sequence[Link]) -> None:
+def check_links(links: Sequence[Link]) -> None:
     """Raise `UserError` if a lab with these links cannot be made on this machine."""
     if not 1 <= len(links) <= MOST_HOSTS:
         raise UserError(f"{len(links)} hosts; use 1 to {MOST_HOSTS}")
@@ -119,11 +121,11 @@ def check(links: Sequence[Link]) -> None:
         )
     if os.geteuid() != 0:
         raise UserError("the network lab makes network namespaces, which needs root")
-    if said := _refused("tbf", "rate", "1mbit", "burst", BURST, "limit", QUEUE):
-        raise UserError(f"this machine cannot shape links (tc tbf): {said}")
-    if any(link.latency for link in links) and (said := _refused("netem", "delay", "1ms")):
+    if error := _kernel_error("tbf", "rate", "1mbit", "burst", BURST, "limit", QUEUE):
+        raise UserError(f"this machine cannot shape links (tc tbf): {error}")
+    if any(link.latency for link in links) and (error := _kernel_error("netem", "delay", "1ms")):
         raise UserError(
-            f"a latency needs netem, which this kernel lacks (CONFIG_NET_SCH_NETEM): {said}; "
+            f"a latency needs netem, which this kernel lacks (CONFIG_NET_SCH_NETEM): {error}; "
             "leave out the latency; the rate works without it"
         )
 
@@ -134,29 +136,29 @@ def check_rate(rate: str) -> None:
         raise UserError(f"rate {rate!r} is not a number above 0 with kbit, mbit or gbit: 200mbit")
 
 
-def remove_left_overs() -> list[str]:
+def remove_stale_namespaces() -> list[str]:
     """Remove the namespaces of labs whose process is gone, kill what still runs in them, and return
     their names."""
-    found = []
+    removed = []
     for line in _run("ip", "netns", "list").splitlines():
         name = line.split()[0] if line.split() else ""
-        owner = _OURS.match(name)
+        owner = _NAMESPACE.match(name)
         if owner and started(int(owner[1])) != int(owner[2]):
             _remove(name)
-            found.append(name)
-    return found
+            removed.append(name)
+    return removed
 
 
-def _refused(*discipline: str) -> str | None:
+def _kernel_error(*discipline: str) -> str | None:
     """Return the kernel's error message for a queueing discipline, or None if it accepts it. It is
     tried in an unnamed namespace, which ends with the command."""
     command = ("unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *discipline)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = " ".join(done.stderr.split())
-    return None if done.returncode == 0 else said or f"status {done.returncode}"
+    message = " ".join(done.stderr.split())
+    return None if done.returncode == 0 else message or f"status {done.returncode}"
 
 
-def _join(host: Host) -> None:
+def _connect_to_switch(host: Host) -> None:
     """Make the host's link to the switch, and shape it."""
     ends = ((host.name, UPLINK), (host.switch, host.port))
     pair = ("type", "veth", "peer", "name", host.port, "netns", host.switch)
@@ -167,12 +169,12 @@ def _join(host: Host) -> None:
         _run("ip", "-n", namespace, "link", "set", device, "up")
     shape = ("tbf", "rate", host.link.rate, "burst", BURST, "limit", QUEUE)
     for namespace, device in ends:
-        place = ["root"]
+        parent = ["root"]
         add = ("tc", "-n", namespace, "qdisc", "add", "dev", device)
         if host.link.latency and device == UPLINK:
             _run(*add, "root", "handle", "1:", "netem", "delay", host.link.latency)
-            place = ["parent", "1:1"]
-        _run(*add, *place, *shape)
+            parent = ["parent", "1:1"]
+        _run(*add, *parent, *shape)
 
 
 @contextmanager
@@ -184,7 +186,7 @@ def _namespace(name: str) -> Iterator[str]:
         _run("ip", "netns", "add", name)
         yield name
     finally:
-        with _undisturbed():
+        with _signals_blocked():
             _remove(name)
 
 
@@ -199,7 +201,7 @@ def _remove(name: str) -> None:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _signals_blocked() -> Iterator[None]:
     """Defer SIGINT and SIGTERM for this process and its children: ctrl-C reaches both, and some
     launchers send SIGTERM twice."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))

@@ -1,4 +1,5 @@
-"""Two emulated hosts on one machine, for drills: network namespaces with two links between them.
+"""Two emulated hosts on one machine, for chaos tests: network namespaces with two links between
+them.
 
 The link `data` carries tensors between ranks, and `control` their connection to the store. Each can
 be taken down on its own.
@@ -15,20 +16,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from drill_runs import LIMIT, ROOT, Drill, Process, Skipped, free_port
+from chaos_run import LIMIT, ROOT, ChaosRun, FaultSkipped, Process, find_free_port
 
 LINKS = {"control": "10.213.77", "data": "10.213.78"}
 
 
-class Hosts:
+class HostPair:
     """The two hosts. The first half of a run's ranks is on the first host. Each rank is a process
-    that no launcher restarts. Raises `Skipped` if such hosts cannot be made here."""
+    that no launcher restarts. Raises `FaultSkipped` if such hosts cannot be made here."""
 
     def __init__(self) -> None:
         if os.geteuid() or shutil.which("ip") is None:
-            raise Skipped("two hosts need root, and iproute2")
+            raise FaultSkipped("two hosts need root, and iproute2")
         tag = secrets.token_hex(3)
-        self._names = [f"drill-{tag}-{number}" for number in range(2)]
+        self._names = [f"chaos-{tag}-{number}" for number in range(2)]
         self._processes: list[Process] = []
         try:
             for name in self._names:
@@ -39,34 +40,35 @@ class Hosts:
                 _ip("link", "add", link, "netns", near, "type", "veth", "peer", link, "netns", far)
                 for number, name in enumerate(self._names, 1):
                     _ip("-n", name, "addr", "add", f"{network}.{number}/24", "dev", link)
-                self.set(link, "up")
+                self.set_link(link, "up")
         except subprocess.CalledProcessError as error:
             self.close()
-            raise Skipped(f"no network namespaces here: {error.stderr.strip()}") from None
+            raise FaultSkipped(f"no network namespaces here: {error.stderr.strip()}") from None
 
-    def set(self, link: str, to: str) -> None:
+    def set_link(self, link: str, state: str) -> None:
         """Set both ends of a link `up` or `down`."""
         for name in self._names:
-            _ip("-n", name, "link", "set", link, to)
+            _ip("-n", name, "link", "set", link, state)
 
-    def start(self, drill: Drill, **changes: object) -> list[Process]:
-        """Start all ranks of a run, and return their processes. changes: as in `Drill.keys`."""
-        ranks = drill.ranks
-        place: dict[str, object] = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // 2}
-        place |= {"MASTER_ADDR": f"{LINKS['control']}.1", "MASTER_PORT": free_port()}
+    def start(self, run: ChaosRun, **changes: object) -> list[Process]:
+        """Start all ranks of a run, and return their processes. changes: as in
+        `ChaosRun.overrides`."""
+        ranks = run.ranks
+        variables: dict[str, object] = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // 2}
+        variables |= {"MASTER_ADDR": f"{LINKS['control']}.1", "MASTER_PORT": find_free_port()}
         self._processes = []
         for rank in range(ranks):
             host, local = divmod(rank, ranks // 2)
-            memory = drill.folder / f"memory-{host}"  # both hosts would share /dev/shm
+            memory = run.folder / f"memory-{host}"  # both hosts would share /dev/shm
             memory.mkdir(exist_ok=True)
             command = ["ip", "netns", "exec", self._names[host], sys.executable]
-            command += [str(ROOT / "pretrain_gpt.py"), *drill.keys(**changes)]
+            command += [str(ROOT / "pretrain_gpt.py"), *run.overrides(**changes)]
             command += [f"checkpoint.memory_dir={memory}"]
-            mine = {"RANK": rank, "LOCAL_RANK": local, "GLOO_SOCKET_IFNAME": "data"}
-            self._processes.append(drill.start(command, place | mine))
+            own = {"RANK": rank, "LOCAL_RANK": local, "GLOO_SOCKET_IFNAME": "data"}
+            self._processes.append(run.start(command, variables | own))
         return self._processes
 
-    def finish(self) -> list[int]:
+    def wait(self) -> list[int]:
         """Wait for all ranks, kill those that do not end, and return the exit statuses."""
         for process in self._processes:
             try:
@@ -87,24 +89,25 @@ class Hosts:
 
 
 @contextmanager
-def hosts() -> Iterator[Hosts]:
-    """Make two hosts, and remove them on exit. Raises `Skipped` if they cannot be made here."""
-    made = Hosts()
+def make_host_pair() -> Iterator[HostPair]:
+    """Make two hosts, and remove them on exit. Raises `FaultSkipped` if they cannot be made
+    here."""
+    pair = HostPair()
     try:
-        yield made
+        yield pair
     finally:
-        made.close()
+        pair.close()
 
 
 @contextmanager
-def small_disk(path: Path, size: str) -> Iterator[None]:
+def mount_small_disk(path: Path, size: str) -> Iterator[None]:
     """Mount a separate file system of this size at `path`, and remove it on exit. size: as in
-    `mount`. Raises `Skipped` if it cannot be mounted."""
+    `mount`. Raises `FaultSkipped` if it cannot be mounted."""
     path.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode:
-        raise Skipped(f"no file system of its own here: {found.stderr.strip()}")
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        raise FaultSkipped(f"no file system of its own here: {mounted.stderr.strip()}")
     try:
         yield
     finally:

@@ -1,4 +1,5 @@
-"""Runs for the drill: start them, follow their progress, and read what they have left behind."""
+"""Runs for the chaos test: start them, follow their progress, and read what they have left
+behind."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ from typing import Any
 import numpy as np
 
 from megaframe.data.indexed import TokenFileWriter
+from megaframe.io.run_files import METRICS_FILE
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY, LIMIT = 60, 5, 240.0
 """Steps of a run, steps between its checkpoints, and seconds after which a wait is given up."""
 COPY_EVERY = 2
 """Steps between copies in memory."""
-KEYS = {
+OVERRIDES = {
     "model.layers": 4,
     "model.hidden": 64,
     "model.heads": 4,
@@ -49,22 +51,22 @@ KEYS = {
 Process = subprocess.Popen[bytes]
 
 
-class Skipped(Exception):
-    """Raised if this machine cannot run a drill; the text is the reason."""
+class FaultSkipped(Exception):
+    """Raised if this machine cannot run a chaos test; the text is the reason."""
 
 
 @dataclass(frozen=True)
-class Drill:
-    """One run of a drill. folder: folder of all runs. run: folder of this run. ranks: number of its
-    ranks."""
+class ChaosRun:
+    """One run of a chaos test. folder: folder of all runs. run: folder of this run. ranks: number
+    of its ranks."""
 
     folder: Path
     run: Path
     ranks: int
 
-    def keys(self, **changes: object) -> list[str]:
+    def overrides(self, **changes: object) -> list[str]:
         """Return the overrides of the run. changes: further keys, with `__` for the dot."""
-        keys = {**KEYS, "run.dir": self.run}
+        keys = {**OVERRIDES, "run.dir": self.run}
         keys["data.sources"] = f"[{{path: {self.folder / 'tokens'}}}]"
         keys |= {name.replace("__", "."): value for name, value in changes.items()}
         return [f"{name}={value}" for name, value in keys.items()]
@@ -73,8 +75,8 @@ class Drill:
         """Start the run under torchrun. restarts: its `--max-restarts`."""
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += ["--nproc-per-node", str(ranks or self.ranks), "--max-restarts", str(restarts)]
-        command += ["--master-port", str(free_port()), str(ROOT / "pretrain_gpt.py")]
-        return self.start([*command, *self.keys(**changes)], {})
+        command += ["--master-port", str(find_free_port()), str(ROOT / "pretrain_gpt.py")]
+        return self.start([*command, *self.overrides(**changes)], {})
 
     def start(self, command: Sequence[str], variables: Mapping[str, object]) -> Process:
         """Start a process of the run, with its output in the run's folder."""
@@ -85,12 +87,12 @@ class Drill:
         with open(self.run / "console.txt", "ab") as console:
             return subprocess.Popen(command, stdout=console, stderr=console, env=environment)
 
-    def reached(self, step: int, process: Process) -> int:
+    def wait_for_step(self, step: int, process: Process) -> int:
         """Wait until the run has done a step, and return its last step by then."""
         wait_for(lambda: self.steps[-1:] >= [step], process)
         return self.steps[-1]
 
-    def goes_on(self, process: Process) -> float:
+    def wait_for_resume(self, process: Process) -> float:
         """Wait until the run has resumed and done a step, and return the time
         (`time.monotonic`)."""
         starts = len(self.starts)
@@ -105,17 +107,17 @@ class Drill:
     @property
     def losses(self) -> list[float]:
         """The losses in the order of the steps; empty if steps are missing or repeated."""
-        found = list(self.lines())
-        right = [line["step"] for line in found] == list(range(1, STEPS + 1))
-        return [line["loss"] or math.nan for line in found] if right else []
+        lines = list(self.lines())
+        complete = [line["step"] for line in lines] == list(range(1, STEPS + 1))
+        return [line["loss"] or math.nan for line in lines] if complete else []
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield the complete lines of the metrics."""
-        return _whole_lines(self.run / "metrics.jsonl")
+        return _complete_lines(self.run / METRICS_FILE)
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the events of the run's ledger of faults."""
-        return _whole_lines(self.run / "faults/ledger.jsonl")
+        return _complete_lines(self.run / "faults/ledger.jsonl")
 
     @property
     def starts(self) -> list[int]:
@@ -123,7 +125,7 @@ class Drill:
         return [event["step"] for event in self.events() if event["event"] == "start"]
 
     @property
-    def lost(self) -> dict[str, float]:
+    def lost_seconds(self) -> dict[str, float]:
         """Seconds lost since the run began, by cause. `again`: how much longer than usual the first
         steps after a resume took."""
         lost = dict.fromkeys(("detection", "restart", "load", "repeat", "save"), 0.0)
@@ -137,71 +139,71 @@ class Drill:
         return {**lost, "again": sum(seconds - usual for seconds in resumed)}
 
     @property
-    def stall(self) -> float:
+    def mean_stall(self) -> float:
         """Mean seconds that steps waited for a save, counting copies in memory and checkpoints."""
         saves = sum(not step % COPY_EVERY or not step % EVERY for step in range(1, STEPS + 1))
-        return self.lost["save"] / saves
+        return self.lost_seconds["save"] / saves
 
     @property
-    def newest(self) -> Path:
+    def newest_checkpoint(self) -> Path:
         """The checkpoint that the pointer `latest` names."""
         home = self.run / "checkpoints"
         return home / (home / "latest").read_text().strip()
 
-    def text(self, name: str) -> str:
+    def read_text(self, name: str) -> str:
         """Return the text of a file of the run, such as run.log; empty if there is none."""
         path = self.run / name
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def verdict(self) -> str:
+    def first_error(self) -> str:
         """Return the first line in which the run, or else its launcher, reports the fault; empty if
         none does."""
-        text = self.text("console.txt").splitlines()
-        said = [line for line in text if line.startswith("error: ")]
-        said += [line for line in text if "exitcode" in line and "failed" in line]
-        return said[0] if said else ""
+        console = self.read_text("console.txt").splitlines()
+        reports = [line for line in console if line.startswith("error: ")]
+        reports += [line for line in console if "exitcode" in line and "failed" in line]
+        return reports[0] if reports else ""
 
-    def noted(self, words: str) -> str:
+    def find_in_log(self, words: str) -> str:
         """Return the first line of the run log that contains `words`; empty if none does."""
-        found = (line for line in self.text("run.log").splitlines() if words in line)
-        return next(found, "")
+        matches = (line for line in self.read_text("run.log").splitlines() if words in line)
+        return next(matches, "")
 
 
-def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _complete_lines(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
         for line in path.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
                 yield json.loads(line)
 
 
-def finish(process: Process) -> None:
+def wait_or_kill(process: Process) -> None:
     """Wait for a process to end, and kill it with its ranks if it does not."""
     try:
         process.wait(LIMIT)
     except subprocess.TimeoutExpired:
-        end(process)
+        kill_all(process)
 
 
-def end(process: Process) -> None:
+def kill_all(process: Process) -> None:
     """Kill a launcher and its ranks at once, as a power failure would."""
-    for pid in [process.pid, *workers(process.pid).values()]:
+    for pid in [process.pid, *find_ranks(process.pid).values()]:
         with suppress(ProcessLookupError):
             os.kill(pid, 9)
     process.wait()
 
 
-def wait_for(there: Callable[[], bool], process: Process, pause: float = 0.02) -> float:
-    """Wait until `there()` is true, the process has ended, or `LIMIT` has passed; return the time
-    (`time.monotonic`)."""
+def wait_for(condition: Callable[[], bool], process: Process, pause: float = 0.02) -> float:
+    """Wait until `condition()` is true, the process has ended, or `LIMIT` has passed; return the
+    time (`time.monotonic`)."""
     deadline = time.monotonic() + LIMIT
-    while process.poll() is None and time.monotonic() < deadline and not there():
+    while process.poll() is None and time.monotonic() < deadline and not condition():
         time.sleep(pause)
     return time.monotonic()
 
 
-def workers(launcher: int) -> dict[int, int]:
+def find_ranks(launcher: int) -> dict[int, int]:
     """Return the process id of each rank that a launcher has started."""
-    found = {}
+    processes = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
@@ -210,18 +212,18 @@ def workers(launcher: int) -> dict[int, int]:
             continue
         ranks = [text[5:] for text in variables if text.startswith(b"RANK=")]
         if parent == launcher and ranks:
-            found[int(ranks[0])] = int(path.name)
-    return found
+            processes[int(ranks[0])] = int(path.name)
+    return processes
 
 
-def import_seconds() -> float:
+def time_import() -> float:
     """Return the seconds that a process takes to import torch."""
     start = time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     return time.monotonic() - start
 
 
-def corpus(prefix: Path) -> None:
+def write_corpus(prefix: Path) -> None:
     """Write a token file of documents with a pattern that a model can learn."""
     draw = np.random.default_rng(0)
     with TokenFileWriter(str(prefix), np.dtype(np.uint16)) as writer:
@@ -231,8 +233,8 @@ def corpus(prefix: Path) -> None:
             writer.append(np.append(words, 60).astype(np.uint16))
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a free port."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
