@@ -79,7 +79,7 @@ def test_a_start_costs_rank_0_one_answer_to_all(pool):
 
 
 def test_who_does_not_come_is_named():
-    from test_start import HashStore, fresh_store
+    from test_rendezvous import HashStore, fresh_store
 
     store = HashStore()
     store.append("never", "")
