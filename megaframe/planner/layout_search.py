@@ -24,7 +24,7 @@ from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array
 from megaframe.planner.peak_memory import leaves_room, settled
 from megaframe.planner.prediction import Prediction, predict
 from megaframe.planner.vectorized import Estimates, estimate
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 SIMULATED = 24
 """Number of layouts that are simulated."""
@@ -131,7 +131,7 @@ def _simulated(
         kinds[kind] += 1
         looked += 1
         one = configured(config, every, place)
-        check(one, gpus, data=False)
+        validate_config(one, gpus, data=False)
         layout = Layout.from_parallel(one.parallel, gpus)
         for each in _with_fewer(one, config, layout, cluster):
             prediction = predict(each, layout, cluster, constants)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.architecture.pipeline import pipeline_summary
+from megaframe.architecture.pipeline import summarize_pipeline
 from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, find, locate, open_checkpoint
 from megaframe.checkpoint.lock import RunLock
 from megaframe.checkpoint.manager import Saving
@@ -50,8 +50,8 @@ from megaframe.training.autotune import tune
 from megaframe.training.batches import Batches
 from megaframe.training.initialize_from import starting_parts
 from megaframe.training.train_step import Pipeline
-from megaframe.validate.invariance import promise_note
-from megaframe.validate.run import warnings
+from megaframe.validate.invariance import layout_dependence_note
+from megaframe.validate.run import find_warnings
 
 _JUMP = 1.5
 """A first loss after a load that exceeds the last one before it by this factor gets a warning."""
@@ -118,7 +118,7 @@ class Trainer:
         self._experts: ExpertMeter | None = None
         if config.model.moe is not None:
             self._experts = ExpertMeter(config, specs, mesh.layout.expert)
-        summary = [*pipeline_summary(config, self.pipeline.schedule)]
+        summary = [*summarize_pipeline(config, self.pipeline.schedule)]
         for line in (*summary[:1], *notes):
             self.meter.note(line)
         settings = mesh.nccl if mesh.layout.world > 1 else None
@@ -148,9 +148,9 @@ class Trainer:
         if config.train.offload and mesh.device.type == "cpu":
             self.meter.note("train.offload=true only copies on a CPU")
         node = config.parallel.node_size or ranks_on_this_node()
-        for warning in warnings(config, mesh.layout, node):
+        for warning in find_warnings(config, mesh.layout, node):
             self.meter.note(warning)
-        for line in promise_note(config):
+        for line in layout_dependence_note(config):
             self.meter.note(line)
         self.saving.begin(source, ledger.saved)
         self.guard = Guard(
