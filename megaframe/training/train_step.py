@@ -70,7 +70,7 @@ class Pipeline:
         twice = shared and ends[0] != ends[1]
         copies = copies_of(config.model.kv_heads, mesh.layout.tensor)
         if copies > 1:
-            mesh.share(copies)
+            mesh.add_tensor_copies_group(copies)
         mesh.name_stages(rank_of)
         mesh.connect([*_links(rank_of), *([ends] if twice else [])])
         tied = _tied(self.stages, mesh, ends) if twice else None

@@ -40,7 +40,7 @@ from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.data_parallel.bucket import UNSENT
 from megaframe.distributed.collectives import all_reduce, barrier
-from megaframe.distributed.device import brought
+from megaframe.distributed.device import copy_to_device
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.errors import UnreadableFile, UserError
 from megaframe.io.run_files import CONFIG_FILE, METRICS_FILE
@@ -98,7 +98,7 @@ class Trainer:
         self.optimizer = self.pipeline.optimizer
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
-        self.batches = Batches(self.loader, mesh.aside, masked=config.data.mask_eod)
+        self.batches = Batches(self.loader, mesh.data_control_group, masked=config.data.mask_eod)
         self._token_bytes = _token_bytes(config, mesh.device)
         self.saving = CheckpointManager(config, mesh)
         source = self.saving.newest()
@@ -129,7 +129,7 @@ class Trainer:
         summary = [*summarize_pipeline(config, self.pipeline.schedule)]
         for line in (*summary[:1], *notes):
             self.meter.note(line)
-        settings = mesh.nccl if mesh.layout.world > 1 else None
+        settings = mesh.nccl_settings if mesh.layout.world > 1 else None
         for line in (*summary[1:], *chosen, *(settings.lines if settings else ())):
             self.meter.detail(line)
         for line in settings.warnings if settings else ():
@@ -171,7 +171,7 @@ class Trainer:
     def run(self) -> None:
         """Train until `train.steps`, with evaluations and saves in between. If a signal asks the
         run to leave earlier, saves a checkpoint and raises `SystemExit`."""
-        with heeding_signals(self.mesh.place), self.guard:
+        with heeding_signals(self.mesh.progress), self.guard:
             try:
                 while not self._finished():
                     self._one_step()
@@ -213,7 +213,7 @@ class Trainer:
         """Run one step and what follows it: an evaluation, the judgement of finished steps, a
         comparison of replicas, a save."""
         guard, config = self.guard, self.config
-        self.mesh.place.step = self.step + 1
+        self.mesh.progress.step = self.step + 1
         guard.begin(f"step {self.step + 1}")
         self._train_step()
         if self._due(config.train.eval_every):
@@ -290,7 +290,8 @@ class Trainer:
     def _global_loss(self) -> float:
         """Return the loss of the last step, summed over all ranks."""
         loss = float(all_reduce(self._loss.clone(), self.mesh.world).wait())
-        self.mesh.place.check()  # on a GPU, what is computed from an ended transfer is complete too
+        # On a GPU, what is computed from an ended transfer is complete too.
+        self.mesh.progress.check_not_ended()
         return loss
 
     def _evaluate(self) -> None:
@@ -491,7 +492,7 @@ def resolve(config: RunConfig) -> RunConfig:
 def _move(microbatch: Microbatch, device: torch.device) -> Microbatch:
     """Return the microbatch with its tensors on a device."""
     moved: dict[str, Any] = {
-        name: brought(value, device)
+        name: copy_to_device(value, device)
         for name, value in vars(microbatch).items()
         if isinstance(value, Tensor)
     }

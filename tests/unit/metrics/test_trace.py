@@ -10,8 +10,8 @@ from test_step_breakdown import run
 
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.config import load
-from megaframe.distributed.gather_bytes import clock_offset, collect
 from megaframe.distributed.mesh import Mesh, global_rank
+from megaframe.distributed.object_collectives import gather_bytes, measure_clock_offset
 from megaframe.layout import Layout
 from megaframe.schedule import lower
 
@@ -30,8 +30,8 @@ def offset_of(seconds):
     with pytest.MonkeyPatch.context() as patch:
         another_clock(patch)
         found = (
-            clock_offset(mesh.world, mesh.device),
-            collect(bytes([mesh.rank]) * (1000 * mesh.rank), mesh.world, mesh.device),
+            measure_clock_offset(mesh.world, mesh.device),
+            gather_bytes(bytes([mesh.rank]) * (1000 * mesh.rank), mesh.world, mesh.device),
         )
     mesh.close()
     return found
