@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.distributed.interleaving import Turn
+from megaframe.distributed.interleaving import InterleaveHook
 from megaframe.ops.workspace import Workspace
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
@@ -111,4 +111,4 @@ class PassState:
     workspace: Workspace = field(default_factory=Workspace)
     boundary: BlockBoundary = field(default_factory=BlockBoundary)
     deferred: DeferredGradients = field(default_factory=DeferredGradients)
-    turn: Turn = field(default_factory=Turn)
+    turn: InterleaveHook = field(default_factory=InterleaveHook)
