@@ -43,7 +43,7 @@ def main() -> None:
     gc.disable()
     from megaframe.distributed.mesh import global_rank, world_size
     from megaframe.distributed.nccl_settings import set_up
-    from megaframe.planner.streams import streams
+    from megaframe.planner.streams import count_streams
     from megaframe.resilience.signals import record_flights
     from megaframe.training.auto_layout import cluster_of, with_blocks, with_buckets, with_layout
     from megaframe.training.dry_run import describe
@@ -64,7 +64,7 @@ def main() -> None:
             config, world = planned(config, arguments.gpus)
         else:
             config, world = resolve(config), world_size()
-            nccl = set_up(streams(config, world)) if config.run.device != "cpu" else None
+            nccl = set_up(count_streams(config, world)) if config.run.device != "cpu" else None
         config, notes = with_layout(config, world)
         if config.faults.elastic:
             config, world = fitted(config, world)

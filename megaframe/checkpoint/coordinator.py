@@ -31,7 +31,7 @@ _REQUESTS = 5
 """Requests of a rank that looks how far an attempt is."""
 
 
-class Meeting:
+class SaveCoordinator:
     """One rank's part in the coordination of one save.
 
     No method waits for another rank except `hear`, which polls, so that others can use the store in
@@ -75,7 +75,7 @@ class Meeting:
         missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         raise UserError(
             f"checkpoint of step {self._step} was abandoned after {self._timeout:g} s: no message "
-            f"({topic}) from ranks {_few(missing)} of {self._world}"
+            f"({topic}) from ranks {_format_ranks(missing)} of {self._world}"
         )
 
     def go(self, attempt: str, stage: str) -> None:
@@ -108,5 +108,5 @@ class Meeting:
             yield
 
 
-def _few(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" * (len(ranks) > 8))

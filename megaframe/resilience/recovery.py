@@ -18,9 +18,9 @@ from types import TracebackType
 
 from torch import Tensor
 
-from megaframe.checkpoint import Place
-from megaframe.checkpoint.folder import checkpoints, step_of
-from megaframe.checkpoint.train_state import RunState
+from megaframe.checkpoint import StorePath
+from megaframe.checkpoint.folder import list_checkpoints, step_of
+from megaframe.checkpoint.train_state import TrainState
 from megaframe.config import RunConfig
 from megaframe.data.loader import Step
 from megaframe.data.microbatch import Microbatch
@@ -38,7 +38,7 @@ from megaframe.resilience.spike_policy import History
 from megaframe.resilience.stragglers import Stragglers
 from megaframe.training.train_step import Pipeline
 
-GoBack = Callable[[Callable[[Place], Place | None]], tuple[int, RunState] | None]
+GoBack = Callable[[Callable[[StorePath], StorePath | None]], tuple[int, TrainState] | None]
 """A function that continues the run from an earlier checkpoint. It gets a function that chooses the
 checkpoint in a folder of them. It returns the checkpoint's step and state, or None if none was
 chosen."""
@@ -103,7 +103,7 @@ class Guard:
         if error is None:
             self._meter.note(self._ledger.summary())
 
-    def starts_after(self, step: int, state: RunState | None) -> None:
+    def starts_after(self, step: int, state: TrainState | None) -> None:
         """Announce that training continues after `step`. state: the state of the checkpoint that
         was loaded, if any."""
         self._compared = step
@@ -232,7 +232,7 @@ class Guard:
         self._ways_back += 1
         key, mesh = f"back/{self._ways_back}", self._mesh
 
-        def choose(home: Place) -> Place | None:
+        def choose(home: StorePath) -> StorePath | None:
             # Only the first rank looks, because others may not yet see a checkpoint that was just
             # published.
             if mesh.rank == 0:
@@ -258,8 +258,8 @@ class Guard:
         return True
 
 
-def _found(home: Place) -> list[Place]:
+def _found(home: StorePath) -> list[StorePath]:
     try:
-        return checkpoints(home)
+        return list_checkpoints(home)
     except OSError as error:
         raise UserError(f"cannot look for checkpoints in {home}: {error.strerror}") from None

@@ -12,7 +12,7 @@ from megaframe.layout import Layout
 from megaframe.metrics.run_summary import outline
 from megaframe.optim.parameter_groups import choices_table
 from megaframe.pipeline_parallel.stage import model_specs
-from megaframe.planner.memory import rank_memory
+from megaframe.planner.memory import compute_rank_memory
 from megaframe.schedule import Schedule, lower
 from megaframe.validate.invariance import promise_note
 from megaframe.validate.run import warnings
@@ -46,7 +46,7 @@ def _memory(config: RunConfig, layout: Layout, schedule: Schedule, host: bool) -
     tensor and data ranks."""
     plans, lowered = stage_plans(config), lower(schedule)
     columns = [
-        rank_memory(config, layout, plans, lowered, rank, host=host)
+        compute_rank_memory(config, layout, plans, lowered, rank, host=host)
         for rank in range(len(schedule.ranks))
     ]
     yield "memory per rank, without interpreter and temporaries"

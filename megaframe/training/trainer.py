@@ -14,17 +14,25 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.pipeline import pipeline_summary
-from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, find, locate, open_checkpoint
+from megaframe.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    Slice,
+    StorePath,
+    find_checkpoint,
+    locate_checkpoint,
+    open_checkpoint,
+)
 from megaframe.checkpoint.lock import RunLock
-from megaframe.checkpoint.manager import Saving
-from megaframe.checkpoint.stores.peer_memory import MemoryWriter
+from megaframe.checkpoint.manager import CheckpointManager
+from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter
 from megaframe.checkpoint.train_state import (
-    RunState,
+    TrainState,
     check_same_run,
-    new_state,
-    read_state,
-    resumption,
-    without_missing,
+    describe_missing_state,
+    describe_resumption,
+    read_train_state,
+    select_saved,
 )
 from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
@@ -92,7 +100,7 @@ class Trainer:
         self.loader = Loader(config, data.index, data.size)
         self.batches = Batches(self.loader, mesh.aside, masked=config.data.mask_eod)
         self._token_bytes = _token_bytes(config, mesh.device)
-        self.saving = Saving(config, mesh)
+        self.saving = CheckpointManager(config, mesh)
         source = self.saving.newest()
         state = self._restore_or_initialise(source)
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
@@ -319,8 +327,8 @@ class Trainer:
             if tokens:
                 self.meter.record(f"eval_losses/{source}", nats / tokens, "last")
 
-    def _save(self, writer: Writer | MemoryWriter) -> None:
-        state = RunState(
+    def _save(self, writer: CheckpointWriter | PeerMemoryWriter) -> None:
+        state = TrainState(
             config=self.config,
             data=self.loader.state,
             optimizer=self.optimizer.state(),
@@ -337,7 +345,7 @@ class Trainer:
         else:
             self.optimizer.hold(partial(self._until_copied, writer))
 
-    def _until_copied(self, writer: Writer | MemoryWriter) -> None:
+    def _until_copied(self, writer: CheckpointWriter | PeerMemoryWriter) -> None:
         with self.guard.saving():
             writer.copied()
 
@@ -356,7 +364,7 @@ class Trainer:
             for name, tensor in self.optimizer.unsent()
         ]
 
-    def _restore_or_initialise(self, source: Checkpoint | None) -> RunState | None:
+    def _restore_or_initialise(self, source: Checkpoint | None) -> TrainState | None:
         if source is None:
             if self.config.checkpoint.resume is None:
                 self._refuse_to_overwrite()
@@ -368,7 +376,9 @@ class Trainer:
             return None
         return self._restore(source)
 
-    def _go_back(self, choose: Callable[[Place], Place | None]) -> tuple[int, RunState] | None:
+    def _go_back(
+        self, choose: Callable[[StorePath], StorePath | None]
+    ) -> tuple[int, TrainState] | None:
         """Wait for saves in progress, then continue from the checkpoint that `choose` picks in the
         folder of checkpoints. Returns its step and state, or None if it picks none."""
         self.saving.settle(self.meter.note)
@@ -382,7 +392,7 @@ class Trainer:
         self._loss_before = None
         return self.step, state
 
-    def _restore(self, source: Checkpoint) -> RunState:
+    def _restore(self, source: Checkpoint) -> TrainState:
         """Continue from a checkpoint, at the start or in the middle of a run. If a rank cannot read
         it, all ranks use the newest earlier one that all can read."""
         self.optimizer.settle()
@@ -399,20 +409,20 @@ class Trainer:
         self._loss_before = state.loss
         return state
 
-    def _load(self, source: Checkpoint) -> RunState:
+    def _load(self, source: Checkpoint) -> TrainState:
         """Load this rank's tensors from a checkpoint. Returns the rest of the checkpoint's state.
         Raises `UnreadableFile` if this rank cannot read it, and `UserError` if it is of another
         run."""
         with source as checkpoint:
-            state = read_state(checkpoint)
+            state = read_train_state(checkpoint)
             check_same_run(state.config, self.config, checkpoint.path)
             slices = self._slices(owned_only=False)
             unsent = [part for part in self._unsent() if part.name in checkpoint.tensors]
             alone = {(part.name, part.box) for part in self._slices(owned_only=True)}
-            checkpoint.load([*without_missing(slices, checkpoint.tensors), *unsent], alone)
+            checkpoint.load([*select_saved(slices, checkpoint.tensors), *unsent], alone)
             self._differences = [
-                *resumption(state.config, self.config, checkpoint.step, str(checkpoint)),
-                *new_state(slices, checkpoint.tensors),
+                *describe_resumption(state.config, self.config, checkpoint.step, str(checkpoint)),
+                *describe_missing_state(slices, checkpoint.tensors),
             ]
             self._dropped = not unsent and any(n.startswith(UNSENT) for n in checkpoint.tensors)
             self.step = checkpoint.step
@@ -422,8 +432,8 @@ class Trainer:
         wanted = self.config.checkpoint.weights
         if not wanted:
             return
-        with open_checkpoint(locate(wanted, "checkpoint.weights")) as checkpoint:
-            saved = read_state(checkpoint).config
+        with open_checkpoint(locate_checkpoint(wanted, "checkpoint.weights")) as checkpoint:
+            saved = read_train_state(checkpoint).config
             weights = (one for one in self.optimizer.tensors() if one[0] == one[1].name)
             checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))
 
@@ -450,7 +460,7 @@ class Trainer:
                 "checkpoint.resume=latest, or give another run.dir"
             )
         home = self.saving.home
-        if key.folder is not None and key.every and find(home, "latest") is not None:
+        if key.folder is not None and key.every and find_checkpoint(home, "latest") is not None:
             raise UserError(
                 f"checkpoint.folder={home} already holds checkpoints; continue from them with "
                 "checkpoint.resume=latest, or give another folder"

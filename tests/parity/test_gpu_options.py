@@ -18,8 +18,8 @@ from megaframe.model.rotary import Rotary
 from megaframe.ops.compile import MOST, Compiled
 from megaframe.pipeline_parallel.activation_offload import Shelf
 from megaframe.pipeline_parallel.executor import Engine
-from megaframe.planner.memory import memory
-from megaframe.planner.parameter_counts import Held
+from megaframe.planner.memory import compute_memory
+from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import lower
 from megaframe.validate.run import check
 
@@ -60,7 +60,9 @@ def test_the_memory_plan_knows_what_is_away():
             train={"recompute": "full", "seq": 32, "precision": "fp32", "offload": offload},
         )
         actions = lower(step_schedule(config, 2)).ranks[0]
-        return memory(config, Held(0, (1,), ()), 1, stage_plans(config), actions).activations
+        return compute_memory(
+            config, RankParameters(0, (1,), ()), 1, stage_plans(config), actions
+        ).activations
 
     stream = 32 * 64 * 4
     assert activations(False) - activations(True) == (6 - 2) * stream

@@ -9,8 +9,8 @@ from megaframe.architecture.pipeline import step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
-from megaframe.planner.communication_volume import moved
-from megaframe.planner.memory import rank_memory
+from megaframe.planner.communication_volume import communication_bytes
+from megaframe.planner.memory import compute_rank_memory
 from megaframe.schedule import lower
 from megaframe.schedule.check import check
 from megaframe.training.meta_step import Counted
@@ -48,7 +48,7 @@ def _memory(config: RunConfig, layout: Layout, rank: int, found: Counted) -> Ite
     many = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(step_schedule(config, many))
     here = layout.coordinate(rank)["pipeline"]
-    plan = rank_memory(config, layout, stage_plans(config), schedule, here)
+    plan = compute_rank_memory(config, layout, stage_plans(config), schedule, here)
     buffers = plan.weights + plan.values + plan.gradients
     kept = plan.activations + plan.messages
     yield Row("weights, values, gradients", found.buffers, buffers)
@@ -75,7 +75,7 @@ def _traffic(config: RunConfig, layout: Layout, rank: int, found: Counted) -> It
     here = layout.coordinate(rank)["pipeline"]
     plans = stage_plans(config)
     mine = [plans[stage] for stage in schedule.stages(here)]
-    planned = dict(moved(config, layout, mine, schedule.ranks[here]))
+    planned = dict(communication_bytes(config, layout, mine, schedule.ranks[here]))
     for axes, size in sorted(found.traffic.items()):
         alike = {"context+data": "data"}.get(axes, axes)
         if size or axes in planned:

@@ -15,7 +15,7 @@ from fake_cuda import collectives
 from fake_cuda.collectives import Work
 from fake_cuda.cuda import Properties
 from fake_cuda.nccl_layouts import LAYOUTS, configured, trained
-from megaframe.checkpoint.background import Background
+from megaframe.checkpoint.background import BackgroundCopier
 from megaframe.checkpoint.slices import Slice
 from megaframe.distributed import mesh as meshes
 from megaframe.distributed.collectives import Pending, Ring, all_reduce, pass_on, receive, send
@@ -288,7 +288,7 @@ def saved_in_background(changed):
     def work(planned, copy):
         found.extend(bytes(copy.take(piece)) for piece in planned)
 
-    own = Background()
+    own = BackgroundCopier()
     own.start([Slice("x", (1000,), (0,), x)], work)
     own.copied()
     x.zero_()

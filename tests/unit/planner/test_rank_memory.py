@@ -12,8 +12,8 @@ from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner import activations
-from megaframe.planner.communication_volume import moved
-from megaframe.planner.memory import rank_memory
+from megaframe.planner.communication_volume import communication_bytes
+from megaframe.planner.memory import compute_rank_memory
 from megaframe.schedule import lower
 from megaframe.training.dry_run import describe
 from megaframe.training.meta_step import rehearse
@@ -207,7 +207,9 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
     plans, lowered = stage_plans(config), lower(schedule)
     for rank in ranks:
         found = rehearse(config, layout, rank)
-        plan = rank_memory(config, layout, plans, lowered, layout.coordinate(rank)["pipeline"])
+        plan = compute_rank_memory(
+            config, layout, plans, lowered, layout.coordinate(rank)["pipeline"]
+        )
         buffers = plan.weights + plan.values + plan.gradients
         assert found.buffers == pytest.approx(buffers, rel=0.01)
         assert found.optimizer == pytest.approx(plan.optimizer, rel=0.01)
@@ -222,7 +224,7 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
         if traffic:
             place = layout.coordinate(rank)["pipeline"]
             here = [plans[stage] for stage in schedule.stages(place)]
-            planned = moved(config, layout, here, lowered.ranks[place])
+            planned = communication_bytes(config, layout, here, lowered.ranks[place])
             assert_moved(found.traffic, planned, layout, config)
 
 
@@ -294,7 +296,7 @@ def test_factors_travel_twice_and_the_gradients_behind_them_go():
         config = made(4, model, {}, {"zero": zero, "compress": "powersgd"})
         schedule = lower(step_schedule(config, 2))
         found = rehearse(config, layout, 0)
-        plan = rank_memory(config, layout, stage_plans(config), schedule, 0)
+        plan = compute_rank_memory(config, layout, stage_plans(config), schedule, 0)
         buffers = plan.weights + plan.values + plan.gradients
         assert found.buffers == pytest.approx(buffers, rel=0.01)
         sizes.append(found.buffers)

@@ -26,7 +26,7 @@ from megaframe.distributed import collectives, mesh
 from megaframe.distributed.collectives import all_reduce, receive, send
 from megaframe.distributed.pending import started
 from megaframe.layout import EXPERT_SETS, Layout
-from megaframe.planner.streams import streams
+from megaframe.planner.streams import count_streams
 from megaframe.schedule import SCHEDULE_NAMES
 
 QUICK = [
@@ -47,7 +47,7 @@ def test_every_layout_comes_to_an_end(layout):
     """With the number of hardware queues that a run asks for, one for each stream."""
     world, model, parallel = LAYOUTS[layout]
     config = configured(world, model, parallel)
-    calls, queues = recorded(config, world), streams(config, world)
+    calls, queues = recorded(config, world), count_streams(config, world)
     assert max(len(streams_of(one)) for one in calls) <= queues
     simulate(calls, queues)
 
