@@ -46,6 +46,7 @@ class MixtureOfExperts(Module):
         weights = dispatch_along(route.gates, state.turn).run(gates)
         # Between start and finish, so that it is computed while rows are in transit.
         shared = None if self.shared is None else self.shared(normed, None, context, state)
-        outputs = self.experts(rows.finish(in_transit), weights, route.last, route.expert_rows, state)
+        arrived = rows.finish(in_transit)
+        outputs = self.experts(arrived, weights, route.last, route.expert_rows, state)
         combined = combine_along(route.rows, state.turn).run(outputs)
         return combined if shared is None else combined + shared
