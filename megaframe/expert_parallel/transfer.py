@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.distributed.collectives import Group, Pending
-from megaframe.distributed.interleaving import Turn
+from megaframe.distributed.interleaving import InterleaveHook
 from megaframe.distributed.variable_size import (
     all_gather_uneven,
     all_to_all_uneven,
@@ -187,14 +187,14 @@ _Move = tuple[bool, Callable[[Tensor], Pending[Tensor]]]
 """Whether a move communicates, and the function that starts it."""
 
 
-def dispatch_along(steps: RouteSteps, turn: Turn) -> TokenTransfer:
+def dispatch_along(steps: RouteSteps, interleave_hook: InterleaveHook) -> TokenTransfer:
     """Return the transfer to the experts: [R, ...] to [N, ...]."""
-    return TokenTransfer(_forward_moves(steps), _transposed_moves(steps), turn)
+    return TokenTransfer(_forward_moves(steps), _transposed_moves(steps), interleave_hook)
 
 
-def combine_along(steps: RouteSteps, turn: Turn) -> TokenTransfer:
+def combine_along(steps: RouteSteps, interleave_hook: InterleaveHook) -> TokenTransfer:
     """Return the transfer back from the experts: [N, ...] to [R, ...]."""
-    return TokenTransfer(_transposed_moves(steps), _forward_moves(steps), turn)
+    return TokenTransfer(_transposed_moves(steps), _forward_moves(steps), interleave_hook)
 
 
 def _forward_moves(steps: RouteSteps) -> list[_Move]:
@@ -210,15 +210,17 @@ class TokenTransfer:
     `finish` overlaps with it, and its backward with the transfer of the gradients in the opposite
     direction."""
 
-    def __init__(self, moves: Sequence[_Move], reverse: Sequence[_Move], turn: Turn) -> None:
+    def __init__(
+        self, moves: Sequence[_Move], reverse: Sequence[_Move], interleave_hook: InterleaveHook
+    ) -> None:
         """Prepare the transfer.
 
         Args:
             moves: Of the rows.
             reverse: Of their gradients.
-            turn: Lets other work run before this waits.
+            interleave_hook: Lets other work run before this waits.
         """
-        self.moves, self.reverse, self._turn = moves, reverse, turn
+        self.moves, self.reverse, self._interleave_hook = moves, reverse, interleave_hook
         self.in_flight: _InFlight
 
     def start(self, x: Tensor) -> Tensor:
@@ -237,7 +239,7 @@ class TokenTransfer:
     def wait(self) -> Tensor:
         """Finish what is in flight, rows or gradients, and return it."""
         if any(communicates for communicates, _ in self.moves):
-            self._turn.pass_on()
+            self._interleave_hook.hand_over()
         return self.in_flight.finish()
 
 

@@ -18,7 +18,7 @@ from megaframe.layout import Layout
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.layout_search import LayoutChoice, describe_candidate, search
 from megaframe.planner.prediction import predict
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 _SIMULATED = 8
 """Number of layouts that are simulated; few, so that a report is quick."""
@@ -89,7 +89,7 @@ def compare_run(
         raise UserError("model.vocab is not set in the run's config")
     name = cluster or given.parallel.cluster
     machine = load_cluster(name) if name else _cluster_of_device(environment)
-    check(given, ranks, data=False)
+    validate_config(given, ranks, data=False)
     layout = Layout.from_parallel(given.parallel, ranks)
     prediction = predict(given, layout, machine, cluster_constants(machine))
     return RunComparison(LayoutChoice(given, layout, prediction), machine)

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.buckets import balanced_count
+from megaframe.architecture.buckets import balanced_bucket_count
 from megaframe.architecture.experts import has_experts
-from megaframe.architecture.matrices import Matrix, attention_matrices, matrices
+from megaframe.architecture.matrices import MatrixShape, attention_matrix_elements, block_matrices
 from megaframe.architecture.stages import stage_plans
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH
@@ -86,7 +86,7 @@ def block_load(machine: Machine, layer: int) -> ParameterLoad:
     moe = model.moe
     whole, longest = layer_muon_seconds(machine, layer)
     shape = 3 if model.activation == "swiglu" else 2
-    attention = attention_matrices(model) / sizes.tensor
+    attention = attention_matrix_elements(model) / sizes.tensor
     if moe is None or not has_experts(moe, layer):
         dense = attention + shape * model.hidden * model.ffn / sizes.tensor
         return ParameterLoad(dense, whole=whole, longest=longest)
@@ -119,9 +119,9 @@ def overlapping_passes(sizes: LayoutSizes, circling: Number) -> Number:
 def num_buckets(machine: Machine, matrices: Number, chunks: Number, blocks: Number) -> Number:
     """Return the number of buckets in which a rank exchanges the matrices of its blocks.
 
-    It follows from `Software.gradients_of`. By the rule it is `balanced_count`, for all collectives
-    of a bucket together, but at least one per chunk (at ZeRO 2 and 3, one per block) and at most
-    two per block.
+    It follows from `Software.gradients_of`. By the rule it is `balanced_bucket_count`, for all
+    collectives of a bucket together, but at least one per chunk (at ZeRO 2 and 3, one per block)
+    and at most two per block.
 
     Args:
         machine: the links, and the layout.
@@ -136,7 +136,7 @@ def num_buckets(machine: Machine, matrices: Number, chunks: Number, blocks: Numb
     if least == "auto":
         latency = exchange_times(machine, 0.0, 1.0).in_turn(machine.sizes.zero)
         transfer = exchange_times(machine.without_latency(), matrices, 1.0)
-        balanced = balanced_count(transfer.in_turn(machine.sizes.zero), latency)
+        balanced = balanced_bucket_count(transfer.in_turn(machine.sizes.zero), latency)
         fewest = np.where(machine.sizes.zero >= 2, np.maximum(fewest, blocks), fewest)
     else:
         balanced = matrices / least
@@ -270,13 +270,13 @@ def layer_muon_seconds(machine: Machine, layer: int) -> tuple[float, float]:
     matrix that takes longest; zeros under other optimizers."""
     if machine.config.optim.name != "muon":
         return 0.0, 0.0
-    found = matrices(machine.config.model, layer)
+    found = block_matrices(machine.config.model, layer)
     each = [newton_schulz_seconds(machine.rate, matrix) for matrix in found]
     whole = sum(one * matrix.number for one, matrix in zip(each, found, strict=True))
     return whole, max(each, default=0.0)
 
 
-def newton_schulz_seconds(rate: KernelRates, matrix: Matrix) -> float:
+def newton_schulz_seconds(rate: KernelRates, matrix: MatrixShape) -> float:
     """Return the seconds to orthogonalise one matrix (a single one, whatever its `number`)."""
     few, many = sorted((matrix.outputs, matrix.inputs))
     products = ((few, few, many), (few, few, few), (few, many, few))

@@ -29,7 +29,7 @@ from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array
 from megaframe.planner.peak_memory import fits_with_margin, resolve_recompute_blocks
 from megaframe.planner.prediction import Prediction, predict
 from megaframe.planner.vectorized import Estimates, estimate
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 SIMULATED = 24
 """Number of layouts that are simulated."""
@@ -136,7 +136,7 @@ def _simulate_best(
         kinds[kind] += 1
         looked += 1
         one = apply_candidate(config, every, place)
-        check(one, gpus, data=False)
+        validate_config(one, gpus, data=False)
         layout = Layout.from_parallel(one.parallel, gpus)
         for each in _with_fewer_recomputed(one, config, layout, cluster):
             prediction = predict(each, layout, cluster, constants)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaframe.distributed.interleaving import Turn
+from megaframe.distributed.interleaving import InterleaveHook
 from megaframe.distributed.mesh import Mesh
 from megaframe.expert_parallel.dispatch import DROPPED, ExpertParallel, route_tokens
 from megaframe.expert_parallel.transfer import combine_along, dispatch_along
@@ -50,7 +50,7 @@ def sent(kind):
     parallel = ExpertParallel(
         mesh.group("expert"), near, far, mesh.group("expert_tensor"), method=kind
     )
-    groups, turn, found = (parallel.axis, near, far), Turn(), {}
+    groups, turn, found = (parallel.axis, near, far), InterleaveHook(), {}
     for routing in ROUTINGS:
         chosen = chosen_by(routing, mesh.rank)
         x = rows_of(mesh.rank, len(chosen))

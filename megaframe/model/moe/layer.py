@@ -41,12 +41,12 @@ class MixtureOfExperts(Module):
         moe = self.router.moe
         kernels = NO_KERNELS if moe.capacity else self.run.kernels  # kernels cannot drop choices
         route = route_tokens(chosen, moe.experts, self.run.experts, kernels)
-        rows = dispatch_along(route.rows, state.turn)
+        rows = dispatch_along(route.rows, state.interleave_hook)
         in_transit = rows.start(normed)
-        weights = dispatch_along(route.gates, state.turn).run(gates)
+        weights = dispatch_along(route.gates, state.interleave_hook).run(gates)
         # Between start and finish, so that it is computed while rows are in transit.
         shared = None if self.shared is None else self.shared(normed, None, context, state)
         arrived = rows.finish(in_transit)
         outputs = self.experts(arrived, weights, route.last, route.expert_rows, state)
-        combined = combine_along(route.rows, state.turn).run(outputs)
+        combined = combine_along(route.rows, state.interleave_hook).run(outputs)
         return combined if shared is None else combined + shared
