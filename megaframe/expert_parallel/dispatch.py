@@ -17,9 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
-from megaframe.distributed.collectives import ALONE, Group, all_gather
-from megaframe.distributed.variable_size import all_gather_uneven
+from megaframe.distributed.collectives import ALONE, Group, all_gather, all_gather_uneven
 from megaframe.expert_parallel.transfer import (
     AllGatherRows,
     AllToAllRows,
@@ -31,20 +29,6 @@ from megaframe.expert_parallel.transfer import (
     SelectRows,
     SortByExpert,
     count_occurrences,
-=======
-from megaframe.distributed.collectives import ALONE, Group, all_gather, all_gather_uneven
-from megaframe.expert_parallel.paths import (
-    Choose,
-    Dealt,
-    Exchange,
-    Gather,
-    Local,
-    Path,
-    Pick,
-    Sort,
-    Step,
-    counts,
->>>>>>> house
 )
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.parameters.spec import share

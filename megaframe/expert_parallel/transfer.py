@@ -18,13 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.distributed.collectives import Group, Pending
-from megaframe.distributed.interleaving import InterleaveHook
-from megaframe.distributed.variable_size import (
+from megaframe.distributed.collectives import (
+    Group,
+    Pending,
     all_gather_uneven,
     all_to_all_uneven,
     reduce_scatter_uneven,
 )
+from megaframe.distributed.interleaving import InterleaveHook
 from megaframe.ops.kernel_dispatch import Kernels
 
 
