@@ -22,7 +22,7 @@ from typing import Any
 from harness import ROOT, file_name, machine, processor
 
 RESULTS = ROOT / "benchmarks/results"
-PAGE, PICTURE = ROOT / "docs/peers.md", ROOT / "docs/images/peers.svg"
+PAGE, PICTURE = ROOT / "docs/reference/peers.md", ROOT / "docs/images/peers.svg"
 OURS = "megaframe"
 
 
@@ -60,7 +60,7 @@ TRAINING = Comparison(
     "One process, two threads",
     "cpu/train_cpu.py",
     f"train_cpu_{file_name(machine())}.json",
-    "../README.md",
+    "../../README.md",
     (NANOGPT, MEGATRON, HUGGINGFACE),
 )
 """Training depends on the processor more than anything else, so each has a file of its own."""
@@ -71,7 +71,7 @@ COMPARISONS = (
             f"Data parallelism on {ranks} ranks (the number after a name is the ZeRO stage)",
             "cpu/data_cpu.py",
             f"data_cpu_{ranks}_ranks.json",
-            "data.md",
+            "../guides/data.md",
             (MEGATRON, DEEPSPEED),
             ("--cases", f"{ranks}xfp32", f"{ranks}xbf16"),
         )
@@ -81,7 +81,7 @@ COMPARISONS = (
         "Data parallelism on 2 hosts of 2 ranks, with links of 800 Mbit/s",
         "network/netlab_peers.py",
         "netlab_peers.json",
-        "data.md",
+        "../guides/data.md",
         (MEGATRON, DEEPSPEED),
         hosts=True,
     ),
@@ -91,7 +91,7 @@ COMPARISONS = (
             "megaframe always uses)",
             "cpu/tensor_cpu.py",
             f"tensor_cpu_{ranks}_ranks.json",
-            "tensor.md",
+            "../guides/tensor.md",
             (MEGATRON,),
             ("--cases", f"{ranks}xfp32", f"{ranks}xbf16"),
         )
@@ -102,7 +102,7 @@ COMPARISONS = (
             f"Pipeline parallelism on {stages} ranks, by vocabulary size",
             "cpu/pipeline_cpu.py",
             f"pipeline_cpu_{stages}_stages.json",
-            "pipeline.md",
+            "../guides/pipeline.md",
             (MEGATRON,),
             ("--cases", f"{stages}x50304", f"{stages}x2048"),
         )
@@ -112,13 +112,13 @@ COMPARISONS = (
         "Context parallelism on 2 and 4 ranks (attention only), by sample length",
         "cpu/context_cpu.py",
         "context_cpu.json",
-        "tensor.md",
+        "../guides/tensor.md",
     ),
     Comparison(
         "One layer of experts",
         "cpu/experts_cpu.py",
         "experts_cpu.json",
-        "experts.md",
+        "../guides/experts.md",
         (HUGGINGFACE,),
     ),
 )
@@ -151,11 +151,11 @@ def page() -> str:
         "All contenders train the same model on the same data and machine, interleaved in one run. "
         "Numbers are medians with the range of the rounds; memory is the peak of the largest rank. "
         "`python benchmarks/compare_peers.py` makes this page from the measurements in "
-        "`benchmarks/results/`; [benchmarks/README.md](../benchmarks/README.md) describes what "
+        "`benchmarks/results/`; [benchmarks/README.md](../../benchmarks/README.md) describes what "
         "each script compares, and how. torchtitan is missing, because its trainer (0.3.0) runs on "
         "accelerators only; FSDP2 and torch.compile, which it is built on, are included. The last "
         "column is the speed of the nearest megaframe row above, divided by that of the peer.",
-        "![megaframe's fastest variant and the fastest peer](images/peers.svg)",
+        "![megaframe's fastest variant and the fastest peer](../images/peers.svg)",
     ]
     for comparison in shown():
         document = json.loads(comparison.file.read_text(encoding="utf-8"))

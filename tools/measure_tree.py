@@ -5,7 +5,7 @@ and for megaframe what a step of one microbatch calls (`trace_step.py`).
 
 Each argument is NAME=PATH. PATH is a folder of Python files, or a checkout of megaframe, of which
 `megaframe/` is measured and a tiny run on the CPU is traced. `--write` keeps the numbers in
-`benchmarks/results/tree.json`, beside those of earlier calls, and makes `docs/tree.md` from them;
+`benchmarks/results/tree.json`, beside those of earlier calls, and makes `docs/reference/tree.md` from them;
 `--page` only makes the page.
 """
 
@@ -29,7 +29,7 @@ from trace_step import STEPS, trace_step
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/tree.json"
-PAGE = ROOT / "docs/tree.md"
+PAGE = ROOT / "docs/reference/tree.md"
 LEFT_OUT = {"experiments", "test", "tests", "unit_tests", "__pycache__"}
 """Folders that are not measured, in any tree."""
 LONG, SHORT = 60, 5
@@ -358,7 +358,8 @@ its docstring; methods and functions within functions count as well.
 Special methods are left out, and so are properties, whose names are nouns. A list of words knows \
 no grammar: `list` and `state` may be either, and the first is on it.
 - **Comment lines** contain a comment that is not an instruction to a tool and does not precede \
-the first statement, as licences do. **Lines of code** are the rest without blank lines and docstrings.
+the first statement, as licences do. **Lines of code** are the rest without blank lines and \
+docstrings.
 - **Rooms** are the folders directly below the package. The **longest chain of imports** between \
 them takes rooms that import each other, directly or not, as one, and counts imports within \
 functions.
@@ -396,8 +397,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("trees", metavar="NAME=PATH", nargs="*")
-    parser.add_argument("--write", action="store_true", help="keep the numbers, make docs/tree.md")
-    parser.add_argument("--page", action="store_true", help="only make docs/tree.md")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the numbers, make docs/reference/tree.md"
+    )
+    parser.add_argument("--page", action="store_true", help="only make docs/reference/tree.md")
     given = parser.parse_args()
     if not given.trees and not given.page:
         parser.error("nothing to measure: give NAME=PATH, or --page")

@@ -2,9 +2,9 @@
 
 python tools/netlab.py --hosts 2 --ranks 2 --link 200mbit -- pretrain_gpt.py --config RUN.yaml
 
-Hosts are network namespaces (`megaframe/lab`), so placement, overlap, compression, lost links and
-slow hosts can be measured without a cluster. If the first word of the command is a Python file, it
-is started through `torchrun` on each host. Any other command is started as it is, with the
+Hosts are network namespaces (`tools/network_lab`), so placement, overlap, compression, lost links
+and slow hosts can be measured without a cluster. If the first word of the command is a Python file,
+it is started through `torchrun` on each host. Any other command is started as it is, with the
 variables that `torchrun` needs in its environment. Needs Linux and root.
 """
 
@@ -23,13 +23,13 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+from network_lab import CommandResult, Link, LinkOutage, emulate_hosts, run_on_hosts
+from network_lab.hosts import check_links, check_rate
 
 from megaframe.config import load
 from megaframe.dashboard.metrics_file import Metrics
 from megaframe.errors import UserError, report_errors
 from megaframe.io.run_files import METRICS_FILE
-from megaframe.lab import Drop, Link, Outcome, hosts, run_on
-from megaframe.lab.hosts import check, check_rate
 
 ENTRY = "pretrain_gpt.py"
 SUMMARY = "summary.json"
@@ -42,32 +42,34 @@ def main() -> None:
     """Run the command on the hosts, and exit with the status of the first host that failed."""
     arguments = parse_arguments()
     with report_errors():
-        links = links_of(arguments)
-        drops = [drop_of(text, len(links)) for text in arguments.drop]
-        check(links)
-        run = run_folder(arguments.command)
-        command = started_by(arguments.command, arguments.max_restarts)
+        links = parse_links(arguments)
+        outages = [parse_outage(text, len(links)) for text in arguments.drop]
+        check_links(links)
+        run = find_run_folder(arguments.command)
+        command = prepend_launcher(arguments.command, arguments.max_restarts)
         for number in _SIGNALS:
-            signal.signal(number, _leave)  # exit in an orderly way, so that hosts are removed
+            signal.signal(
+                number, _exit_on_signal
+            )  # exit in an orderly way, so that hosts are removed
         began = time.time()
-        with hosts(links) as made:
-            outcome = run_on(
-                made, command, ranks=arguments.ranks, folder=arguments.folder, drops=drops
+        with emulate_hosts(links) as hosts:
+            result = run_on_hosts(
+                hosts, command, ranks=arguments.ranks, folder=arguments.folder, outages=outages
             )
-        steps = steps_of(run, began) if run is not None else {}
-        summary = {"links": [asdict(link) for link in links], **asdict(outcome), **steps}
+        steps = summarize_steps(run, began) if run is not None else {}
+        summary = {"links": [asdict(link) for link in links], **asdict(result), **steps}
         (arguments.folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-        print(report(links, outcome, steps))
+        print(format_report(links, result, steps))
         print(f"output of every host and {SUMMARY}: {arguments.folder}")
     # A negative status is a signal, which a shell reports as 128 plus its number.
-    sys.exit(outcome.status if outcome.status >= 0 else 128 - outcome.status)
+    sys.exit(result.status if result.status >= 0 else 128 - result.status)
 
 
-def _leave(number: int, _: FrameType | None) -> None:
+def _exit_on_signal(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def links_of(arguments: argparse.Namespace) -> list[Link]:
+def parse_links(arguments: argparse.Namespace) -> list[Link]:
     """Return the link of each host. Raises `UserError` for unknown hosts and invalid rates."""
     if arguments.hosts < 1 or arguments.ranks < 1:
         asked = f"--hosts {arguments.hosts} --ranks {arguments.ranks}"
@@ -75,36 +77,38 @@ def links_of(arguments: argparse.Namespace) -> list[Link]:
     check_rate(arguments.link)
     links = [Link(arguments.link, arguments.latency)] * arguments.hosts
     for text in arguments.slow:
-        found = _SLOW.fullmatch(text)
-        if not found:
+        match = _SLOW.fullmatch(text)
+        if not match:
             raise UserError(f"--slow {text} is not HOST=RATE, such as 1=50mbit")
-        check_rate(found[2])
-        links[_host(f"--slow {text}", found[1], len(links))] = Link(found[2], arguments.latency)
+        check_rate(match[2])
+        links[_parse_host(f"--slow {text}", match[1], len(links))] = Link(
+            match[2], arguments.latency
+        )
     return links
 
 
-def drop_of(text: str, count: int) -> Drop:
+def parse_outage(text: str, count: int) -> LinkOutage:
     """Parse HOST@SECONDS[:SECONDS] into the loss of a link. count: number of hosts. Raises
     `UserError` if the text is not of this form, or there is no such host."""
-    found = _DROP.fullmatch(text)
+    match = _DROP.fullmatch(text)
     try:
-        if found is None:
+        if match is None:
             raise ValueError
-        after, length = float(found[2]), float(found[3]) if found[3] else None
+        after, length = float(match[2]), float(match[3]) if match[3] else None
     except ValueError:
         raise UserError(
             f"--drop {text} is not HOST@SECONDS or HOST@SECONDS:SECONDS, such as 1@10:5"
         ) from None
-    return Drop(_host(f"--drop {text}", found[1], count), after, length)
+    return LinkOutage(_parse_host(f"--drop {text}", match[1], count), after, length)
 
 
-def _host(what: str, number: str, count: int) -> int:
+def _parse_host(what: str, number: str, count: int) -> int:
     if int(number) >= count:
         raise UserError(f"{what}: with --hosts {count} they are numbered 0 to {count - 1}")
     return int(number)
 
 
-def run_folder(command: Sequence[str]) -> Path | None:
+def find_run_folder(command: Sequence[str]) -> Path | None:
     """Return the folder of the run that the command starts, or None if it starts something else.
     Raises `UserError` for a mistake in the run's config, before any host is made."""
     if Path(command[0]).name != ENTRY:
@@ -112,11 +116,11 @@ def run_folder(command: Sequence[str]) -> Path | None:
     parser = argparse.ArgumentParser(prog=ENTRY)
     parser.add_argument("--config")
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args(command[1:])
-    return Path(load(given.config, given.overrides).run.dir)
+    arguments = parser.parse_args(command[1:])
+    return Path(load(arguments.config, arguments.overrides).run.dir)
 
 
-def started_by(command: Sequence[str], restarts: int) -> list[str]:
+def prepend_launcher(command: Sequence[str], restarts: int) -> list[str]:
     """Return the command line for each host, with `torchrun` in front of a Python file. restarts:
     its `--max-restarts`. Raises `UserError` if there is no such file."""
     if not command[0].endswith(".py"):
@@ -127,7 +131,7 @@ def started_by(command: Sequence[str], restarts: int) -> list[str]:
     return [*launcher, *command]
 
 
-def steps_of(run: Path, since: float) -> dict[str, Any]:
+def summarize_steps(run: Path, since: float) -> dict[str, Any]:
     """Return medians over the steps since a time: seconds of a step and of its parts, and bytes
     handed over by axis. The first step is left out as a warm-up. Empty if there are no steps.
 
@@ -143,7 +147,7 @@ def steps_of(run: Path, since: float) -> dict[str, Any]:
     def median(name: str) -> float:
         return float(np.median(metrics.column(name)[recent]))
 
-    def taken(prefix: str) -> dict[str, float]:
+    def medians(prefix: str) -> dict[str, float]:
         names = [name for name in metrics.names() if name.startswith(prefix)]
         return {name.removeprefix(prefix): median(name) for name in names}
 
@@ -151,21 +155,21 @@ def steps_of(run: Path, since: float) -> dict[str, Any]:
         "steps": len(recent),
         "step_seconds": median("seconds"),
         "tokens_per_second": median("tokens_per_second"),
-        "time": taken("time/"),
-        "bytes": taken("bytes/"),
+        "time": medians("time/"),
+        "bytes": medians("bytes/"),
     }
 
 
-def report(links: Sequence[Link], outcome: Outcome, steps: Mapping[str, Any]) -> str:
+def format_report(links: Sequence[Link], result: CommandResult, steps: Mapping[str, Any]) -> str:
     """Return the text that is printed at the end."""
     lines = [f"{'':<8}{'link':>10}{'sent MB':>12}{'received MB':>13}{'status':>8}"]
-    for number, (link, moved) in enumerate(zip(links, outcome.moved, strict=True)):
+    for number, (link, moved) in enumerate(zip(links, result.moved, strict=True)):
         sent, received = (count / 1e6 for count in moved)
         lines.append(
             f"{f'host {number}':<8}{link.rate:>10}{sent:>12.3f}{received:>13.3f}"
-            f"{outcome.statuses[number]:>8}"
+            f"{result.statuses[number]:>8}"
         )
-    lines.append(f"{outcome.seconds:.1f} s in all")
+    lines.append(f"{result.seconds:.1f} s in all")
     if not steps:
         return "\n".join(lines)
     lines.append(

@@ -1,6 +1,6 @@
-"""Print all options of a run as Markdown: the content of docs/options.md.
+"""Print all options of a run as Markdown: the content of docs/reference/options.md.
 
-python tools/options.py > docs/options.md
+python tools/options.py > docs/reference/options.md
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import Spread, commit, machine
 
+from megaframe.architecture import output_head
 from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.device import tune_host_allocator
 from megaframe.model import loss
@@ -37,7 +38,6 @@ from megaframe.optim.rule import Step
 from megaframe.optim.state_dtype import Master
 from megaframe.parameters.parameter import PRECISIONS, Parameter
 from megaframe.parameters.spec import Box, Constant, ParamSpec
-from megaframe.planner import memory
 from megaframe.training import autotune
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -106,7 +106,7 @@ class CachedSize:
 
 
 CASES = {
-    "chunk of the head": CachedSize("HOST_LOGITS", memory, head),
+    "chunk of the head": CachedSize("MAX_HOST_LOGITS", output_head, head),
     "part of a chunk that is in fp32": CachedSize("_PARTS", loss, head),
     "piece of a product, head": CachedSize("PIECE_BYTES", matmul, head),
     "piece of a product, gradient": CachedSize("PIECE_BYTES", matmul, gradient),

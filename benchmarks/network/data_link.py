@@ -206,7 +206,8 @@ class MegaframeRank:
         import torch
 
         from megaframe.model.block import EmulatedBlock, TransformerBlock
-        from megaframe.model.forward_context import Frame
+        from megaframe.model.forward_context import MicrobatchContext
+        from megaframe.model.pass_state import PassState
 
         seconds = WAITS.model_dump()
         first, second = (
@@ -215,8 +216,11 @@ class MegaframeRank:
         )
 
         class WaitingBlock(TransformerBlock):
-            def __call__(self, x: torch.Tensor, frame: Frame) -> torch.Tensor:
-                return second(frame.seam.cross(first(x, frame), self.mlp), frame)
+            def __call__(
+                self, x: torch.Tensor, context: MicrobatchContext, state: PassState
+            ) -> torch.Tensor:
+                x = state.boundary.cross(first(x, context, state), self.mlp)
+                return second(x, context, state)
 
         for block in self.stage.blocks:
             block.__class__ = WaitingBlock
@@ -268,7 +272,7 @@ class MegaframeRank:
         start = time.perf_counter()
         tokens, targets = draw(self.shape, RANKS)
         microbatch = Microbatch(tokens, targets, torch.arange(len(tokens)))
-        valid = all_reduce(torch.tensor(targets.numel()), self.mesh.aside).wait()
+        valid = all_reduce(torch.tensor(targets.numel()), self.mesh.data_control_group).wait()
         outcome = self.pipeline.train([microbatch], 0, 1 / int(valid))
         float(outcome.loss)
         return time.perf_counter() - start

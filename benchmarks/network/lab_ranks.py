@@ -1,4 +1,4 @@
-"""Runs ranks of a Python program on the hosts of a network lab (`megaframe/lab`), one on each.
+"""Runs ranks of a Python program on the hosts of a network lab (`tools/network_lab`), one on each.
 
 A launcher would choose ports and restart what fails. A measurement wants neither of these, but
 needs the answer of every rank.
@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
 from harness import ROOT
-
-from megaframe import lab
-from megaframe.lab import Host, Link
+from network_lab import Host, Link, emulate_hosts
 
 __all__ = ["LIMIT", "Host", "hosts", "start_ranks"]
 
@@ -31,8 +30,8 @@ LIMIT = 600.0
 def hosts(count: int, rate: str) -> Iterator[list[Host]]:
     """Create this many hosts, each with a link of `rate` (in the syntax of `tc`, such as 500mbit)
     in each direction."""
-    with lab.hosts([Link(rate)] * count) as made:
-        yield made
+    with emulate_hosts([Link(rate)] * count) as emulated:
+        yield emulated
 
 
 def start_ranks(hosts: Sequence[Host], command: Sequence[str]) -> list[str]:

@@ -1,10 +1,10 @@
 """Data parallel training on two emulated hosts with two ranks each, compared with peers, on slow
 links.
 
-The hosts are a network lab on this machine (`megaframe/lab`, which requires root). The contenders
-are those of `data_cpu.py`, run in turns in separate processes with one thread per rank. Ours runs
-at each ZeRO stage over all ranks, and with `parallel.data_replicate=2`, which shards within a host
-and sends each gradient over the link once.
+The hosts are a network lab on this machine (`tools/network_lab`, which requires root). The
+contenders are those of `data_cpu.py`, run in turns in separate processes with one thread per rank.
+Ours runs at each ZeRO stage over all ranks, and with `parallel.data_replicate=2`, which shards
+within a host and sends each gradient over the link once.
 """
 
 from __future__ import annotations

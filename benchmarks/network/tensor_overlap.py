@@ -27,7 +27,7 @@ from harness import Spread, commit, machine
 from lab_ranks import LIMIT, Host, hosts, start_ranks
 
 if TYPE_CHECKING:
-    from megaframe.model.forward_context import Frame
+    from megaframe.tensor_parallel.context import TensorParallel
     from megaframe.tensor_parallel.linear import Linear
 
 RANKS = 2
@@ -104,52 +104,30 @@ def measure(given: argparse.Namespace) -> Seconds:
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # registers the backend
 
-    from megaframe.context_parallel.context import ContextParallel
     from megaframe.distributed.collectives import barrier
     from megaframe.distributed.mesh import Mesh
-    from megaframe.expert_parallel.dispatch import ExpertParallel
     from megaframe.layout import Layout
-    from megaframe.model.forward_context import Frame
-    from megaframe.model.layer_statistics import LayerStatistics
-    from megaframe.ops.attention_tiles import AttentionMask
-    from megaframe.ops.local_attention import SequenceMask
+    from megaframe.tensor_parallel.context import TensorParallel
 
     torch.set_num_threads(1)
     torch.manual_seed(given.rank)
     mesh = Mesh(Layout(tensor=RANKS), device="cpu", timeout=LIMIT)
     group = mesh.group("tensor")
     fake = dist.new_group(backend="fake")
-    frames = {
-        way: Frame(
-            batch=1,
-            length=given.rows,
-            tensor=group,
-            context=ContextParallel(),
-            rotary=None,
-            seen={None: SequenceMask(AttentionMask(None, None), 1, given.rows, mesh.device)},
-            dropout=None,
-            selective=False,
-            chunks=CHUNKS.get(way, 1),
-            symmetric=False,
-            labels_T=torch.zeros(given.rows, dtype=torch.int64),
-            experts=ExpertParallel(),
-            scale=None,
-            tally=LayerStatistics(),
-        )
-        for way in WAYS
-    }
-    frames[SERIAL] = replace(frames[SERIAL], tensor=replace(group, serial=True))
-    frames[ALONE] = replace(frames[ALONE], tensor=replace(group, handle=fake))
+    ways = {way: TensorParallel(group, chunks=CHUNKS.get(way, 1)) for way in WAYS}
+    ways[SERIAL] = replace(ways[SERIAL], group=replace(group, serial=True))
+    ways[ALONE] = replace(ways[ALONE], group=replace(group, handle=fake))
     linears = (
-        ("column", linear("column", given.hidden, given.ffn, 0, mesh.rank)),
-        ("row", linear("row", given.ffn, given.hidden, 1, mesh.rank)),
+        ("column", linear("column", given.hidden, given.ffn, 0, mesh.rank, ways[ALONE])),
+        ("row", linear("row", given.ffn, given.hidden, 1, mesh.rank, ways[ALONE])),
     )
     seconds: Seconds = {way: {name: [] for name in PASSES} for way in WAYS}
     for number in range(1 + given.rounds):
-        for way, frame in frames.items():
+        for way, tensor in ways.items():
             for kind, module in linears:
+                module.tensor = tensor
                 barrier(group)
-                forward, backward = passes(module, frame, given, group)
+                forward, backward = passes(module, given, group)
                 if number:
                     seconds[way][f"{kind} forward"].append(forward)
                     seconds[way][f"{kind} backward"].append(backward)
@@ -158,13 +136,15 @@ def measure(given: argparse.Namespace) -> Seconds:
     return seconds
 
 
-def linear(name: str, inputs: int, outputs: int, split: int, rank: int) -> Linear:
+def linear(
+    name: str, inputs: int, outputs: int, split: int, rank: int, tensor: TensorParallel
+) -> Linear:
     """Return a linear with random weights and with the storage that it has in a run."""
     import torch
 
     from megaframe.tensor_parallel.linear import Linear
 
-    made = Linear(name, (inputs,), (outputs,), std=0.02, split=split, bias=False)
+    made = Linear(name, (inputs,), (outputs,), std=0.02, split=split, bias=False, tensor=tensor)
     box = made.weight.spec.local({"tensor": rank}, {"tensor": RANKS})
     made.weight.bind(box, lambda: None)
     made.weight.value = 0.02 * torch.randn(box.shape)
@@ -172,13 +152,12 @@ def linear(name: str, inputs: int, outputs: int, split: int, rank: int) -> Linea
     return made
 
 
-def passes(
-    module: Linear, frame: Frame, given: argparse.Namespace, group: Any
-) -> tuple[float, float]:
+def passes(module: Linear, given: argparse.Namespace, group: Any) -> tuple[float, float]:
     """Return the seconds of one forward and of one backward, started on all ranks together."""
     import torch
 
     from megaframe.distributed.collectives import barrier
+    from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 
     module.weight.fresh = True
     rows = given.rows // RANKS if module.column else given.rows
@@ -186,7 +165,7 @@ def passes(
     x = torch.randn(rows, width, requires_grad=True)
     barrier(group)
     start = time.perf_counter()
-    y = module.plain(x, frame)
+    y = module(x, DeferredGradients())
     forward = time.perf_counter() - start
     dy = torch.randn_like(y)
     barrier(group)

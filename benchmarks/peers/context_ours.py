@@ -23,12 +23,12 @@ def train(given: argparse.Namespace) -> None:
     """Run one rank."""
     mesh = Mesh(Layout(context=given.ranks), device="cpu")
     _, ring = mesh.divide_context(1)
-    circle = RingMask(ring, given.seq // given.ranks, AttentionMask(None, None), None)
+    ring_mask = RingMask(ring, given.seq // given.ranks, AttentionMask(None, None), None)
     *qkv, d_out = own_parts(given, torch.distributed.get_rank())
     query, key, value = leaves = [part.requires_grad_() for part in qkv]
 
     def step() -> float:
-        out = ring_attention(query, key, value, circle)
+        out = ring_attention(query, key, value, ring_mask)
         return answer(out.detach(), *torch.autograd.grad(out, leaves, d_out))
 
     measure(step, given.steps, given.seq, {"torch": version("torch")})

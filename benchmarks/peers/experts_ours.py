@@ -25,7 +25,6 @@ from megaframe.parameters.initialization import fill
 from megaframe.parameters.parameter import PRECISIONS, Module
 from megaframe.parameters.spec import Box
 from megaframe.pipeline_parallel.stage import whole_model
-from megaframe.tensor_parallel.linear import as_it_is
 from megaframe.training.autotune import tune
 
 _ROUNDS = 4
@@ -81,7 +80,8 @@ def main() -> None:
     for parameter, value in zip(trained, (numbers.router, numbers.up, numbers.down), strict=True):
         parameter.value.copy_(value.view(parameter.value.shape))
     tokens = torch.zeros(1, shape.tokens, dtype=torch.int64)
-    frame = stage._frame(Microbatch(tokens, tokens, torch.zeros(1, dtype=torch.int64)), None)
+    microbatch = Microbatch(tokens, tokens, torch.zeros(1, dtype=torch.int64))
+    context, state = stage._context(microbatch), stage._pass_state()
     x = numbers.x.requires_grad_()
 
     def start_step() -> None:
@@ -91,7 +91,7 @@ def main() -> None:
     def step() -> Tensor:
         start_step()
         x.grad = None
-        out = layer(x, as_it_is, frame)
+        out = layer(x, None, context, state)
         out.backward(numbers.d_out)
         for parameter in trained:
             parameter.finish()
@@ -100,7 +100,8 @@ def main() -> None:
     whole = seconds_of(step, given.steps)
     peak_bytes = peak()
 
-    loads = torch.bincount(layer.router(x.detach(), frame)[0].flatten(), minlength=shape.experts)
+    chosen, _ = layer.router(x.detach(), context, state)
+    loads = torch.bincount(chosen.flatten(), minlength=shape.experts)
     dealt = Dealt(loads.cumsum(0, dtype=torch.int32), loads.tolist())
     rows = torch.randn(int(loads.sum()), shape.hidden).to(x.dtype).requires_grad_()
     order = Pick(torch.arange(len(rows)), len(rows))
@@ -110,7 +111,7 @@ def main() -> None:
     def alone() -> None:
         start_step()
         rows.grad = gates.grad = None
-        experts(rows, gates, order, dealt, frame).backward(d_rows)
+        experts(rows, gates, order, dealt, state).backward(d_rows)
 
     bare = seconds_of(alone, given.steps)
     for _ in range(_ROUNDS - 1):

@@ -25,7 +25,7 @@ from megaframe.config import RunConfig
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import constants_of
-from megaframe.planner.step import predict
+from megaframe.planner.prediction import predict
 
 RUNS = (
     # schedule, ranks, chunks, microbatches, seconds of a stage's F, B and W

@@ -1,8 +1,9 @@
 """Published measurements compared with predictions.
 
-Without arguments it prints the errors of every table. `--write` makes `docs/prediction.md` and its
-plot; what needs a table whose file is missing stays as it is, and its lines are named. `--fit
-FAMILY` fits the constants of a generation of chips to every other row of its tables.
+Without arguments it prints the errors of every table. `--write` makes
+`docs/reference/prediction.md` and its plot; what needs a table whose file is missing stays as it
+is, and its lines are named. `--fit FAMILY` fits the constants of a generation of chips to every
+other row of its tables.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from megaframe.config import RunConfig
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import Constants, constants_of
-from megaframe.planner.step import Prediction, model_flops, predict
+from megaframe.planner.prediction import Prediction, model_flops, predict
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "prediction.md"
+PAGE = ROOT / "docs" / "reference" / "prediction.md"
 PLOT = ROOT / "docs" / "images" / "prediction.svg"
 FITTED = {
     # Bounds of each constant.
@@ -256,7 +257,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--fit", metavar="FAMILY", choices=("a100", "h100"))
-    parser.add_argument("--write", action="store_true", help="make docs/prediction.md and its plot")
+    pages = "make docs/reference/prediction.md and its plot"
+    parser.add_argument("--write", action="store_true", help=pages)
     given = parser.parse_args()
     if given.fit:
         found = fit(given.fit)

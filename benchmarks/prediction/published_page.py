@@ -37,7 +37,7 @@ The rows of llm-foundry and vTrain are read from `../shared/anchors` beside the 
 Without these files the command says which lines of this page it cannot make again, and leaves \
 them as they are.
 
-![predicted against measured](images/prediction.svg)
+![predicted against measured](../images/prediction.svg)
 
 {summary}
 
@@ -95,7 +95,7 @@ which its layers do not add up to its parameters, and chunks of one layer, as in
 recipes of that month that has chunks (NeMo-Megatron-Launcher, 2 July 2024).
 - **Facts left out.** Sources contain six more facts, from what norms read to how DeepSpeed's \
 pipeline sends. None brings vTrain on 64 nodes below 6%, and where they change anything, some \
-table misses the limit of its test ([log](log.md#predicted-steps), with numbers).
+table misses the limit of its test ([log](../log.md#predicted-steps), with numbers).
 """
 
 NOTES = "What is not reached, and why"
@@ -201,7 +201,7 @@ def _absent_told(lines: Sequence[PublishedPrediction]) -> str:
         f"**These {len(lines)} of the authors' 109 rows leave out the fastest** of that model: "
         f"tensor 4, 4 stages, microbatches of 2, {line.row.seconds:.1f} s. It is also predicted to "
         f"be the fastest, {line.seconds:.1f} s. Among all 109 rows the four choices lose 0, 4.5, 0 "
-        "and 0.6% ([log](log.md#predicted-steps))."
+        "and 0.6% ([log](../log.md#predicted-steps))."
     )
 
 
@@ -247,7 +247,7 @@ def describe_missing(page: str, name: str, missing_file: str) -> str:
     lines.append(find_section(page, table.source))
     numbers = ", ".join(f"{n[0]}-{n[-1]}" if len(n) > 1 else str(n[0]) for n in lines)
     return (
-        f"{missing_file} is missing: lines {numbers} of docs/prediction.md ({table.source}) cannot "
+        f"{missing_file} is missing: lines {numbers} of docs/reference/prediction.md ({table.source}) cannot "
         "be made again"
     )
 

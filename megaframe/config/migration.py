@@ -2,8 +2,8 @@
 
 A key that is unknown here may be well known elsewhere. Messages about unknown keys and options look
 here before they guess by likeness. A name that is the last part of ours, such as weight_decay, is
-left out, because likeness finds it. docs/coming.md has the same names with more words, and a test
-compares.
+left out, because likeness finds it. docs/guides/migrating.md has the same names with more words,
+and a test compares.
 """
 
 from __future__ import annotations

@@ -40,11 +40,11 @@ class ContextParallel:
         """Index of this rank among them."""
         return self.ring.index * self.heads.size + self.heads.index
 
-    def places(self, length: int, device: torch.device) -> Tensor:
+    def positions(self, length: int, device: torch.device) -> Tensor:
         """Return where in its sample each of this rank's `length` tokens is, int64 [length]."""
         return zigzag(torch.arange(length * self.size, device=device), self.index, self.size, 0)
 
-    def share_heads(
+    def scatter_heads(
         self, query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange heads for tokens. Return the tokens of all neighbours, in sample order, for N /
@@ -71,7 +71,7 @@ class ContextParallel:
         )
         return query, key, value
 
-    def return_heads(self, out_BSND: Tensor) -> Tensor:
+    def gather_heads(self, out_BSND: Tensor) -> Tensor:
         """Undo the exchange: turn some heads of all neighbours' tokens into all heads of this
         rank's tokens."""
         ranks = self.heads.size

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from megaframe.distributed.collectives import Ring, pass_on
+from megaframe.distributed.collectives import Ring, shift_ring
 from megaframe.ops.attention_tiles import AttentionMask, Tile, attend, attend_backward, merge
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.ops.local_attention import spans_of, tile_backward_by_kernel, tile_by_kernel
@@ -51,7 +51,7 @@ def document_ends(documents_BS: Tensor | None, length: int) -> DocumentEnds | No
 class RingMask:
     """What this rank computes of samples that are divided over a ring.
 
-    length: tokens of a sample on each rank, two pieces. ends: `document_ends` of the sight's
+    length: tokens of a sample on each rank, two pieces. ends: `document_ends` of the mask's
     documents.
     """
 
@@ -59,15 +59,15 @@ class RingMask:
         self,
         ring: Ring,
         length: int,
-        sight: AttentionMask,
+        mask: AttentionMask,
         ends: DocumentEnds | None,
         kernels: Kernels = NO_KERNELS,
     ) -> None:
-        self.ring, self.sight, self.kernels = ring, sight, kernels
+        self.ring, self.attention_mask, self.kernels = ring, mask, kernels
         self._found: dict[tuple[Tile, int], Spans] = {}
         self.length, self.piece = length, length // 2
         self._ends = ends
-        self._window = sight.window or length * ring.size
+        self._window = mask.window or length * ring.size
         self._tiles = [self._find_tiles(there) for there in range(ring.size)]
 
     def tiles(self, there: int) -> Sequence[Tile]:
@@ -81,13 +81,13 @@ class RingMask:
         may see."""
         return self.length if any(rank < there for rank in ranks) else self.piece
 
-    def mask(self, tile: Tile, there: int, device: torch.device) -> Tensor | None:
+    def dense_tile(self, tile: Tile, there: int, device: torch.device) -> Tensor | None:
         """Return the mask of a tile, or None if the tile is not masked. It is made anew on each
         call, because keeping the masks would take memory quadratic in the length."""
         if tile.kind != "masked":
             return None
         queries = self._places(self.ring.index, device)[tile.queries]
-        return self.sight.mask(queries, self._places(there, device)[tile.keys])
+        return self.attention_mask.dense(queries, self._places(there, device)[tile.keys])
 
     def spans(self, tile: Tile, there: int, batch: int, device: torch.device) -> Spans:
         """Return what the queries of a tile see, as spans. They are linear in the length, and kept
@@ -95,9 +95,9 @@ class RingMask:
         if (tile, there) not in self._found:
             queries = self._places(self.ring.index, device)[tile.queries]
             keys = self._places(there, device)[tile.keys]
-            sight = self.sight if tile.kind == "masked" else AttentionMask(None, None)
+            mask = self.attention_mask if tile.kind == "masked" else AttentionMask(None, None)
             causal = tile.kind != "all"
-            self._found[tile, there] = spans_of(sight, batch, queries, keys, causal=causal)
+            self._found[tile, there] = spans_of(mask, batch, queries, keys, causal=causal)
         return self._found[tile, there]
 
     def attend(
@@ -111,7 +111,7 @@ class RingMask:
         made = tile_by_kernel(self.kernels, query, key, value, spans, scale)
         if made is not None:
             return made
-        mask, causal = self.mask(tile, there, query.device), tile.kind == "causal"
+        mask, causal = self.dense_tile(tile, there, query.device), tile.kind == "causal"
         return attend(query, key, value, mask, causal=causal, scale=scale)
 
     def attend_backward(
@@ -129,7 +129,7 @@ class RingMask:
         made = tile_backward_by_kernel(self.kernels, *given, spans, scale)
         if made is not None:
             return made
-        mask, causal = self.mask(tile, there, device), tile.kind == "causal"
+        mask, causal = self.dense_tile(tile, there, device), tile.kind == "causal"
         return attend_backward(*given, mask, causal=causal, scale=scale)
 
     def _places(self, rank: int, device: torch.device) -> Tensor:
@@ -142,7 +142,7 @@ class RingMask:
 
     def _find_tiles(self, there: int) -> list[Tile]:
         here = self.ring.index
-        if here == there and not self.sight.narrow:
+        if here == there and not self.attention_mask.narrow:
             return [Tile(self._slice((0, 1)), self._slice((0, 1)), "causal")]
         seen = [
             [self._seen(query, key) for key in self._pieces(there)] for query in self._pieces(here)
@@ -182,7 +182,7 @@ def ring_attention(
     query_BSND: Tensor,
     key_BSGD: Tensor,
     value_BSGV: Tensor,
-    circle: RingMask,
+    mask: RingMask,
     scale: float | None = None,
 ) -> Tensor:
     """Attend from this rank's queries to the keys of all ranks of the ring; returns [B, S, N, V].
@@ -190,41 +190,41 @@ def ring_attention(
     if scale is None:
         scale = 1.0 / math.sqrt(query_BSND.shape[3])
     kv = torch.cat((key_BSGD, value_BSGV), -1)
-    return _RingAttention.apply(query_BSND, kv, circle, scale)
+    return _RingAttention.apply(query_BSND, kv, mask, scale)
 
 
 class _RingAttention(torch.autograd.Function):
     """Ring attention. Keys and values travel as one tensor [B, S, G, D + V]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, kv: Tensor, circle: RingMask, scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, kv: Tensor, mask: RingMask, scale: float) -> Tensor:
         batch, length, heads, width = query.shape
         wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros((batch, length, heads, kv.shape[3] - width), dtype=wide)
         lse = out.new_full((batch, heads, length), -math.inf)
-        for there, _, visiting in _around(kv, circle, back=True):
-            for tile in circle.tiles(there):
+        for there, _, visiting in _around(kv, mask, back=True):
+            for tile in mask.tiles(there):
                 rows = tile.queries
                 key, value = _halves(visiting[:, tile.keys], width)
-                part = circle.attend(tile, there, query[:, rows], key, value, scale)
+                part = mask.attend(tile, there, query[:, rows], key, value, scale)
                 merge(out[:, rows], lse[:, :, rows], *part)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, kv, out, lse)
-        ctx.circle, ctx.scale = circle, scale
+        ctx.mask, ctx.scale = mask, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         query, kv, out, lse = ctx.saved_tensors
-        circle, d_out, width = ctx.circle, gradients[0], query.shape[3]
+        mask, d_out, width = ctx.mask, gradients[0], query.shape[3]
         d_query = torch.zeros_like(query, dtype=lse.dtype, memory_format=torch.contiguous_format)
         own, coming = kv.new_empty(0), None
-        for there, step, visiting in _around(kv, circle, back=False):
-            d_kv = _room(kv, _added(circle, there, step) if step else circle.length, lse.dtype)
+        for there, step, visiting in _around(kv, mask, back=False):
+            d_kv = _room(kv, _added(mask, there, step) if step else mask.length, lse.dtype)
             d_kv.zero_()
-            for tile in circle.tiles(there):
+            for tile in mask.tiles(there):
                 rows = tile.queries
-                d_rows, d_key, d_value = circle.attend_backward(
+                d_rows, d_key, d_value = mask.attend_backward(
                     tile,
                     there,
                     d_out[:, rows],
@@ -241,9 +241,9 @@ class _RingAttention(torch.autograd.Function):
             if coming is not None:
                 _add(coming.wait(), d_kv)
             if step:
-                before = (there - 1) % circle.ring.size
-                into = _room(kv, _added(circle, before, step), lse.dtype)
-                coming = pass_on(d_kv, into, circle.ring)
+                before = (there - 1) % mask.ring.size
+                into = _room(kv, _added(mask, before, step), lse.dtype)
+                coming = shift_ring(d_kv, into, mask.ring)
             else:
                 own = d_kv
         assert coming is not None
@@ -256,7 +256,7 @@ def _halves(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return kv[..., :width], kv[..., width:]
 
 
-def _around(kv: Tensor, circle: RingMask, *, back: bool) -> Iterator[tuple[int, int, Tensor]]:
+def _around(kv: Tensor, mask: RingMask, *, back: bool) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (ring rank, step, its keys and values) for every rank of the ring, starting with this
     one.
 
@@ -264,28 +264,28 @@ def _around(kv: Tensor, circle: RingMask, *, back: bool) -> Iterator[tuple[int, 
     tokens arrive as this rank, or a rank that they still travel to, may see. A rank's own keys come
     first because every query sees itself, so no sum of exponentials is 0.
     """
-    ring, way = circle.ring, -1 if back else 1
+    ring, way = mask.ring, -1 if back else 1
     size = ring.size
 
     def left(there: int, step: int) -> int:
         ahead = ((there + way * i) % size for i in range(step, size))
-        return circle.seen_by(there, ahead)
+        return mask.seen_by(there, ahead)
 
     for step in range(size):
         there, after = ((ring.index - way * i) % size for i in (step, step + 1))
         coming = None
         if step + 1 < size:
             into = _room(kv, left(after, step + 1), kv.dtype)
-            coming = pass_on(kv[:, : left(there, step + 1)], into, ring, back=back)
+            coming = shift_ring(kv[:, : left(there, step + 1)], into, ring, back=back)
         yield there, step, kv
         if coming is not None:
             kv = coming.wait()
 
 
-def _added(circle: RingMask, there: int, step: int) -> int:
+def _added(mask: RingMask, there: int, step: int) -> int:
     """Return how many tokens of ring rank `there` have gradients from the `step` ranks after it."""
-    size = circle.ring.size
-    return circle.seen_by(there, ((there + i) % size for i in range(1, step + 1)))
+    size = mask.ring.size
+    return mask.seen_by(there, ((there + i) % size for i in range(1, step + 1)))
 
 
 def _room(kv: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:

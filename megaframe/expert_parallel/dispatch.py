@@ -17,8 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megaframe.distributed.collectives import ALONE, Group, all_gather
-from megaframe.distributed.variable_size import all_gather_uneven
+from megaframe.distributed.collectives import ALONE, Group, all_gather, all_gather_uneven
 from megaframe.expert_parallel.paths import (
     Choose,
     Dealt,

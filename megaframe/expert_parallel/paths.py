@@ -18,13 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.distributed.collectives import Group, Pending
-from megaframe.distributed.interleaving import Turn
-from megaframe.distributed.variable_size import (
+from megaframe.distributed.collectives import (
+    Group,
+    Pending,
     all_gather_uneven,
     all_to_all_uneven,
     reduce_scatter_uneven,
 )
+from megaframe.distributed.interleaving import InterleaveHook
 from megaframe.ops.kernel_dispatch import Kernels
 
 
@@ -184,12 +185,12 @@ _Move = tuple[bool, Callable[[Tensor], Pending[Tensor]]]
 """Whether the move communicates, and the function that starts it."""
 
 
-def there(path: Path, turn: Turn) -> Passage:
+def there(path: Path, turn: InterleaveHook) -> Passage:
     """Return the way out: [R, ...] to [N, ...]."""
     return Passage(_out(path), _home(path), turn)
 
 
-def back(path: Path, turn: Turn) -> Passage:
+def back(path: Path, turn: InterleaveHook) -> Passage:
     """Return the way home: [N, ...] to [R, ...]."""
     return Passage(_home(path), _out(path), turn)
 
@@ -199,7 +200,9 @@ class Passage:
     transfer, and its backward with the transfer of the gradients in the opposite direction. turn:
     lets other work run before this waits."""
 
-    def __init__(self, moves: Sequence[_Move], reverse: Sequence[_Move], turn: Turn) -> None:
+    def __init__(
+        self, moves: Sequence[_Move], reverse: Sequence[_Move], turn: InterleaveHook
+    ) -> None:
         self.moves, self.reverse, self._turn = moves, reverse, turn
         self.trip: _Trip
 
@@ -219,7 +222,7 @@ class Passage:
     def end(self) -> Tensor:
         """Finish the current trip and return its rows."""
         if any(travels for travels, _ in self.moves):
-            self._turn.pass_on()
+            self._turn.hand_over()
         return self.trip.end()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megaframe.config import RunConfig
 from megaframe.metrics.records import How
-from megaframe.model.layer_statistics import LayerStatistics
+from megaframe.model.pass_state import LayerStatistics
 from megaframe.parameters.spec import ParamSpec, share
 
 Record = tuple[str, Tensor, How]

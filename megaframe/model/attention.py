@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megaframe.config import ModelConfig
 from megaframe.context_parallel.ring import RingMask, ring_attention
-from megaframe.model.forward_context import Frame
+from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.norm import Norm
+from megaframe.model.pass_state import PassState
 from megaframe.ops.attention_tiles import AttentionMask, attend, attend_backward, in_products
 from megaframe.ops.local_attention import SequenceMask, attend_by_kernel
 from megaframe.parameters.parameter import Module
@@ -30,9 +31,9 @@ class Attention(Module):
     tensor shard has whole groups. window: how many tokens this layer sees, None for all before."""
 
     def __init__(
-        self, name: str, model: ModelConfig, output_std: float, window: int | None
+        self, name: str, model: ModelConfig, output_std: float, window: int | None, run: RunContext
     ) -> None:
-        self.window = window
+        self.window, self.run = window, run
         self.groups, self.width = model.kv_heads, model.head_dim
         self.per_group = model.heads // model.kv_heads
         self.qkv = Linear(
@@ -42,6 +43,7 @@ class Attention(Module):
             std=model.init_std,
             split=0,
             bias=model.qkv_bias,
+            tensor=run.tensor,
             fused={1: (self.per_group, 1, 1)},
         )
         self.query_norm: Norm | None = None
@@ -57,74 +59,97 @@ class Attention(Module):
             std=output_std,
             split=1,
             bias=model.bias,
+            tensor=run.tensor,
         )
 
-    def __call__(self, x: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
-        """Map [rows, hidden], normalised by `norm`, to the same shape. On a tensor axis each rank
-        has some of the groups, and all tokens."""
-        batch, length = frame.batch, frame.length
-        qkv = frame.without_padding(self.qkv(x, norm, frame)).view(
+    def __call__(
+        self, x: Tensor, norm: Elementwise | None, context: MicrobatchContext, state: PassState
+    ) -> Tensor:
+        """Attend within samples. On a tensor axis each rank computes some of the groups, for all
+        tokens.
+
+        Args:
+            x: This rank's rows, [rows, hidden].
+            norm: Applied to x first; None if it already was.
+            context: Of the microbatch.
+            state: Of its pass.
+
+        Returns:
+            A tensor like x.
+        """
+        batch, length = context.batch, context.length
+        qkv = context.rows.remove_padding(self.qkv(x, state.deferred, norm)).view(
             batch, length, -1, self.per_group + 2, self.width
         )
         query, key_BSG1D, value_BSG1D = qkv.split((self.per_group, 1, 1), dim=3)
-        if self.groups < frame.tensor.size:
+        tensor = self.run.tensor.group
+        if self.groups < tensor.size:
             # Neighbouring ranks share a group; each has some of its query heads.
-            sharing = frame.tensor.size // self.groups
-            query = query.chunk(sharing, 3)[frame.tensor.index % sharing]
+            sharing = tensor.size // self.groups
+            query = query.chunk(sharing, 3)[tensor.index % sharing]
         query_BSND = query.reshape(batch, length, -1, self.width)
         key_BSGD, value_BSGD = key_BSG1D.squeeze(3), value_BSG1D.squeeze(3)
         if self.query_norm is not None and self.key_norm is not None:
-            query_BSND, key_BSGD = (
-                self.query_norm(query_BSND, frame.kernels),
-                self.key_norm(key_BSGD, frame.kernels),
-            )
-        if frame.rotary is not None:
-            query_BSND, key_BSGD = frame.rotary(query_BSND), frame.rotary(key_BSGD)
+            query_BSND = self.query_norm(query_BSND, self.run.kernels)
+            key_BSGD = self.key_norm(key_BSGD, self.run.kernels)
+        if context.rotary is not None:
+            query_BSND, key_BSGD = context.rotary(query_BSND), context.rotary(key_BSGD)
             # A copy, because a view would keep the unrotated queries and keys alive beside it.
             value_BSGD = value_BSGD.contiguous()
-        scale = 1.0 / math.sqrt(self.width)
-        out = attention(query_BSND, key_BSGD, value_BSGD, frame, self.window, scale)
-        return self.output.plain(out, frame)
+        mask, scale = context.masks[self.window], 1.0 / math.sqrt(self.width)
+        heads_TV = attend_heads(query_BSND, key_BSGD, value_BSGD, mask, scale, self.run)
+        return self.output(context.rows.pad(heads_TV), state.deferred)
 
 
-def attention(
+def attend_heads(
     query_BSND: Tensor,
     key_BSGD: Tensor,
     value_BSGV: Tensor,
-    frame: Frame,
-    window: int | None,
+    mask: SequenceMask | RingMask,
     scale: float,
+    run: RunContext,
 ) -> Tensor:
-    """Return the outputs of this tensor rank's heads for this context rank's tokens, [filled, N *
-    V]. The tokens see those of the same sample on other context ranks too. window: of the layer.
-    scale: of the scores."""
-    shared, seen = frame.context.share_heads(query_BSND, key_BSGD, value_BSGV), frame.seen[window]
-    if isinstance(seen, RingMask):
-        out_BSNV = ring_attention(*shared, seen, scale)
-    elif (made := attend_by_kernel(frame.kernels, *shared, seen, scale)) is not None:
-        out_BSNV = made
+    """Compute this tensor rank's heads for this context rank's tokens, which attend to those of the
+    same sample on other context ranks too.
+
+    Args:
+        query_BSND: Queries.
+        key_BSGD: Keys.
+        value_BSGV: Values.
+        mask: What tokens attend to.
+        scale: Factor of the scores.
+        run: Its context ranks exchange heads or pass keys and values around.
+
+    Returns:
+        The outputs of the heads, [B * S, N * V].
+    """
+    shared = run.context.scatter_heads(query_BSND, key_BSGD, value_BSGV)
+    if isinstance(mask, RingMask):
+        out_BSNV = ring_attention(*shared, mask, scale)
     else:
-        out_BSNV = _among_here(*shared, seen, scale)
-    return frame.fill(frame.context.return_heads(out_BSNV).reshape(frame.tokens, -1))
+        by_kernel = attend_by_kernel(run.kernels, *shared, mask, scale)
+        out_BSNV = _attend_locally(*shared, mask, scale) if by_kernel is None else by_kernel
+    out_BSNV = run.context.gather_heads(out_BSNV)
+    return out_BSNV.reshape(out_BSNV.shape[0] * out_BSNV.shape[1], -1)
 
 
-def _among_here(
-    query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, seen: SequenceMask, scale: float
+def _attend_locally(
+    query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, mask: SequenceMask, scale: float
 ) -> Tensor:
     """Compute attention among tokens that are all on this rank, [B, S, N, V]."""
     if query_BSND.is_meta:  # shapes do not depend on what is seen
-        seen = replace(seen, sight=AttentionMask(None, None))
+        mask = replace(mask, attention_mask=AttentionMask(None, None))
     uneven = query_BSND.shape[3] != value_BSGV.shape[3]
-    on_host = query_BSND.device.type == "cpu" and (uneven or seen.sight.narrow)
+    on_host = query_BSND.device.type == "cpu" and (uneven or mask.attention_mask.narrow)
     # For meta tensors torch's own attention would make all scores.
-    if on_host or query_BSND.is_meta or in_products(query_BSND, key_BSGD, seen.mask):
-        return _Tiles.apply(query_BSND, key_BSGD, value_BSGV, seen, scale)
+    if on_host or query_BSND.is_meta or in_products(query_BSND, key_BSGD, mask.dense):
+        return _Tiles.apply(query_BSND, key_BSGD, value_BSGV, mask, scale)
     out_BNSV = F.scaled_dot_product_attention(
         query_BSND.transpose(1, 2),
         key_BSGD.transpose(1, 2),
         value_BSGV.transpose(1, 2),
-        attn_mask=seen.mask,
-        is_causal=seen.mask is None,
+        attn_mask=mask.dense,
+        is_causal=mask.dense is None,
         scale=scale,
         enable_gqa=query_BSND.shape[2] > key_BSGD.shape[2],
     )
@@ -138,18 +163,18 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, seen: SequenceMask, scale: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: SequenceMask, scale: float
     ) -> Tensor:
         parts = [
             attend(
                 query[:, tile.queries],
                 key[:, tile.keys],
                 value[:, tile.keys],
-                seen.mask_of(tile),
+                mask.dense_tile(tile),
                 causal=tile.kind == "causal",
                 scale=scale,
             )
-            for tile in seen.tiles
+            for tile in mask.tiles
         ]
         out, lse = parts[0]
         if len(parts) > 1:
@@ -157,14 +182,15 @@ class _Tiles(torch.autograd.Function):
             lse = torch.cat([part for _, part in parts], 2)
         out = out.contiguous()  # do not keep the padding that `attend` cut off
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.seen, ctx.scale = seen, scale
+        ctx.mask, ctx.scale = mask, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        tiles = ctx.seen.tiles
-        made = (
+        tiles = ctx.mask.tiles
+        # One at a time: the gradients of a tile are added before those of the next are computed.
+        by_tile = (
             attend_backward(
                 gradients[0][:, tile.queries],
                 query[:, tile.queries],
@@ -172,19 +198,19 @@ class _Tiles(torch.autograd.Function):
                 value[:, tile.keys],
                 out[:, tile.queries],
                 lse[:, :, tile.queries],
-                ctx.seen.mask_of(tile),
+                ctx.mask.dense_tile(tile),
                 causal=tile.kind == "causal",
                 scale=ctx.scale,
             )
             for tile in tiles
         )
         if len(tiles) == 1:
-            return *next(made), None, None
-        into = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
-        for tile, parts in zip(tiles, made, strict=True):
+            return *next(by_tile), None, None
+        sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
+        for tile, parts in zip(tiles, by_tile, strict=True):
             for whole, part, rows in zip(
-                into, parts, (tile.queries, tile.keys, tile.keys), strict=True
+                sums, parts, (tile.queries, tile.keys, tile.keys), strict=True
             ):
                 whole[:, rows] += part
-        d_query, d_key, d_value = (whole.to(query.dtype) for whole in into)
+        d_query, d_key, d_value = (whole.to(query.dtype) for whole in sums)
         return d_query, d_key, d_value, None, None

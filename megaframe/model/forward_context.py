@@ -1,4 +1,6 @@
-"""Frame: what all blocks of a stage share for one microbatch.
+"""What the layers of a stage need besides their input: what a run fixes once (`RunContext`, given
+to layers when they are built), and what a microbatch brings (`MicrobatchContext`, given to every
+call). Both are immutable; what changes during a pass is in `model/pass_state.py`.
 
 Rotary tables, attention masks and the keys of dropout masks depend on the microbatch and not on the
 block, so they are made once and passed to every block.
@@ -6,254 +8,166 @@ block, so they are made once and passed to every block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.architecture.windows import windows
-from megaframe.config import ModelConfig
+from megaframe.architecture.attention import windows
+from megaframe.config import ModelConfig, RunConfig
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.context_parallel.ring import RingMask, document_ends
 from megaframe.data.microbatch import IGNORE, Microbatch
-from megaframe.distributed.collectives import Group, Pending
-from megaframe.distributed.interleaving import Turn
+from megaframe.distributed.collectives import ALONE, Group
+from megaframe.distributed.mesh import ranks_on_this_node
 from megaframe.expert_parallel.dispatch import ExpertParallel
-from megaframe.model.block_boundary import BlockBoundary
 from megaframe.model.dropout import Dropout, DropoutKeys
-from megaframe.model.fp8 import Fp8Matmul
-from megaframe.model.layer_statistics import LayerStatistics
 from megaframe.model.rotary import Rotary
 from megaframe.ops.attention_tiles import AttentionMask
+from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.ops.local_attention import SequenceMask
-from megaframe.ops.matmul import product
-from megaframe.ops.workspace import Workspace
-from megaframe.parameters.parameter import Parameter
+from megaframe.tensor_parallel import symmetric_memory
+from megaframe.tensor_parallel.context import RowPartition, TensorParallel
 
-_FILLING = 2**31 - 1
+_PADDING = 2**31 - 1
 """Document number of padding tokens."""
 
 
-class DeferredGradient(NamedTuple):
-    """Deferred work. fetch: starts the transfer of what the work needs from other ranks; its result
-    is passed to `work`."""
+@dataclass(frozen=True)
+class RunContext:
+    """What a run fixes for the layers of its model. The default is one rank without kernels.
 
-    work: Callable[..., None]
-    fetch: Callable[[], Pending[Tensor]] | None
+    Attributes:
+        tensor: The ranks that divide matrices and rows, and how products are computed.
+        context: The ranks that divide samples.
+        experts: The ranks that hold experts.
+    """
 
+    tensor: TensorParallel = field(default_factory=TensorParallel)
+    context: ContextParallel = field(default_factory=ContextParallel)
+    experts: ExpertParallel = field(default_factory=ExpertParallel)
 
-class DeferredGradients:
-    """Weight gradients of a backward pass, which nothing else in it waits for. They are computed at
-    once, or with `hold` kept until `take`."""
+    @property
+    def kernels(self) -> Kernels:
+        """Fast kernels that replace plain code."""
+        return self.tensor.kernels
 
-    def __init__(self) -> None:
-        self.hold = False
-        self._held: list[DeferredGradient] = []
-
-    def do(
-        self, work: Callable[..., None], fetch: Callable[[], Pending[Tensor]] | None = None
-    ) -> None:
-        """Do `work` now, or keep it if `hold` is set. fetch: as in `DeferredGradient`."""
-        self._held.append(DeferredGradient(work, fetch))
-        if not self.hold:
-            for _ in do_all(self.take()):
-                pass
-
-    def take(self) -> list[DeferredGradient]:
-        """Return the kept work, in order, and start a new list."""
-        held, self._held = self._held, []
-        return held
+    @property
+    def recompute(self) -> bool:
+        """Whether norms and activations are recomputed in the backward pass instead of kept."""
+        return self.tensor.recompute
 
 
-def do_all(left: Iterable[DeferredGradient]) -> Iterator[None]:
-    """Do deferred work, one item per step of the iterator. The transfer for the next item starts
-    before the current item runs."""
-    ahead = ((one.work, None if one.fetch is None else one.fetch()) for one in left)
-    here = next(ahead, None)
-    while here is not None:
-        (work, coming), here = here, next(ahead, None)
-        if coming is None:
-            work()
-        else:
-            work(coming.wait())
-        yield
+def make_run_context(
+    config: RunConfig,
+    tensor: Group = ALONE,
+    context: ContextParallel | None = None,
+    experts: ExpertParallel | None = None,
+    kernels: Kernels = NO_KERNELS,
+) -> RunContext:
+    """Return what the config fixes for layers on a rank with these groups; by default, on a single
+    rank."""
+    parallel, train = config.parallel, config.train
+    fp8 = None if train.fp8 == "none" else Fp8Matmul(train.fp8, kernels)
+    node_size = parallel.node_size or ranks_on_this_node()
+    # Torch's fused products do not multiply in 8 bits.
+    symmetric = parallel.symmetric_memory == "auto" and fp8 is None
+    return RunContext(
+        TensorParallel(
+            tensor,
+            chunks=parallel.tensor_chunks,
+            symmetric=symmetric and symmetric_memory.available(tensor, node_size),
+            recompute=train.recompute == "selective",
+            kernels=kernels,
+            fp8=fp8,
+        ),
+        context or ContextParallel(),
+        experts or ExpertParallel(),
+    )
 
 
 @dataclass(frozen=True)
-class Frame:
-    """What the blocks of a stage share for one microbatch.
+class MicrobatchContext:
+    """What a microbatch brings to the layers of a stage.
 
-    The residual stream is [rows, hidden]: the tokens of all samples, one sample after the other,
-    divided over the tensor ranks in equal parts. The last rows are padding that nothing reads.
-
-    batch:     samples of the microbatch, B.
-    length:    tokens of a sample on this context rank, S.
-    tensor:    the ranks that divide matrices and rows.
-    context:   the ranks that divide samples.
-    rotary:    rotates queries and keys; None without rotary positions.
-    seen:      for each window of the model, what tokens see: among whole samples, or around a ring.
-    dropout:   dropout masks of this rank's rows; None if nothing is random in this pass.
-    selective: whether norms and activations are recomputed in the backward pass instead of kept.
-    chunks:    number of parts in which rows travel between tensor ranks.
-    symmetric: whether the forward pass uses torch's fused products and transfers
-               (`tensor_parallel/symmetric_memory.py`).
-    labels_T:  labels of all tokens.
-    experts:   the ranks that hold experts.
-    scale:     factor of the gradients of losses, an fp64 scalar; None in evaluation.
-    tally:     collects counts and losses of the layers.
-    later:     computes or keeps the weight gradients of this microbatch's backward pass.
-    turn:      layers call it before they wait for a transfer.
-    seam:      is crossed between the two parts of a block.
-    scratch:   memory for tensors that end with a layer.
-    kernels:   fast kernels that replace plain code.
-    eight:     multiplies in 8 bits in the linears and experts of blocks; None if nothing does.
+    Attributes:
+        batch: Samples of the microbatch, B.
+        length: Tokens of a sample on this context rank, S.
+        rows: Which of the B * S tokens are this tensor rank's rows of the residual stream.
+        labels_T: Labels of all tokens, int64 [B * S].
+        masks: For each window of the model, what tokens attend to: in whole samples, or around a
+            ring.
+        rotary: Rotates queries and keys; None without rotary positions.
+        dropout: Dropout masks of this rank's rows; None if nothing is random in this pass.
+        gradient_scale: Factor of the gradients of losses, fp64 scalar; None in evaluation.
     """
 
     batch: int
     length: int
-    tensor: Group
-    context: ContextParallel
-    rotary: Rotary | None
-    seen: Mapping[int | None, SequenceMask | RingMask]
-    dropout: Dropout | None
-    selective: bool
-    chunks: int
-    symmetric: bool
+    rows: RowPartition
     labels_T: Tensor
-    experts: ExpertParallel
-    scale: Tensor | None
-    tally: LayerStatistics
-    later: DeferredGradients = field(default_factory=DeferredGradients)
-    turn: Turn = field(default_factory=Turn)
-    seam: BlockBoundary = field(default_factory=BlockBoundary)
-    scratch: Workspace = field(default_factory=Workspace)
-    kernels: Kernels = NO_KERNELS
-    eight: Fp8Matmul | None = None
+    masks: Mapping[int | None, SequenceMask | RingMask]
+    rotary: Rotary | None = None
+    dropout: Dropout | None = None
+    gradient_scale: Tensor | None = None
 
     @property
-    def tokens(self) -> int:
-        """Tokens of the microbatch on this context rank."""
-        return self.batch * self.length
-
-    @property
-    def filled(self) -> int:
-        """Rows of all tensor ranks together, including padding."""
-        return rows_of(self.tokens, self.tensor.size) * self.tensor.size
-
-    @property
-    def counted(self) -> Tensor:
+    def has_label_R(self) -> Tensor:
         """Which of this rank's rows have a loss, bool [rows]."""
-        return self.mine(self.labels_T, IGNORE) != IGNORE
+        return self.rows.select(self.labels_T, IGNORE) != IGNORE
 
     @property
-    def samples(self) -> Tensor:
+    def sample_R(self) -> Tensor:
         """Index in the microbatch of the sample of each of this rank's rows, int64 [rows]; `batch`
         for padding."""
-        rows = torch.arange(self.tokens, device=self.labels_T.device)
-        return self.mine(rows // self.length, self.batch)
-
-    def forward_product(self, x_TI: Tensor, matrix_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return x W^T plus the bias, [T, O]."""
-        if self.eight is None or not self.eight.takes(*matrix_OI.shape):
-            return product(x_TI, matrix_OI.t(), bias_O)
-        y_TO = self.eight.product(x_TI, matrix_OI, gradient=False, matrix=True)
-        return y_TO if bias_O is None else y_TO.add_(bias_O)
-
-    def input_gradient(self, dy_TO: Tensor, matrix_OI: Tensor) -> Tensor:
-        """Return dy W, [T, I]."""
-        if self.eight is None or not self.eight.takes(*matrix_OI.shape):
-            return product(dy_TO, matrix_OI)
-        return self.eight.product(dy_TO, matrix_OI.t(), gradient=True, matrix=True)
-
-    def add_weight_gradient(
-        self, weight: Parameter, dy_TO: Tensor, x_TI: Tensor, of: int | None = None
-    ) -> None:
-        """Add dy^T x to the gradient of a weight, or of its matrix `of` along dim 0."""
-        if self.eight is None or not self.eight.takes(dy_TO.shape[1], x_TI.shape[1]):
-            weight.add_product(dy_TO, x_TI, of=of)
-        elif not weight.frozen:
-            shape = weight.box.shape if of is None else weight.box.shape[1:]
-            weight.add(self.eight.weight_gradient(dy_TO, x_TI).view(shape), of)
-
-    def fill(self, x_T: Tensor, value: float = 0) -> Tensor:
-        """Pad [tokens, ...] with `value` to [filled, ...]."""
-        missing = self.filled - self.tokens
-        if not missing:
-            return x_T
-        return F.pad(x_T, (0, 0) * (x_T.dim() - 1) + (0, missing), value=value)
-
-    def without_padding(self, x_T: Tensor) -> Tensor:
-        """Return the rows [tokens, ...] of [filled, ...]. Without padding it is the tensor itself:
-        the gradient of a slice would be copied into zeros of the whole size."""
-        return x_T if len(x_T) == self.tokens else x_T[: self.tokens]
-
-    def mine(self, x_T: Tensor, value: float = 0) -> Tensor:
-        """Return this rank's rows [rows, ...] of a tensor [tokens, ...] over all tokens."""
-        return self.fill(x_T, value).chunk(self.tensor.size)[self.tensor.index]
+        token_T = torch.arange(self.rows.tokens, device=self.labels_T.device)
+        return self.rows.select(token_T // self.length, self.batch)
 
 
-def rows_of(tokens: int, ranks: int) -> int:
-    """Return how many rows each of `ranks` tensor ranks has of `tokens` tokens."""
-    return -(-tokens // ranks)
-
-
-def make_frame(
+def make_microbatch_context(
     model: ModelConfig,
+    run: RunContext,
     microbatch: Microbatch,
     dtype: torch.dtype,
-    keys: DropoutKeys | None,
-    *,
-    tensor: Group,
-    context: ContextParallel,
-    selective: bool,
-    chunks: int,
-    symmetric: bool,
-    experts: ExpertParallel,
-    scale: Tensor | None,
-    tally: LayerStatistics,
-    seam: BlockBoundary,
-    scratch: Workspace,
-    kernels: Kernels = NO_KERNELS,
-    eight: Fp8Matmul | None = None,
-) -> Frame:
-    """Make the frame of `microbatch`. keys: of the dropout masks; None in evaluation and if nothing
-    is random."""
+    dropout_keys: DropoutKeys | None = None,
+    gradient_scale: Tensor | None = None,
+) -> MicrobatchContext:
+    """Make the context of `microbatch`.
+
+    Args:
+        model: The model's config.
+        run: What the run fixes.
+        microbatch: This context rank's part of the samples.
+        dtype: Type of the activations.
+        dropout_keys: Keys of the dropout masks; None in evaluation and if nothing is random.
+        gradient_scale: As in `MicrobatchContext`.
+    """
     batch, length = microbatch.tokens_BS.shape
-    rotary = None
+    rows = RowPartition(batch * length, run.tensor.group.size, run.tensor.group.index)
+    rotary = dropout = None
     if model.position == "rotary":
-        rotary = Rotary(model, positions_of(microbatch), dtype, kernels)
-    frame = Frame(
+        rotary = Rotary(model, token_positions(microbatch), dtype, run.kernels)
+    if dropout_keys is not None:
+        positions = run.context.positions(length, microbatch.tokens_BS.device)
+        whole = microbatch.whole or length
+        token_T = (microbatch.samples_B[:, None] * whole + positions).flatten()
+        dropout = Dropout(model.dropout, dropout_keys, rows.select(token_T))
+    return MicrobatchContext(
         batch,
         length,
-        tensor,
-        context,
-        rotary,
-        _seen(model, microbatch, context, kernels),
-        None,
-        selective,
-        chunks,
-        symmetric,
+        rows,
         microbatch.labels_BS.flatten(),
-        experts,
-        scale,
-        tally,
-        seam=seam,
-        scratch=scratch,
-        kernels=kernels,
-        eight=eight,
+        _make_masks(model, microbatch, run),
+        rotary,
+        dropout,
+        gradient_scale,
     )
-    if keys is None:
-        return frame
-    places = context.places(length, microbatch.tokens_BS.device)
-    token_T = (microbatch.samples_B[:, None] * (microbatch.whole or length) + places).flatten()
-    return replace(frame, dropout=Dropout(model.dropout, keys, frame.mine(token_T)))
 
 
-def positions_of(microbatch: Microbatch) -> Tensor:
+def token_positions(microbatch: Microbatch) -> Tensor:
     """Return the position of each token, int64 [B, S] or a shape that broadcasts to it: [S] when
     the microbatch has no positions of its own."""
     if microbatch.positions_BS is not None:
@@ -262,27 +176,26 @@ def positions_of(microbatch: Microbatch) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device)
 
 
-def _seen(
-    model: ModelConfig, microbatch: Microbatch, context: ContextParallel, kernels: Kernels
+def _make_masks(
+    model: ModelConfig, microbatch: Microbatch, run: RunContext
 ) -> Mapping[int | None, SequenceMask | RingMask]:
-    """Return what is visible through each window of the model. Padding after the end of samples is
-    a document of its own, with a number above all others."""
+    """Return what tokens attend to through each window of the model. Padding after the end of
+    samples is a document of its own, with a number above all others."""
     batch, length = microbatch.tokens_BS.shape
+    context = run.context
     whole, documents = length * context.size, microbatch.documents_BS
     if documents is not None:
-        documents = F.pad(documents, (0, whole - documents.shape[1]), value=_FILLING)
-    sights = {
+        documents = F.pad(documents, (0, whole - documents.shape[1]), value=_PADDING)
+    masks = {
         window: AttentionMask(None if window is None or window >= whole else window, documents)
         for window in windows(model)
     }
     if context.ring.size == 1:
         device = microbatch.tokens_BS.device
-        return {
-            window: SequenceMask(sight, batch, whole, device) for window, sight in sights.items()
-        }
-    own = length * context.heads.size
-    ends = document_ends(documents, own)
+        return {window: SequenceMask(mask, batch, whole, device) for window, mask in masks.items()}
+    per_rank = length * context.heads.size
+    ends = document_ends(documents, per_rank)
     return {
-        window: RingMask(context.ring, own, sight, ends, kernels)
-        for window, sight in sights.items()
+        window: RingMask(context.ring, per_rank, mask, ends, run.kernels)
+        for window, mask in masks.items()
     }

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from megaframe.config import LatentAttentionConfig, ModelConfig
 from megaframe.distributed.collectives import Group, all_gather, reduce_scatter
-from megaframe.model.attention import attention
-from megaframe.model.forward_context import Frame
+from megaframe.model.attention import attend_heads
+from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.norm import Norm
+from megaframe.model.pass_state import PassState
 from megaframe.model.rotary import scores_factor
 from megaframe.parameters.parameter import Module
-from megaframe.tensor_parallel.linear import Elementwise, Linear, as_it_is
+from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
+from megaframe.tensor_parallel.linear import Elementwise, Linear
 
 
 class LatentAttention(Module):
@@ -41,8 +43,9 @@ class LatentAttention(Module):
         latent: LatentAttentionConfig,
         output_std: float,
         window: int | None,
+        run: RunContext,
     ) -> None:
-        self.window = window
+        self.window, self.run = window, run
         self.latent, self.width = latent, latent.rotary_dim + latent.head_dim
         self.kv_width = latent.head_dim + latent.value_dim
         self.scale = scores_factor(model) / math.sqrt(self.width)
@@ -55,13 +58,16 @@ class LatentAttention(Module):
             std=std,
             split=None,
             bias=False,
+            tensor=run.tensor,
             fused={0: self.parts},
         )
         self.query_norm = None if rank is None else _norm(f"{name}.query_norm", model, rank)
         self.kv_norm = _norm(f"{name}.kv_norm", model, latent.kv_rank)
         outputs = (model.heads, self.width)
         inputs = (rank or model.hidden,)
-        self.query = Linear(f"{name}.query", inputs, outputs, std=std, split=0, bias=False)
+        self.query = Linear(
+            f"{name}.query", inputs, outputs, std=std, split=0, bias=False, tensor=run.tensor
+        )
         self.kv = Linear(
             f"{name}.kv",
             (latent.kv_rank,),
@@ -69,6 +75,7 @@ class LatentAttention(Module):
             std=std,
             split=0,
             bias=False,
+            tensor=run.tensor,
             fused={1: (latent.head_dim, latent.value_dim)},
         )
         self.output = Linear(
@@ -78,42 +85,53 @@ class LatentAttention(Module):
             std=output_std,
             split=1,
             bias=model.bias,
+            tensor=run.tensor,
         )
 
-    def __call__(self, x: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
-        """Normalise x [rows, hidden] by `norm` and attend; the result has the same shape. On a
-        tensor axis each rank has some of the heads and all tokens."""
-        if not frame.selective:
-            x, norm = norm(x, frame.kernels), as_it_is  # one norm for two products
-        query, kv, key_rotated = self._heads(x, norm, frame)
-        assert frame.rotary is not None, "the config is refused without rotary positions"
-        query_BSND = frame.rotary(query)
-        key_rest, value = kv.split((self.latent.head_dim, self.latent.value_dim), 3)
-        turned = frame.rotary(key_rotated).expand(-1, -1, kv.shape[2], -1)
-        key_BSND = torch.cat((turned, key_rest), 3)
+    def __call__(
+        self, x: Tensor, norm: Elementwise | None, context: MicrobatchContext, state: PassState
+    ) -> Tensor:
+        """Attend within samples, as `Attention` does. On a tensor axis each rank has some of the
+        heads and all tokens."""
+        if norm is not None and not self.run.recompute:
+            x, norm = norm(x, self.run.kernels), None  # one norm for two products
+        query, kv, key_rotary = self._project(x, norm, context, state.deferred)
+        assert context.rotary is not None, "the config is refused without rotary positions"
+        query_BSND = context.rotary(query)
+        key_plain, value = kv.split((self.latent.head_dim, self.latent.value_dim), 3)
+        rotated = context.rotary(key_rotary).expand(-1, -1, kv.shape[2], -1)
+        key_BSND = torch.cat((rotated, key_plain), 3)
         # A copy, because a view would keep the unrotated keys alive beside it.
         value_BSNV = value.contiguous()
-        out = attention(query_BSND, key_BSND, value_BSNV, frame, self.window, self.scale)
-        return self.output.plain(out, frame)
+        mask = context.masks[self.window]
+        heads_TV = attend_heads(query_BSND, key_BSND, value_BSNV, mask, self.scale, self.run)
+        return self.output(context.rows.pad(heads_TV), state.deferred)
 
-    def _heads(self, x: Tensor, norm: Elementwise, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self,
+        x: Tensor,
+        norm: Elementwise | None,
+        context: MicrobatchContext,
+        deferred: DeferredGradients,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, S, N, D], the unrotated part of keys together with values [B, S, N, D
         - R + V], and the part of keys that will be rotated [B, S, 1, R]. Nothing has been rotated
         yet."""
-        *of_query, of_kv, key_rotated = self.down(x, norm, frame).split(self.parts, 1)
+        *query_latent, kv_latent, key_rotary = self.down(x, deferred, norm).split(self.parts, 1)
         if self.query_norm is None:
-            query = self.query(x, norm, frame)
+            query = self.query(x, deferred, norm)
         else:
-            query = self.query(of_query[0], self.query_norm, frame)
-        kv = self.kv(of_kv, self.kv_norm, frame)
-        if frame.tensor.size > 1:
-            key_rotated = _GatherRows.apply(key_rotated, frame.tensor)
-        made = (query, self.width), (kv, self.kv_width), (key_rotated, self.latent.rotary_dim)
-        query, kv, key_rotated = (
-            frame.without_padding(part).view(frame.batch, frame.length, -1, width)
-            for part, width in made
+            query = self.query(query_latent[0], deferred, self.query_norm)
+        kv = self.kv(kv_latent, deferred, self.kv_norm)
+        tensor = self.run.tensor.group
+        if tensor.size > 1:
+            key_rotary = _GatherRows.apply(key_rotary, tensor)
+        widths = (query, self.width), (kv, self.kv_width), (key_rotary, self.latent.rotary_dim)
+        query, kv, key_rotary = (
+            context.rows.remove_padding(part).view(context.batch, context.length, -1, width)
+            for part, width in widths
         )
-        return query, kv, key_rotated
+        return query, kv, key_rotary
 
 
 class _GatherRows(torch.autograd.Function):

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.config import ModelConfig
-from megaframe.model.forward_context import Frame
+from megaframe.model.forward_context import MicrobatchContext
+from megaframe.model.pass_state import PassState
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.parameters.parameter import Module
+from megaframe.tensor_parallel.context import TensorParallel
 from megaframe.tensor_parallel.linear import Elementwise, Linear
 
 
@@ -21,9 +23,14 @@ class MLP(Module):
     """hidden -> ffn -> hidden. With SwiGLU, gate and up are one weight [2, ffn, hidden]."""
 
     def __init__(
-        self, name: str, model: ModelConfig, output_std: float, width: int | None = None
+        self,
+        name: str,
+        model: ModelConfig,
+        output_std: float,
+        tensor: TensorParallel,
+        width: int | None = None,
     ) -> None:
-        """width: inner width; None for `model.ffn`."""
+        """Declare the layers. width: inner width; None for `model.ffn`."""
         width = width or model.ffn
         self.activation = model.activation
         outputs = (2, width) if model.activation == "swiglu" else (width,)
@@ -34,16 +41,25 @@ class MLP(Module):
             std=model.init_std,
             split=len(outputs) - 1,
             bias=model.bias,
+            tensor=tensor,
             fused={0: (1, 1)} if len(outputs) == 2 else None,
         )
         self.down = Linear(
-            f"{name}.down", (width,), (model.hidden,), std=output_std, split=1, bias=model.bias
+            f"{name}.down",
+            (width,),
+            (model.hidden,),
+            std=output_std,
+            split=1,
+            bias=model.bias,
+            tensor=tensor,
         )
 
-    def __call__(self, x: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
-        """Normalise x [..., hidden] by `norm` and apply the MLP; the result has the same shape."""
-        up = self.up(x, norm, frame)
-        return self.down(up, partial(activate, self.activation), frame)
+    def __call__(
+        self, x: Tensor, norm: Elementwise | None, context: MicrobatchContext, state: PassState
+    ) -> Tensor:
+        """Apply the MLP to each row. The arguments are those of `Attention`."""
+        up = self.up(x, state.deferred, norm)
+        return self.down(up, state.deferred, partial(activate, self.activation))
 
 
 def activate(kind: str, x: Tensor, kernels: Kernels = NO_KERNELS) -> Tensor:

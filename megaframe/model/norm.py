@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaframe.config import ModelConfig
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Constant, ParamSpec
@@ -44,6 +45,11 @@ class Norm(Module):
         if run := kernels.find("norm", branch, gain, bias, x, **how):
             return run(branch, gain, bias, x, **how)
         return kernels.piece(_normalised_sum)(x, branch, gain, bias, self.kind, self.eps)
+
+
+def make_norm(name: str, model: ModelConfig) -> Norm:
+    """Return a norm of the residual stream, of the kind that the model uses."""
+    return Norm(name, model.hidden, kind=model.norm, eps=model.norm_eps, bias=model.bias)
 
 
 def normalised(x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:

@@ -1,4 +1,5 @@
-"""End: what follows the last block: the predictors of tokens beyond the next one, and the head.
+"""The output head, and what else follows the last block (Megatron-LM's `post_process`): the
+predictors of tokens beyond the next one.
 
 One head computes all losses in the forward pass, each together with its gradient. The stream that
 leaves a block is therefore used twice, by the head and by the next predictor, and the gradients of
@@ -9,18 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megaframe.config import RunConfig
-from megaframe.data.microbatch import Microbatch
-from megaframe.model.block import Embedding, MultiTokenPredictor, OutputHead, output_token_table
-from megaframe.model.forward_context import Frame
+from megaframe.config import ModelConfig, RunConfig
+from megaframe.data.microbatch import IGNORE, Microbatch
+from megaframe.model.embedding import Embedding, make_token_table, vocab_size
+from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.loss import HeadResult, LossOptions, head_loss
+from megaframe.model.multi_token_prediction import MultiTokenPredictor
+from megaframe.model.norm import Norm, make_norm
+from megaframe.model.pass_state import PassState
 from megaframe.ops.autograd import backward
-from megaframe.parameters.parameter import Module
+from megaframe.parameters.parameter import Module, Parameter
+from megaframe.parameters.spec import Normal, ParamSpec
+from megaframe.tensor_parallel.embedding import EmbeddingTable
 
 UnitDone = Callable[[Module], None]
 """Called with each unit when a microbatch adds nothing more to its gradients, in that order. It is
@@ -29,18 +36,81 @@ UnitValues = Callable[[Module], AbstractContextManager[None]]
 """Returns a context in which the values of a unit are on this rank."""
 
 
-@dataclass
-class PostProcessState:
-    """What the end keeps of one microbatch between forward and backward.
+class OutputHead(Module):
+    """Final norm, projection to the vocabulary, and loss. Each depth of multi-token prediction has
+    its own final norm and shares the projection."""
 
-    leaves: the streams after the last block and after each predictor.
-    outputs: the graph edge of each predictor's output, None if the predictor is recomputed.
-    normed: graph edges of the normalised streams that the head computed the losses from.
-    d_normed: gradients of the losses with respect to these streams.
+    def __init__(self, config: RunConfig, tokens: EmbeddingTable | None, run: RunContext) -> None:
+        """Declare the parameters. tokens: the token table on the last stage, whose weight a tied
+        head uses."""
+        model = config.model
+        self.run = run
+        self.norm = make_norm("head.norm", model)
+        self.norms_ahead = [
+            make_norm(f"predictors.{index}.norm", model) for index in range(model.mtp_depth)
+        ]
+        if model.tie_embeddings:
+            assert tokens is not None
+            self.weight = tokens.weight
+        else:
+            spec = ParamSpec(
+                "head.weight",
+                (vocab_size(model), model.hidden),
+                Normal(model.init_std),
+                role="head",
+                decay=True,
+                axes={0: "tensor"},
+            )
+            self.weight = Parameter(spec)
+        self.evaluation_options = LossOptions(softcap=model.logit_softcap)
+        self.training_options = replace(
+            self.evaluation_options,
+            label_smoothing=config.train.label_smoothing,
+            z_loss=config.train.z_loss,
+        )
+
+    @property
+    def norms(self) -> list[Norm]:
+        """The final norm of the next token, then those of the tokens further ahead."""
+        return [self.norm, *self.norms_ahead]
+
+    def loss(
+        self, y: Tensor, labels_BS: Tensor, scale: Tensor | None, context: MicrobatchContext
+    ) -> HeadResult:
+        """Return the loss sum of normalised hidden states y [rows, hidden], with gradients times
+        `scale`; see `head_loss`. Without a scale there are no gradients, and the loss is
+        cross-entropy alone."""
+        labels = context.rows.pad(labels_BS.flatten(), IGNORE)
+        options = self.evaluation_options if scale is None else self.training_options
+        tensor = self.run.tensor
+        return head_loss(
+            y.detach(), labels, self.weight, options, scale, tensor.group, tensor.kernels
+        )
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return fp32 logits of hidden states [..., hidden], for use without training."""
+        logits = (self.norm(x) @ self.weight.value.t()).float()
+        cap = self.evaluation_options.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+@dataclass
+class PostProcessActivations:
+    """What is kept of one microbatch between the forward and the backward of `PostProcess`.
+
+    Attributes:
+        microbatch: Its tokens and labels.
+        context: What it brings to layers.
+        state: Of its passes.
+        leaves: The streams after the last block and after each predictor.
+        outputs: The graph edge of each predictor's output, None if the predictor is recomputed.
+        normed: Graph edges of the normalised streams that the head computed the losses from.
+        d_normed: Gradients of the losses with respect to these streams.
     """
 
     microbatch: Microbatch
-    frame: Frame
+    context: MicrobatchContext
+    state: PassState
     leaves: list[Tensor] = field(default_factory=list)
     outputs: list[GradientEdge | None] = field(default_factory=list)
     normed: list[GradientEdge] = field(default_factory=list)
@@ -48,79 +118,103 @@ class PostProcessState:
 
 
 class PostProcess:
-    """The predictors and the head; `units` lists them in the order of the forward pass.
+    """What follows the last block: the predictors and the head, which `units` lists in the order of
+    the forward pass."""
 
-    embedding: the model's embedding if it is on this rank, for a tied head and for predictors.
-    Without it they use a replica of its `tokens`.
-    """
-
-    def __init__(self, config: RunConfig, embedding: Embedding | None) -> None:
+    def __init__(self, config: RunConfig, embedding: Embedding | None, run: RunContext) -> None:
+        """Build the units. embedding: the model's embedding if it is on this rank, for a tied head
+        and for predictors; without it they use a replica of its `tokens`."""
         model, train = config.model, config.train
-        self.tokens = output_token_table(model, embedding)
-        self.head = OutputHead(config, self.tokens)
+        self.tokens = output_token_table(model, embedding, run)
+        self.head = OutputHead(config, self.tokens, run)
         self.predictors: list[MultiTokenPredictor] = []
         for index in range(model.mtp_depth):
             assert self.tokens is not None
             self.predictors.append(
-                MultiTokenPredictor(model, index, self.tokens, self.head.norms[index])
+                MultiTokenPredictor(model, index, self.tokens, self.head.norms[index], run)
             )
         self.units: list[Module] = [*self.predictors, self.head]
-        self._share = train.mtp_weight / max(1, model.mtp_depth)
-        self._again = train.recompute == "full"
-        self._ahead: Tensor | None = None
+        self._loss_weight = train.mtp_weight / max(1, model.mtp_depth)
+        self._recompute = train.recompute == "full"
+        self._loss_ahead: Tensor | None = None
 
     def forward(
-        self, x: Tensor, microbatch: Microbatch, frame: Frame, scale: Tensor, values: UnitValues
-    ) -> tuple[Tensor, PostProcessState]:
+        self,
+        x: Tensor,
+        microbatch: Microbatch,
+        context: MicrobatchContext,
+        state: PassState,
+        scale: Tensor,
+        values: UnitValues,
+    ) -> tuple[Tensor, PostProcessActivations]:
         """Compute all losses with their gradients.
 
-        Returns the loss of the next token summed over valid tokens (fp64 scalar), and what the
-        backward pass needs. Gradients are of scale * (this sum + the weighted loss sums of the
-        tokens further ahead).
+        Args:
+            x: The stream after the last block, [rows, hidden].
+            microbatch: Its tokens and labels.
+            context: What it brings to layers.
+            state: Of its passes.
+            scale: Gradients are of scale * (the loss sum of the next token + the weighted loss sums
+                of the tokens further ahead).
+            values: Provides the values of units.
+
+        Returns:
+            The loss of the next token summed over valid tokens (fp64 scalar), and what the backward
+            pass needs.
         """
-        kept = PostProcessState(microbatch, frame, [x.detach().requires_grad_()])
+        kept = PostProcessActivations(microbatch, context, state, [x.detach().requires_grad_()])
         for predictor, (tokens, _) in zip(self.predictors, microbatch.ahead, strict=True):
-            with values(predictor), torch.set_grad_enabled(not self._again):
-                x = predictor(kept.leaves[-1], tokens, frame)
-            kept.outputs.append(None if self._again else get_gradient_edge(x))
+            with values(predictor), torch.set_grad_enabled(not self._recompute):
+                x = predictor(kept.leaves[-1], tokens, context, state)
+            kept.outputs.append(None if self._recompute else get_gradient_edge(x))
             kept.leaves.append(x.detach().requires_grad_())
         with values(self.head):
-            loss, *ahead = self._losses(kept, scale)
+            loss, *ahead = self._compute_losses(kept, scale)
         if ahead:
             mean = torch.stack(ahead).mean()
-            self._ahead = mean if self._ahead is None else self._ahead + mean
+            self._loss_ahead = mean if self._loss_ahead is None else self._loss_ahead + mean
         return loss, kept
 
-    def _losses(self, kept: PostProcessState, scale: Tensor) -> list[Tensor]:
+    def _compute_losses(self, kept: PostProcessActivations, scale: Tensor) -> list[Tensor]:
         """Return the loss sum of each depth, beginning with the next token."""
-        labels = [kept.microbatch.labels_BS, *(labels for _, labels in kept.microbatch.ahead)]
+        labels_by_depth = [
+            kept.microbatch.labels_BS,
+            *(labels for _, labels in kept.microbatch.ahead),
+        ]
         losses: list[Tensor] = []
-        for norm, leaf, wanted in zip(self.head.norms, kept.leaves, labels, strict=True):
-            normed = norm(leaf, kept.frame.kernels)
-            share = scale * self._share if losses else scale
-            result = self.head.loss(normed, wanted, share, kept.frame)
+        for norm, leaf, labels_BS in zip(
+            self.head.norms, kept.leaves, labels_by_depth, strict=True
+        ):
+            normed = norm(leaf, self.head.run.kernels)
+            depth_scale = scale * self._loss_weight if losses else scale
+            result = self.head.loss(normed, labels_BS, depth_scale, kept.context)
             assert result.d_hidden is not None
             kept.normed.append(get_gradient_edge(normed))
             kept.d_normed.append(result.d_hidden)
             losses.append(result.loss)
         return losses
 
-    def backward(self, kept: PostProcessState, values: UnitValues, finish: UnitDone) -> Tensor:
+    def backward(
+        self, kept: PostProcessActivations, values: UnitValues, finish: UnitDone
+    ) -> Tensor:
         """Return the gradient of the stream after the last block. Calls `finish` with each
         predictor, in reverse order."""
         for index, predictor in reversed([*enumerate(self.predictors)]):
-            gradient = self._from_the_loss(kept)
+            gradient = self._backward_of_loss(kept)
             output = kept.outputs.pop()
             with values(predictor):
                 if output is None:
                     tokens, _ = kept.microbatch.ahead[index]
-                    output = get_gradient_edge(predictor(kept.leaves[-1], tokens, kept.frame))
+                    # No name for the stream itself: only its graph is needed from here on.
+                    output = get_gradient_edge(
+                        predictor(kept.leaves[-1], tokens, kept.context, kept.state)
+                    )
                 backward(output, gradient)
             del output
             finish(predictor)
-        return self._from_the_loss(kept)
+        return self._backward_of_loss(kept)
 
-    def _from_the_loss(self, kept: PostProcessState) -> Tensor:
+    def _backward_of_loss(self, kept: PostProcessActivations) -> Tensor:
         """Backpropagate the last loss, and return the gradient of its leaf. A predictor after the
         leaf has already added its part."""
         backward(kept.normed.pop(), kept.d_normed.pop())
@@ -128,17 +222,29 @@ class PostProcess:
         assert gradient is not None
         return gradient
 
-    def take_ahead(self) -> Tensor | None:
+    def take_loss_ahead(self) -> Tensor | None:
         """Return the loss of the tokens further ahead, and reset it: a sum over valid tokens and
         over all microbatches since the last call, a mean over depths (fp64 scalar). None if no such
         tokens are predicted."""
-        taken, self._ahead = self._ahead, None
+        taken, self._loss_ahead = self._loss_ahead, None
         return taken
 
     def evaluate(
-        self, x: Tensor, microbatch: Microbatch, frame: Frame, values: UnitValues
+        self, x: Tensor, microbatch: Microbatch, context: MicrobatchContext, values: UnitValues
     ) -> Tensor:
         """Return the summed cross-entropy of the next token, without gradients."""
         with values(self.head):
-            normed = self.head.norm(x, frame.kernels)
-            return self.head.loss(normed, microbatch.labels_BS, None, frame).loss
+            normed = self.head.norm(x, self.head.run.kernels)
+            return self.head.loss(normed, microbatch.labels_BS, None, context).loss
+
+
+def output_token_table(
+    model: ModelConfig, embedding: Embedding | None, run: RunContext
+) -> EmbeddingTable | None:
+    """Return the token table of the last stage: that of `embedding` if given, which is on the same
+    rank, else a replica. None if the last stage needs no token table."""
+    if not (model.tie_embeddings or model.mtp_depth):
+        return None
+    if embedding is not None:
+        return embedding.tokens
+    return make_token_table(model, run, replica=True)

@@ -37,7 +37,7 @@ class AttentionMask:
         """Whether a query may not see everything before it."""
         return self.window is not None or self.documents_BS is not None
 
-    def mask(self, queries_Q: Tensor, keys_K: Tensor) -> Tensor:
+    def dense(self, queries_Q: Tensor, keys_K: Tensor) -> Tensor:
         """Return the bool mask of queries and keys at these places in the sample: [Q, K], or with
         documents [B, 1, Q, K]."""
         distance = queries_Q[:, None] - keys_K[None, :]
@@ -78,7 +78,7 @@ def attend(
     """Return the output [B, Q, N, V] and the log-sum-exp [B, N, Q]. The latter is in at least fp32,
     and -inf where a query sees no key.
 
-    mask: as from `AttentionMask.mask`; None if nothing is hidden by a mask. causal: with as many
+    mask: as from `AttentionMask.dense`; None if nothing is hidden by a mask. causal: with as many
     queries as keys, each query sees itself and what is before it. scale: of the scores.
     """
     query, key, value = _heads_first(query_BQND, key_BKGD, value_BKGV)

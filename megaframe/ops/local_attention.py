@@ -35,28 +35,28 @@ faster products."""
 class SequenceMask:
     """Which tokens of `batch` whole samples of `length` tokens each other token attends to."""
 
-    sight: AttentionMask
+    attention_mask: AttentionMask
     batch: int
     length: int
     device: torch.device
 
     @cached_property
-    def mask(self) -> Tensor | None:
+    def dense(self) -> Tensor | None:
         """Bool mask [S, S] or [B, 1, S, S], true where a query (row) may see a key; None if plainly
         causal."""
-        if not self.sight.narrow:
+        if not self.attention_mask.narrow:
             return None
         everything = torch.arange(self.length, device=self.device)
-        return self.sight.mask(everything, everything)
+        return self.attention_mask.dense(everything, everything)
 
     @cached_property
     def tiles(self) -> list[Tile]:
         """Tiles that cover all visible query-key pairs. If queries see everything before them,
         there is one causal tile; otherwise there is one masked tile per `_QUERIES` queries, limited
         to the keys that any of them may see."""
-        if not self.sight.narrow:
+        if not self.attention_mask.narrow:
             return [Tile(slice(0, self.length), slice(0, self.length), "causal")]
-        reach = self.sight.window or self.length
+        reach = self.attention_mask.window or self.length
         starts = range(0, self.length, _QUERIES)
         ends = ((start, min(start + _QUERIES, self.length)) for start in starts)
         return [
@@ -64,27 +64,27 @@ class SequenceMask:
             for start, end in ends
         ]
 
-    def mask_of(self, tile: Tile) -> Tensor | None:
+    def dense_tile(self, tile: Tile) -> Tensor | None:
         """Return the mask of a tile, or None if the tile is not masked. It is made anew on each
         call, because keeping the masks would take memory quadratic in the length."""
         if tile.kind != "masked":
             return None
-        places = (
+        queries, keys = (
             torch.arange(s.start, s.stop, device=self.device) for s in (tile.queries, tile.keys)
         )
-        return self.sight.mask(*places)
+        return self.attention_mask.dense(queries, keys)
 
     @cached_property
     def spans(self) -> Spans:
         """What every query sees, as spans of keys for the kernels."""
         places = torch.arange(self.length, device=self.device)
-        if self.sight.documents_BS is None:
-            return spans_of(self.sight, self.batch, places, None)
-        return spans_of(self.sight, self.batch, places, places)
+        if self.attention_mask.documents_BS is None:
+            return spans_of(self.attention_mask, self.batch, places, None)
+        return spans_of(self.attention_mask, self.batch, places, places)
 
 
 def spans_of(
-    sight: AttentionMask, batch: int, queries: Tensor, keys: Tensor | None, *, causal: bool = True
+    mask: AttentionMask, batch: int, queries: Tensor, keys: Tensor | None, *, causal: bool = True
 ) -> Spans:
     """Return the keys that queries see, as spans.
 
@@ -93,17 +93,17 @@ def spans_of(
     """
     from megaframe_kernels.spans import find_spans
 
-    documents, device = sight.documents_BS, queries.device
+    documents, device = mask.documents_BS, queries.device
     if keys is None:
         size = len(queries)
-        return find_spans(batch, size, size, device, causal=causal, window=sight.window)
+        return find_spans(batch, size, size, device, causal=causal, window=mask.window)
     return find_spans(
         batch,
         len(queries),
         len(keys),
         device,
         causal=causal,
-        window=sight.window,
+        window=mask.window,
         query_places=queries,
         key_places=keys,
         query_documents=None if documents is None else documents[:, queries],
@@ -112,7 +112,7 @@ def spans_of(
 
 
 def attend_by_kernel(
-    kernels: Kernels, query_BQND: Tensor, key_BKGD: Tensor, value_BKGV: Tensor, among: SequenceMask,
+    kernels: Kernels, query_BQND: Tensor, key_BKGD: Tensor, value_BKGV: Tensor, mask: SequenceMask,
     scale: float,
 ) -> Tensor | None:  # fmt: skip
     """Compute attention [B, S, N, V] by a kernel. Return None if no kernel takes these
@@ -120,7 +120,7 @@ def attend_by_kernel(
     if not kernels.has("attention"):
         return None
     value = _widened(value_BKGV, query_BQND)
-    given = (query_BQND, key_BKGD, value, among.spans)
+    given = (query_BQND, key_BKGD, value, mask.spans)
     run = kernels.find("attention", *given, scale=scale)
     if run is None:
         return None

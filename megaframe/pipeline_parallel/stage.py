@@ -20,26 +20,31 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaframe.architecture.stages import StagePlan
 from megaframe.config import RunConfig
-from megaframe.context_parallel.context import ContextParallel
 from megaframe.data.microbatch import Microbatch
-from megaframe.distributed.collectives import ALONE, Group
 from megaframe.distributed.interleaving import HandOver
-from megaframe.distributed.mesh import ranks_on_this_node
-from megaframe.expert_parallel.dispatch import ExpertParallel
-from megaframe.model.block import Embedding, EmulatedBlock, OutputHead, TransformerBlock
-from megaframe.model.block_boundary import BlockBoundary
+from megaframe.model.block import EmulatedBlock, TransformerBlock
 from megaframe.model.dropout import DropoutKeys
-from megaframe.model.forward_context import DeferredGradient, Frame, do_all, make_frame
-from megaframe.model.fp8 import Fp8Matmul
-from megaframe.model.layer_statistics import LayerStatistics
-from megaframe.model.output_head import PostProcess, PostProcessState, UnitDone, UnitValues
+from megaframe.model.embedding import Embedding
+from megaframe.model.forward_context import (
+    MicrobatchContext,
+    RunContext,
+    make_microbatch_context,
+    make_run_context,
+)
+from megaframe.model.output_head import (
+    OutputHead,
+    PostProcess,
+    PostProcessActivations,
+    UnitDone,
+    UnitValues,
+)
+from megaframe.model.pass_state import BlockBoundary, LayerStatistics, PassState
 from megaframe.ops.autograd import backward
-from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.ops.workspace import Workspace
 from megaframe.parameters.parameter import PRECISIONS, Module, Parameter
 from megaframe.parameters.spec import ParamSpec
 from megaframe.pipeline_parallel.activation_offload import Shelf, Stored
-from megaframe.tensor_parallel import symmetric_memory
+from megaframe.tensor_parallel.deferred_gradients import DeferredGradient, DeferredGradientQueue
 
 
 class Keeper(Protocol):
@@ -71,72 +76,63 @@ class Here:
 Look = Callable[[bool, int, int, int, Tensor], object]
 """Called with: backward, stage, microbatch, block (-1 for the embedding), and the result of the
 pass, an output or a gradient."""
-_WHOLE = ContextParallel()
-"""The context of a rank that has whole samples."""
-_HERE = ExpertParallel()
-"""The places of experts if this rank has all of them."""
 
 
 @dataclass
 class Flight:
     """What a stage keeps of one microbatch between its forward and its backward.
 
+    context: what the microbatch brings to layers.
+    state: of its passes.
     inputs: the leaf that is the input of each block, possibly stored on the shelf.
     outputs: the graph edge of each block's output, None if the block is recomputed.
     embedded: the graph edge of the embedding's output.
-    end: what the end keeps.
-    left: the work that B leaves for W, by unit.
+    post_process: what the predictors and the head keep.
+    deferred: the weight gradients that B leaves for W, by unit.
     """
 
-    frame: Frame
+    context: MicrobatchContext
+    state: PassState
     inputs: list[Tensor | Stored] = field(default_factory=list)
     outputs: list[GradientEdge | None] = field(default_factory=list)
     embedded: GradientEdge | None = None
-    end: PostProcessState | None = None
-    left: list[tuple[Module, list[DeferredGradient]]] = field(default_factory=list)
+    post_process: PostProcessActivations | None = None
+    deferred: list[tuple[Module, list[DeferredGradient]]] = field(default_factory=list)
 
 
 class Stage:
-    """The blocks of `plan`, plus the embedding on the first stage and the end on the last.
+    """The blocks of `plan`, plus the embedding on the first stage, and the predictors and the head
+    on the last.
 
     `units` are the parts whose parameters are reduced, updated and gathered together, in the order
     of the forward pass.
 
-    tensor: the ranks that split matrices.
-    embedding: the embedding of another stage on this rank, for the end.
-    context: the ranks that divide samples.
-    experts: the ranks that have experts.
-    kernels: the kernels that the run uses.
+    run: what the run fixes for the layers.
+    embedding: the embedding of another stage on this rank, for the head and the predictors.
     """
 
     def __init__(
         self,
         config: RunConfig,
         plan: StagePlan,
-        tensor: Group,
+        run: RunContext,
         embedding: Embedding | None = None,
-        context: ContextParallel = _WHOLE,
-        experts: ExpertParallel = _HERE,
-        kernels: Kernels = NO_KERNELS,
     ) -> None:
-        self.config, self.plan, self.tensor, self.context = config, plan, tensor, context
-        self.experts, self.kernels = experts, kernels
+        self.config, self.plan, self.run = config, plan, run
         self.precision = PRECISIONS[config.train.precision]
-        wanted = config.parallel.symmetric_memory == "auto"
-        node_size = config.parallel.node_size or ranks_on_this_node()
-        fp8 = config.train.fp8
-        self._eight = None if fp8 == "none" else Fp8Matmul(fp8, kernels)
-        wanted = wanted and self._eight is None  # the fused products do not multiply in 8 bits
-        self._symmetric = wanted and symmetric_memory.available(tensor, node_size)
-        self.embedding = Embedding(config) if plan.first else None
+        self.embedding = Embedding(config, run) if plan.first else None
         emulate = config.model.emulate
         self.blocks: list[TransformerBlock | EmulatedBlock] = [
-            TransformerBlock(config.model, layer) if emulate is None else EmulatedBlock(emulate)
+            TransformerBlock(config.model, layer, run)
+            if emulate is None
+            else EmulatedBlock(emulate)
             for layer in plan.blocks
         ]
-        self.end = PostProcess(config, self.embedding or embedding) if plan.last else None
+        self.post_process = (
+            PostProcess(config, self.embedding or embedding, run) if plan.last else None
+        )
         first = [] if self.embedding is None else [self.embedding]
-        last = [] if self.end is None else self.end.units
+        last = [] if self.post_process is None else self.post_process.units
         self.units: list[Module] = [*first, *self.blocks, *last]
         self.keeper: Keeper = Here()
         """The keeper of the values of all units."""
@@ -146,8 +142,8 @@ class Stage:
         random = drops or (moe is not None and moe.jitter > 0)
         self._keys = DropoutKeys(config.run.seed) if random else None
         self._flights: dict[int, Flight] = {}
-        self._tally = LayerStatistics()
-        self._scratch = Workspace()
+        self._statistics = LayerStatistics()
+        self._workspace = Workspace()
         self._away: Shelf | None = None
 
     def first(self, *, backward: bool) -> Module | None:
@@ -159,11 +155,13 @@ class Stage:
     @property
     def head(self) -> OutputHead | None:
         """The model's head on the last stage, else None."""
-        return None if self.end is None else self.end.head
+        return None if self.post_process is None else self.post_process.head
 
     def _backward_units(self) -> list[Module]:
         """Return the units whose values a backward pass needs, in its order."""
-        units: list[Module] = [*self.blocks, *([] if self.end is None else self.end.predictors)]
+        units: list[Module] = [*self.blocks]
+        if self.post_process is not None:
+            units += self.post_process.predictors
         return units[::-1]
 
     def parameters(self) -> list[Parameter]:
@@ -200,13 +198,14 @@ class Stage:
         Returns the output for the next stage, [rows, hidden]. On the last stage, returns the loss
         sum over valid tokens, fp64 scalar.
         """
-        flight = Flight(self._frame(microbatch, self._keys, scale))
-        flight.frame.turn.hand_over = hand_over
+        context, state = self._context(microbatch, self._keys, scale), self._pass_state()
+        flight = Flight(context, state)
+        state.turn.switch = hand_over
         self._flights[number] = flight
         values = self._values(self.units, following, whole=False)
         if self.embedding is not None:
             with values(self.embedding):
-                x = self.embedding(microbatch, flight.frame)
+                x = self.embedding(microbatch, context)
             flight.embedded = get_gradient_edge(x)
             self._show(False, number, -1, x)
         assert x is not None
@@ -215,17 +214,19 @@ class Stage:
             flight.inputs.append(leaf)
             again = index < self.plan.recomputed
             with values(block), torch.set_grad_enabled(not again):
-                x = block(leaf, flight.frame)
+                x = block(leaf, context, state)
             flight.outputs.append(None if again else get_gradient_edge(x))
             if again and self.config.train.offload:
                 flight.inputs[-1] = self._shelf(leaf).store(leaf.detach())
             self._show(False, number, self.plan.blocks[index], x)
-        self._scratch.clear()
-        if self.end is None:
+        self._workspace.clear()
+        if self.post_process is None:
             return x.detach()
-        loss, flight.end = self.end.forward(x, microbatch, flight.frame, scale, values)
+        loss, flight.post_process = self.post_process.forward(
+            x, microbatch, context, state, scale, values
+        )
         if done is not None:
-            done(self.end.head)
+            done(self.post_process.head)
         return loss
 
     def backward(
@@ -248,21 +249,21 @@ class Stage:
         output.
         """
         flight = self._flights[number] if split else self._flights.pop(number)
-        frame = flight.frame
-        frame.later.hold = split
-        frame.turn.hand_over = hand_over
-        frame.seam.done = None if split else done
+        context, state = flight.context, flight.state
+        state.deferred.deferring = split
+        state.turn.switch = hand_over
+        state.boundary.done = None if split else done
 
         def finish(unit: Module) -> None:
             if split:
-                flight.left.append((unit, frame.later.take()))
+                flight.deferred.append((unit, state.deferred.take()))
             elif done is not None:
                 done(unit)
 
         values = self._values(self._backward_units(), following)
-        if self.end is not None:
-            assert flight.end is not None
-            gradient = self.end.backward(flight.end, values, finish)
+        if self.post_process is not None:
+            assert flight.post_process is not None
+            gradient = self.post_process.backward(flight.post_process, values, finish)
         for block in reversed(self.blocks):
             assert gradient is not None
             leaf, output = _taken(flight.inputs.pop()), flight.outputs.pop()
@@ -270,13 +271,13 @@ class Stage:
                 before.fetch()  # arrives while this block is computed
             with values(block):
                 if output is None:
-                    output = get_gradient_edge(block(leaf, frame))
+                    output = get_gradient_edge(block(leaf, context, state))
                 backward(output, gradient)
             del output
             gradient = leaf.grad
             finish(block)
             self._show(True, number, self.plan.blocks[len(flight.inputs)], gradient)
-        self._scratch.clear()
+        self._workspace.clear()
         assert gradient is not None
         if self.embedding is None:
             return gradient
@@ -291,11 +292,12 @@ class Stage:
         """Compute the weight gradients that the split backward of microbatch `number` left. done:
         as in `backward`."""
         flight = self._flights.pop(number)
-        works = do_all(one for _, left in flight.left for one in left)
-        for unit, left in flight.left:
-            for _ in zip(left, works, strict=False):
-                pass  # does the unit's work; transfers for the next work are started meanwhile
-            left.clear()
+        # One queue for all units: the first transfer of a unit overlaps with the work before it.
+        queue = DeferredGradientQueue(one for _, gradients in flight.deferred for one in gradients)
+        for unit, gradients in flight.deferred:
+            for _ in range(len(gradients)):
+                queue.compute_next()
+            gradients.clear()  # frees the operands before the unit's gradients are reduced
             if done is not None:
                 if unit.second_half is not None:
                     done(unit.second_half)
@@ -306,24 +308,24 @@ class Stage:
         """Run a forward pass without dropout and gradients. Returns the output for the next stage,
         or on the last stage, the cross-entropy summed over valid tokens, fp64 scalar."""
         x = self.hidden(microbatch, x)
-        if self.end is None:
+        if self.post_process is None:
             return x
-        values = self._values([self.end.head])
-        return self.end.evaluate(x, microbatch, self._frame(microbatch, None), values)
+        values = self._values([self.post_process.head])
+        return self.post_process.evaluate(x, microbatch, self._context(microbatch), values)
 
     @torch.no_grad()
     def hidden(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
         """Return the residual stream [rows, hidden] after this stage's last block, without dropout
         and gradients."""
-        frame = self._frame(microbatch, None)
+        context, state = self._context(microbatch), self._pass_state()
         values = self._values(self.units, whole=False)
         if self.embedding is not None:
             with values(self.embedding):
-                x = self.embedding(microbatch, frame)
+                x = self.embedding(microbatch, context)
         assert x is not None
         for block in self.blocks:
             with values(block):
-                x = block(x, frame)
+                x = block(x, context, state)
         return x
 
     def _shelf(self, x: Tensor) -> Shelf:
@@ -354,32 +356,23 @@ class Stage:
         if self.look is not None and made is not None:
             self.look(backward, self.plan.number, microbatch, block, made.detach())
 
-    def take_tally(self) -> LayerStatistics:
-        """Return the tally of all microbatches since the last call, and start a new one."""
-        taken, self._tally = self._tally, LayerStatistics()
+    def take_statistics(self) -> LayerStatistics:
+        """Return the statistics of all microbatches since the last call, and start new ones."""
+        taken, self._statistics = self._statistics, LayerStatistics()
         return taken
 
-    def _frame(
-        self, microbatch: Microbatch, keys: DropoutKeys | None, scale: Tensor | None = None
-    ) -> Frame:
-        return make_frame(
-            self.config.model,
-            microbatch,
-            self.precision.compute,
-            keys,
-            tensor=self.tensor,
-            context=self.context,
-            selective=self.config.train.recompute == "selective",
-            chunks=self.config.parallel.tensor_chunks,
-            symmetric=self._symmetric,
-            experts=self.experts,
-            scale=scale,
-            tally=self._tally,
-            seam=BlockBoundary(self.keeper.take_late),
-            scratch=self._scratch,
-            kernels=self.kernels,
-            eight=self._eight,
-        )
+    def _context(
+        self,
+        microbatch: Microbatch,
+        keys: DropoutKeys | None = None,
+        scale: Tensor | None = None,
+    ) -> MicrobatchContext:
+        dtype = self.precision.compute
+        return make_microbatch_context(self.config.model, self.run, microbatch, dtype, keys, scale)
+
+    def _pass_state(self) -> PassState:
+        boundary = BlockBoundary(self.keeper.take_late)
+        return PassState(self._statistics, self._workspace, boundary)
 
 
 def _taken(leaf: Tensor | Stored) -> Tensor:
@@ -387,12 +380,7 @@ def _taken(leaf: Tensor | Stored) -> Tensor:
 
 
 def build_stages(
-    config: RunConfig,
-    plans: Sequence[StagePlan],
-    tensor: Group,
-    context: ContextParallel = _WHOLE,
-    experts: ExpertParallel = _HERE,
-    kernels: Kernels = NO_KERNELS,
+    config: RunConfig, plans: Sequence[StagePlan], run: RunContext
 ) -> Mapping[int, Stage]:
     """Return the stages of one rank by number. If the first and the last stage are both on this
     rank, the last one uses the first one's embedding."""
@@ -400,14 +388,15 @@ def build_stages(
     for plan in sorted(plans, key=lambda plan: plan.number):
         first = stages.get(0)
         embedding = None if first is None else first.embedding
-        stages[plan.number] = Stage(config, plan, tensor, embedding, context, experts, kernels)
+        stages[plan.number] = Stage(config, plan, run, embedding)
     return stages
 
 
 def whole_model(config: RunConfig) -> Stage:
     """Return the whole model as one stage on one rank."""
     recomputed = config.model.layers if config.train.recompute == "full" else 0
-    return Stage(config, StagePlan(0, 1, range(config.model.layers), recomputed), ALONE)
+    plan = StagePlan(0, 1, range(config.model.layers), recomputed)
+    return Stage(config, plan, make_run_context(config))
 
 
 def model_specs(config: RunConfig) -> list[ParamSpec]:

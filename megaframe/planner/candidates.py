@@ -1,29 +1,51 @@
-"""Candidates: many layouts of one config as arrays of integers, one element per layout."""
+"""Candidates of a search: all valid layouts of a config on a number of GPUs.
+
+Layouts that another one always beats are left out: GPipe, and breadth-first where interleaved is
+possible (1F1B and interleaved take as long and keep less), tensor groups larger than two nodes,
+context ranks with too few tokens for a tile to be worth sending, and ZeRO without other ranks to
+share with.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from math import gcd
 from typing import Any
 
 import numpy as np
 
 from megaframe.config.schema import RunConfig
-from megaframe.planner.sizes import Sizes
+from megaframe.errors import divisors
+from megaframe.hardware.cluster import Cluster
+from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array, LayoutSizes
+from megaframe.schedule.limits import SCHEDULE_LIMITS
+from megaframe.validate.context_parallel import context_mistakes
+from megaframe.validate.experts import expert_mistakes
+from megaframe.validate.tensor_parallel import tensor_mistakes
 
-Array = np.ndarray[Any, Any]
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "breadth-first",
-    "zb-h1",
-    "zb-h2",
-    "zb-v",
-    "v-half",
-    "dualpipe-v",
+PARALLEL_KEYS = (
+    "tensor",
+    "context",
+    "pipeline",
+    "chunks",
+    "data",
+    "data_replicate",
+    "expert",
+    "expert_tensor",
+    "zero",
 )
-CIRCLING = ("interleaved", "breadth-first")
-"""Schedules that go through all ranks before they come to a rank's next stage."""
+"""Numeric keys of `parallel` that a search chooses."""
+SEARCHED_KEYS = (*PARALLEL_KEYS, "recompute", "microbatch", "schedule")
+"""All keys that a search chooses. `fixed` gives values for some of them."""
+FixedKeys = Mapping[str, Any]
+_CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+_MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_LEAST_TOKENS = 1024
+"""Least number of tokens of a sample per context rank, unless `fixed` asks for fewer."""
+_MOST_TENSOR, _MOST_CONTEXT = 64, 64
+_REPLICAS = 4
+"""How many numbers of replicas above 1 are tried for each layout, the largest ones."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +76,214 @@ class Candidates:
         """Return the candidates at these indices, or where this mask is true."""
         return Candidates(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
 
-    def sizes(self, config: RunConfig) -> Sizes:
+    def sizes(self, config: RunConfig) -> LayoutSizes:
         """Return the sizes for the cost arithmetic."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "schedule"}
         microbatches = config.train.global_batch // (self.microbatch * self.data)
-        return Sizes(**given, microbatches=microbatches)
+        return LayoutSizes(**given, microbatches=microbatches)
+
+
+@dataclass(frozen=True)
+class _AxisSizes:
+    """What rows of candidates with different schedules, ZeRO and recompute have in common."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    data: int
+    data_replicate: int
+    expert: int
+    expert_tensor: int
+    microbatch: int
+
+
+def enumerate_candidates(
+    config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys | None = None
+) -> Candidates:
+    """Return all valid layouts on `gpus` GPUs, possibly none.
+
+    fixed: values of keys of `SEARCHED_KEYS` that are given.
+    """
+    fixed = fixed or {}
+    rows = [
+        (*base, schedule, chunks)
+        for base in map(_as_tuple, _enumerate_axes(config, gpus, cluster, fixed))
+        for schedule, chunks in _schedules_with_chunks(config, base[2], base[3] * base[7], fixed)
+    ]
+    table = np.asarray(rows, dtype=np.int64).reshape(-1, 10)
+    zero = _fixed_or(fixed, "zero", (0, 1, 2, 3))
+    # Offload moves the inputs of recomputed blocks, so it needs full recompute.
+    again = (RECOMPUTE.index("full"),) if config.train.offload else tuple(range(len(RECOMPUTE)))
+    recompute = _fixed_or(fixed, "recompute", again)
+    many = len(zero) * len(recompute)
+    columns = [np.repeat(column, many) for column in table.T]
+    t, c, p, d, r, e, et, mb, schedule, chunks = columns
+    zeros = np.tile(np.repeat(zero, len(recompute)), len(table))
+    recomputes = np.tile(np.asarray(recompute), len(zero) * len(table))
+    found = Candidates(t, c, p, chunks, d, r, e, et, zeros, recomputes, mb, schedule)
+    return found.taken(_mask_useful_zero(found, fixed))
+
+
+def apply_candidate(config: RunConfig, one: Candidates, place: int) -> RunConfig:
+    """Return the config with the layout of candidate number `place`."""
+    parallel = {name: int(getattr(one, name)[place]) for name in PARALLEL_KEYS}
+    given = config.parallel
+    changed = {
+        **parallel,
+        "schedule": SCHEDULES[int(one.schedule[place])],
+        "schedule_microbatches": None,
+        "layers_per_stage": None,
+        "tensor_chunks": given.tensor_chunks if parallel["tensor"] > 1 else 1,
+        "expert_overlap": given.expert_overlap
+        and parallel["pipeline"] > 1
+        and parallel["expert"] * parallel["expert_tensor"] > 1
+        and parallel["zero"] < 3,
+    }
+    train = {
+        "microbatch": int(one.microbatch[place]),
+        "recompute": RECOMPUTE[int(one.recompute[place])],
+        "recompute_blocks": 0,
+    }
+    return config.model_copy(
+        update={
+            "parallel": given.model_copy(update=changed),
+            "train": config.train.model_copy(update=train),
+        }
+    )
+
+
+def _mask_useful_zero(c: Candidates, fixed: FixedKeys) -> Array:
+    """Return the mask of candidates without ZeRO, with other ranks to share with, or with ZeRO as
+    given."""
+    alone = (c.data // c.data_replicate) * c.context == 1
+    return (c.zero == 0) | ~alone | ("zero" in fixed)
+
+
+def _enumerate_axes(
+    config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys
+) -> Iterator[_AxisSizes]:
+    ramp, train = config.train.batch_ramp, config.train
+    batch = train.global_batch
+    if ramp is not None:
+        batch = gcd(batch, ramp.start, ramp.increment)
+    for tensor in _tensor_sizes(config, gpus, cluster, fixed):
+        for context in _context_sizes(config, gpus // tensor, tensor, fixed):
+            rest = gpus // (tensor * context)
+            for pipeline in _fixed_or(fixed, "pipeline", divisors(rest)):
+                if rest % pipeline or pipeline > config.model.layers:
+                    continue
+                data = rest // pipeline
+                if batch % data or fixed.get("data", data) != data:
+                    continue
+                sizes = [m for m in _MICROBATCHES if batch // data % m == 0]
+                for replicas in _replica_counts(tensor * context, data, cluster, fixed):
+                    stage = tensor * context * data // replicas
+                    for expert, inside in _expert_sizes(config, tensor, stage, fixed):
+                        for size in _fixed_or(fixed, "microbatch", tuple(sizes)):
+                            if batch // data % size == 0:
+                                yield _AxisSizes(
+                                    tensor, context, pipeline, data, replicas, expert, inside, size
+                                )
+
+
+def _as_tuple(base: _AxisSizes) -> tuple[int, ...]:
+    return (
+        base.tensor,
+        base.context,
+        base.pipeline,
+        base.data,
+        base.data_replicate,
+        base.expert,
+        base.expert_tensor,
+        base.microbatch,
+    )
+
+
+def _tensor_sizes(config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys) -> list[int]:
+    most = min(_MOST_TENSOR, 2 * cluster.node)
+    wanted = _fixed_or(fixed, "tensor", tuple(d for d in divisors(gpus) if d <= most))
+    return [
+        t
+        for t in wanted
+        if gpus % t == 0 and not any(tensor_mistakes(_with_sizes(config, tensor=t)))
+    ]
+
+
+def _context_sizes(config: RunConfig, rest: int, tensor: int, fixed: FixedKeys) -> list[int]:
+    most = max(1, min(_MOST_CONTEXT, config.train.seq // _LEAST_TOKENS))
+    if config.parallel.context_kind == "nested":
+        most = 1
+    wanted = _fixed_or(fixed, "context", tuple(d for d in divisors(rest) if d <= most))
+    return [
+        context
+        for context in wanted
+        if rest % context == 0
+        and (
+            context == 1
+            or not any(context_mistakes(_with_sizes(config, tensor=tensor, context=context)))
+        )
+    ]
+
+
+def _replica_counts(
+    together: int, data: int, cluster: Cluster, fixed: FixedKeys
+) -> tuple[int, ...]:
+    """Return the numbers of replicas to try. Each copy of the model is on whole nodes."""
+    if "data_replicate" in fixed:
+        return (fixed["data_replicate"],) if data % fixed["data_replicate"] == 0 else ()
+    fits = [r for r in divisors(data) if (together * data // r) % cluster.node == 0 and r > 1]
+    return (1, *fits[: -_REPLICAS - 1 : -1][::-1])
+
+
+def _expert_sizes(
+    config: RunConfig, tensor: int, stage: int, fixed: FixedKeys
+) -> Iterator[tuple[int, int]]:
+    """Yield pairs (expert, expert_tensor). stage: ranks of a stage that hold one copy."""
+    moe = config.model.moe
+    if moe is None:
+        yield 1, 1
+        return
+    inner = _fixed_or(fixed, "expert_tensor", tuple(sorted({1, tensor})))
+    outer = _fixed_or(fixed, "expert", divisors(moe.experts))
+    for inside in inner:
+        for expert in outer:
+            sizes = _with_sizes(config, expert=expert, expert_tensor=inside, expert_overlap=False)
+            if stage % (expert * inside) == 0 and not any(expert_mistakes(sizes)):
+                yield expert, inside
+
+
+def _schedules_with_chunks(
+    config: RunConfig, pipeline: int, together: int, fixed: FixedKeys
+) -> Iterator[tuple[int, int]]:
+    """Yield pairs (schedule, chunks) for a pipeline.
+
+    together: samples of a microbatch on all data ranks.
+    """
+    if pipeline == 1:
+        if fixed.get("chunks", 1) == 1:
+            yield SCHEDULES.index("1f1b"), 1
+        return
+    ramp = config.train.batch_ramp
+    least = (config.train.global_batch if ramp is None else ramp.start) // together
+    names = _fixed_or(fixed, "schedule", SCHEDULES[1:])
+    for name in names:
+        limits = SCHEDULE_LIMITS[name]
+        if limits.needs_full_pipeline and least < pipeline:
+            continue
+        # Interleaved, or 1F1B without chunks, takes as long and keeps less.
+        beaten = name == "breadth-first" and least >= pipeline and "schedule" not in fixed
+        for chunks in _fixed_or(fixed, "chunks", _CHUNKS[name == "breadth-first" :]):
+            possible = limits.nearest_chunks(chunks) == chunks
+            if possible and not beaten and pipeline * chunks <= config.model.layers:
+                yield SCHEDULES.index(name), chunks
+
+
+def _fixed_or(fixed: FixedKeys, name: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
+    if name not in fixed:
+        return otherwise
+    value = fixed[name]
+    return (RECOMPUTE.index(value),) if name == "recompute" else (value,)
+
+
+def _with_sizes(config: RunConfig, **sizes: Any) -> RunConfig:
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)})

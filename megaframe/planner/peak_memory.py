@@ -1,306 +1,127 @@
-"""Memory of the worst rank: exact for one layout, and estimated for many layouts at once.
+"""Peak memory: the rank that needs most, whether that fits, and what is recomputed so that it does.
 
-The estimate looks at three ranks of a pipeline, and assumes that all stages but the last have as
-many blocks as the fullest one. Where the device is the host, buffers for transfers and the copy of
-a checkpoint count as well.
+Each rank's recomputed blocks are decided on their own, because its memory depends on its own
+microbatches in flight. The first stages of a pipeline keep most, and so recompute most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
-
-from megaframe.architecture.experts import has_experts
-from megaframe.architecture.optimizer_state import state_bytes_per_element
-from megaframe.architecture.output_head import max_logits_per_chunk
-from megaframe.architecture.stages import StagePlan, stage_plans
+from megaframe.architecture.pipeline import build_step_schedule
+from megaframe.architecture.stages import stage_plans
 from megaframe.config.schema import RunConfig
-from megaframe.hardware.chips import WIDTH, Chip
+from megaframe.hardware.chips import Chip
 from megaframe.layout import Layout
-from megaframe.planner.activations import block_bytes, left_bytes, rotary_bytes
-from megaframe.planner.blocks_per_rank import division
-from megaframe.planner.candidates import SCHEDULES
-from megaframe.planner.memory import Memory, widest
-from megaframe.planner.memory_budget import room
-from megaframe.planner.parameter_counts import held, rank_memory
-from megaframe.planner.sizes import RECOMPUTE, Sizes
+from megaframe.planner.memory import RankMemory, compute_rank_memory
 from megaframe.schedule import Schedule, lower
 
-Array = np.ndarray[Any, Any]
+OVERHEAD = 2.0 * 2**30
+"""Bytes for the driver's context, communication buffers and what torch keeps for itself."""
+FRAGMENTS = 0.03
+"""Share of the rest that the allocator cannot use because of fragmentation."""
+_CHOSEN = 0.95
+"""Share of a chip's memory that a chosen layout may take; plans are good to a few percent."""
 _MANY = 32
 """Up to this many pipeline ranks all are counted; of more only the ends and the middle."""
 
 
-def worst_memory(config: RunConfig, layout: Layout, schedule: Schedule, chip: Chip) -> Memory:
+def usable_bytes(chip: Chip) -> float:
+    """Return the bytes that a run may use. A CPU has no driver's context."""
+    overhead = 0.0 if chip.units == 1 else OVERHEAD
+    return (chip.memory - overhead) * (1 - FRAGMENTS)
+
+
+def fits_with_margin(needed: Any, chip: Chip) -> Any:
+    """Return whether a layout that needs so many bytes may be chosen, elementwise for an array."""
+    return needed <= _CHOSEN * chip.memory
+
+
+def compute_peak_memory(
+    config: RunConfig, layout: Layout, schedule: Schedule, chip: Chip
+) -> RankMemory:
     """Return the memory of the rank that needs most, the chip's overhead included.
 
     schedule: that of one step, not lowered.
     """
-    memories = pipeline_memory(config, layout, schedule, chip)
+    memories = compute_pipeline_memory(config, layout, schedule, chip)
     return max(memories.values(), key=lambda one: one.total)
 
 
-def pipeline_memory(
+def compute_pipeline_memory(
     config: RunConfig, layout: Layout, schedule: Schedule, chip: Chip
-) -> dict[int, Memory]:
+) -> dict[int, RankMemory]:
     """Return the memory of the ranks of a pipeline by pipeline coordinate, the chip's overhead
-    included; of a long pipeline only of those that may need most. schedule: as in `worst_memory`.
+    included; of a long pipeline only of those that may need most. schedule: as in
+    `compute_peak_memory`.
     """
     plans, lowered, many = stage_plans(config), lower(schedule), len(schedule.ranks)
     ranks = range(many) if many <= _MANY else (0, 1, many // 2, many - 2, many - 1)
-    host, extra = chip.is_host, round(overhead(chip))
+    host, extra = chip.is_host, round(overhead_bytes(chip))
     memories = {
-        rank: rank_memory(config, layout, plans, lowered, rank, host=host) for rank in ranks
+        rank: compute_rank_memory(config, layout, plans, lowered, rank, host=host) for rank in ranks
     }
     return {rank: replace(memory, overhead=extra) for rank, memory in memories.items()}
 
 
-def overhead(chip: Chip) -> float:
+def overhead_bytes(chip: Chip) -> float:
     """Return the bytes of a chip that no run can use."""
-    return chip.memory - room(chip)
+    return chip.memory - usable_bytes(chip)
 
 
-def by_kind(of: Memory) -> dict[str, int]:
+def nonzero_kinds(of: RankMemory) -> dict[str, int]:
     """Return the bytes of each kind on the device, without the kinds that are 0."""
     return {kind: size for kind, size in of.kinds.items() if size}
 
 
-def memory_bytes(config: RunConfig, chip: Chip, c: Sizes, schedule: Array) -> Array:
-    """Estimate the bytes of the rank that needs most, for each candidate.
-
-    It is the largest of three ranks: that with the first stage, that with the last stage, and the
-    one between them where weight passes wait longest. The first and the third are assumed to have
-    as many blocks as the fullest rank. The result is within a few percent of `worst_memory`, which
-    makes the final decision on what fits. schedule: indices into `SCHEDULES`.
-    """
-    of, alone = _Blocks(config, c), c.pipeline == 1
-    v_shaped, nobody = _among(schedule, *_V_SHAPED), np.zeros(len(schedule), dtype=bool)
-    first = _held_first(c, schedule)
-    ranks = (
-        _Rank(c, of, first, ~nobody, alone | v_shaped, True),
-        _Rank(c, of, _held_last(c, schedule, first), alone, ~nobody, False),
-        _Rank(c, of, _held_between(c, schedule, first), nobody, nobody, True),
-    )
-    return np.maximum.reduce([_rank_bytes(config, chip, rank) for rank in ranks])
+def resolve_recompute_blocks(config: RunConfig, layout: Layout, chip: Chip) -> RunConfig:
+    """Return the config with numbers in place of `train.recompute_blocks=auto`."""
+    if config.train.recompute_blocks != "auto":
+        return config
+    return _with_blocks(config, min_recomputed_blocks(config, layout, chip))
 
 
-def _among(schedule: Array, *names: str) -> Array:
-    """Return the mask of the candidates whose schedule is one of `names`."""
-    return np.array([name in names for name in SCHEDULES])[schedule]
+def min_recomputed_blocks(config: RunConfig, layout: Layout, chip: Chip) -> tuple[int, ...]:
+    """Return the number of recomputed blocks of each stage: the fewest with which the planned
+    memory of each rank leaves room on the chip (one fewer on any stage would not). All blocks of a
+    rank if even that does not suffice."""
+    plain = _with_blocks(config, 0)
+    many = config.train.global_batch // (config.train.microbatch * layout.data)
+    schedule = lower(build_step_schedule(plain, many))
+    found = [0] * len(stage_plans(plain))
+    for rank in range(layout.pipeline):
+        for stage, count in _min_blocks_of_rank(plain, layout, chip, schedule, rank).items():
+            found[stage] = count
+    return tuple(found)
 
 
-class _Live(NamedTuple):
-    """The most that a rank holds at once, in activations of one microbatch on one stage: `kept`
-    for backward passes, `left` by backward passes for weight passes, and `either`, each of which
-    counts as the larger of the two."""
+def _min_blocks_of_rank(
+    config: RunConfig, layout: Layout, chip: Chip, schedule: Schedule, rank: int
+) -> dict[int, int]:
+    """Return the number for each stage of one rank: first the same for all stages, then fewer on
+    single ones."""
+    plans = stage_plans(config)
+    blocks = {stage: len(plans[stage].blocks) for stage in schedule.stages(rank)}
 
-    kept: Array
-    left: Array
-    either: Array
+    def fits(counts: Mapping[int, int]) -> bool:
+        tried = tuple(counts.get(stage, 0) for stage in range(len(plans)))
+        stages = stage_plans(_with_blocks(config, tried))
+        needed = compute_rank_memory(config, layout, stages, schedule, rank, host=chip.is_host)
+        return bool(fits_with_margin(needed.total + overhead_bytes(chip), chip))
 
-
-@dataclass(frozen=True)
-class _Rank:
-    """One rank of each candidate. first, last: whether it has the first and the last stage. full:
-    whether it has as many blocks as the fullest rank; otherwise as many as the rank with the last
-    stage."""
-
-    c: Sizes
-    of: _Blocks
-    live: _Live
-    first: Array
-    last: Array
-    full: bool
-
-
-class _Blocks:
-    """For each candidate, the elements of one block of each kind (with or without experts), and the
-    bytes that it keeps per sample. They are computed once per distinct combination of the few sizes
-    that they depend on, and then looked up."""
-
-    def __init__(self, config: RunConfig, c: Sizes) -> None:
-        model = config.model
-        kinds = [model.moe is not None and has_experts(model.moe, n) for n in range(model.layers)]
-        self.layers = {kind: kinds.index(kind) for kind in set(kinds)}
-        self.number = {kind: kinds.count(kind) for kind in self.layers}
-        keys = np.stack([c.tensor, c.context, c.expert, c.expert_tensor, c.recompute])
-        different, place = np.unique(keys, axis=1, return_inverse=True)
-        place = place.reshape(-1)
-        rows: dict[tuple[bool, str], list[int]] = {}
-        tables = []
-        for tensor, context, expert, expert_tensor, recompute in different.T.tolist():
-            layout = Layout(
-                tensor=tensor,
-                data=expert * expert_tensor,
-                expert=expert,
-                expert_tensor=expert_tensor,
-            )
-            sizes = _with(config, tensor, context, expert, expert_tensor, RECOMPUTE[recompute])
-            for kind, layer in self.layers.items():
-                one = held(config, layout, [StagePlan(1, 3, range(layer, layer + 1))])
-                found = {
-                    "vectors": one.vectors,
-                    "split": sum(one.blocks),
-                    "whole": sum(one.whole),
-                    "shared": sum(one.shared),
-                    "experts": sum(one.experts),
-                    "keeps": 0 if recompute == 2 else block_bytes(sizes, layer),
-                    "left": left_bytes(sizes, [layer]),
-                    "again": block_bytes(sizes, layer) if recompute == 2 else 0,
-                    "copies": one.copies,
-                }
-                for name, value in found.items():
-                    rows.setdefault((kind, name), []).append(value)
-            tables.append(-(-(config.model.vocab or 0) // tensor) * config.model.hidden)
-        self._of = {key: np.asarray(values, dtype=float)[place] for key, values in rows.items()}
-        self.table = np.asarray(tables, dtype=float)[place]
-        self.rotary = float(rotary_bytes(_with(config, 1, 1, 1, 1, "none")))
-        divided = division(config, c)
-        self.here = {True: divided.middle, False: divided.end}
-
-    def count(self, kind: bool, first: bool) -> Array:
-        """Return the number of blocks of a kind on a rank. kind: with experts. first: of the
-        fullest rank; otherwise of the rank with the last stage."""
-        routed = np.minimum(self.here[first], self.number.get(True, 0))
-        return routed if kind else self.here[first] - routed
-
-    def total(self, name: str, first: bool) -> Array:
-        """Return the sum of a quantity over the blocks of a rank; first: as in `count`."""
-        return sum(self.count(kind, first) * self._of[kind, name] for kind in self.layers)
-
-    def largest(self, name: str) -> Array:
-        """Return a quantity of one block, of the kind that has more of it."""
-        return np.maximum.reduce([self._of[kind, name] for kind in self.layers])
+    counts = dict.fromkeys(blocks, 0)
+    for limit in range(1, max(blocks.values()) + 1):
+        if fits(counts):
+            break
+        counts = {stage: min(limit, most) for stage, most in blocks.items()}
+    for stage in reversed(counts):  # later stages keep less, and need recompute least
+        while counts[stage] and fits(fewer := {**counts, stage: counts[stage] - 1}):
+            counts = fewer
+    return counts
 
 
-def _rank_bytes(config: RunConfig, chip: Chip, rank: _Rank) -> Array:
-    c, of, full = rank.c, rank.of, rank.full
-    model, train = config.model, config.train
-    width = WIDTH[train.precision]
-    master = max(4, width)
-    positions = (model.positions or train.seq) * model.hidden if model.position == "learned" else 0
-    both, tied = rank.first & rank.last, model.tie_embeddings
-    tables = rank.first * 1 + rank.last - both * tied
-    ends = of.table * tables + positions * rank.first
-    names = ("vectors", "split", "whole", "shared", "experts")
-    vectors, split, whole, shared, experts = (of.total(name, full) for name in names)
-    dense = vectors + split + whole + shared + ends
-    total = dense + experts
-    ranks = c.data * c.context // c.data_replicate
-    replicas = c.tensor * c.context * c.data // (c.expert * c.expert_tensor)
-    own = (vectors + split + ends) / ranks + whole / (ranks * c.tensor)
-    own = own + shared / (ranks * of.largest("copies"))
-    own = own + experts / np.maximum(1, replicas // c.data_replicate)
-    alone, own = own - vectors / ranks, np.where(c.zero > 0, own, total)
-    block = sum(of.largest(name) for name in names[1:])
-    least = config.parallel.bucket_size
-    together = np.ceil((1 if least == "auto" else least) / np.maximum(block, 1))
-    together = np.clip(together, 1.0, np.maximum(1.0, of.here[full] / c.chunks))
-    lent = 2 * together * block + of.table
-    values = np.where(c.zero == 3, vectors + lent, total)
-    kept = master + state_bytes_per_element(config.optim, master)
-    if width == master:
-        values = values - np.where(c.zero == 3, vectors / ranks, own)
-    if config.optim.offload and not chip.is_host:
-        kept = float(master if width == master else 0)
-        values = values + np.where((c.zero == 3) & (width < master), own, 0.0)
-    around = of.table * (both & (c.microbatches > 1))
-    gradients = np.where(c.zero >= 2, vectors + lent + around + own, total)
-    if config.parallel.compress != "none":
-        gradients = gradients + np.where(c.data_replicate > 1, alone, total - vectors)
-    static = own * kept + values * width + gradients * master
-    passing = _passing(config, rank, max_logits_per_chunk(host=chip.is_host))
-    return static + passing + overhead(chip)
-
-
-_V_SHAPED = ("zb-v", "v-half", "dualpipe-v")
-"""Schedules whose first rank also has the last stage."""
-
-
-def _passing(config: RunConfig, rank: _Rank, most: int) -> Array:
-    """Return the bytes that come and go within a step: activations, messages, logits (at most
-    `most` of them at once), and temporaries."""
-    c, of, last = rank.c, rank.of, rank.last
-    model, train = config.model, config.train
-    width, dealt = WIDTH[train.precision], c.tensor * c.context
-    rows = c.microbatch * float(train.seq)
-    stream = rows * model.hidden * width
-    stage, left = (
-        of.total(name, rank.full) * c.microbatch / c.chunks + of.rotary * c.tensor
-        for name in ("keeps", "left")
-    )
-    if not train.offload:  # which moves the inputs of all blocks to the host
-        stage = stage + of.here[rank.full] / c.chunks * stream
-    vocab = np.ceil((model.vocab or 0) / c.tensor)
-    logits = np.minimum(rows, np.maximum(1, most // np.maximum(1, vocab))) * vocab * width
-    temporaries = np.maximum(2 * rows * widest(config) * width / dealt, logits * last)
-    messages = np.where(c.pipeline > 1, 2 * stream / dealt, 0.0)
-    inputs = 2 * stream * (last + train.offload)
-    live = rank.live
-    held = live.kept * stage + live.left * left + live.either * np.maximum(stage, left)
-    kept = (held + of.largest("again") * c.microbatch + inputs) / dealt
-    return kept + messages + logits * last + temporaries
-
-
-def _held_first(c: Sizes, schedule: Array) -> _Live:
-    """Return what the first rank holds."""
-    p, v, m = c.pipeline, c.chunks, c.microbatches
-    many = _chosen(
-        c,
-        schedule,
-        {
-            "gpipe": m,
-            "1f1b": np.minimum(p, m),
-            "interleaved": np.minimum(m * v, (v + 1) * p - 1),
-            "breadth-first": m * v,
-            "zb-h1": np.minimum(p, m),
-            "zb-h2": np.minimum(2 * p - 1, m),
-            "zb-v": np.minimum(2 * p, m + 1),
-            "v-half": np.minimum(p + 2, m + 1),
-            "dualpipe-v": np.minimum(2 * p, m + 1),
-        },
-    )
-    either = _among(schedule, "zb-h1", "zb-h2", "zb-v", "dualpipe-v") * 1
-    either = (either + 2 * _among(schedule, "v-half")) * (p > 1)
-    return _Live(many - either, 0 * many, either)
-
-
-def _held_last(c: Sizes, schedule: Array, first: _Live) -> _Live:
-    """Return what the rank with the last stage holds, where that is not the first rank. Under zb-h1
-    and zb-h2 it is almost only what waits for weight passes. first: what the first rank holds."""
-    p, v, m = c.pipeline, c.chunks, c.microbatches
-    waits = _among(schedule, "zb-h1", "zb-h2") & (p > 1)
-    interleaved = np.minimum(m * v, (v - 1) * p + 1)
-    kept = {"gpipe": m, "interleaved": interleaved, "breadth-first": m * v}
-    return _Live(_chosen(c, schedule, kept) * ~waits, first.kept * waits, waits * 1)
-
-
-def _held_between(c: Sizes, schedule: Array, first: _Live) -> _Live:
-    """Return what an inner rank holds: the one before the last under zb-h1 and zb-h2, and the last
-    one under zb-v and dualpipe-v, whose stages are V-shaped. Under other schedules inner ranks hold
-    less than the first one, and count as nothing. first: what the first rank holds."""
-    p = c.pipeline
-    round_about = _among(schedule, "zb-h1", "zb-h2") & (p > 2)
-    zb_v, dualpipe_v = (_among(schedule, name) & (p > 1) for name in ("zb-v", "dualpipe-v"))
-    left = (first.kept - 1) * round_about + (2 * p - 2) * zb_v + (p - 1) * dualpipe_v
-    return _Live(round_about * 1, left, round_about | zb_v | dualpipe_v)
-
-
-def _chosen(c: Sizes, schedule: Array, by_name: Mapping[str, Array]) -> Array:
-    """Return for each candidate the entry of its schedule; 1 for schedules that are not named, and
-    without a pipeline."""
-    table = [by_name.get(name, 1) * np.ones_like(c.pipeline) for name in SCHEDULES]
-    return np.where(c.pipeline > 1, np.stack(table)[schedule, np.arange(len(schedule))], 1)
-
-
-def _with(
-    config: RunConfig, tensor: int, context: int, expert: int, expert_tensor: int, recompute: str
-) -> RunConfig:
-    """Return the config with these sizes and one sample per microbatch."""
-    sizes = {"tensor": tensor, "context": context, "expert": expert, "expert_tensor": expert_tensor}
-    parallel = config.parallel.model_copy(update=sizes)
-    train = config.train.model_copy(update={"microbatch": 1, "recompute": recompute})
-    return config.model_copy(update={"parallel": parallel, "train": train})
+def _with_blocks(config: RunConfig, blocks: int | tuple[int, ...]) -> RunConfig:
+    train = config.train.model_copy(update={"recompute_blocks": blocks})
+    return config.model_copy(update={"train": train})

@@ -11,34 +11,50 @@ width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from megaframe.distributed.collectives import Pending, all_gather
-from megaframe.model.forward_context import Frame
+from megaframe.distributed.collectives import Group, Pending, all_gather, reduce_scatter
 
 
-def gather(x_RX: Tensor, frame: Frame) -> Iterator[Tensor]:
-    """Gather the rows of all ranks in parts [C, X]. The first part is in transit when this returns,
-    and each later one while the part before it is used, so at most two gathered parts exist at a
-    time."""
-    pending = (all_gather(part[0], frame.tensor) for part in _split(x_RX, 1, frame.chunks))
-    return _one_ahead(next(pending), pending)
+def gather_chunks(x_RX: Tensor, group: Group, chunks: int) -> Iterator[Tensor]:
+    """Gather the rows of all ranks in parts [C, X].
+
+    The first part is in transit when this returns, and each later one while the part before it is
+    used, so at most two gathered parts exist at a time.
+    """
+    transfers = (all_gather(part[0], group) for part in _split(x_RX, 1, chunks))
+    # Not a generator itself: the first transfer must start now, not when the caller first asks.
+    return _wait_one_behind(next(transfers), transfers)
 
 
-def _one_ahead(here: Pending[Tensor], others: Iterator[Pending[Tensor]]) -> Iterator[Tensor]:
-    for coming in others:
-        yield here.wait()
-        here = coming
-    yield here.wait()
+def _wait_one_behind(
+    current: Pending[Tensor], following: Iterator[Pending[Tensor]]
+) -> Iterator[Tensor]:
+    for transfer in following:
+        yield current.wait()
+        current = transfer
+    yield current.wait()
 
 
-def split(x_TX: Tensor, frame: Frame) -> Iterator[Tensor]:
-    """Split rows [T, X] into parts [C, X]."""
-    for part in _split(x_TX, frame.tensor.size, frame.chunks):
-        yield part.flatten(0, 1)
+def scatter_chunks(
+    x_TX: Tensor, compute: Callable[[Tensor], Tensor], group: Group, chunks: int
+) -> list[Pending[Tensor]]:
+    """Apply `compute` to each part [C, X] of x, and start to reduce-scatter each result as soon as
+    it is computed. The results are the parts of this rank's rows."""
+    return [
+        reduce_scatter(compute(part.flatten(0, 1)), group)
+        for part in _split(x_TX, group.size, chunks)
+    ]
+
+
+def wait_for_rows(scattered: list[Pending[Tensor]]) -> Tensor:
+    """Wait for all parts of `scatter_chunks` and return this rank's rows [R, X]."""
+    if len(scattered) == 1:
+        return scattered[0].wait()
+    return torch.cat([part.wait() for part in scattered])
 
 
 def _split(x: Tensor, ranks: int, chunks: int) -> tuple[Tensor, ...]:
@@ -46,31 +62,24 @@ def _split(x: Tensor, ranks: int, chunks: int) -> tuple[Tensor, ...]:
     return x.split(max(1, -(-x.shape[1] // chunks)), 1)
 
 
-class Whole:
+class RowAssembly:
     """Puts parts [C, X] together, one after the other. `rows` [T, X] is complete once all were
     added."""
 
     rows: Tensor
 
-    def __init__(self, frame: Frame) -> None:
-        self._ranks, self._all = frame.tensor.size, frame.filled
+    def __init__(self, total: int, ranks: int) -> None:
+        self._total, self._ranks = total, ranks
         self._filled = 0
 
     def add(self, part_CX: Tensor) -> None:
         """Add the next part."""
-        if len(part_CX) == self._all:
+        if len(part_CX) == self._total:  # the only part, which needs no copy
             self.rows = part_CX
             return
         if not self._filled:
-            self.rows = part_CX.new_empty((self._all, part_CX.shape[1]))
+            self.rows = part_CX.new_empty((self._total, part_CX.shape[1]))
         part = part_CX.unflatten(0, (self._ranks, -1))
         end = self._filled + part.shape[1]
         self.rows.unflatten(0, (self._ranks, -1))[:, self._filled : end] = part
         self._filled = end
-
-
-def arrived(scattered: list[Pending[Tensor]]) -> Tensor:
-    """Wait for all parts and return this rank's rows [R, X]."""
-    if len(scattered) == 1:
-        return scattered[0].wait()
-    return torch.cat([part.wait() for part in scattered])

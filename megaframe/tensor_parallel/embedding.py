@@ -9,34 +9,52 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.distributed.collectives import Group, all_gather, reduce_scatter
-from megaframe.model.forward_context import Frame
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Normal, ParamSpec
+from megaframe.tensor_parallel.context import RowPartition
 
 
 class EmbeddingTable(Module):
     """A table whose rows are looked up by number. The backward pass adds rows directly to the
     gradient bucket."""
 
-    def __init__(self, name: str, rows: int, width: int, *, std: float, split: bool) -> None:
+    def __init__(
+        self, name: str, rows: int, width: int, *, std: float, split: bool, tensor: Group
+    ) -> None:
+        """Declare the table.
+
+        Args:
+            name: Of the table in the model.
+            rows: Number of rows.
+            width: Width of a row.
+            std: Standard deviation of the initial values.
+            split: Whether the rows of the table are divided over the tensor ranks.
+            tensor: The tensor ranks.
+        """
         axes = {0: "tensor"} if split else {}
         spec = ParamSpec(
             f"{name}.weight", (rows, width), Normal(std), role="embedding", decay=True, axes=axes
         )
         self.weight = Parameter(spec)
-        self.split = split
+        self.split, self.tensor = split, tensor
 
-    def __call__(self, index_T: Tensor, frame: Frame) -> Tensor:
-        """Look up the row numbers of all tokens, int64 [tokens], and return this rank's rows [rows,
-        width].
+    def __call__(self, index_T: Tensor, rows: RowPartition) -> Tensor:
+        """Look up the rows of all tokens.
 
         If the table is split, each rank looks up all tokens in its own part, and the sum is
         reduce-scattered. If every rank has the whole table, each looks up its own rows only.
+
+        Args:
+            index_T: Row numbers, int64 [tokens].
+            rows: Which rows of the result this rank has.
+
+        Returns:
+            This rank's rows, [rows, width].
         """
         anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
-        if self.split and frame.tensor.size > 1:
-            return _SplitLookup.apply(anchor, frame.fill(index_T), self.weight, frame.tensor)
-        return _Lookup.apply(anchor, frame.mine(index_T), self.weight)
+        if self.split and self.tensor.size > 1:
+            return _SplitLookup.apply(anchor, rows.pad(index_T), self.weight, self.tensor)
+        return _Lookup.apply(anchor, rows.select(index_T), self.weight)
 
 
 class _Lookup(torch.autograd.Function):
@@ -60,18 +78,18 @@ class _SplitLookup(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor, index: Tensor, weight: Parameter, tensor: Group
     ) -> Tensor:
-        here = index - weight.box.offset[0]
-        outside = (here < 0) | (here >= weight.value.shape[0])
-        here = here.masked_fill(outside, 0)
-        ctx.save_for_backward(here, outside)
+        local = index - weight.box.offset[0]
+        outside = (local < 0) | (local >= weight.value.shape[0])
+        local = local.masked_fill(outside, 0)
+        ctx.save_for_backward(local, outside)
         ctx.weight, ctx.tensor = weight, tensor
-        part = F.embedding(here, weight.value).masked_fill_(outside[:, None], 0)
+        part = F.embedding(local, weight.value).masked_fill_(outside[:, None], 0)
         return reduce_scatter(part, tensor).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None]:
-        here, outside = ctx.saved_tensors
+        local, outside = ctx.saved_tensors
         rows = all_gather(gradients[0], ctx.tensor).wait()
         # Other ranks' rows add zeros. Leaving them out would make the host wait for their number.
-        ctx.weight.add_rows(here, rows.masked_fill(outside[:, None], 0))
+        ctx.weight.add_rows(local, rows.masked_fill(outside[:, None], 0))
         return None, None, None, None

@@ -13,14 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.distributed.collectives import Pending, all_gather, reduce_scatter
-from megaframe.model.forward_context import Frame
+from megaframe.distributed.collectives import Pending, all_gather
 from megaframe.ops.autograd import backward
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Constant, Normal, ParamSpec
 from megaframe.tensor_parallel import symmetric_memory
-from megaframe.tensor_parallel.chunked_collectives import Whole, arrived, gather, split
+from megaframe.tensor_parallel.chunked_collectives import (
+    RowAssembly,
+    gather_chunks,
+    scatter_chunks,
+    wait_for_rows,
+)
+from megaframe.tensor_parallel.context import TensorParallel
+from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 
 Elementwise = Callable[[Tensor, Kernels], Tensor]
 """A cheap operation before a matrix product: a norm or an activation, computed with these
@@ -31,10 +37,7 @@ class Linear(Module):
     """y = x W^T + b.
 
     The weight has shape (*outputs, *inputs): fused parts and heads stay separate dims, so that a
-    shard is a plain slice. split: the dim of the weight that is divided over the tensor axis, one
-    of the outputs (a column linear) or of the inputs (a row linear). With None every rank has the
-    whole weight and multiplies its own rows, without communication. fused: {dim along which the
-    weight is several matrices: their sizes}.
+    shard is a plain slice.
     """
 
     def __init__(
@@ -46,8 +49,23 @@ class Linear(Module):
         std: float,
         split: int | None,
         bias: bool,
+        tensor: TensorParallel,
         fused: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
+        """Declare the parameters.
+
+        Args:
+            name: Of the layer in the model.
+            inputs: Dims that are summed over.
+            outputs: Dims of the result.
+            std: Standard deviation of the initial weight.
+            split: The dim of the weight that is divided over the tensor ranks, one of the outputs
+                (a column linear) or of the inputs (a row linear). With None every rank has the
+                undivided weight and multiplies its own rows, without communication.
+            bias: Whether there is one; it starts at 0.
+            tensor: The tensor ranks, and how products are computed.
+            fused: {dim along which the weight is several matrices: their sizes}.
+        """
         self.weight = Parameter(
             ParamSpec(
                 f"{name}.weight",
@@ -65,23 +83,28 @@ class Linear(Module):
             axes = {} if split is None or split >= len(outputs) else {split: "tensor"}
             spec = ParamSpec(f"{name}.bias", outputs, Constant(0.0), role="bias", axes=axes)
             self.bias = Parameter(spec)
+        self.tensor = tensor
         self._outputs = len(outputs)
-        self.whole = split is None
+        self.undivided = split is None
         self.column = split is not None and split < len(outputs)
 
-    def __call__(self, x: Tensor, before: Elementwise, frame: Frame) -> Tensor:
-        """Return before(x) W^T + b, [rows, O], for x [rows, I] with inputs and outputs flattened.
+    def __call__(
+        self, x: Tensor, deferred: DeferredGradients, before: Elementwise | None = None
+    ) -> Tensor:
+        """Return before(x) W^T + b.
 
-        before: a norm or an activation, cheap compared to the product. With a selective frame only
-        x is kept, and the backward pass computes before(x) again.
+        Args:
+            x: This rank's rows [rows, I], for a row linear [T, I of this rank].
+            deferred: Computes or keeps the weight gradients of this backward pass.
+            before: A norm or an activation, cheap compared to the product. If the run recomputes
+                these, only x is kept, and the backward pass computes before(x) again.
+
+        Returns:
+            [T, O of this rank] from a column linear, else this rank's rows [rows, O].
         """
-        if frame.selective:
-            return _Linear.apply(x, self, frame, before)
-        return self.plain(before(x, frame.kernels), frame)
-
-    def plain(self, x: Tensor, frame: Frame) -> Tensor:
-        """Return x W^T + b, [rows, O], for x [rows, I] with inputs and outputs flattened."""
-        return _Linear.apply(x, self, frame, None)
+        if before is not None and not self.tensor.recompute:
+            x, before = before(x, self.tensor.kernels), None
+        return _Linear.apply(x, self, deferred, before)
 
     def matrix(self) -> Tensor:
         """Return this rank's part of the weight as a matrix [O, I]."""
@@ -97,11 +120,6 @@ class Linear(Module):
             self.bias.add(dy_TO.sum(0).view(self.bias.box.shape))
 
 
-def as_it_is(x: Tensor, _: Kernels) -> Tensor:
-    """Return x. Used as `before` if the norm or activation was already applied."""
-    return x
-
-
 class _Linear(torch.autograd.Function):
     """The product, with its communication over the tensor axis.
 
@@ -113,110 +131,129 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, linear: Linear, frame: Frame, before: Elementwise | None
+        ctx: Any,
+        x: Tensor,
+        linear: Linear,
+        deferred: DeferredGradients,
+        before: Elementwise | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.linear, ctx.frame, ctx.before = linear, frame, before
-        group, matrix, bias = frame.tensor, linear.matrix(), linear.flat_bias()
-        if linear.whole:
-            return frame.forward_product(_made(x, before, frame), matrix, bias)
+        ctx.linear, ctx.deferred, ctx.before = linear, deferred, before
+        tensor, matrix, bias = linear.tensor, linear.matrix(), linear.flat_bias()
+        group = tensor.group
+        if linear.undivided:
+            return tensor.forward_product(_apply(before, x, tensor), matrix, bias)
         if linear.column or group.size == 1:
-            x = _made(x, before, frame)
-            if not frame.symmetric:
-                y_TO = Whole(frame)
-                for part in gather(x, frame):
-                    y_TO.add(frame.forward_product(part, matrix, bias))
+            x = _apply(before, x, tensor)
+            if not tensor.symmetric:
+                y_TO = RowAssembly(len(x) * group.size, group.size)
+                for part in gather_chunks(x, group, tensor.chunks):
+                    y_TO.add(tensor.forward_product(part, matrix, bias))
                 return y_TO.rows
             y = symmetric_memory.gather_product(x, matrix.t(), group)
-        elif frame.symmetric:
-            y = symmetric_memory.product_scatter(_made(x, before, frame), matrix.t(), group)
+        elif tensor.symmetric:
+            y = symmetric_memory.product_scatter(_apply(before, x, tensor), matrix.t(), group)
         else:
 
-            def of(part: Tensor) -> Tensor:
-                return frame.forward_product(_made(part, before, frame), matrix, None)
+            def partial_sums(part: Tensor) -> Tensor:
+                return tensor.forward_product(_apply(before, part, tensor), matrix, None)
 
-            y = arrived(_scatter(x, of, frame))
+            y = wait_for_rows(scatter_chunks(x, partial_sums, group, tensor.chunks))
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
-        linear, frame, dy = ctx.linear, ctx.frame, gradients[0]
-        coming = None if linear.whole or linear.column else gather(dy, frame)
-        source = x
+        linear, deferred, dy = ctx.linear, ctx.deferred, gradients[0]
+        tensor = linear.tensor
+        # Started first, so that the first part travels while the operand is computed again.
+        dy_parts = None if linear.undivided or linear.column else _gather_gradient(dy, tensor)
+        operand = x
         if ctx.before is not None:
             x = x.detach().requires_grad_()
             with torch.enable_grad():
-                source = ctx.before(x, frame.kernels)
+                operand = ctx.before(x, tensor.kernels)
         dx: Tensor | None
-        if coming is not None:
-            dx = _row_backward(linear, frame, dy, coming, source.detach())
-        elif linear.whole:
-            dx = _whole_backward(linear, frame, dy, source.detach())
+        if dy_parts is not None:
+            dx = _row_backward(linear, deferred, dy, dy_parts, operand.detach())
+        elif linear.undivided:
+            dx = _undivided_backward(linear, deferred, dy, operand.detach())
         else:
-            dx = _column_backward(linear, frame, dy, source.detach())
+            dx = _column_backward(linear, deferred, dy, operand.detach())
         if ctx.before is not None:
-            backward(source, dx)
+            backward(operand, dx)
             dx = x.grad
         return dx, None, None, None
 
 
-def _made(x: Tensor, before: Elementwise | None, frame: Frame) -> Tensor:
+def _apply(before: Elementwise | None, x: Tensor, tensor: TensorParallel) -> Tensor:
     """Return the operand of the product: before(x), or x."""
-    return x if before is None else before(x, frame.kernels)
+    return x if before is None else before(x, tensor.kernels)
 
 
-def _whole_backward(linear: Linear, frame: Frame, dy: Tensor, x: Tensor) -> Tensor:
+def _gather_gradient(dy: Tensor, tensor: TensorParallel) -> Iterator[Tensor]:
+    return gather_chunks(dy, tensor.group, tensor.chunks)
+
+
+def _undivided_backward(
+    linear: Linear, deferred: DeferredGradients, dy: Tensor, x: Tensor
+) -> Tensor:
     """Compute the gradients without communication. The weight gradient is later summed over the
     tensor ranks, as its spec says."""
 
-    def weight() -> None:
-        frame.add_weight_gradient(linear.weight, dy, x)
+    def add_weight_gradient() -> None:
+        linear.tensor.add_weight_gradient(linear.weight, dy, x)
         linear.add_bias_gradient(dy)
 
-    frame.later.do(weight)
-    return frame.input_gradient(dy, linear.matrix())
+    deferred.add(add_weight_gradient)
+    return linear.tensor.input_gradient(dy, linear.matrix())
 
 
-def _column_backward(linear: Linear, frame: Frame, dy: Tensor, x: Tensor) -> Tensor:
+def _column_backward(linear: Linear, deferred: DeferredGradients, dy: Tensor, x: Tensor) -> Tensor:
     """Compute the gradients of a column linear. Each transfer overlaps with a product: the input is
     gathered while its gradient is computed, and that gradient is reduce-scattered while the weight
     gradient is computed."""
-    group, later = frame.tensor, frame.later
-    gathered = None if later.hold else all_gather(x, group)
-    scattered = _scatter(dy, lambda part: frame.input_gradient(part, linear.matrix()), frame)
+    tensor, group = linear.tensor, linear.tensor.group
+    # A deferred gradient keeps only this rank's rows, and gathers the others when it is computed.
+    gathered = None if deferred.deferring else all_gather(x, group)
 
-    def weight(rows_TI: Tensor) -> None:
-        frame.add_weight_gradient(linear.weight, dy, rows_TI)
+    def input_gradient(part: Tensor) -> Tensor:
+        return tensor.input_gradient(part, linear.matrix())
+
+    scattered = scatter_chunks(dy, input_gradient, group, tensor.chunks)
+
+    def add_weight_gradient(rows_TI: Tensor) -> None:
+        tensor.add_weight_gradient(linear.weight, dy, rows_TI)
         linear.add_bias_gradient(dy)
 
-    later.do(weight, lambda: gathered or all_gather(x, group))
-    return arrived(scattered)
+    deferred.add(add_weight_gradient, lambda: gathered or all_gather(x, group))
+    return wait_for_rows(scattered)
 
 
 def _row_backward(
-    linear: Linear, frame: Frame, dy: Tensor, coming: Iterator[Tensor], x: Tensor
+    linear: Linear,
+    deferred: DeferredGradients,
+    dy: Tensor,
+    dy_parts: Iterator[Tensor],
+    x: Tensor,
 ) -> Tensor:
-    """Compute the gradients of a row linear. coming: `dy` of all ranks in parts; the first part has
-    been in transit while `x` was computed. If weight gradients are deferred, only this rank's rows
-    are kept and they are gathered again later."""
-    dy_TO, dx = Whole(frame), Whole(frame)
-    hold = frame.later.hold
-    for part in coming:
-        dx.add(frame.input_gradient(part, linear.matrix()))
-        if not hold:
+    """Compute the gradients of a row linear. dy_parts: `dy` of all ranks in parts; the first part
+    has been in transit while `x` was computed."""
+    tensor, group = linear.tensor, linear.tensor.group
+    total, deferring = len(dy) * group.size, deferred.deferring
+    dy_TO, dx = RowAssembly(total, group.size), RowAssembly(total, group.size)
+    for part in dy_parts:
+        dx.add(tensor.input_gradient(part, linear.matrix()))
+        if not deferring:
             dy_TO.add(part)
 
-    def weight(rows_TO: Tensor) -> None:
-        frame.add_weight_gradient(linear.weight, rows_TO, x)
+    def add_weight_gradient(rows_TO: Tensor) -> None:
+        tensor.add_weight_gradient(linear.weight, rows_TO, x)
+        # The bias is added to this rank's rows only; its gradient is summed over the tensor ranks.
         linear.add_bias_gradient(dy)
 
-    group = frame.tensor
-    frame.later.do(weight, lambda: all_gather(dy, group) if hold else Pending(dy_TO.rows))
+    # A deferred gradient keeps only this rank's rows, and gathers them again.
+    deferred.add(
+        add_weight_gradient, lambda: all_gather(dy, group) if deferring else Pending(dy_TO.rows)
+    )
     return dx.rows
-
-
-def _scatter(x: Tensor, of: Callable[[Tensor], Tensor], frame: Frame) -> list[Pending[Tensor]]:
-    """Apply `of` to each part of x, and start to reduce-scatter each result as soon as it is
-    computed. The results are the parts of this rank's rows."""
-    return [reduce_scatter(of(part), frame.tensor) for part in split(x, frame)]

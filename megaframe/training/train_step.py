@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megaframe.architecture.context import exchanging_ranks
+from megaframe.architecture.attention import exchanging_ranks
 from megaframe.architecture.experts import near_experts
-from megaframe.architecture.pipeline import forward_schedule, step_schedule
+from megaframe.architecture.pipeline import build_forward_schedule, build_step_schedule
 from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig
 from megaframe.context_parallel.context import ContextParallel
@@ -23,15 +23,17 @@ from megaframe.data.microbatch import Microbatch, look_ahead, part_of
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.layout import EXPERT_SETS
-from megaframe.model.fp8 import check_fp8
+from megaframe.model.forward_context import make_run_context
 from megaframe.ops.compile import Compiled
+from megaframe.ops.fp8 import check_fp8
 from megaframe.ops.kernel_dispatch import make_kernels
 from megaframe.optim.optimizer import Optimizer, Tied
+from megaframe.parameters.parameter import PRECISIONS
 from megaframe.parameters.spec import copies_of
 from megaframe.pipeline_parallel.executor import Engine, Follower, Outcome, Timer
 from megaframe.pipeline_parallel.stage import Stage, build_stages
 from megaframe.schedule import Action, Schedule, lower
-from megaframe.schedule.overlap_pairs import pairs, together
+from megaframe.schedule.overlap_pairs import find_overlap_pairs, place_pairs_together
 from megaframe.training.cuda_graph import Graph, refuse
 
 _KEPT = 32
@@ -51,23 +53,24 @@ class Pipeline:
     ) -> None:
         train, self._depth = config.train, config.model.mtp_depth
         full = train.global_batch // (train.microbatch * mesh.layout.data)
-        self.schedule = step_schedule(config, full)
+        self.schedule = build_step_schedule(config, full)
         self.rank_of = rank_of = self.schedule.rank_of
         here = mesh.coordinate["pipeline"]
         plans = [plan for plan in stage_plans(config) if rank_of[plan.number] == here]
         self.context = ContextParallel(*mesh.divide_context(exchanging_ranks(config.parallel)))
         experts = _places(config, mesh)
-        tensor = mesh.group("tensor")
         compiler = _compiler(config, tell)
         self.kernels = kernels = make_kernels(config, mesh.device, compiler, tell)
-        self._warning = check_fp8(config, mesh.device, kernels)
-        self.stages = build_stages(config, plans, tensor, self.context, experts, kernels)
+        self._warning = check_fp8(config, mesh.device, PRECISIONS[train.precision].compute, kernels)
+        tensor = mesh.group("tensor")
+        run = make_run_context(config, tensor, self.context, experts, kernels)
+        self.stages = build_stages(config, plans, run)
         ends = rank_of[0], rank_of[-1]
         shared = config.model.tie_embeddings or config.model.mtp_depth > 0
         twice = shared and ends[0] != ends[1]
         copies = copies_of(config.model.kv_heads, mesh.layout.tensor)
         if copies > 1:
-            mesh.share(copies)
+            mesh.add_tensor_copies_group(copies)
         mesh.name_stages(rank_of)
         mesh.connect([*_links(rank_of), *([ends] if twice else [])])
         tied = _tied(self.stages, mesh, ends) if twice else None
@@ -83,13 +86,13 @@ class Pipeline:
         @lru_cache(_KEPT)
         def lowered(microbatches: int, train: bool) -> tuple[Schedule, Mapping[Action, Action]]:
             if not train:
-                return lower(forward_schedule(rank_of, microbatches)), {}
+                return lower(build_forward_schedule(rank_of, microbatches)), {}
             known = microbatches == self.schedule.microbatches
-            schedule = self.schedule if known else step_schedule(config, microbatches)
+            schedule = self.schedule if known else build_step_schedule(config, microbatches)
             if not config.parallel.expert_overlap:
                 return lower(schedule), {}
-            paired = pairs(schedule, stage_costs(config, stage_plans(config)))
-            ranks = tuple(together(rank, paired) for rank in lower(schedule).ranks)
+            paired = find_overlap_pairs(schedule, stage_costs(config, stage_plans(config)))
+            ranks = tuple(place_pairs_together(rank, paired) for rank in lower(schedule).ranks)
             return Schedule(ranks), paired
 
         self._lowered = lowered
@@ -166,6 +169,6 @@ def _tied(stages: Mapping[int, Stage], mesh: Mesh, ends: tuple[int, int]) -> Tie
     for stage in stages.values():
         if stage.embedding is not None:
             return Tied(stage.embedding.tokens.weight, mesh.link(*ends))
-        if stage.end is not None and stage.end.tokens is not None:
-            return Tied(stage.end.tokens.weight, mesh.link(*ends))
+        if stage.post_process is not None and stage.post_process.tokens is not None:
+            return Tied(stage.post_process.tokens.weight, mesh.link(*ends))
     return None

@@ -22,7 +22,7 @@ NOT_HERE = {
 GUIDES = (
     "start",
     "layout",
-    "long",
+    "long_context",
     "resuming",
     "evaluation",
     "schedule",
@@ -38,6 +38,7 @@ GUIDES = (
     "faults",
     "clusters",
     "gpu",
+    "tree",
 )
 """Guides in docs/, in the order in which their commands run."""
 SMALLER = "train.seq=64 train.global_batch=4 train.microbatch=2 train.eval_samples=4"
@@ -85,6 +86,12 @@ FIRST = next(number for number, command in enumerate(README) if "torchrun" in co
 """How many commands the README has before the first one with several ranks."""
 
 
+def guide(name):
+    """Return the path of a guide or a page of reference."""
+    (path,) = ROOT.glob(f"docs/**/{name}.md")
+    return path
+
+
 @pytest.fixture(scope="module")
 def begun(clone):
     """Return the copy after the README's first commands."""
@@ -101,7 +108,7 @@ def test_the_first_commands_of_the_readme_work(begun):
 @pytest.mark.slow
 def test_the_other_commands_of_the_readme_and_then_of_the_guides_work(begun):
     clone, found = begun, README[FIRST:]
-    guides = [line for name in GUIDES for line in commands((ROOT / f"docs/{name}.md").read_text())]
+    guides = [line for name in GUIDES for line in commands(guide(name).read_text())]
     assert len(found) > 8 and {*NOT_HERE, *SHORTER} <= {*README, *guides}
     run_all([*found, *guides], clone)
     drawn, shown = (root / "docs/images/zb-v.svg" for root in (clone, ROOT))
@@ -109,7 +116,7 @@ def test_the_other_commands_of_the_readme_and_then_of_the_guides_work(begun):
 
 
 def documents():
-    yield from (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md")))
+    yield from (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md")))
     yield from (ROOT / "benchmarks/README.md", ROOT / "kernels/README.md")
 
 
@@ -135,9 +142,10 @@ def test_links_of_the_documents_lead_somewhere():
 
 def test_the_index_names_every_guide_and_every_command_is_run():
     index = (ROOT / "docs/README.md").read_text()
-    for document in ROOT.glob("docs/*.md"):
+    for document in ROOT.glob("docs/**/*.md"):
         name = document.stem
-        assert name == "README" or f"({name}.md)" in index, f"docs/README.md lacks {name}.md"
+        path = document.relative_to(ROOT / "docs").as_posix()
+        assert name == "README" or f"({path})" in index, f"docs/README.md lacks {name}.md"
         assert name in GUIDES or not commands(document.read_text()), f"{name}.md is not run"
 
 
@@ -145,8 +153,8 @@ def test_the_table_of_options_is_what_the_schema_says():
     spec = importlib.util.spec_from_file_location("options_tool", ROOT / "tools/options.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    assert (ROOT / "docs/options.md").read_text() == tool.table(), (
-        "run: python tools/options.py > docs/options.md"
+    assert (ROOT / "docs/reference/options.md").read_text() == tool.table(), (
+        "run: python tools/options.py > docs/reference/options.md"
     )
     assert all(
         f"`{name}`" in tool.table() for name, key in config_keys().items() if not key.section
@@ -165,7 +173,7 @@ def named_keys(document):
     """Yield what looks like a key between backticks. On the page for users of other trainers only
     the last column of tables counts, because the first has those trainers' keys."""
     text = document.read_text()
-    if document.stem == "coming":
+    if document.stem == "migrating":
         rows = [line.strip("| ").rpartition(" | ")[2] for line in text.splitlines()]
         text = "\n".join(rows)
     for quoted in re.findall(r"`([a-z_]+\.[a-z0-9_.]+(?:=[^`]*)?)`", text):
@@ -219,7 +227,7 @@ def defined(path):
 def test_what_guides_say_is_in_a_file_is_there():
     """Names after a link to a module exist there: functions with (), and capitalised names."""
     found = 0
-    for document in ROOT.glob("docs/*.md"):
+    for document in ROOT.glob("docs/**/*.md"):
         for path, after in re.findall(r"\]\(([^)]+\.py)\)((?:(?!\]\().)*)", document.read_text()):
             names = set(defined(document.parent / path))
             for name in re.findall(r"`([\w.]+\(\)|[A-Z]\w+)`", after):

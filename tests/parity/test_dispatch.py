@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaframe.distributed.interleaving import Turn
+from megaframe.distributed.interleaving import InterleaveHook
 from megaframe.distributed.mesh import Mesh
 from megaframe.expert_parallel.dispatch import DROPPED, ExpertParallel, route_tokens
 from megaframe.expert_parallel.paths import back, there
@@ -48,7 +48,7 @@ def sent(kind):
     mesh.add_groups(EXPERT_SETS)
     near, far = mesh.divide_experts(NEAR)
     places = ExpertParallel(mesh.group("expert"), near, far, mesh.group("expert_tensor"), kind=kind)
-    groups, turn, found = (places.axis, near, far), Turn(), {}
+    groups, turn, found = (places.axis, near, far), InterleaveHook(), {}
     for routing in ROUTINGS:
         chosen = chosen_by(routing, mesh.rank)
         x = rows_of(mesh.rank, len(chosen))

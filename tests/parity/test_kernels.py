@@ -13,7 +13,7 @@ from tolerances import growth, unit_roundoff
 
 from megaframe.config.schema import KernelsConfig as Section
 from megaframe.errors import UserError
-from megaframe.model.fp8 import Fp8Matmul
+from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.kernel_dispatch import FAMILIES, Kernels
 
 pytestmark = pytest.mark.numeric

@@ -6,14 +6,14 @@ import torch
 def kept_by_block(stage, microbatch, buckets):
     """Return the bytes that the first block keeps, not counting its input, its weights, the rotary
     tables and scalars."""
-    frame = stage._frame(microbatch, None, torch.ones((), dtype=torch.float64))
-    rows = frame.filled // frame.tensor.size
+    context = stage._context(microbatch, scale=torch.ones((), dtype=torch.float64))
+    rows = context.rows.padded // context.rows.ranks
     leaf = torch.randn(rows, stage.config.model.hidden).to(stage.precision.compute)
     leaf.requires_grad_()
     known = [bucket.parameters[0].value for bucket in buckets] + [leaf]
     tables = ()
-    if frame.rotary is not None:
-        tables = (frame.rotary.cos, frame.rotary.sin)
+    if context.rotary is not None:
+        tables = (context.rotary.cos, context.rotary.sin)
     known = {tensor.untyped_storage().data_ptr() for tensor in (*known, *tables)}
     kept = {}
 
@@ -24,7 +24,7 @@ def kept_by_block(stage, microbatch, buckets):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = stage.blocks[0](leaf, frame)
+        output = stage.blocks[0](leaf, context, stage._pass_state())
     kept.pop(output.untyped_storage().data_ptr(), None)
     turned = {table.shape for table in tables}  # also skips the negated table for backward
     return sum(size for size, tensor in kept.values() if tensor.shape not in turned)

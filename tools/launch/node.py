@@ -7,7 +7,7 @@ All launchers in this folder run this on each node. It is `torchrun` with c10d r
 defaults that suit a run; its options are set by their PET_ variables. `torchrun` restarts the ranks
 after any failure, and turns it into status 1. This does not restart them after a mistake of the
 user, and exits with the status of the rank that failed first, so that a scheduler can tell whether
-another try may succeed (docs/faults.md). `torchrun` gives a node consecutive
+another try may succeed (docs/guides/faults.md). `torchrun` gives a node consecutive
 ranks, and the tensor axis varies fastest, so tensor groups are inside nodes.
 """
 

@@ -4,9 +4,9 @@ python tools/launch/ray_train.py --ranks 16 --gpus -- --config RUN.yaml checkpoi
 
 Ray places and watches one worker per rank, and restarts all of them if one is lost. A worker starts
 `pretrain_gpt.py` as a separate process, as `torchrun` would. Signals, hangs and exit statuses
-therefore mean the same as elsewhere (docs/faults.md), and a rank that crashes does not take its
-worker with it. Ray numbers workers node by node, so tensor groups are inside nodes. All nodes need
-the same files at the same paths, and `run.dir` on shared storage. Needs the extra `ray`.
+therefore mean the same as elsewhere (docs/guides/faults.md), and a rank that crashes does not take
+its worker with it. Ray numbers workers node by node, so tensor groups are inside nodes. All nodes
+need the same files at the same paths, and `run.dir` on shared storage. Needs the extra `ray`.
 """
 
 from __future__ import annotations

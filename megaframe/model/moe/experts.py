@@ -21,18 +21,27 @@ from torch import Tensor
 
 from megaframe.config import ModelConfig, MoEConfig
 from megaframe.expert_parallel.paths import Dealt, Local
-from megaframe.model.forward_context import Frame
-from megaframe.model.fp8 import Fp8Matmul
 from megaframe.model.mlp import activate, activate_again
+from megaframe.model.pass_state import PassState
+from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.matmul import product_into
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Normal, ParamSpec
+from megaframe.tensor_parallel.context import TensorParallel
 
 
 class Experts(Module):
     """hidden -> width -> hidden in each expert, without biases."""
 
-    def __init__(self, name: str, model: ModelConfig, moe: MoEConfig, output_std: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: ModelConfig,
+        moe: MoEConfig,
+        output_std: float,
+        tensor: TensorParallel,
+    ) -> None:
+        self.tensor = tensor
         width = moe.ffn or model.ffn
         gated = model.activation == "swiglu"
         self.activation = model.activation
@@ -69,16 +78,25 @@ class Experts(Module):
         gates_N: Tensor,
         last: Local,
         dealt: Dealt,
-        frame: Frame,
+        state: PassState,
     ) -> Tensor:
-        """Apply the experts to x [A, hidden] as it arrives, times the gates; the result has the
-        same shape. last: brings the rows to the experts to which they are `dealt`, and sums them on
-        the way back."""
-        return _Experts.apply(x_AH, gates_N, self, last, dealt, frame)
+        """Apply the experts.
+
+        Args:
+            x_AH: Rows as they arrive, [A, hidden].
+            gates_N: Weights of the rows of each expert.
+            last: Brings the rows to their experts, and sums them on the way back.
+            dealt: Which rows each expert has.
+            state: Of the microbatch's pass.
+
+        Returns:
+            The outputs times the gates, summed over the experts of each arriving row, [A, hidden].
+        """
+        return _Experts.apply(x_AH, gates_N, self, last, dealt, state)
 
 
 class _Experts(torch.autograd.Function):
-    """Computes piece by piece, from the rows of a piece to the gradients of its matrices, so that
+    """Computes slice by slice, from the rows of a slice to the gradients of its matrices, so that
     intermediate results stay in cache. Keeps only the results of the first product, from which the
     backward pass computes the rest again."""
 
@@ -90,41 +108,45 @@ class _Experts(torch.autograd.Function):
         experts: Experts,
         last: Local,
         dealt: Dealt,
-        frame: Frame,
+        state: PassState,
     ) -> Tensor:
         up_EOH, down_EHF = _matrices(experts.up), _matrices(experts.down)
-        pieces = _pieces(x_AH, up_EOH, down_EHF, dealt, frame)
-        y_NH, ups = frame.scratch.rows(len(gates_N), x_AH), []
-        for piece in pieces:
+        slices = _divide(x_AH, up_EOH, down_EHF, dealt, experts.tensor)
+        # In the workspace: `last.back` sums it before the next layer asks for the same memory.
+        y_NH, ups = state.workspace.rows(len(gates_N), x_AH), []
+        for piece in slices:
             up = piece.product(last.some(x_AH, piece.rows), up_EOH[piece.experts])
-            active = activate(experts.activation, up, frame.kernels)
+            active = activate(experts.activation, up, experts.tensor.kernels)
             inner = active.mul_(gates_N[piece.rows, None])
             piece.product_into(y_NH[piece.rows], inner, down_EHF[piece.experts])
             ups.append(up)
         ctx.save_for_backward(x_AH, gates_N, *ups)
-        ctx.experts, ctx.last, ctx.frame, ctx.pieces = experts, last, frame, pieces
+        ctx.experts, ctx.last, ctx.state, ctx.slices = experts, last, state, slices
         return last.back(y_NH).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x_AH, gates_N, *ups), dy_AH = ctx.saved_tensors, gradients[0]
-        experts, last, kernels = ctx.experts, ctx.last, ctx.frame.kernels
+        experts, last, state = ctx.experts, ctx.last, ctx.state
         up_EOH, down_EHF = _matrices(experts.up), _matrices(experts.down)
-        dx_NH = ctx.frame.scratch.rows(len(gates_N), x_AH)
+        dx_NH = state.workspace.rows(len(gates_N), x_AH)
         dgates_N = torch.empty_like(gates_N)
-        for piece, up in zip(ctx.pieces, ups, strict=True):
+        for piece, up in zip(ctx.slices, ups, strict=True):
             rows = piece.rows
             dy_nH = last.some(dy_AH, rows)
-            d_inner = piece.back(dy_nH, down_EHF[piece.experts])
-            active, back = activate_again(experts.activation, up, kernels)
+            d_inner = piece.input_gradient(dy_nH, down_EHF[piece.experts])
+            active, activation_backward = activate_again(
+                experts.activation, up, experts.tensor.kernels
+            )
+            # `d_inner` is not yet times the gates: its product with the output is their gradient.
             torch.linalg.vecdot(d_inner, active, out=dgates_N[rows])
             gates_n1 = gates_N[rows, None]
-            d_up = back(d_inner.mul_(gates_n1))
+            d_up = activation_backward(d_inner.mul_(gates_n1))
             inner = active.mul_(gates_n1)
-            piece.back_into(dx_NH[rows], d_up, up_EOH[piece.experts])
+            piece.input_gradient_into(dx_NH[rows], d_up, up_EOH[piece.experts])
             x_nH = last.some(x_AH, rows)
-            ctx.frame.later.do(partial(piece.add_gradient, experts.up, d_up, x_nH))
-            ctx.frame.later.do(partial(piece.add_gradient, experts.down, dy_nH, inner))
+            state.deferred.add(partial(piece.add_weight_gradient, experts.up, d_up, x_nH))
+            state.deferred.add(partial(piece.add_weight_gradient, experts.down, dy_nH, inner))
         return last.back(dx_NH).wait(), dgates_N, None, None, None, None
 
 
@@ -135,11 +157,17 @@ def _matrices(weight: Parameter) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Rows that are multiplied at once: those of one expert, or of all experts, each ending at
-    `ends` [E]."""
+class _ExpertSlice:
+    """Rows that are multiplied at once: those of one expert, or of all experts.
 
-    frame: Frame
+    Attributes:
+        tensor: How products are computed.
+        experts: Index of the expert among this rank's, or all.
+        rows: The rows.
+        ends: Where the rows of each expert end, int32 [E], if they are those of all.
+    """
+
+    tensor: TensorParallel
     experts: Any
     rows: slice
     ends: Tensor | None = None
@@ -148,76 +176,81 @@ class _Piece:
         """Return rows times the transposed matrix [O, I] of their expert. For all experts, matrices
         are [E, O, I]."""
         if self.ends is None:
-            return self.frame.forward_product(x_nI, matrix, None)
-        if eight := self._eight(*matrix.shape[1:]):
-            return eight.grouped_product(x_nI, matrix, self.ends)
-        return self._grouped(x_nI, matrix)
+            return self.tensor.forward_product(x_nI, matrix, None)
+        if fp8 := self._fp8(*matrix.shape[1:]):
+            return fp8.grouped_product(x_nI, matrix, self.ends)
+        return self._grouped_product(x_nI, matrix)
 
     def product_into(self, out_nO: Tensor, x_nI: Tensor, matrix: Tensor) -> None:
         """Write `product` to `out_nO`."""
-        if self.ends is None and self.frame.eight is None:
+        if self.ends is None and self.tensor.fp8 is None:
             product_into(out_nO, x_nI, matrix.t(), add=False)
         else:
             out_nO.copy_(self.product(x_nI, matrix))
 
-    def back(self, dy_nO: Tensor, matrix: Tensor) -> Tensor:
+    def input_gradient(self, dy_nO: Tensor, matrix: Tensor) -> Tensor:
         """Return rows times the matrix [O, I] of their expert. For all experts, matrices are [E, O,
         I]."""
         if self.ends is None:
-            return self.frame.input_gradient(dy_nO, matrix)
-        if eight := self._eight(*matrix.shape[1:]):
-            return eight.grouped_input_gradient(dy_nO, matrix, self.ends)
-        return self._grouped(dy_nO, matrix.mT)
+            return self.tensor.input_gradient(dy_nO, matrix)
+        if fp8 := self._fp8(*matrix.shape[1:]):
+            return fp8.grouped_input_gradient(dy_nO, matrix, self.ends)
+        return self._grouped_product(dy_nO, matrix.mT)
 
-    def back_into(self, out_nI: Tensor, dy_nO: Tensor, matrix: Tensor) -> None:
-        """Write `back` to `out_nI`."""
-        if self.ends is None and self.frame.eight is None:
+    def input_gradient_into(self, out_nI: Tensor, dy_nO: Tensor, matrix: Tensor) -> None:
+        """Write `input_gradient` to `out_nI`."""
+        if self.ends is None and self.tensor.fp8 is None:
             product_into(out_nI, dy_nO, matrix, add=False)
         else:
-            out_nI.copy_(self.back(dy_nO, matrix))
+            out_nI.copy_(self.input_gradient(dy_nO, matrix))
 
-    def add_gradient(self, weight: Parameter, left_nO: Tensor, right_nI: Tensor) -> None:
-        """Add left^T right to the gradient of the expert's matrix, or of all experts' matrices."""
+    def add_weight_gradient(self, weight: Parameter, dy_nO: Tensor, x_nI: Tensor) -> None:
+        """Add dy^T x to the gradient of the expert's matrix, or of all experts' matrices."""
         if self.ends is None:
-            self.frame.add_weight_gradient(weight, left_nO, right_nI, of=self.experts)
-        elif eight := self._eight(left_nO.shape[1], right_nI.shape[1]):
-            weight.add_by(partial(eight.grouped_gradient, left_nO, right_nI, self.ends))
+            self.tensor.add_weight_gradient(weight, dy_nO, x_nI, of=self.experts)
+        elif fp8 := self._fp8(dy_nO.shape[1], x_nI.shape[1]):
+            weight.add_by(partial(fp8.grouped_gradient, dy_nO, x_nI, self.ends))
         else:
-            weight.add_grouped(left_nO, right_nI, self.ends, self.frame.kernels)
+            weight.add_grouped(dy_nO, x_nI, self.ends, self.tensor.kernels)
 
-    def _eight(self, *widths: int) -> Fp8Matmul | None:
+    def _fp8(self, *widths: int) -> Fp8Matmul | None:
         """Return what multiplies by a matrix of these dims in 8 bits, or None."""
-        eight = self.frame.eight
-        return eight if eight is not None and eight.takes(*widths) else None
+        fp8 = self.tensor.fp8
+        return fp8 if fp8 is not None and fp8.takes(*widths) else None
 
-    def _grouped(self, rows: Tensor, matrices_ENK: Tensor) -> Tensor:
-        given = rows, matrices_ENK, self.ends
-        if run := self.frame.kernels.find("grouped_product", *given):
-            return run(*given)
+    def _grouped_product(self, rows: Tensor, matrices_ENK: Tensor) -> Tensor:
+        operands = rows, matrices_ENK, self.ends
+        if kernel := self.tensor.kernels.find("grouped_product", *operands):
+            return kernel(*operands)
         return F.grouped_mm(rows, matrices_ENK.mT, offs=self.ends)
 
 
-def _pieces(x_AH: Tensor, up: Tensor, down: Tensor, dealt: Dealt, frame: Frame) -> list[_Piece]:
-    if all(_at_once(x_AH, matrices, dealt.ends_E, frame) for matrices in (up, down)):
-        return [_Piece(frame, slice(None), slice(None), dealt.ends_E)]
-    found, start = [], 0
+def _divide(
+    x_AH: Tensor, up: Tensor, down: Tensor, dealt: Dealt, tensor: TensorParallel
+) -> list[_ExpertSlice]:
+    """Return all rows as one slice if that can be multiplied at once, else those of each expert
+    that has any."""
+    if all(_at_once(x_AH, matrices, dealt.ends_E, tensor) for matrices in (up, down)):
+        return [_ExpertSlice(tensor, slice(None), slice(None), dealt.ends_E)]
+    slices, start = [], 0
     for expert, count in enumerate(dealt.numbers()):
         if count:
-            found.append(_Piece(frame, expert, slice(start, start + count)))
+            slices.append(_ExpertSlice(tensor, expert, slice(start, start + count)))
         start += count
-    return found
+    return slices
 
 
-def _at_once(x: Tensor, matrices_EOI: Tensor, ends_E: Tensor, frame: Frame) -> bool:
+def _at_once(x: Tensor, matrices_EOI: Tensor, ends_E: Tensor, tensor: TensorParallel) -> bool:
     """Return whether rows like `x` can be multiplied by all these matrices in one product."""
     widths = matrices_EOI.shape[1:]
-    if frame.eight is not None and frame.eight.takes(*widths):
-        return frame.eight.groups(x, ends_E)
-    given = x, matrices_EOI, ends_E
-    return grouped(x, *widths) or frame.kernels.find("grouped_product", *given) is not None
+    if tensor.fp8 is not None and tensor.fp8.takes(*widths):
+        return tensor.fp8.groups(x, ends_E)
+    if can_group(x, *widths):
+        return True
+    return tensor.kernels.find("grouped_product", x, matrices_EOI, ends_E) is not None
 
 
-def grouped(x: Tensor, *widths: int) -> bool:
+def can_group(x: Tensor, *widths: int) -> bool:
     """Return whether torch can multiply all experts in one product on rows of these widths and of
     the type of `x`, faster than one by one. It can on a GPU if each row is a multiple of 16 bytes,
     except in fp64."""

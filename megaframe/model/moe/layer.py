@@ -7,39 +7,45 @@ from torch import Tensor
 from megaframe.config import ModelConfig, MoEConfig
 from megaframe.expert_parallel.dispatch import route_tokens
 from megaframe.expert_parallel.paths import back, there
-from megaframe.model.forward_context import Frame
+from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.mlp import MLP
 from megaframe.model.moe.experts import Experts
 from megaframe.model.moe.router import Router
+from megaframe.model.pass_state import PassState
 from megaframe.ops.kernel_dispatch import NO_KERNELS
 from megaframe.parameters.parameter import Module
-from megaframe.tensor_parallel.linear import Elementwise, as_it_is
+from megaframe.tensor_parallel.linear import Elementwise
 
 
 class MixtureOfExperts(Module):
     """A router, the experts to which it sends tokens, and optionally a shared MLP for every token,
     which is computed while tokens are in transit."""
 
-    def __init__(self, name: str, model: ModelConfig, moe: MoEConfig, output_std: float) -> None:
-        self.router = Router(f"{name}.router", model, moe)
-        self.experts = Experts(f"{name}.experts", model, moe, output_std)
+    def __init__(
+        self, name: str, model: ModelConfig, moe: MoEConfig, output_std: float, run: RunContext
+    ) -> None:
+        self.run = run
+        self.router = Router(f"{name}.router", model, moe, run)
+        self.experts = Experts(f"{name}.experts", model, moe, output_std, run.tensor)
         self.shared: MLP | None = None
         if moe.shared:
             width = moe.shared * (moe.ffn or model.ffn)
-            self.shared = MLP(f"{name}.shared", model, output_std, width)
+            self.shared = MLP(f"{name}.shared", model, output_std, run.tensor, width)
 
-    def __call__(self, x: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
-        """Normalise x [rows, hidden] by `norm` and apply the layer; the result has the same
-        shape."""
-        normed = norm(x, frame.kernels)
-        chosen, gates = self.router(normed, frame)
+    def __call__(
+        self, x: Tensor, norm: Elementwise | None, context: MicrobatchContext, state: PassState
+    ) -> Tensor:
+        """Apply the layer to each row. The arguments are those of `Attention`."""
+        normed = x if norm is None else norm(x, self.run.kernels)
+        chosen, gates = self.router(normed, context, state)
         moe = self.router.moe
-        kernels = NO_KERNELS if moe.capacity else frame.kernels  # kernels cannot drop choices
-        way = route_tokens(chosen, moe.experts, frame.experts, kernels)
-        going = there(way.rows, frame.turn)
-        ticket = going.depart(normed)
-        weights = there(way.gates, frame.turn).cross(gates)
-        shared = None if self.shared is None else self.shared(normed, as_it_is, frame)
-        made = self.experts(going.arrive(ticket), weights, way.last, way.dealt, frame)
-        out = back(way.rows, frame.turn).cross(made)
-        return out if shared is None else out + shared
+        kernels = NO_KERNELS if moe.capacity else self.run.kernels  # kernels cannot drop choices
+        route = route_tokens(chosen, moe.experts, self.run.experts, kernels)
+        rows = there(route.rows, state.turn)
+        ticket = rows.depart(normed)
+        weights = there(route.gates, state.turn).cross(gates)
+        # Between departure and arrival, so that it is computed while rows are in transit.
+        shared = None if self.shared is None else self.shared(normed, None, context, state)
+        outputs = self.experts(rows.arrive(ticket), weights, route.last, route.dealt, state)
+        combined = back(route.rows, state.turn).cross(outputs)
+        return combined if shared is None else combined + shared

@@ -18,10 +18,11 @@ from torch import Tensor
 from megaframe.config import ModelConfig, MoEConfig
 from megaframe.distributed.collectives import all_reduce
 from megaframe.expert_parallel.dispatch import DROPPED
-from megaframe.model.forward_context import Frame
-from megaframe.ops.kernel_dispatch import Kernels
+from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.pass_state import PassState
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Constant, Normal, ParamSpec
+from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 
 
 class Router(Module):
@@ -29,8 +30,8 @@ class Router(Module):
     scores when experts are chosen; otherwise it is the load of the last step, 1 on average. Its
     gradient is the load of the current step."""
 
-    def __init__(self, name: str, model: ModelConfig, moe: MoEConfig) -> None:
-        self.name, self.moe = name, moe
+    def __init__(self, name: str, model: ModelConfig, moe: MoEConfig, run: RunContext) -> None:
+        self.name, self.moe, self.run = name, moe, run
         spec = ParamSpec(
             f"{name}.weight",
             (moe.experts, model.hidden),
@@ -44,33 +45,35 @@ class Router(Module):
             ParamSpec(f"{name}.balance", (moe.experts,), Constant(start), role="balance")
         )
 
-    def __call__(self, x_RH: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x_RH: Tensor, context: MicrobatchContext, state: PassState
+    ) -> tuple[Tensor, Tensor]:
         """Return the experts of each row, int64 [R, K], and their weights [R, K]."""
         moe = self.moe
-        if moe.jitter and frame.dropout is not None:
-            x_RH = x_RH * frame.dropout.spread(x_RH, self.name, moe.jitter)
-        logits_RE = _Logits.apply(x_RH, self.weight, frame)
+        if moe.jitter and context.dropout is not None:
+            x_RH = x_RH * context.dropout.spread(x_RH, self.name, moe.jitter)
+        logits_RE = _Logits.apply(x_RH, self.weight, state.deferred)
         sigmoid = moe.score == "sigmoid"
         scores_RE = logits_RE.sigmoid() if sigmoid else logits_RE.softmax(-1)
-        chosen_RK, gates_RK = self._by_kernel(logits_RE, frame.kernels) or self._plain(scores_RE)
+        chosen_RK, gates_RK = self._by_kernel(logits_RE) or self._plain(scores_RE)
         gates_RK = gates_RK * moe.scale
         if torch.is_grad_enabled():
-            gates_RK = self._balanced(logits_RE, scores_RE, gates_RK, chosen_RK, frame)
+            gates_RK = self._balance(logits_RE, scores_RE, gates_RK, chosen_RK, context, state)
         if moe.capacity is not None:
-            chosen_RK = self._limited(chosen_RK, gates_RK, frame)
+            chosen_RK = self._drop_above_capacity(chosen_RK, gates_RK, context, state)
         return chosen_RK, gates_RK.to(x_RH.dtype)
 
-    def _by_kernel(self, logits_RE: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor] | None:
+    def _by_kernel(self, logits_RE: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return choices and their weights, or None if no kernel takes these arguments."""
         moe = self.moe
         if moe.top_groups < moe.groups:
             return None
-        given = logits_RE, moe.top_k, self.balance.value if moe.balance == "bias" else None
-        how = {"score": moe.score, "normalise": moe.normalise}
-        run = kernels.find("router", *given, **how)
-        if run is None:
+        bias = self.balance.value if moe.balance == "bias" else None
+        options = {"score": moe.score, "normalise": moe.normalise}
+        kernel = self.run.kernels.find("router", logits_RE, moe.top_k, bias, **options)
+        if kernel is None:
             return None
-        gates_RK, chosen_RK = run(*given, **how)
+        gates_RK, chosen_RK = kernel(logits_RE, moe.top_k, bias, **options)
         return chosen_RK.long(), gates_RK
 
     def _plain(self, scores_RE: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,11 +97,17 @@ class Router(Module):
             scores_RE = grouped.flatten(1)
         return scores_RE.topk(moe.top_k, -1).indices
 
-    def _balanced(
-        self, logits_RE: Tensor, scores_RE: Tensor, gates: Tensor, chosen: Tensor, frame: Frame
+    def _balance(
+        self,
+        logits_RE: Tensor,
+        scores_RE: Tensor,
+        gates: Tensor,
+        chosen: Tensor,
+        context: MicrobatchContext,
+        state: PassState,
     ) -> Tensor:
         """Count the load, and attach the auxiliary losses to the gates in the autograd graph."""
-        moe, counted_R1 = self.moe, frame.counted[:, None]
+        moe, counted_R1 = self.moe, context.has_label_R[:, None]
         picked_RE = torch.zeros_like(scores_RE).scatter_(1, chosen, 1.0) * counted_R1
         self.balance.add(picked_RE.sum(0))
         balanced = moe.balance_loss > 0 and moe.balance != "none"
@@ -109,30 +118,32 @@ class Router(Module):
             if moe.balance == "global":
                 load_RE = self.balance.value.to(share_RE.dtype)[None]
             else:
-                load_RE = self._of_sequences(picked_RE, frame)
+                load_RE = self._load_of_sequences(picked_RE, context)
             losses["balance"] = moe.balance_loss * (load_RE * share_RE * counted_R1).sum()
         if moe.z_loss:
             square_R1 = logits_RE.logsumexp(-1, keepdim=True).square()
             losses["router_z"] = moe.z_loss * (square_R1 * counted_R1).sum()
         with torch.no_grad():
             entropy = -(torch.special.xlogy(share_RE, share_RE) * counted_R1).sum()
-        frame.tally.add(self.balance.spec.name, entropy)
+        state.statistics.add(self.balance.spec.name, entropy)
         for name, loss in losses.items():
-            frame.tally.add_loss(name, loss.detach())
-            assert frame.scale is not None, "only what is trained has losses of its own"
-            gates = _Also.apply(gates, loss * frame.scale)
+            state.statistics.add_loss(name, loss.detach())
+            assert context.gradient_scale is not None, "only what is trained has losses of its own"
+            gates = _AddLoss.apply(gates, loss * context.gradient_scale)
         return gates
 
-    def _of_sequences(self, picked_RE: Tensor, frame: Frame) -> Tensor:
+    def _load_of_sequences(self, picked_RE: Tensor, context: MicrobatchContext) -> Tensor:
         """Return the load of each expert in each row's sample, 1 on average."""
-        sample_R = frame.samples
-        loads_BE = picked_RE.new_zeros(frame.batch + 1, picked_RE.shape[1])
+        sample_R = context.sample_R
+        loads_BE = picked_RE.new_zeros(context.batch + 1, picked_RE.shape[1])
         loads_BE.index_add_(0, sample_R, picked_RE)
-        loads_BE = all_reduce(loads_BE, frame.experts.sequence).wait()
+        loads_BE = all_reduce(loads_BE, self.run.experts.sequence).wait()
         mean_B1 = loads_BE.mean(1, keepdim=True).clamp_min(torch.finfo(loads_BE.dtype).tiny)
         return (loads_BE / mean_B1)[sample_R]
 
-    def _limited(self, chosen_RK: Tensor, gates_RK: Tensor, frame: Frame) -> Tensor:
+    def _drop_above_capacity(
+        self, chosen_RK: Tensor, gates_RK: Tensor, context: MicrobatchContext, state: PassState
+    ) -> Tensor:
         """Where an expert was chosen by more rows than its capacity, drop the choices with the
         least weight."""
         assert self.moe.capacity is not None
@@ -146,7 +157,8 @@ class Router(Module):
         nth = torch.arange(len(order), device=order.device) - first[chosen[order]]
         dropped = order[nth >= most]
         if torch.is_grad_enabled():
-            frame.tally.add("dropped_choices", frame.counted[dropped // choices].sum())
+            labelled = context.has_label_R[dropped // choices]
+            state.statistics.add("dropped_choices", labelled.sum())
         return chosen.index_fill(0, dropped, DROPPED).view(rows, choices)
 
 
@@ -154,9 +166,9 @@ class _Logits(torch.autograd.Function):
     """x W^T in at least fp32. The weight gradient may be deferred, like that of any matrix."""
 
     @staticmethod
-    def forward(ctx: Any, x_RH: Tensor, weight: Parameter, frame: Frame) -> Tensor:
+    def forward(ctx: Any, x_RH: Tensor, weight: Parameter, deferred: DeferredGradients) -> Tensor:
         ctx.save_for_backward(x_RH)
-        ctx.weight, ctx.frame = weight, frame
+        ctx.weight, ctx.deferred = weight, deferred
         wide = torch.promote_types(x_RH.dtype, torch.float32)
         return x_RH.to(wide) @ weight.value.to(wide).t()
 
@@ -164,11 +176,11 @@ class _Logits(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (x_RH,), weight, dy = ctx.saved_tensors, ctx.weight, gradients[0]
         x_RH = x_RH.detach()  # otherwise a deferred weight gradient keeps the graph alive
-        ctx.frame.later.do(lambda: weight.add_product(dy, x_RH.to(dy.dtype)))
+        ctx.deferred.add(lambda: weight.add_product(dy, x_RH.to(dy.dtype)))
         return (dy @ weight.value.to(dy.dtype)).to(x_RH.dtype), None, None
 
 
-class _Also(torch.autograd.Function):
+class _AddLoss(torch.autograd.Function):
     """Return x. The backward pass also gives `loss` a gradient of 1."""
 
     @staticmethod

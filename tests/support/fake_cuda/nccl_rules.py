@@ -3,7 +3,7 @@
 `simulate(programs)` runs the calls of all ranks without a clock: whatever may happen happens, and
 nothing that has happened ever keeps something else from happening. So the outcome depends neither
 on speed nor on the order in which ranks are looked at, and fewer rules never stop a program that
-more rules let through. docs/gpu.md lists the rules with their sources.
+more rules let through. docs/guides/gpu.md lists the rules with their sources.
 
 host         making a communicator takes all ranks of the world, one communicator at a time; the
              first message from one rank to another and the first collective of a form also take

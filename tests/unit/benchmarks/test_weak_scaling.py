@@ -53,7 +53,7 @@ def test_every_change_helps_where_latency_matters(tmp_path, monkeypatch, capsys)
 
 def test_the_page_shows_what_was_simulated():
     found = json.loads((ROOT / "benchmarks/results/weak_scaling.json").read_text())
-    page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guides/plan.md").read_text(encoding="utf-8")
     page = page[page.index("### Latency, by simulation") :]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]

@@ -15,7 +15,7 @@ from megaframe.config.migration import (
 )
 from megaframe.errors import UserError
 
-GUIDE = Path(__file__).resolve().parents[3] / "docs/coming.md"
+GUIDE = Path(__file__).resolve().parents[3] / "docs/guides/migrating.md"
 EVERY = [(program, name) for program, names in SETTINGS_ELSEWHERE.items() for name in names]
 BESIDE = {
     "model.moe.": ["model.moe.experts=8"],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from parity_runs import assert_same, run
 
-from megaframe.model.fp8 import BLOCK, Fp8Matmul
+from megaframe.ops.fp8 import BLOCK, Fp8Matmul
 from megaframe.ops.kernel_dispatch import NO_KERNELS
 
 SCALINGS = ("tensor", "row", "block")

@@ -5,8 +5,8 @@ import pytest
 import torch
 from tolerances import assert_near
 
-from megaframe.model.fp8 import Fp8Matmul
 from megaframe.model.moe import experts
+from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.kernel_dispatch import NO_KERNELS
 
 pytestmark = pytest.mark.numeric
@@ -23,7 +23,7 @@ def test_one_product_of_all_experts_is_the_loop_over_them(activation, build, mak
         built = build(model, train=train)
         microbatch = make_microbatch(built.config)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(experts, "grouped", lambda *_, at_once=at_once: at_once)
+            patch.setattr(experts, "can_group", lambda *_, at_once=at_once: at_once)
             built.optimizer.start_step()
             for number in range(2):  # the second adds to the first one's gradients
                 built.stage.forward(number, microbatch, torch.ones((), dtype=torch.float64))

@@ -89,7 +89,7 @@ def gradients(build, microbatch, train):
     built.optimizer.start_step()
     scale = torch.tensor(1.0 / valid, dtype=torch.float64)
     loss = built.stage.forward(0, microbatch, scale) / valid
-    ahead = built.stage.end.take_ahead()
+    ahead = built.stage.post_process.take_loss_ahead()
     if ahead is not None:
         loss += built.config.train.mtp_weight * ahead / valid
     done = []
@@ -120,7 +120,7 @@ def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, ma
             parameter.value.uniform_(0.5, 1.5, generator=generator)
     loss = gradients(built, microbatch, TRAIN)
     valid = int((microbatch.labels_BS != IGNORE).sum())
-    if (aside := built.stage.take_tally().loss) is not None:
+    if (aside := built.stage.take_statistics().loss) is not None:
         loss = loss + aside / valid
     weights = {}
     for bucket in built.optimizer.buckets:

@@ -16,15 +16,11 @@ from megaframe.config import ModelConfig
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.context_parallel.ring import RingMask, document_ends
 from megaframe.data.microbatch import Microbatch, zigzag
-from megaframe.distributed.collectives import ALONE, Ring
-from megaframe.expert_parallel.dispatch import ExpertParallel
-from megaframe.model.attention import _among_here
-from megaframe.model.block_boundary import BlockBoundary
-from megaframe.model.forward_context import make_frame
-from megaframe.model.layer_statistics import LayerStatistics
+from megaframe.distributed.collectives import Ring
+from megaframe.model.attention import _attend_locally
+from megaframe.model.forward_context import RunContext, make_microbatch_context
 from megaframe.ops import attention_tiles, cpu_attention, local_attention
 from megaframe.ops.attention_tiles import AttentionMask, attend, attend_backward, merge
-from megaframe.ops.workspace import Workspace
 
 pytestmark = pytest.mark.numeric
 
@@ -95,22 +91,22 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
     query, key, value, numbers = samples(length, documents, generator, value_width)
     shape = (*query.shape[:3], value_width)
     d_out = torch.randn(shape, dtype=torch.float64, generator=generator)
-    sight, places = AttentionMask(window, numbers), torch.arange(length)
-    wanted = whole(query, key, value, sight.mask(places, places), d_out)
+    mask, places = AttentionMask(window, numbers), torch.arange(length)
+    wanted = whole(query, key, value, mask.dense(places, places), d_out)
     found = [torch.zeros_like(tensor) for tensor in (d_out, query, key, value)]
     parts = [zigzag(places, index, ranks, 0) for index in range(ranks)]
     for here, mine in enumerate(parts):
         ends = document_ends(numbers, 2 * piece)
-        circle = RingMask(Ring(here, ranks), 2 * piece, sight, ends)
+        ring_mask = RingMask(Ring(here, ranks), 2 * piece, mask, ends)
         out = torch.zeros_like(d_out[:, mine])
         lse = torch.full((BATCH, HEADS, len(mine)), -math.inf, dtype=torch.float64)
         order = [(here - step) % ranks for step in range(ranks)]
-        every = [(there, tile) for there in order for tile in circle.tiles(there)]
+        every = [(there, tile) for there in order for tile in ring_mask.tiles(there)]
         for there, tile in every:
             rows, keys = tile.queries, parts[there][tile.keys]
             how = {"causal": tile.kind == "causal", "scale": SCALE}
-            mask = circle.mask(tile, there, query.device)
-            part = forward(query[:, mine[rows]], key[:, keys], value[:, keys], mask, **how)
+            dense = ring_mask.dense_tile(tile, there, query.device)
+            part = forward(query[:, mine[rows]], key[:, keys], value[:, keys], dense, **how)
             merge(out[:, rows], lse[:, :, rows], *part)
         found[0][:, mine] = out
         for there, tile in every:
@@ -122,7 +118,7 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
                 value[:, keys],
                 out[:, rows],
                 lse[:, :, rows],
-                circle.mask(tile, there, query.device),
+                ring_mask.dense_tile(tile, there, query.device),
                 causal=tile.kind == "causal",
                 scale=SCALE,
             )
@@ -148,13 +144,13 @@ def test_tiles_among_tokens_that_are_here_are_the_whole(
     generator = torch.Generator().manual_seed(seed)
     query, key, value, numbers = samples(length, documents, generator, value_width)
     d_out = torch.randn(*query.shape[:3], value_width, dtype=torch.float64, generator=generator)
-    sight, places = AttentionMask(window, numbers), torch.arange(length)
-    wanted = whole(query, key, value, sight.mask(places, places), d_out)
+    mask, places = AttentionMask(window, numbers), torch.arange(length)
+    wanted = whole(query, key, value, mask.dense(places, places), d_out)
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_attention, "_QUERIES", 4)
-        seen = local_attention.SequenceMask(sight, BATCH, length, query.device)
-        out = _among_here(*leaves, seen, SCALE)
+        seen = local_attention.SequenceMask(mask, BATCH, length, query.device)
+        out = _attend_locally(*leaves, seen, SCALE)
         out.backward(d_out)
     found = (out, *(x.grad for x in leaves))
     assert_same_attention(found, wanted, query, key, value, d_out)
@@ -244,9 +240,9 @@ def test_ranks_compute_equally_much_and_need_no_mask(ranks):
     """Under a causal mask, a tile is the rank's own triangle or a rectangle of half the square."""
     length = 12
     for here in range(ranks):
-        circle = RingMask(Ring(here, ranks), length, AttentionMask(None, None), None)
+        ring_mask = RingMask(Ring(here, ranks), length, AttentionMask(None, None), None)
         for there in range(ranks):
-            (tile,) = circle.tiles(there)
+            (tile,) = ring_mask.tiles(there)
             queries, keys = (len(range(*s.indices(length))) for s in (tile.queries, tile.keys))
             assert tile.kind == ("causal" if here == there else "all")
             assert queries * keys == length**2 // (1 if here == there else 2)
@@ -265,31 +261,19 @@ def test_what_nobody_sees_is_not_computed():
             assert len(alone.tiles(there)) == 2 * (here == there)
 
 
-def test_a_frame_has_a_circle_for_each_window_and_asks_for_documents_once(monkeypatch):
+def test_a_microbatch_has_a_ring_mask_for_each_window_and_asks_for_documents_once(monkeypatch):
     """Each question (`tolist`) makes the host wait for the device."""
     asked, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: asked.append(x) or tolist(x))
     tokens = torch.zeros(BATCH, 8, dtype=torch.int64)
     documents = torch.arange(32).expand(BATCH, -1) // 3
     microbatch = Microbatch(tokens, tokens, torch.arange(BATCH), None, documents)
-    frame = make_frame(
-        ModelConfig(window=(5, None, 40, 5)),
-        microbatch,
-        torch.float32,
-        None,
-        tensor=ALONE,
-        context=ContextParallel(ring=Ring(1, 4)),
-        selective=False,
-        chunks=1,
-        symmetric=False,
-        experts=ExpertParallel(),
-        scale=None,
-        tally=LayerStatistics(),
-        seam=BlockBoundary(),
-        scratch=Workspace(),
+    run = RunContext(context=ContextParallel(ring=Ring(1, 4)))
+    context = make_microbatch_context(
+        ModelConfig(window=(5, None, 40, 5)), run, microbatch, torch.float32
     )
-    sights = {window: circle.sight.window for window, circle in frame.seen.items()}
-    assert sights == {5: 5, None: None, 40: None}, "32 tokens are all that 40 would see"
+    windows = {window: mask.attention_mask.window for window, mask in context.masks.items()}
+    assert windows == {5: 5, None: None, 40: None}, "32 tokens are all that 40 would see"
     assert len(asked) == 1
 
 

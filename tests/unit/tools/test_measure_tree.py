@@ -1,7 +1,6 @@
 """The measures of a source tree count what they say, and the page is made of the kept numbers."""
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -72,7 +71,7 @@ def test_lines_of_code_and_of_comments(package):
     counts = measure_tree.TreeCounts()
     measure_tree.count_file(counts, package, package / "upper" / "__init__.py")
     # Neither the licence, the text, `noqa` nor a docstring counts; two comments do.
-    assert (counts.code_lines, counts.comment_lines) == (14, 2)
+    assert (counts.code_lines, counts.comment_lines) == (15, 2)
     assert counts.functions == ["held", "measure_size"]
 
 
@@ -89,9 +88,7 @@ def test_names_that_are_no_verbs(name):
 def test_the_page_is_made_of_the_kept_numbers():
     trees = json.loads(measure_tree.RESULTS.read_text(encoding="utf-8"))
     assert measure_tree.PAGE.read_text(encoding="utf-8") == measure_tree.format_page(trees)
-    assert re.search(
-        r"\| \| before \| after \| torchtitan \| OLMo-core \|", measure_tree.format_page(trees)
-    )
+    assert measure_tree.format_table(trees).startswith("| | before | after | torchtitan |")
 
 
 def test_the_layers_of_the_import_contract_are_counted():

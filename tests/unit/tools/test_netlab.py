@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from tolerances import promised
 
 from megaframe.errors import UserError
-from megaframe.lab import Drop, Link, hosts, run_on
-from megaframe.lab.hosts import check, remove_left_overs
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools/netlab.py"
+sys.path.insert(0, str(ROOT))
+sys.path.append(str(TOOL.parent))  # at the end: tools bear names of installed packages
 _spec = importlib.util.spec_from_file_location("netlab", TOOL)
 netlab = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(netlab)
-sys.path.insert(0, str(ROOT))
+from network_lab import Link, LinkOutage, emulate_hosts, run_on_hosts  # noqa: E402
+from network_lab.hosts import check_links, remove_stale_namespaces  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
 
@@ -32,7 +33,7 @@ import pretrain_gpt  # noqa: E402
 def refused():
     """Return why this machine can have no lab, or None."""
     try:
-        check([Link("1gbit")])
+        check_links([Link("1gbit")])
     except UserError as error:
         return str(error)
     return None
@@ -114,7 +115,7 @@ def test_what_makes_no_lab_is_refused(words, said, monkeypatch, capsys):
 @settings(deadline=None, max_examples=30)
 def test_a_lost_link_is_read_as_it_is_written(host, after, length):
     text = f"{host}@{after:.3f}" + ("" if length is None else f":{length:.3f}")
-    found = netlab.drop_of(text, 10)
+    found = netlab.parse_outage(text, 10)
     assert (found.host, found.after) == (host, pytest.approx(after, abs=1e-3))
     assert found.length == (None if length is None else pytest.approx(length, abs=1e-3))
 
@@ -129,7 +130,7 @@ def test_a_lost_link_is_read_as_it_is_written(host, after, length):
 )
 def test_a_mistake_in_the_command_is_found_before_a_host_is_made(words, said, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(netlab, "hosts", None)
+    monkeypatch.setattr(netlab, "emulate_hosts", None)
     monkeypatch.setattr(sys, "argv", ["netlab.py", "--", *words])
     with pytest.raises(SystemExit) as ended:
         netlab.main()
@@ -141,13 +142,13 @@ def test_a_mistake_in_the_command_is_found_before_a_host_is_made(words, said, mo
 def test_a_latency_is_made_or_refused_with_nothing_made():
     before = namespaces()
     try:
-        check([Link("1gbit", "1ms")])
+        check_links([Link("1gbit", "1ms")])
     except UserError as error:
         assert "CONFIG_NET_SCH_NETEM" in str(error)
-        with pytest.raises(UserError), hosts([Link("1gbit", "1ms")]):
+        with pytest.raises(UserError), emulate_hosts([Link("1gbit", "1ms")]):
             pass
     else:
-        with hosts([Link("1gbit", "1ms")]):
+        with emulate_hosts([Link("1gbit", "1ms")]):
             pass
     assert namespaces() == before
 
@@ -201,8 +202,10 @@ else:
 @lab
 def test_a_transfer_takes_at_least_as_long_as_its_link_says(tmp_path):
     size, burst = 1_000_000, 128 * 1024
-    with hosts([Link("1gbit"), Link("20mbit")]) as made:
-        outcome = run_on(made, [sys.executable, "-c", SEND, str(size)], ranks=1, folder=tmp_path)
+    with emulate_hosts([Link("1gbit"), Link("20mbit")]) as made:
+        outcome = run_on_hosts(
+            made, [sys.executable, "-c", SEND, str(size)], ranks=1, folder=tmp_path
+        )
     assert outcome.statuses == (0, 0)
     assert outcome.moved[1][0] > size and outcome.moved[0][1] > size
     # The path has two token buckets, the host's and the switch's; each lets a burst through.
@@ -212,9 +215,9 @@ def test_a_transfer_takes_at_least_as_long_as_its_link_says(tmp_path):
 @lab
 def test_a_link_is_lost_when_asked_and_comes_back(tmp_path):
     watch = "for i in $(seq 60); do cat /sys/class/net/uplink/carrier; sleep 0.02; done"
-    with hosts([Link("1gbit")] * 2) as made:
-        outcome = run_on(
-            made, ["sh", "-c", watch], ranks=1, folder=tmp_path, drops=[Drop(1, 0.3, 0.3)]
+    with emulate_hosts([Link("1gbit")] * 2) as made:
+        outcome = run_on_hosts(
+            made, ["sh", "-c", watch], ranks=1, folder=tmp_path, outages=[LinkOutage(1, 0.3, 0.3)]
         )
     assert outcome.status == 0
     first, second = ((tmp_path / f"host-{n}.txt").read_text().split() for n in (0, 1))
@@ -225,11 +228,11 @@ def test_a_link_is_lost_when_asked_and_comes_back(tmp_path):
 
 @lab
 def test_a_host_that_fails_ends_the_lab_with_its_status_and_nothing_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr("megaframe.lab.launch.PATIENCE", 0.2)
+    monkeypatch.setattr("network_lab.run.GRACE_SECONDS", 0.2)
     before, mark = namespaces(), f"9{os.getpid()}"
     script = f"sleep {mark} & if [ $NODE_RANK = 1 ]; then exit 7; fi; sleep {mark}"
-    with hosts([Link("1gbit")] * 2) as made:
-        outcome = run_on(made, ["sh", "-c", script], ranks=1, folder=tmp_path)
+    with emulate_hosts([Link("1gbit")] * 2) as made:
+        outcome = run_on_hosts(made, ["sh", "-c", script], ranks=1, folder=tmp_path)
     assert outcome.statuses[1] == 7 and outcome.statuses[0] != 0
     assert wait_until(lambda: not processes(mark))
     assert namespaces() == before
@@ -253,7 +256,7 @@ def test_nothing_runs_on_after_the_tool_was_ended(number, tmp_path):
     left = [name for name in namespaces() if name in mine]
     if number == signal.SIGKILL:
         assert sorted(left) == sorted(mine)
-        assert sorted(remove_left_overs()) == sorted(mine)
+        assert sorted(remove_stale_namespaces()) == sorted(mine)
     else:
         assert left == []
     assert not set(namespaces()) & set(mine)

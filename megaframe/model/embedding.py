@@ -1,0 +1,66 @@
+"""The embedding: token table, and learned positions if the model has them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megaframe.config import ModelConfig, RunConfig
+from megaframe.data.microbatch import Microbatch
+from megaframe.model.forward_context import MicrobatchContext, RunContext, token_positions
+from megaframe.parameters.parameter import Module, Parameter
+from megaframe.tensor_parallel.embedding import EmbeddingTable
+
+
+class Embedding(Module):
+    """Token embedding, plus learned positions if the model has them."""
+
+    def __init__(self, config: RunConfig, run: RunContext) -> None:
+        model = config.model
+        self.position = model.position
+        self.tokens = make_token_table(model, run)
+        if model.position == "learned":
+            self.positions = EmbeddingTable(
+                "embedding.positions",
+                model.positions or config.train.seq,
+                model.hidden,
+                std=model.init_std,
+                split=False,
+                tensor=run.tensor.group,
+            )
+
+    def __call__(self, microbatch: Microbatch, context: MicrobatchContext) -> Tensor:
+        """Return this rank's rows [rows, hidden] of the residual stream for token ids [B, S]."""
+        tokens_BS = microbatch.tokens_BS
+        x = self.tokens(tokens_BS.flatten(), context.rows)
+        if self.position == "learned":
+            positions = token_positions(microbatch).expand_as(tokens_BS)
+            x = x + self.positions(positions.flatten(), context.rows)
+        return x if context.dropout is None else context.dropout(x, "embedding")
+
+
+def make_token_table(
+    model: ModelConfig, run: RunContext, *, replica: bool = False
+) -> EmbeddingTable:
+    """Return the token table. replica: another rank's stage has the same table."""
+    table = EmbeddingTable(
+        "embedding.tokens",
+        vocab_size(model),
+        model.hidden,
+        std=model.init_std,
+        split=True,
+        tensor=run.tensor.group,
+    )
+    if replica:
+        table.weight = Parameter(table.weight.spec, replica=True)
+    return table
+
+
+def vocab_size(model: ModelConfig) -> int:
+    """Return the rows of the token table.
+
+    Raises:
+        ValueError: `model.vocab` is not set. The config must be resolved before a model is built.
+    """
+    if model.vocab is None:
+        raise ValueError("model.vocab is not set: resolve the config with its tokenizer first")
+    return model.vocab

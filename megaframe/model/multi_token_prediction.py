@@ -1,0 +1,72 @@
+"""Multi-token prediction (DeepSeek-V3, 2024, section 2.2): tokens beyond the next one are predicted
+too, each depth by one more block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megaframe.config import ModelConfig
+from megaframe.model.block import TransformerBlock
+from megaframe.model.forward_context import MicrobatchContext, RunContext
+from megaframe.model.norm import Norm, make_norm
+from megaframe.model.pass_state import PassState
+from megaframe.parameters.parameter import Module
+from megaframe.tensor_parallel.embedding import EmbeddingTable
+from megaframe.tensor_parallel.linear import Linear
+
+
+class MultiTokenPredictor(Module):
+    """One depth: the stream of a token and the embedding of a token further ahead are normalised,
+    joined, and passed through one more block, which is numbered after the last layer."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        index: int,
+        tokens: EmbeddingTable,
+        previous_norm: Norm,
+        run: RunContext,
+    ) -> None:
+        """Declare the layers.
+
+        Args:
+            model: The model's config.
+            index: Of the depth, from 0.
+            tokens: The token table, which this shares with the embedding.
+            previous_norm: The final norm of the previous depth. It is applied to the stream first,
+                because the predictor takes the stream as the head saw it, as in the released code.
+            run: What the run fixes.
+        """
+        self.name, self.run = f"predictors.{index}", run
+        self.tokens, self.previous_norm = tokens, previous_norm
+        self.stream_norm = make_norm(f"{self.name}.stream_norm", model)
+        self.token_norm = make_norm(f"{self.name}.token_norm", model)
+        self.join = Linear(
+            f"{self.name}.join",
+            (2, model.hidden),
+            (model.hidden,),
+            std=model.init_std,
+            split=None,
+            bias=False,
+            tensor=run.tensor,
+        )
+        self.block = TransformerBlock(model, model.layers + index, run)
+
+    @property
+    def second_half(self) -> Module:
+        """The second half of the block."""
+        return self.block.second_half
+
+    def __call__(
+        self, x: Tensor, ahead_BS: Tensor, context: MicrobatchContext, state: PassState
+    ) -> Tensor:
+        """Return the next stream from x, the stream [rows, hidden] of the previous depth, and the
+        tokens ahead."""
+        ahead = self.tokens(ahead_BS.flatten(), context.rows)
+        if context.dropout is not None:
+            ahead = context.dropout(ahead, self.name)
+        kernels = self.run.kernels
+        stream = self.stream_norm(self.previous_norm(x, kernels), kernels)
+        both = torch.cat((stream, self.token_norm(ahead, kernels)), 1)
+        return self.block(self.join(both, state.deferred), context, state)

@@ -1,0 +1,127 @@
+"""Exposed seconds of the transfers inside a block and between pipeline stages.
+
+A transfer that overlaps with compute still delays it, because both use the same memory and
+processors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megaframe.architecture.attention import head_widths
+from megaframe.planner.collective_times import hop_seconds
+from megaframe.planner.machine import Machine, PassTimes
+
+Number = Any
+"""A float, or a numpy array of them."""
+
+
+def tensor_parallel_times(machine: Machine, linears: PassTimes, sums: int) -> PassTimes:
+    """Return the exposed transfers of the tensor axis in one block.
+
+    sums: how often the stream is summed in forward, and again in backward: 2 if the MLP follows
+    attention, otherwise 1. With sequence parallelism each sum is a gather and a scatter, and
+    backward also gathers as many saved inputs again, overlapped with products. One sum has half of
+    the bytes of two, but is charged all of their latencies, as when the constants were fitted.
+    """
+    model, software, sizes = machine.config.model, machine.software, machine.sizes
+    size = machine.rate.width * machine.tokens * model.hidden * sums / 2
+    parts = software.tensor_parts(machine.config)
+    one = machine.seconds("all_gather", size, "tensor")
+    if not software.sequence_parallel:
+        half = machine.seconds("all_reduce", size, "tensor")
+        return PassTimes(2 * half, 2 * half, 0.0)
+    delay = 0.0 if software.copy_engines else machine.delay(4 * size, "tensor")
+    forward = exposed_seconds(4 * one, linears.forward, parts, delay)
+    if not software.overlap_tensor:
+        return PassTimes(np.where(sizes.tensor > 1, forward, 0.0), 4 * one, 0.0)
+    # Gathers of gradients are exposed; scatters and gathers of saved inputs overlap with products.
+    waiting = 2 * one / parts
+    room = linears.weight + linears.backward / 2
+    rest = exposed_seconds(4 * one, room, 16.0, delay)
+    return PassTimes(forward, waiting + rest, 0.0)
+
+
+def exposed_seconds(moved: Number, compute: Number, parts: float, delay: Number) -> Number:
+    """Return the seconds that a transfer costs when it is cut into `parts`, each of which overlaps
+    with the compute of another.
+
+    The first part is exposed, and so is what is longer than the compute. The hidden rest delays
+    compute: by `delay` seconds if everything were hidden, in proportion otherwise, but never by
+    more than is hidden. moved: seconds of the transfer. compute: seconds beside it.
+    """
+    exposed = np.maximum(moved / parts, moved - compute * (parts - 1) / parts)
+    hidden = moved - exposed
+    return exposed + np.minimum(hidden, delay * hidden / np.maximum(moved, 1e-30))
+
+
+def context_parallel_times(machine: Machine, attention: PassTimes) -> PassTimes:
+    """Return the exposed transfers of the context axis: keys and values on the ring, each
+    overlapped with a tile; or the exchange of heads for tokens."""
+    model, sizes = machine.config.model, machine.sizes
+    query, value = head_widths(model)
+    width = machine.rate.width
+    if machine.config.parallel.context_kind == "all_to_all":
+        rows = machine.tokens * (model.heads + model.kv_heads) * (query + value)
+        size = width * rows / sizes.tensor
+        one = machine.seconds("all_to_all", size, "context")
+        return PassTimes(one, 2 * one, 0.0)
+    heads = np.maximum(1.0, model.kv_heads / sizes.tensor)
+    size = width * machine.tokens * heads * (query + value)
+    # Keys in forward, and gradients of keys in backward, have half the size in half of the hops.
+    whole, most = (hop_seconds(part * size, machine.groups["context"]) for part in (1.0, 0.75))
+    rounds = sizes.context - 1
+    forward = rounds * np.maximum(0.0, most - attention.forward / sizes.context)
+    backward = rounds * np.maximum(0.0, whole + most - attention.backward / sizes.context)
+    return PassTimes(forward, backward, 0.0)
+
+
+def expert_parallel_times(machine: Machine) -> PassTimes:
+    """Return the exposed transfers of tokens to their experts and back, in forward and backward.
+    `parallel.expert_overlap` is assumed to hide half of them."""
+    model, sizes = machine.config.model, machine.sizes
+    moe = model.moe
+    assert moe is not None
+    own = machine.tokens / sizes.tensor * moe.top_k * model.hidden * machine.rate.width
+    one = machine.seconds("all_to_all", own, "expert")
+    one = one + machine.seconds("all_gather", own * sizes.expert_tensor, "expert_tensor")
+    hidden = 0.5 if machine.config.parallel.expert_overlap else 0.0
+    return PassTimes(2 * one * (1 - hidden), 2 * one * (1 - hidden), 0.0)
+
+
+def pipeline_wait_seconds(machine: Machine) -> Number:
+    """Return the seconds that a transfer to the next stage adds to the pass before it. If transfers
+    overlap with compute it is the delay of that compute, otherwise the transfer itself and the
+    launch of the first kernels after it."""
+    software, alone = machine.software, machine.sizes.pipeline == 1
+    if software.overlap_pipeline:
+        return np.where(alone, 0.0, machine.hop_delay(_bytes_to_next_stage(machine)))
+    host = software.pass_kernels * machine.rate.launch
+    return np.where(alone, 0.0, stage_transfer_seconds(machine) + host)
+
+
+def stage_transfer_seconds(machine: Machine) -> Number:
+    """Return the seconds from the end of a stage's pass until the next stage has its result, which
+    includes a gather if tensor ranks each sent a part and need the whole. A rank at the border of a
+    node has one neighbour inside the node and one outside, so the mean of both counts; all other
+    ranks keep pace with it."""
+    sizes, software = machine.sizes, machine.software
+    sent, groups = _bytes_to_next_stage(machine), machine.groups
+    near, far = (hop_seconds(sent, groups[name]) for name in ("next_stage", "pipeline"))
+    seconds = (near + far) / 2
+    if software.scatter_pipeline and not software.sequence_parallel:
+        size = sent * sizes.tensor
+        seconds = seconds + machine.seconds("all_gather", size, "tensor")
+    return np.where(sizes.pipeline > 1, seconds, 0.0)
+
+
+def _bytes_to_next_stage(machine: Machine) -> Number:
+    """Return the bytes that a rank sends to the next stage per microbatch."""
+    model, software = machine.config.model, machine.software
+    if model.emulate is not None:
+        return 0.0 * machine.tokens
+    size = machine.rate.width * machine.tokens * model.hidden
+    divided = software.scatter_pipeline or software.sequence_parallel
+    return size / machine.sizes.tensor if divided else size

@@ -1,0 +1,126 @@
+"""Layouts as numbers: the sizes of one layout, or arrays of them for many layouts at once.
+
+The division into stages is a closed form here. `architecture.stages.divide` minimises the largest
+stage and then makes all stages as even as possible; for equal blocks the same result follows from a
+few whole numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megaframe.architecture.stages import block_work, output_work
+from megaframe.config.schema import RunConfig
+from megaframe.layout import Layout
+
+Number = Any
+"""A whole number, or a numpy array of them."""
+RECOMPUTE = ("none", "selective", "full")
+Array = np.ndarray[Any, Any]
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "breadth-first",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "v-half",
+    "dualpipe-v",
+)
+LOOPED_SCHEDULES = ("interleaved", "breadth-first")
+"""Schedules that go through all ranks before they come to a rank's next stage."""
+
+
+@dataclass(frozen=True)
+class LayoutSizes:
+    """Sizes of the axes, under their names, and what else a layout's costs depend on.
+
+    chunks: stages per rank. zero: ZeRO stage. recompute: index into `RECOMPUTE`. microbatch:
+    samples per microbatch. microbatches: microbatches per step on each rank.
+    """
+
+    tensor: Number
+    context: Number
+    pipeline: Number
+    chunks: Number
+    data: Number
+    data_replicate: Number
+    expert: Number
+    expert_tensor: Number
+    zero: Number
+    recompute: Number
+    microbatch: Number
+    microbatches: Number
+
+    @property
+    def world(self) -> Number:
+        """Number of ranks."""
+        return self.tensor * self.context * self.data * self.pipeline
+
+    @property
+    def shard(self) -> Number:
+        """Number of ranks that shard one copy of the parameters outside the experts."""
+        return self.data * self.context // self.data_replicate
+
+
+def sizes_of(config: RunConfig, layout: Layout) -> LayoutSizes:
+    """Return the sizes of one run."""
+    parallel, train = config.parallel, config.train
+    return LayoutSizes(
+        tensor=layout.tensor,
+        context=layout.context,
+        pipeline=layout.pipeline,
+        chunks=parallel.chunks,
+        data=layout.data,
+        data_replicate=layout.data_replicate,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        zero=parallel.zero,
+        recompute=RECOMPUTE.index(train.recompute),
+        microbatch=train.microbatch,
+        microbatches=train.global_batch // (train.microbatch * layout.data),
+    )
+
+
+@dataclass(frozen=True)
+class BlocksPerRank:
+    """Blocks per rank. middle: of the rank that has most. end: of the rank with the last stage."""
+
+    middle: Array
+    end: Array
+
+
+def blocks_per_rank(config: RunConfig, sizes: LayoutSizes) -> BlocksPerRank:
+    """Return how the layers are divided, where the head counts as many blocks as it has work."""
+    layers, stages = config.model.layers, sizes.pipeline * sizes.chunks
+    weight = _head_weight(config, sizes)
+    above, below = np.ceil(weight), np.floor(weight)
+    even = np.maximum(np.ceil((layers + above) / stages), above)
+    beside = np.maximum(0.0, np.ceil((layers - (stages - 1) * below) / stages)) + weight
+    largest = np.minimum(even, beside)
+    wanted = np.rint((layers + weight) / stages - weight)
+    last = np.clip(wanted, 0.0, np.maximum(0.0, np.floor(largest - weight + 1e-9)))
+    last = np.where(stages > 1, last, layers)
+    # The other stages are as even as possible; those with one block more are consecutive.
+    others = np.maximum(1, stages - 1)
+    low = np.floor((layers - last) / others)
+    more = np.ceil((layers - last - low * others) / sizes.pipeline)
+    middle = sizes.chunks * low + np.minimum(more, sizes.chunks)
+    end = (sizes.chunks - 1) * low + np.maximum(0.0, np.minimum(more, sizes.chunks) - 1) + last
+    alone = sizes.pipeline == 1
+    return BlocksPerRank(np.where(alone, layers, middle), np.where(alone, layers, end))
+
+
+def _head_weight(config: RunConfig, sizes: LayoutSizes) -> Array:
+    """Return the work of the head in units of a block's work, as `plan.stages` counts it."""
+    works = [block_work(config, layer) for layer in range(config.model.layers)]
+    forward = sum(work.forward for work in works) / len(works)
+    others = sum(work.backward + work.weight for work in works) / len(works)
+    end = output_work(config)
+    twice = np.where(sizes.recompute == 2, 2.0, 1.0)
+    head = end.forward + end.backward + end.weight
+    return head / np.maximum(twice * forward + others, 1e-30)

@@ -1,0 +1,74 @@
+"""Weight gradients, which nothing else in a backward pass waits for, and which a pipeline schedule
+may therefore compute later (W of zero-bubble schedules, Qi et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megaframe.distributed.collectives import Pending
+
+
+class DeferredGradient(NamedTuple):
+    """A weight gradient that is still to be computed.
+
+    Attributes:
+        compute: Adds it to the sum. Called with what `fetch` brought, if there is a `fetch`.
+        fetch: Starts the transfer of what `compute` needs from other ranks.
+    """
+
+    compute: Callable[..., None]
+    fetch: Callable[[], Pending[Tensor]] | None
+
+
+class DeferredGradients:
+    """The weight gradients of one microbatch's backward pass. They are computed at once, or with
+    `deferring` kept until they are taken."""
+
+    def __init__(self) -> None:
+        self.deferring = False
+        self._kept: list[DeferredGradient] = []
+
+    def add(
+        self, compute: Callable[..., None], fetch: Callable[[], Pending[Tensor]] | None = None
+    ) -> None:
+        """Compute a gradient now, or keep it if `deferring` is set. The arguments are those of
+        `DeferredGradient`."""
+        if self.deferring:
+            self._kept.append(DeferredGradient(compute, fetch))
+        elif fetch is None:
+            compute()
+        else:
+            compute(fetch().wait())
+
+    def take(self) -> list[DeferredGradient]:
+        """Return the kept gradients, in order, and start a new list."""
+        taken, self._kept = self._kept, []
+        return taken
+
+
+class DeferredGradientQueue:
+    """Computes kept gradients one by one, in order. The transfer for the next one starts before the
+    current one is computed."""
+
+    def __init__(self, gradients: Iterable[DeferredGradient]) -> None:
+        self._rest = iter(gradients)
+        self._next = self._start_next()
+
+    def compute_next(self) -> None:
+        """Compute the next gradient. There must be one."""
+        assert self._next is not None
+        (compute, operand), self._next = self._next, self._start_next()
+        if operand is None:
+            compute()
+        else:
+            compute(operand.wait())
+
+    def _start_next(self) -> tuple[Callable[..., None], Pending[Tensor] | None] | None:
+        """Start the transfer for the gradient after the current one, if there is one."""
+        gradient = next(self._rest, None)
+        if gradient is None:
+            return None
+        return gradient.compute, None if gradient.fetch is None else gradient.fetch()

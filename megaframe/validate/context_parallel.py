@@ -1,0 +1,76 @@
+"""Checks of context parallelism: context ranks that can share a layer's heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaframe.architecture.attention import exchanging_ranks
+from megaframe.config.model import ModelConfig
+from megaframe.config.schema import RunConfig
+from megaframe.errors import divisors, join_or
+
+
+def context_mistakes(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each mistake in parallel.context_kind and parallel.context_heads."""
+    parallel = config.parallel
+    context, kind, given = parallel.context, parallel.context_kind, parallel.context_heads
+    if kind != "nested":
+        if given is not None:
+            yield (
+                f"parallel.context_heads={given} has no effect with parallel.context_kind={kind}; "
+                "leave it out, or use parallel.context_kind=nested"
+            )
+    elif given is None or context % given or not 1 < given < context:
+        yield _no_nesting(config)
+        return
+    ranks = exchanging_ranks(parallel)
+    if ranks > 1 and not _shares(config.model, parallel.tensor, ranks):
+        yield _no_sharing(config, ranks)
+
+
+def _no_nesting(config: RunConfig) -> str:
+    context, given = config.parallel.context, config.parallel.context_heads
+    inner = [d for d in divisors(context)[1:-1] if _fits(config, d)]
+    value = "left out" if given is None else str(given)
+    others = "parallel.context_kind=ring"
+    if _fits(config, context):
+        others += " or all_to_all"
+    if inner:
+        near = sorted(sorted(inner, key=lambda d: abs(d - (given or d)))[:2])
+        mend = f"use parallel.context_heads={join_or(near)}, or {others}"
+    else:
+        mend = f"no number does; use {others}"
+    return (
+        f"parallel.context_heads={value} does not divide parallel.context={context} into a ring of "
+        f"more than one group of more than one rank, as parallel.context_kind=nested needs; {mend}"
+    )
+
+
+def _no_sharing(config: RunConfig, ranks: int) -> str:
+    parallel, model = config.parallel, config.model
+    nested = parallel.context_kind == "nested"
+    name = "parallel.context_heads" if nested else "parallel.context"
+    what = f"{name}={ranks}" if nested else f"{name}={ranks} of parallel.context_kind=all_to_all"
+    of_a_rank = "" if parallel.tensor == 1 else f" on each of parallel.tensor={parallel.tensor}"
+    fits = [d for d in range(2, ranks * 2) if _shares(model, parallel.tensor, d)]
+    if nested:
+        fits = [d for d in fits if parallel.context % d == 0 and d < parallel.context]
+    near = [d for d in fits if d < ranks][-1:] + [d for d in fits if d > ranks][:1]
+    mend = "use " + (f"{join_or(near)}, or " if near else "") + "parallel.context_kind=ring"
+    return (
+        f"{what} can neither divide nor evenly share model.kv_heads={model.kv_heads} with "
+        f"model.heads={model.heads}{of_a_rank}; {mend}"
+    )
+
+
+def _fits(config: RunConfig, ranks: int) -> bool:
+    return _shares(config.model, config.parallel.tensor, ranks)
+
+
+def _shares(model: ModelConfig, tensor: int, ranks: int) -> bool:
+    """Return whether `ranks` ranks can have equally many of one tensor rank's query heads, with the
+    key and value heads that belong to them. A `tensor` that does not divide the heads is reported
+    elsewhere; here its quotient is rounded down, to at least one head."""
+    heads = max(1, model.heads // tensor)
+    groups = max(1, model.kv_heads // tensor)
+    return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)

@@ -1,0 +1,33 @@
+"""Times of kernels: fits of measured times, and the limits of products."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.hardware.cluster import load_cluster
+from megaframe.planner.constants import constants_of
+from megaframe.planner.kernel_times import fit_line, kernel_rates, product_seconds
+
+CLUSTER = load_cluster("h100-ib")
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    alpha=st.floats(1e-6, 1e-2),
+    beta=st.floats(1e-12, 1e-8),
+    noise=st.lists(st.floats(-0.05, 0.05), min_size=6, max_size=6),
+)
+def test_a_line_is_found_again(alpha, beta, noise):
+    sizes = [4.0**k for k in range(5, 15)]
+    exact = [alpha + beta * size for size in sizes]
+    found = fit_line(sizes, exact)
+    assert found[2] < 1e-6
+    noisy = [t * (1 + e) for t, e in zip(exact, noise * 2, strict=False)]
+    assert fit_line(sizes, noisy)[2] < 0.12
+
+
+def test_products_approach_their_peak_and_are_bound_by_memory_when_thin():
+    rate = kernel_rates(CLUSTER.chip, constants_of("h100"), "bf16")
+    wide = 2 * 65536.0**3 / float(product_seconds(rate, 65536.0, 65536.0, 65536.0))
+    assert 0.97 * rate.flops < wide < rate.flops
+    thin = float(product_seconds(rate, 1.0, 65536.0, 65536.0))
+    assert thin >= 2 * 65536**2 / rate.read

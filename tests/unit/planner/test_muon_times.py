@@ -1,0 +1,134 @@
+"""The cost of Muon in the plan: its matrices, operations, transfers, and the busiest owner."""
+
+from collections import Counter
+from itertools import chain
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megaframe.architecture.matrices import MatrixShape, block_matrices
+from megaframe.config import RunConfig, load
+from megaframe.hardware.cluster import load_cluster
+from megaframe.layout import Layout
+from megaframe.optim.matrix_gather import deal
+from megaframe.optim.muon import orthogonal
+from megaframe.pipeline_parallel.stage import model_specs
+from megaframe.planner.constants import constants_of
+from megaframe.planner.data_parallel_times import (
+    layer_muon_seconds,
+    muon_bytes,
+    muon_seconds,
+    newton_schulz_seconds,
+)
+from megaframe.planner.kernel_times import KernelRates
+from megaframe.planner.layout_sizes import sizes_of
+from megaframe.planner.machine import Machine
+from megaframe.planner.prediction import predict
+from megaframe.training.meta_step import rehearse
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+CLUSTER = load_cluster("h100-ib")
+ENDLESS = KernelRates(1.0, 0.0, 0.0, 1.0, 1.0, float("inf"), 0.0, 2)
+"""Rates at which an operation takes a second, and nothing else takes any time."""
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_layer_has_the_matrices_that_it_declares(path):
+    config = load(str(path), ["model.vocab=5003"])
+    declared = {f"blocks.{layer}": Counter() for layer in range(config.model.layers)}
+    for spec in model_specs(config):
+        block = ".".join(spec.name.split(".")[:2])
+        if spec.role == "matrix" and block in declared:
+            for box in spec.matrices:
+                outputs, inputs = box.shape[: -spec.inputs], box.shape[-spec.inputs :]
+                declared[block][prod(outputs), prod(inputs)] += 1
+    for layer, found in enumerate(declared.values()):
+        planned = Counter()
+        for matrix in block_matrices(config.model, layer):
+            planned[matrix.outputs, matrix.inputs] += matrix.number
+        assert planned == found, layer
+
+
+@pytest.mark.parametrize("sides", [(64, 64), (64, 256), (256, 64)])
+def test_an_owner_computes_what_is_counted(sides):
+    with FlopCounterMode(display=False) as counter:
+        orthogonal(torch.empty(sides, device="meta"))
+    assert newton_schulz_seconds(ENDLESS, MatrixShape(*sides)) == counter.get_total_flops()
+
+
+def muon(layers=4, moe=None, **parallel):
+    sections = {"moe": moe} if moe else {}
+    return RunConfig(
+        model={"layers": layers, "hidden": 256, "heads": 4, "vocab": 512, **sections},
+        train={"seq": 64, "global_batch": 16},
+        optim={"name": "muon"},
+        parallel=parallel,
+    )
+
+
+CASES = {
+    "tensor": (8, muon(tensor=2, zero=1)),
+    "whole gradients": (4, muon(tensor=2, zero=0)),
+    "divided": (4, muon(zero=3)),
+    "experts": (8, muon(tensor=2, zero=1, expert=4, moe={"experts": 8, "ffn": 128})),
+}
+
+
+@pytest.mark.quick(when=lambda name: name == "tensor")
+@pytest.mark.parametrize("name", CASES)
+def test_pieces_travel_as_often_as_planned(name):
+    """Pieces are sent to their owner and back. Some are not, because the owner has them already."""
+    world, config = CASES[name]
+    layout = Layout.from_parallel(config.parallel, world)
+    found = [rehearse(config, layout, rank).traffic for rank in range(world)]
+    axes = "data+tensor" if layout.tensor > 1 else "data"
+    without = config.model_copy(update={"optim": config.optim.model_copy(update={"name": "lion"})})
+    other = [rehearse(without, layout, rank).traffic for rank in range(world)]
+    sent = sum(one.get(axes, 0) - two.get(axes, 0) for one, two in zip(found, other, strict=True))
+    machine = Machine(config, CLUSTER, constants_of("h100"), sizes_of(config, layout))
+    layers = [block_matrices(config.model, n) for n in range(config.model.layers)]
+    elements = sum(m.elements for layer in layers for m in layer) / layout.tensor
+    planned = world * float(sum(muon_bytes(machine, elements)))
+    assert 0.6 * planned < sent <= planned
+
+
+def test_who_works_most_is_bound_by_all_and_by_the_largest():
+    """Compares with the real distribution, over as many buckets at a time as there are owners."""
+    for data in (2, 4, 8, 16, 64):
+        config = muon(layers=8, zero=1)
+        layout = Layout(data=data)
+        machine = Machine(config, CLUSTER, constants_of("h100"), sizes_of(config, layout))
+        whole, longest = layer_muon_seconds(machine, 0)
+        nothing = muon_seconds(machine, 0.0, 0.0, 0.0)  # two transfers of no bytes
+        found = muon_seconds(machine, 0.0, 8 * whole, longest) - nothing
+        buckets = [[m] * m.number for m in block_matrices(config.model, 0)]
+        attention, late = map(list, (chain(*buckets[:-2]), chain(*buckets[-2:])))
+        parts, busiest = 8 * [attention, late], 0.0
+        for start in range(0, len(parts), data):
+            work = [
+                newton_schulz_seconds(machine.rate, m)
+                for part in parts[start : start + data]
+                for m in part
+            ]
+            loads = Counter()
+            for owner, one in zip(deal(work, data), work, strict=True):
+                loads[owner] += one
+            busiest += max(loads.values())
+        assert found <= busiest * (1 + 1e-9) and busiest < 1.5 * found, data
+
+
+def test_a_step_with_muon_is_longer_by_what_muon_takes():
+    config = muon(tensor=2, zero=1)
+    layout = Layout.from_parallel(config.parallel, 16)
+    adamw = config.model_copy(update={"optim": config.optim.model_copy(update={"name": "adamw"})})
+    constants = constants_of("h100")
+    found, plain = (predict(c, layout, CLUSTER, constants) for c in (config, adamw))
+    machine = Machine(config, CLUSTER, constants, sizes_of(config, layout))
+    whole, longest = layer_muon_seconds(machine, 0)
+    elements = 4 * sum(m.elements for m in block_matrices(config.model, 0)) / 2
+    more = float(muon_seconds(machine, elements, 4 * whole, longest))
+    assert more > 0
+    assert found.breakdown["optimizer"] - plain.breakdown["optimizer"] == pytest.approx(more)

@@ -1,0 +1,315 @@
+"""Predicted steps: parts sum to the step, follow the simulator, and agree with array estimates."""
+
+from dataclasses import fields, replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from megaframe.config import RunConfig
+from megaframe.errors import UserError
+from megaframe.hardware.cluster import load_cluster
+from megaframe.layout import Layout
+from megaframe.planner.advice import describe_prediction
+from megaframe.planner.candidates import Candidates
+from megaframe.planner.constants import CONSTANTS, constants_of
+from megaframe.planner.layout_search import LayoutChoice
+from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, LayoutSizes
+from megaframe.planner.machine import PassTimes
+from megaframe.planner.prediction import model_flops, predict
+from megaframe.planner.vectorized import bubble_seconds, estimate
+from megaframe.schedule import generate
+from megaframe.schedule.costs import ActionCosts
+from megaframe.schedule.simulate import simulate
+
+CLUSTER = load_cluster("h100-ib")
+CONSTANTS_H100 = constants_of("h100")
+GPT = {"layers": 24, "hidden": 4096, "heads": 32, "vocab": 32000}
+MOE = {**GPT, "moe": {"experts": 8, "ffn": 4096, "first": 2}}
+
+
+def config_of(model=None, train=None, **parallel):
+    return RunConfig.model_validate(
+        {
+            "model": model or GPT,
+            "train": {"seq": 2048, "global_batch": 256, **(train or {})},
+            "parallel": parallel,
+        }
+    )
+
+
+def predicted(config, world, cluster=CLUSTER, constants=CONSTANTS_H100):
+    return predict(config, Layout.from_parallel(config.parallel, world), cluster, constants)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "world"),
+    [
+        (GPT, {}, 8),
+        (GPT, {"tensor": 8, "pipeline": 4, "zero": 1}, 128),
+        (GPT, {"tensor": 2, "context": 4, "zero": 3}, 64),
+        (GPT, {"pipeline": 4, "chunks": 2, "schedule": "zb-v"}, 16),
+        (MOE, {"tensor": 2, "expert": 8, "zero": 2}, 32),
+        (GPT, {"zero": 3, "data_replicate": 4}, 32),
+    ],
+)
+def test_parts_add_up_to_the_step(model, parallel, world):
+    found = predicted(config_of(model, **parallel), world)
+    assert sum(found.breakdown.values()) == pytest.approx(found.step_seconds)
+    assert min(found.breakdown.values()) >= 0
+    tokens = 256 * 2048
+    assert found.tokens_per_second == pytest.approx(tokens / found.step_seconds)
+    assert found.tflops_per_gpu * 1e12 == pytest.approx(found.mfu * CLUSTER.chip.peaks["bf16"])
+    assert 0 < found.mfu <= found.hfu < 1
+    axes = {"tensor": "tensor", "context": "context", "expert": "expert", "data": "data"}
+    layout = Layout.from_parallel(config_of(model, **parallel).parallel, world)
+    for part, axis in axes.items():
+        if layout.sizes[axis] == 1:
+            assert found.breakdown[part] == 0, part
+    assert found.reasons and str(round(found.breakdown["compute"] / found.step_seconds * 100))
+
+
+def test_a_plan_says_what_it_does_not_know_of_what_is_frozen():
+    config = config_of(GPT, zero=1)
+    frozen = config.optim.model_copy(update={"frozen": ("blocks.0.*",)})
+    plain, some = (
+        predicted(one, 8) for one in (config, config.model_copy(update={"optim": frozen}))
+    )
+    assert some.memory_bytes == plain.memory_bytes
+    assert "optim.frozen" in some.reasons[1] and some.reasons[2:] == plain.reasons[1:]
+
+
+def test_emulated_blocks_take_what_the_simulator_says():
+    times = {"forward": 0.1, "backward": 0.2, "weight": 0.1}
+    model = {"layers": 8, "hidden": 8, "heads": 1, "vocab": 16, "emulate": times}
+    config = config_of(
+        model,
+        {"seq": 4, "global_batch": 16},
+        pipeline=4,
+        chunks=2,
+        schedule="interleaved",
+        layers_per_stage=(1,) * 8,
+    )
+    quiet = replace(CLUSTER, jitter=0.0)
+    software = replace(CONSTANTS_H100.software, step_kernels=0.0)
+    found = predicted(config, 4, quiet, replace(CONSTANTS_H100, software=software))
+    timeline = simulate(generate("interleaved", 4, 2, 16), ActionCosts(0.1, 0.2, 0.1))
+    latency = 1e-3  # of all transfers together
+    assert found.step_seconds == pytest.approx(float(timeline.time), abs=latency)
+    assert found.breakdown["bubble"] == pytest.approx(float(timeline.bubble_time), abs=latency)
+
+
+def test_layers_take_as_long_as_their_windows_let_them():
+    """On one rank, attention takes the sum of its layers' times. On a ring, each layer hides only
+    what its own attention can hide. Stages of layers with shorter windows are faster."""
+    train = {"seq": 32768, "global_batch": 8}
+
+    def step(window, **parallel):
+        return predicted(config_of({**GPT, "window": window}, train, **parallel), 8)
+
+    near, far, mixed = (step(w).breakdown["compute"] for w in (1024, None, [1024, None, 1024]))
+    assert near < 0.75 * far
+    assert mixed == pytest.approx((2 * near + far) / 3, rel=1e-12)
+    near, far, mixed = (
+        step(w, context=8).breakdown["context"] for w in (128, None, [128, None, 128])
+    )
+    assert mixed == pytest.approx((2 * near + far) / 3, rel=1e-12) and near > far
+    halves = [1024] * 12 + [None] * 12
+    even = step(halves, pipeline=2, layers_per_stage=(12, 12))
+    assert step(halves, pipeline=2).step_seconds < 0.95 * even.step_seconds
+
+
+def test_what_must_make_a_step_longer_does():
+    base = predicted(config_of(tensor=8, pipeline=4), 64).step_seconds
+    slow_links = replace(
+        CLUSTER, tiers=tuple(replace(t, bandwidth=t.bandwidth / 4) for t in CLUSTER.tiers)
+    )
+    assert predicted(config_of(tensor=8, pipeline=4), 64, slow_links).step_seconds > base
+    full = config_of(train={"recompute": "full"}, tensor=8, pipeline=4)
+    again = predicted(full, 64)
+    assert 1.15 * base < again.step_seconds < 1.4 * base
+    assert again.hfu / again.mfu == pytest.approx(np.divide(*model_flops(full)[::-1]))
+    for name in ("product", "attention", "memory"):
+        worse = replace(CONSTANTS_H100, **{name: getattr(CONSTANTS_H100, name) / 2})
+        worse = replace(worse, software=replace(worse.software, kernels=0.0))
+        assert (
+            predicted(config_of(), 8, constants=worse).step_seconds
+            > predicted(
+                config_of(),
+                8,
+                constants=replace(
+                    CONSTANTS_H100, software=replace(CONSTANTS_H100.software, kernels=0.0)
+                ),
+            ).step_seconds
+        ), name
+
+
+def test_tensor_ranks_of_two_nodes_are_slower_and_it_is_said():
+    inside = predicted(config_of(tensor=8, data=4), 32)
+    across = predicted(config_of(tensor=16, data=2), 32)
+    assert across.step_seconds > 1.2 * inside.step_seconds
+    assert any("tensor 16 crosses nodes of 8" in reason for reason in across.reasons)
+
+
+def test_rows_reach_experts_without_tensor_ranks_but_shared_ones_as_an_mlp():
+    def exposed(**more):
+        model = {**GPT, "moe": {**MOE["moe"], "first": 0, **more}}
+        return predicted(config_of(model, tensor=8, expert=8), 8).breakdown["tensor"]
+
+    routed, shared = exposed(), exposed(shared=1)
+    # Half of the bytes, but all latencies; and both ends of the model have sums of their own.
+    assert 0.5 * shared < routed < 0.7 * shared
+
+
+def test_gradients_of_a_chunk_leave_in_one_message():
+    """A chunk has 3 blocks, so a message per block has three times the latency of a message per
+    chunk, in the prediction of one layout and in the estimate of many."""
+    far = replace(CLUSTER.tiers[1], latency=1.0)
+    slow = replace(CLUSTER, tiers=(replace(CLUSTER.tiers[0], latency=0.0), far), jitter=0.0)
+    small = {**GPT, "vocab": 512}  # its head takes no longer than a block
+    config = config_of(small, tensor=8, pipeline=2, chunks=4, schedule="interleaved", zero=0)
+    names = [field.name for field in fields(Candidates)]
+    row = {name: getattr(config.parallel, name, 1) for name in names}
+    row |= {"microbatch": 1, "data": 4, "recompute": 0, "schedule": SCHEDULES.index("interleaved")}
+    row |= {"expert_tensor": 1, "data_replicate": 1}
+    one = Candidates(**{name: np.array([value]) for name, value in row.items()})
+    found = []
+    for kind in ("block", "chunk"):
+        software = replace(CONSTANTS_H100.software, gradients_of=kind)
+        constants = replace(CONSTANTS_H100, software=software)
+        exact = predicted(config, 64, slow, constants).breakdown["data"]
+        many = estimate(config, slow, constants, one).breakdown["data"][0]
+        found.append((exact, float(many)))
+    for block, chunk in zip(*found, strict=True):
+        assert block == pytest.approx(3 * chunk, rel=0.02)
+
+
+def test_what_does_not_fit_is_said():
+    found = predicted(config_of({**GPT, "layers": 200}, zero=0), 8)
+    assert not found.fits and found.reasons[0].startswith("does not fit: ")
+    assert found.memory_bytes["optimizer"] > 80e9
+
+
+@pytest.mark.parametrize(
+    ("optim", "precision", "width"),
+    [
+        ({}, "bf16", 12),
+        ({}, "fp32", 8),  # the model computes with the weights
+        ({"name": "lion", "ema": 0.9}, "bf16", 12),
+        ({"name": "muon", "state": "bf16"}, "fp16", 6),
+    ],
+)
+@pytest.mark.parametrize(("name", "link"), [("a100-ib", 31.5e9), ("gb200-nvl72", 225e9)])
+def test_what_the_host_keeps_comes_and_goes_in_the_update(name, link, optim, precision, width):
+    """4 ranks divide 24 layers, each with matrices [hidden, 12 hidden], and two tables."""
+    cluster = load_cluster(name)
+    constants = constants_of(cluster.chip.family)
+    parameters = 24 * 12 * 4096**2 + 2 * 32000 * 4096
+
+    def update(optim=optim, **chip):
+        there = replace(cluster, chip=replace(cluster.chip, **chip))
+        sections = {"train": {"seq": 64, "global_batch": 4, "precision": precision}}
+        config = RunConfig(model=GPT, parallel={"zero": 1}, optim=optim, **sections)
+        away = config.model_copy(
+            update={"optim": RunConfig(optim={**optim, "offload": True}).optim}
+        )
+        return [predicted(one, 4, there, constants) for one in (config, away)]
+
+    here, away = update()
+    alone = update({})[0].breakdown["optimizer"]  # the time to pass over the state
+    orthogonal = here.breakdown["optimizer"] - alone
+    assert (orthogonal > 0) == (optim.get("name") == "muon")
+    coming = parameters / 4 * width / link
+    assert away.breakdown["optimizer"] == pytest.approx(coming + orthogonal)
+    assert alone < coming / 2
+    if optim.get("name") != "muon":  # its tables have more state than matrices
+        assert away.host_bytes == pytest.approx(parameters / 4 * width, rel=0.01)
+    assert here.host_bytes == 0
+    text = f"{away.host_bytes / 2**30:.1f} GiB of a GPU's weights and state are in host memory"
+    assert away.reasons[1].startswith(f"{text} and move at {link / 1e9:g} GB/s in each direction: ")
+    # The update takes as long as the slower of transfers and computation.
+    here, away = update(host_link=1e15)
+    assert away.breakdown["optimizer"] == here.breakdown["optimizer"]
+    here, away = update(host_link=None)
+    assert away.breakdown["optimizer"] == here.breakdown["optimizer"]
+    assert "is not known" in away.reasons[1] and len(away.reasons) == len(here.reasons) + 1
+
+
+def test_a_checkpoint_holds_what_the_host_keeps():
+    texts = []
+    for offload in (False, True):
+        config = config_of(zero=1).model_copy(
+            update={"optim": RunConfig(optim={"offload": offload}).optim}
+        )
+        layout = Layout.from_parallel(config.parallel, 64)
+        prediction = predict(config, layout, CLUSTER, CONSTANTS_H100)
+        *_, times = describe_prediction(LayoutChoice(config, layout, prediction), CLUSTER)
+        texts.append(times.rpartition("a checkpoint every ")[2])
+    assert texts[0] == texts[1]
+
+
+def test_impossible_questions():
+    with pytest.raises(UserError, match="2000000 ranks are more than the 131072 of cluster"):
+        predicted(config_of(data=2_000_000), 2_000_000)
+    cpu = load_cluster("cpu")
+    chip = replace(cpu.chip, peaks={"fp32": 1e12})
+    with pytest.raises(UserError, match=r"train.precision=bf16: chip cpu .* use fp32"):
+        predicted(config_of(), 1, replace(cpu, chip=chip), CONSTANTS["cpu"])
+    with pytest.raises(UserError, match="no constants are known of chips of the family z80"):
+        constants_of("z80")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_bubbles_of_the_closed_forms_are_simulated_ones(name, ranks):
+    chunks = 2 if name in ("interleaved", "breadth-first", "zb-v", "v-half", "dualpipe-v") else 1
+    many = 4 * ranks
+    one = np.array([1])
+    sizes = LayoutSizes(**{field.name: one for field in fields(LayoutSizes)})
+    sizes = replace(sizes, pipeline=one * ranks, chunks=one * chunks, microbatches=one * many)
+    passes = [(1.0, 1.0, 1.0)]
+    if name not in ("zb-v", "v-half", "dualpipe-v"):
+        passes += [(1.0, 1.25, 0.75), (2.0, 3.0, 2.0)]
+    for times in passes:
+        timeline = simulate(
+            generate(name, ranks, chunks, many), ActionCosts(*times).divided(chunks)
+        )
+        found = bubble_seconds(one * SCHEDULES.index(name), sizes, PassTimes(*times))
+        assert float(found[0]) == pytest.approx(float(timeline.time) - many * sum(times))
+
+
+def candidates(model, world):
+    """Return valid layouts of `world` ranks as rows of numbers."""
+    rows = []
+    chunked = ("interleaved", "breadth-first", "zb-v", "v-half", "dualpipe-v")
+    for tensor, pipeline, chunks, micro, zero, again, name in product(
+        (1, 4), (1, 2, 4), (1, 2), (1, 2), (0, 1, 3), (0, 1, 2), SCHEDULES
+    ):
+        if (chunks == 2) != (name in chunked) or (pipeline == 1 and name != "1f1b"):
+            continue
+        data = world // tensor // pipeline
+        expert = 4 if "moe" in model else 1
+        row = (tensor, 1, pipeline, chunks, data, 1, expert, 1, zero, again, micro)
+        rows.append((*row, SCHEDULES.index(name)))
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["dense", "experts"])
+def test_estimates_of_many_are_near_the_prediction_of_each(model):
+    rows = candidates(model, 32)
+    config = config_of(model)
+    names = [field.name for field in fields(Candidates)]
+    many = estimate(config, CLUSTER, CONSTANTS_H100, Candidates(*rows.T))
+    assert len(many.step_seconds) == len(rows)
+    assert np.allclose(sum(many.breakdown.values()), many.step_seconds)
+    errors, memory = [], []
+    for place in range(0, len(rows), 7):
+        row = dict(zip(names, map(int, rows[place]), strict=True))
+        train = {"microbatch": row.pop("microbatch"), "recompute": RECOMPUTE[row.pop("recompute")]}
+        row["schedule"] = SCHEDULES[row["schedule"]]
+        exact = predicted(config_of(model, train, **row), 32)
+        errors.append(abs(many.step_seconds[place] / exact.step_seconds - 1))
+        needed = sum(exact.memory_bytes.values())
+        memory.append(abs(many.memory_bytes[place] / needed - 1))
+    assert np.mean(errors) < 0.03 and max(errors) < 0.15
+    assert np.mean(memory) < 0.1 and max(memory) < 0.4

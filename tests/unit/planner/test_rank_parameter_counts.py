@@ -1,0 +1,109 @@
+"""Parameters counted from the config, compared with the specs that layers declare."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.architecture.stages import stage_plans
+from megaframe.config import RunConfig, load
+from megaframe.layout import Layout
+from megaframe.model.forward_context import RunContext
+from megaframe.parameters.spec import EXPERT_AXES, copies_of
+from megaframe.pipeline_parallel.stage import build_stages
+from megaframe.planner.parameter_counts import count_parameters
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+LAYOUTS = [
+    {},
+    {"tensor": 2, "pipeline": 2},
+    {"tensor": 4, "data": 8, "expert": 4, "expert_tensor": 2},
+]
+
+
+def counted(config, layout, plan):
+    """Return the same numbers as `by_specs`, from the plan."""
+    found = count_parameters(config, layout, [plan])
+    parts = (
+        (*found.tables, found.positions),
+        found.blocks,
+        found.whole,
+        found.shared,
+        found.experts,
+    )
+    return (found.vectors, *map(sum, parts))
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_holds_what_its_layers_declare(path, sizes):
+    pipeline = sizes.get("pipeline", 1)
+    config = load(str(path), [f"parallel.pipeline={pipeline}", "model.vocab=5003"])
+    layout = Layout(**sizes)
+    for plan in stage_plans(config):
+        assert counted(config, layout, plan) == by_specs(config, layout, [plan])
+
+
+def by_specs(config, layout, plans):
+    """Return the elements of (vectors, tables, split matrices, whole matrices, shared matrices,
+    experts' matrices) on the first rank, from the layers' specs."""
+    stages = build_stages(config, plans, RunContext())
+    found = {"vector": 0, "table": 0, "split": 0, "whole": 0, "shared": 0, "experts": 0}
+    for parameter in {p: None for stage in stages.values() for p in stage.parameters()}:
+        spec = parameter.spec
+        size = spec.local(layout.place(0), layout.sizes).size
+        if spec.role in ("gain", "bias"):
+            found["vector"] += size
+        elif spec.role in ("embedding", "head"):
+            found["table"] += size
+        elif spec.role == "matrix" and EXPERT_AXES[0] in spec.axes.values():
+            found["experts"] += size
+        elif spec.role == "matrix":
+            dims = [dim for dim, axis in spec.axes.items() if axis == "tensor"]
+            copies = [copies_of(spec.shape[dim], layout.tensor) for dim in dims]
+            whole = not dims and layout.tensor > 1
+            shared = bool(dims) and copies[0] > 1
+            found["whole" if whole else "shared" if shared else "split"] += size
+    return tuple(found.values())
+
+
+MODELS = st.fixed_dictionaries(
+    {
+        "heads": st.sampled_from([4, 8]),
+        "norm": st.sampled_from(["layernorm", "rmsnorm"]),
+        "activation": st.sampled_from(["gelu", "swiglu"]),
+        "position": st.sampled_from(["learned", "rotary"]),
+        "tie_embeddings": st.booleans(),
+        "bias": st.booleans(),
+        "qk_norm": st.booleans(),
+        "mtp_depth": st.integers(0, 2),
+        "vocab": st.integers(97, 103),
+        "ffn": st.integers(60, 70),
+    },
+    optional={
+        "kv_heads": st.sampled_from([1, 2, 4]),
+        "moe": st.fixed_dictionaries(
+            {
+                "experts": st.integers(4, 9),
+                "ffn": st.integers(20, 30),
+                "shared": st.integers(0, 2),
+                "first": st.integers(0, 2),
+            }
+        ),
+    },
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(model=MODELS, tensor=st.sampled_from([1, 2, 4]), pipeline=st.integers(1, 3))
+def test_what_is_held_is_what_layers_declare(model, tensor, pipeline):
+    moe = "moe" in model
+    config = RunConfig(
+        model={"layers": 4, "hidden": 32, **model},
+        train={"seq": 16, "precision": "bf16"},
+        parallel={"tensor": tensor, "pipeline": pipeline, "expert": tensor if moe else 1},
+    )
+    layout = Layout.from_parallel(config.parallel, 4 * tensor * pipeline)
+    for plan in stage_plans(config):
+        assert counted(config, layout, plan) == by_specs(config, layout, [plan])

@@ -1,0 +1,219 @@
+"""Emulated hosts on one machine, connected by links of a given rate. Needs Linux and root.
+
+Each host is a network namespace with a single link to a switch, which is a bridge in another
+namespace. The machine's own network is not touched, and everything disappears with the namespaces.
+Token buckets (`tc tbf`) shape the links in both directions: a transfer takes as long as on a wire
+of that rate, while the processor sleeps.
+
+A host's programs run in a process namespace whose first process dies with this process, so nothing
+keeps running even if this process is killed. Its empty network namespaces then remain. The next lab
+removes them; their names contain the process that made them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaframe.errors import UserError
+from megaframe.io.process import started
+
+BURST, QUEUE = "128kb", "4mb"
+"""Bytes that a link sends at once before the rate applies, and bytes of its queue, for `tc`."""
+UPLINK = "uplink"
+"""Name of the network interface at each host's end of its link."""
+MOST_HOSTS = 100
+_TOOLS = ("ip", "tc", "unshare", "setpriv")
+_RATE = re.compile(r"[0-9]+(\.[0-9]+)?([kmg]bit)", re.IGNORECASE)
+_TIME = re.compile(r"[0-9]+(\.[0-9]+)?(us|ms|s)", re.IGNORECASE)
+_NAMESPACE = re.compile(r"netlab-([0-9]+)-([0-9]+)-")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between a host and the switch.
+
+    rate: of each direction, in the format of `tc`, such as 500mbit. latency: delay of what the host
+    sends, such as 1ms, or None; needs `netem` in the kernel.
+    """
+
+    rate: str
+    latency: str | None = None
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host. A command line prefixed with `command` runs on it.
+
+    name: its network namespace. switch: the switch's namespace. port: the switch's end of the link.
+    """
+
+    name: str
+    address: str
+    link: Link
+    switch: str
+    port: str
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Prefix of a command line. It also tells gloo and NCCL which network interface to use."""
+        interfaces = (f"GLOO_SOCKET_IFNAME={UPLINK}", f"NCCL_SOCKET_IFNAME={UPLINK}")
+        alive = ("setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self.name)
+        apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "env", *interfaces)
+        return (*alive, *apart)
+
+    def transferred_bytes(self) -> tuple[int, int]:
+        """Return the bytes that the host has sent and received over its link, as counters by the
+        interface, headers included."""
+        text = _run("ip", "-n", self.name, "-s", "-j", "link", "show", UPLINK)
+        counters = json.loads(text)[0]["stats64"]
+        return counters["tx"]["bytes"], counters["rx"]["bytes"]
+
+    def set_connected(self, up: bool) -> None:
+        """Connect the host's link to the switch, or cut it."""
+        _run("ip", "-n", self.switch, "link", "set", self.port, "up" if up else "down")
+
+
+@contextmanager
+def emulate_hosts(links: Sequence[Link]) -> Iterator[list[Host]]:
+    """Make a host for each link. On exit, for whatever reason, all processes on the hosts are
+    killed.
+
+    Raises `UserError` before anything is made if the machine or the links do not allow it.
+    """
+    check_links(links)
+    remove_stale_namespaces()
+    with ExitStack() as stack:
+        switch = stack.enter_context(_namespace("switch"))
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        hosts: list[Host] = []
+        for number, link in enumerate(links):
+            name = stack.enter_context(_namespace(f"host{number}"))
+            # All addresses have the same length, because torchrun orders nodes by address as text.
+            address = f"10.0.0.{100 + number}"
+            hosts.append(Host(name, address, link, switch, f"port{number}"))
+            _connect_to_switch(hosts[-1])
+        yield hosts
+
+
+def check_links(links: Sequence[Link]) -> None:
+    """Raise `UserError` if a lab with these links cannot be made on this machine."""
+    if not 1 <= len(links) <= MOST_HOSTS:
+        raise UserError(f"{len(links)} hosts; use 1 to {MOST_HOSTS}")
+    for link in links:
+        check_rate(link.rate)
+        if link.latency is not None and not _TIME.fullmatch(link.latency):
+            raise UserError(f"latency {link.latency!r} is not a number with us, ms or s: 1ms")
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        raise UserError(
+            f"the network lab needs Linux with {', '.join(missing)}; Debian has them in the "
+            "packages iproute2 and util-linux"
+        )
+    if os.geteuid() != 0:
+        raise UserError("the network lab makes network namespaces, which needs root")
+    if error := _kernel_error("tbf", "rate", "1mbit", "burst", BURST, "limit", QUEUE):
+        raise UserError(f"this machine cannot shape links (tc tbf): {error}")
+    if any(link.latency for link in links) and (error := _kernel_error("netem", "delay", "1ms")):
+        raise UserError(
+            f"a latency needs netem, which this kernel lacks (CONFIG_NET_SCH_NETEM): {error}; "
+            "leave out the latency; the rate works without it"
+        )
+
+
+def check_rate(rate: str) -> None:
+    """Raise `UserError` if `rate` is not a rate above 0 in kbit, mbit or gbit."""
+    if not _RATE.fullmatch(rate) or not float(rate[:-4]):
+        raise UserError(f"rate {rate!r} is not a number above 0 with kbit, mbit or gbit: 200mbit")
+
+
+def remove_stale_namespaces() -> list[str]:
+    """Remove the namespaces of labs whose process is gone, kill what still runs in them, and return
+    their names."""
+    removed = []
+    for line in _run("ip", "netns", "list").splitlines():
+        name = line.split()[0] if line.split() else ""
+        owner = _NAMESPACE.match(name)
+        if owner and started(int(owner[1])) != int(owner[2]):
+            _remove(name)
+            removed.append(name)
+    return removed
+
+
+def _kernel_error(*discipline: str) -> str | None:
+    """Return the kernel's error message for a queueing discipline, or None if it accepts it. It is
+    tried in an unnamed namespace, which ends with the command."""
+    command = ("unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *discipline)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    message = " ".join(done.stderr.split())
+    return None if done.returncode == 0 else message or f"status {done.returncode}"
+
+
+def _connect_to_switch(host: Host) -> None:
+    """Make the host's link to the switch, and shape it."""
+    ends = ((host.name, UPLINK), (host.switch, host.port))
+    pair = ("type", "veth", "peer", "name", host.port, "netns", host.switch)
+    _run("ip", "link", "add", UPLINK, "netns", host.name, *pair)
+    _run("ip", "-n", host.switch, "link", "set", host.port, "master", "bridge")
+    _run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", UPLINK)
+    for namespace, device in (*ends, (host.name, "lo")):
+        _run("ip", "-n", namespace, "link", "set", device, "up")
+    shape = ("tbf", "rate", host.link.rate, "burst", BURST, "limit", QUEUE)
+    for namespace, device in ends:
+        parent = ["root"]
+        add = ("tc", "-n", namespace, "qdisc", "add", "dev", device)
+        if host.link.latency and device == UPLINK:
+            _run(*add, "root", "handle", "1:", "netem", "delay", host.link.latency)
+            parent = ["parent", "1:1"]
+        _run(*add, *parent, *shape)
+
+
+@contextmanager
+def _namespace(name: str) -> Iterator[str]:
+    """Make a network namespace that belongs to this process, and yield its name. On exit it is
+    removed, and all processes in it are killed."""
+    name = f"netlab-{os.getpid()}-{started(os.getpid())}-{name}"
+    try:
+        _run("ip", "netns", "add", name)
+        yield name
+    finally:
+        with _signals_blocked():
+            _remove(name)
+
+
+def _remove(name: str) -> None:
+    """Remove a namespace, if it exists, and kill all processes in it."""
+    if not (Path("/run/netns") / name).exists():
+        return
+    for process in _run("ip", "netns", "pids", name).split():
+        with suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
+    _run("ip", "netns", "delete", name)
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Defer SIGINT and SIGTERM for this process and its children: ctrl-C reaches both, and some
+    launchers send SIGTERM twice."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run(*command: str) -> str:
+    """Run a command and return its output. Raises `UserError` with its error output if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{' '.join(command)}: {' '.join(done.stderr.split())}")
+    return done.stdout
