@@ -5,8 +5,8 @@ and for megaframe what a step of one microbatch calls (`trace_step.py`).
 
 Each argument is NAME=PATH. PATH is a folder of Python files, or a checkout of megaframe, of which
 `megaframe/` is measured and a tiny run on the CPU is traced. `--write` keeps the numbers in
-`benchmarks/results/tree.json`, beside those of earlier calls, and makes `docs/reference/tree.md` from them;
-`--page` only makes the page.
+`benchmarks/results/tree.json`, beside those of earlier calls, and makes `docs/reference/tree.md`
+from them; `--page` only makes the page.
 """
 
 from __future__ import annotations

@@ -247,8 +247,8 @@ def describe_missing(page: str, name: str, missing_file: str) -> str:
     lines.append(find_section(page, table.source))
     numbers = ", ".join(f"{n[0]}-{n[-1]}" if len(n) > 1 else str(n[0]) for n in lines)
     return (
-        f"{missing_file} is missing: lines {numbers} of docs/reference/prediction.md ({table.source}) cannot "
-        "be made again"
+        f"{missing_file} is missing: lines {numbers} of docs/reference/prediction.md "
+        f"({table.source}) cannot be made again"
     )
 
 

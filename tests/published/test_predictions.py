@@ -129,7 +129,7 @@ def test_the_page_tells_the_constants():
         values = " | ".join(f"{getattr(CONSTANTS[family], name):g}" for name in FITTED)
         assert f"| {family} | {values} |" in text
     assert len(FITTED) == 6
-    assert (PAGE.parent / re.search(r"\]\((images/.*?)\)", text)[1]).exists()
+    assert (PAGE.parent / re.search(r"\]\(((?:\.\./)images/.*?)\)", text)[1]).exists()
 
 
 def test_rows_of_vtrain_on_one_node_are_computed():
