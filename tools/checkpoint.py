@@ -22,8 +22,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megaframe.checkpoint import WHAT_IS_TAKEN, Checkpoint, locate, open_checkpoint, place
-from megaframe.checkpoint.inspect import damage, differences, regroup
+from megaframe.checkpoint import (
+    ACCEPTED_PATHS,
+    Checkpoint,
+    locate_checkpoint,
+    open_checkpoint,
+    parse_path,
+)
+from megaframe.checkpoint.inspect import compare_checkpoints, find_damage
+from megaframe.checkpoint.reshard import reshard_checkpoint
 from megaframe.config import load as load_config
 from megaframe.errors import UserError, report_errors
 from megaframe.io.untrusted import showable
@@ -42,7 +49,7 @@ def main() -> None:
 
 def inspect(given: argparse.Namespace) -> int:
     """Show what a checkpoint contains."""
-    with open_checkpoint(locate(given.path, "path")) as checkpoint:
+    with open_checkpoint(locate_checkpoint(given.path, "path")) as checkpoint:
         tensors = checkpoint.tensors.values()
         files = {piece.file for tensor in tensors for piece in tensor.slices}
         print(f"{checkpoint.path}: step {checkpoint.step}, {len(files)} files")
@@ -86,9 +93,9 @@ def _tensors(checkpoint: Checkpoint) -> Table:
 
 def verify(given: argparse.Namespace) -> int:
     """Read everything, and list every file and tensor that is damaged."""
-    path = locate(given.path, "path")
+    path = locate_checkpoint(given.path, "path")
     whole = True
-    for problem in damage(path):
+    for problem in find_damage(path):
         whole = False
         print(problem)
     if not whole:
@@ -106,9 +113,12 @@ def diff(given: argparse.Namespace) -> int:
     for title in ("tensor", "largest distance", "relative to largest"):
         table.add_column(title, no_wrap=True, justify="left" if title == "tensor" else "right")
     different = same = 0
-    one_path, other_path = locate(given.path, "path"), locate(given.other, "other")
+    one_path, other_path = (
+        locate_checkpoint(given.path, "path"),
+        locate_checkpoint(given.other, "other"),
+    )
     with open_checkpoint(one_path) as one, open_checkpoint(other_path) as other:
-        for found in differences(one, other):
+        for found in compare_checkpoints(one, other):
             relative = found.distance / found.largest if found.largest else found.distance
             if found.what is None and relative <= given.tolerance:
                 same += 1
@@ -128,8 +138,8 @@ def reshard(given: argparse.Namespace) -> int:
     """Write a checkpoint again with another number of files."""
     if given.files < 1:
         raise UserError(f"--files={given.files}: use 1 or more")
-    with open_checkpoint(locate(given.path, "path")) as checkpoint:
-        print(f"wrote {regroup(checkpoint, place(given.to), given.files)}")
+    with open_checkpoint(locate_checkpoint(given.path, "path")) as checkpoint:
+        print(f"wrote {reshard_checkpoint(checkpoint, parse_path(given.to), given.files)}")
     return 0
 
 
@@ -137,7 +147,7 @@ def export_hf(given: argparse.Namespace) -> int:
     """Write the weights, and the tokenizer, as a folder that Hugging Face transformers loads."""
     from megaframe.checkpoint.convert.huggingface.model_folder import export
 
-    with open_checkpoint(locate(given.path, "path")) as checkpoint:
+    with open_checkpoint(locate_checkpoint(given.path, "path")) as checkpoint:
         notes = export(checkpoint, Path(given.to), given.dtype, given.tokenizer)
     print(f"wrote {given.to}")
     for note in notes:
@@ -149,7 +159,7 @@ def import_hf(given: argparse.Namespace) -> int:
     """Write a model in the folder format of Hugging Face as a checkpoint of step 0."""
     from megaframe.checkpoint.convert.huggingface.model_folder import load
 
-    print(f"wrote {load(Path(given.path), place(given.to))}")
+    print(f"wrote {load(Path(given.path), parse_path(given.to))}")
     return 0
 
 
@@ -157,7 +167,7 @@ def export_dcp(given: argparse.Namespace) -> int:
     """Write all tensors, and the state of the run, as a folder of torch.distributed.checkpoint."""
     from megaframe.checkpoint.convert import dcp
 
-    with open_checkpoint(locate(given.path, "path")) as checkpoint:
+    with open_checkpoint(locate_checkpoint(given.path, "path")) as checkpoint:
         dcp.export(checkpoint, Path(given.to))
     print(f"wrote {given.to}")
     return 0
@@ -168,7 +178,7 @@ def import_dcp(given: argparse.Namespace) -> int:
     from megaframe.checkpoint.convert import dcp
 
     config = load_config(given.config) if given.config else None
-    done = dcp.load(Path(given.path), place(given.to), config)
+    done = dcp.load(Path(given.path), parse_path(given.to), config)
     print(f"wrote {done.path}")
     if done.left_out:
         more = f" and {len(done.left_out) - 5} more" if len(done.left_out) > 5 else ""
@@ -198,7 +208,7 @@ def _arguments() -> argparse.Namespace:
         name = run.__name__.replace("_", "-")
         command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         command.set_defaults(run=run)
-        command.add_argument("path", help=_FOLDERS.get(run, WHAT_IS_TAKEN))
+        command.add_argument("path", help=_FOLDERS.get(run, ACCEPTED_PATHS))
         if run is inspect:
             command.add_argument("--tensors", action="store_true", help="list all tensors")
         if run is diff:

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megaframe.checkpoint import WHAT_IS_TAKEN
+from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.config import RunConfig
 from megaframe.data.preprocessing.input_shards import FORMATS, Reading
 from megaframe.data.samples import SPLITS
@@ -139,7 +139,7 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--checkpoint", required=True, help=WHAT_IS_TAKEN)
+    add("--checkpoint", required=True, help=ACCEPTED_PATHS)
     add("--text", nargs="+", default=(), metavar="FILE", help="held-out text, or token files")
     add("--split", choices=SPLITS[1:], help="the run's own documents of this part of data.split")
     add("--context", type=_positive, help="tokens of a window (default: train.seq of the run)")

@@ -9,7 +9,7 @@ import argparse
 
 import torch
 
-from megaframe.checkpoint import WHAT_IS_TAKEN
+from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.errors import UserError, report_errors
 from megaframe.training.generation import (
     Sampling,
@@ -67,7 +67,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.")
-    parser.add_argument("--checkpoint", required=True, help=WHAT_IS_TAKEN)
+    parser.add_argument("--checkpoint", required=True, help=ACCEPTED_PATHS)
     parser.add_argument("--prompt", help="text to continue; default: a new document")
     parser.add_argument("--tokens", type=int, default=100, help="most tokens to sample")
     parser.add_argument("--samples", type=int, default=1, help="texts, one after the other")

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.errors import UserError, report_errors
-from megaframe.schedule import NAMES, Schedule, generate, lower, schedule_mistakes
+from megaframe.schedule import SCHEDULE_NAMES, Schedule, generate, lower, schedule_mistakes
 from megaframe.schedule.check import check
-from megaframe.schedule.costs import Costs, Seconds, parse_costs
-from megaframe.schedule.draw import draw_text, short
+from megaframe.schedule.costs import ActionCosts, Seconds, parse_costs
 from megaframe.schedule.draw_svg import draw_svg
+from megaframe.schedule.draw_text import draw_text, format_number
 from megaframe.schedule.draw_trace import draw_trace
-from megaframe.schedule.limits import LIMITS
+from megaframe.schedule.limits import SCHEDULE_LIMITS
 from megaframe.schedule.simulate import Timeline, simulate
 
 _MOST_ACTIONS = 5_000_000
@@ -36,7 +36,7 @@ example: python tools/schedule.py --schedule zb-v --stages 4 --chunks 2 --microb
 
 
 @dataclass(frozen=True)
-class Question:
+class ScheduleRequest:
     """The parameters of one schedule. name: as in `generate`. group: microbatches per turn
     (interleaved). costs: those of a rank's whole share of the model. memory_limit: most activations
     (search), in units of a microbatch on a rank."""
@@ -46,15 +46,15 @@ class Question:
     chunks: int
     microbatches: int
     group: int | None
-    costs: Costs
+    costs: ActionCosts
     memory_limit: Fraction | None
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScheduleResult:
     """A schedule that has passed the checker, with its simulated timeline."""
 
-    question: Question
+    question: ScheduleRequest
     schedule: Schedule
     timeline: Timeline
 
@@ -75,7 +75,7 @@ class Answer:
 
 def main() -> None:
     options = _options()
-    asked = Question(
+    asked = ScheduleRequest(
         options.schedule or "",
         options.stages,
         options.chunks,
@@ -103,11 +103,11 @@ def main() -> None:
     for key, value in answer.record().items():
         shown = " ".join(map(str, value)) if isinstance(value, list) else value
         print(f"{key:<17} {shown}")
-    waits = " ".join(map(short, answer.timeline.bubbles))
+    waits = " ".join(map(format_number, answer.timeline.bubbles))
     print(f"{'waits':<17} {waits}")
 
 
-def _answer(asked: Question, lowered: bool = False) -> Answer:
+def _answer(asked: ScheduleRequest, lowered: bool = False) -> ScheduleResult:
     costs = asked.costs.divided(asked.chunks)
     schedule = generate(
         asked.name,
@@ -121,17 +121,17 @@ def _answer(asked: Question, lowered: bool = False) -> Answer:
     if lowered:
         schedule = lower(schedule)
     check(schedule)
-    return Answer(asked, schedule, simulate(schedule, costs))
+    return ScheduleResult(asked, schedule, simulate(schedule, costs))
 
 
-def _compare(asked: Question, as_json: bool) -> None:
+def _compare(asked: ScheduleRequest, as_json: bool) -> None:
     """Print all schedules on the same ranks, each with the valid number of chunks nearest to the
     given one."""
     answers, mistakes = [], []
-    for name in NAMES:
-        chunks = LIMITS[name].nearest_chunks(asked.chunks)
+    for name in SCHEDULE_NAMES:
+        chunks = SCHEDULE_LIMITS[name].nearest_chunks(asked.chunks)
         group = asked.group if name == "interleaved" else None
-        one = Question(
+        one = ScheduleRequest(
             name, asked.ranks, chunks, asked.microbatches, group, asked.costs, asked.memory_limit
         )
         wrong = schedule_mistakes(name, one.ranks, chunks, one.microbatches, group=group)
@@ -147,7 +147,7 @@ def _compare(asked: Question, as_json: bool) -> None:
     for answer in answers:
         found = answer.timeline
         numbers = found.time, found.bubble_time, max(found.peak_activations)
-        time, bubble_time, peak = map(short, numbers)
+        time, bubble_time, peak = map(format_number, numbers)
         share = f"{float(found.bubble):.2%}"
         table.add_row(
             answer.question.name, str(answer.question.chunks), time, share, bubble_time, peak
@@ -157,7 +157,7 @@ def _compare(asked: Question, as_json: bool) -> None:
         print(f"left out: {mistake}")
 
 
-def _check_size(asked: Question) -> None:
+def _check_size(asked: ScheduleRequest) -> None:
     sizes = {
         "--stages": asked.ranks,
         "--chunks": asked.chunks,
@@ -210,7 +210,9 @@ def _options() -> argparse.Namespace:
     )
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--schedule", metavar="NAME", help=f"{', '.join(NAMES)} or file:PATH")
+    what.add_argument(
+        "--schedule", metavar="NAME", help=f"{', '.join(SCHEDULE_NAMES)} or file:PATH"
+    )
     what.add_argument("--compare", action="store_true", help="a table of all schedules")
     add("--stages", type=int, required=True, metavar="P", help="ranks of the pipeline")
     add("--chunks", type=int, default=1, metavar="V", help="stages per rank (default: 1)")

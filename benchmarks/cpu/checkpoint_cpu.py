@@ -223,11 +223,11 @@ class MegaframeCheckpoint(CheckpointedState):
     """megaframe."""
 
     def __init__(self, folder: Path, mesh: Any) -> None:
-        from megaframe.checkpoint import Writer
+        from megaframe.checkpoint import CheckpointWriter
 
         super().__init__(folder, mesh)
         given = {"rank": self.rank, "world": RANKS, "store": mesh.store}
-        self.writer, self.number = Writer(self.folder, **given, keep=1), 0
+        self.writer, self.number = CheckpointWriter(self.folder, **given, keep=1), 0
 
     def turns(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         self.clear()
@@ -254,11 +254,11 @@ class MegaframeCheckpoint(CheckpointedState):
 
     def save(self) -> dict[str, float]:
         from megaframe.checkpoint.folder import read_pointer
-        from megaframe.checkpoint.names import final_name
+        from megaframe.checkpoint.stores.store import checkpoint_name
 
         began = time.perf_counter()
         self.begin()
-        while read_pointer(self.folder) != final_name(self.number):
+        while read_pointer(self.folder) != checkpoint_name(self.number):
             time.sleep(0.002)
         named = time.perf_counter()
         self.writer.wait()
@@ -276,9 +276,9 @@ class MegaframeCheckpoint(CheckpointedState):
         self._load([Slice(name, (ROWS, COLUMNS), offset, view) for name, view in views.items()])
 
     def _load(self, slices: list[Any]) -> None:
-        from megaframe.checkpoint import find, open_checkpoint
+        from megaframe.checkpoint import find_checkpoint, open_checkpoint
 
-        path = find(self.folder, "latest")
+        path = find_checkpoint(self.folder, "latest")
         assert path is not None
         with open_checkpoint(path) as checkpoint:
             # A run passes the slices that only this rank keeps in the same way.

@@ -187,9 +187,9 @@ def _manifest(world: int, slices: int) -> int:
         SavedFile,
         SavedSlice,
         SavedTensor,
-        decode,
-        encode,
-        merged,
+        decode_manifest,
+        encode_manifest,
+        merge_tensors,
     )
 
     width = 4096
@@ -203,8 +203,8 @@ def _manifest(world: int, slices: int) -> int:
         f"rank-{rank:05d}.safetensors": SavedFile(bytes=slices * width * 4, header="0" * 16)
         for rank in range(world)
     }
-    data = encode(Manifest(step=1, state={}, files=files, tensors=merged(parts)))
-    decode(data, Path("manifest"))
+    data = encode_manifest(Manifest(step=1, state={}, files=files, tensors=merge_tensors(parts)))
+    decode_manifest(data, Path("manifest"))
     return len(data)
 
 

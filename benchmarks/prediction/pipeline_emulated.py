@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import commit, machine
 
-from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig
 from megaframe.schedule import Schedule, generate, lower
-from megaframe.schedule.costs import Costs
+from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.simulate import Timeline, simulate
 
 RUNS = (
@@ -116,7 +116,7 @@ def config_of(
 
 def simulated(config: RunConfig, comm: float) -> tuple[Schedule, Timeline]:
     """Return the schedule of a step of `config`, and its simulation with the emulated times."""
-    schedule = step_schedule(config, config.train.global_batch)
+    schedule = build_step_schedule(config, config.train.global_batch)
     costs = replace(stage_costs(config, stage_plans(config)), comm=comm)
     return schedule, simulate(schedule, costs)
 
@@ -142,7 +142,7 @@ def measure(
     work = [float(value) for value in expected.work]
     live = max(max(rank.live) for rank in seen) / chunks
     usual = generate("1f1b", given.ranks, 1, microbatches)
-    limit = float(max(simulate(usual, Costs()).peak_activations))
+    limit = float(max(simulate(usual, ActionCosts()).peak_activations))
     spans = [
         statistics.median(
             1 - mine / (last - first) for first, last in zip(rank.firsts, rank.lasts, strict=True)
@@ -198,7 +198,7 @@ def overheads() -> Iterator[dict[str, Any]]:
     head, which are real, are reported apart from the others."""
     for name, ranks, chunks, microbatches in OVERHEAD:
         config = config_of(name, ranks, chunks, microbatches, 0.0)
-        schedule = step_schedule(config, microbatches)
+        schedule = build_step_schedule(config, microbatches)
         actions = [len(rank) for rank in lower(schedule).ranks]
         each = [
             1e6 * min(rank.busy) / count

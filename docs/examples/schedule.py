@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from megaframe.schedule import Action, Kind, Schedule
+from megaframe.schedule import Action, ActionKind, Schedule
 from megaframe.schedule.check import check
 
 
@@ -18,11 +18,11 @@ def eager(ranks: int, microbatches: int) -> Schedule:
     lists = []
     for rank in range(ranks):
         ahead = min(microbatches, 2 * (ranks - 1 - rank) + 1)
-        actions = [Action(Kind.F, rank, number) for number in range(ahead)]
+        actions = [Action(ActionKind.F, rank, number) for number in range(ahead)]
         for number in range(microbatches):
-            actions.append(Action(Kind.B, rank, number))
+            actions.append(Action(ActionKind.B, rank, number))
             if ahead + number < microbatches:
-                actions.append(Action(Kind.F, rank, ahead + number))
+                actions.append(Action(ActionKind.F, rank, ahead + number))
         lists.append(tuple(actions))
     return Schedule(tuple(lists))
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config.schema import RunConfig
-from megaframe.schedule import Action, Kind, Schedule, generate
+from megaframe.schedule import Action, ActionKind, Schedule, generate
 from megaframe.schedule.simulate import simulate
 
 
-def step_schedule(config: RunConfig, microbatches: int) -> Schedule:
+def build_step_schedule(config: RunConfig, microbatches: int) -> Schedule:
     """Return the compute actions of one step; equal arguments give equal schedules.
 
     `search` may not choose the placement of stages, because stages must stay where they are while a
@@ -32,14 +32,14 @@ def step_schedule(config: RunConfig, microbatches: int) -> Schedule:
     )
 
 
-def forward_schedule(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
+def build_forward_schedule(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
     """Return a schedule of forward passes only. Each rank runs all microbatches of one stage before
     its next stage, so no pass waits for a later stage. rank_of: rank of each stage."""
     ranks = range(max(rank_of) + 1)
     return Schedule(
         tuple(
             tuple(
-                Action(Kind.F, stage, number)
+                Action(ActionKind.F, stage, number)
                 for stage, owner in enumerate(rank_of)
                 if owner == rank
                 for number in range(microbatches)
@@ -49,7 +49,7 @@ def forward_schedule(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
     )
 
 
-def pipeline_summary(config: RunConfig, schedule: Schedule) -> Iterator[str]:
+def summarize_pipeline(config: RunConfig, schedule: Schedule) -> Iterator[str]:
     """Yield a line for the schedule with its bubble, one for all stages together, and one for each
     stage; nothing if there is only one stage."""
     plans = stage_plans(config)

@@ -1,26 +1,25 @@
 """Checkpoints: slices of logical tensors, saved under one layout and loaded under any other."""
 
-from megaframe.checkpoint.load import (
-    WHAT_IS_TAKEN,
-    Checkpoint,
-    find,
-    home_of,
-    locate,
-    open_checkpoint,
+from megaframe.checkpoint.folder import (
+    ACCEPTED_PATHS,
+    checkpoint_folder,
+    find_checkpoint,
+    locate_checkpoint,
 )
-from megaframe.checkpoint.save import Writer
+from megaframe.checkpoint.load import Checkpoint, open_checkpoint
+from megaframe.checkpoint.save import CheckpointWriter
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.stores.store import Place, place
+from megaframe.checkpoint.stores.store import StorePath, parse_path
 
 __all__ = [
-    "WHAT_IS_TAKEN",
+    "ACCEPTED_PATHS",
     "Checkpoint",
-    "Place",
+    "CheckpointWriter",
     "Slice",
-    "Writer",
-    "find",
-    "home_of",
-    "locate",
+    "StorePath",
+    "checkpoint_folder",
+    "find_checkpoint",
+    "locate_checkpoint",
     "open_checkpoint",
-    "place",
+    "parse_path",
 ]

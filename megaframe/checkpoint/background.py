@@ -14,12 +14,12 @@ from threading import Condition, Event, Thread
 import torch
 from torch import Tensor
 
-from megaframe.checkpoint.shard_file import Piece, by_alignment, plan
+from megaframe.checkpoint.shard_file import FileEntry, plan_entries, sort_by_alignment
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.stores.aligned_buffer import ALIGNMENT, aligned
+from megaframe.checkpoint.stores.direct_io import ALIGNMENT, allocate_aligned
 
 
-class Copy:
+class HostCopy:
     """`size` bytes that are being filled in order. Their memory is aligned and remains unchanged
     until the work on them is done."""
 
@@ -30,7 +30,7 @@ class Copy:
         self._failure: Exception | None = None
         self._news = Condition()
 
-    def take(self, piece: Piece) -> memoryview:
+    def take(self, piece: FileEntry) -> memoryview:
         """Wait until a piece has been copied and return its bytes. Raises the error if copying
         failed."""
         with self._news:
@@ -69,12 +69,12 @@ class Copy:
             self._news.notify_all()
 
 
-Work = Callable[[list[Piece], Copy], None]
+BackgroundTask = Callable[[list[FileEntry], HostCopy], None]
 """A function that gets the pieces of the slices, with their byte ranges in the copy, and the
 copy."""
 
 
-class Background:
+class BackgroundCopier:
     """Runs one piece of work at a time, in a daemon thread.
 
     An error is raised by the next `wait` or `poll`; after that the object can be used again.
@@ -88,13 +88,13 @@ class Background:
         self._copied = Event()
         self._arrival: torch.cuda.Event | None = None
 
-    def start(self, slices: Sequence[Slice], work: Work) -> None:
+    def start(self, slices: Sequence[Slice], work: BackgroundTask) -> None:
         """Copy the slices and do the work, both in the background. The slices must not change until
         `copied` has returned. Waits for the previous work. Raises ValueError for slices that cannot
         be saved."""
         self.wait()
-        held = by_alignment(slices)
-        planned, parts = plan(held)
+        held = sort_by_alignment(slices)
+        planned, parts = plan_entries(held)
         self._copied.clear()
         self._arrival = None
         devices = {part.tensor.device for part in held if part.tensor.is_cuda}
@@ -102,7 +102,7 @@ class Background:
         for device in devices:  # at most one, the rank's own
             self._stream = self._stream or torch.cuda.Stream(device)
             written = torch.cuda.current_stream(device).record_event()
-        copy = Copy(planned[-1].stop if planned else 0)
+        copy = HostCopy(planned[-1].stop if planned else 0)
         copier = Thread(target=self._fill, args=(parts, written, copy), name="copy", daemon=True)
         run = (planned, copy, copier, work)
         self._thread = Thread(target=self._run, args=run, name="checkpoint", daemon=True)
@@ -140,7 +140,9 @@ class Background:
             raise failure
         return True
 
-    def _run(self, planned: list[Piece], copy: Copy, copier: Thread, work: Work) -> None:
+    def _run(
+        self, planned: list[FileEntry], copy: HostCopy, copier: Thread, work: BackgroundTask
+    ) -> None:
         try:
             work(planned, copy)
         except Exception as error:  # `poll` raises it in the caller's thread
@@ -148,7 +150,7 @@ class Background:
         finally:
             copier.join()  # because the next copy uses the same memory
 
-    def _fill(self, parts: list[Tensor], written: torch.cuda.Event | None, copy: Copy) -> None:
+    def _fill(self, parts: list[Tensor], written: torch.cuda.Event | None, copy: HostCopy) -> None:
         try:
             if self._stream is not None:  # new threads start with device 0
                 torch.cuda.set_device(self._stream.device)
@@ -169,19 +171,19 @@ class Background:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)  # never hold both
         if self._stream is None:
-            self._buffer = torch.from_numpy(aligned(size))
+            self._buffer = torch.from_numpy(allocate_aligned(size))
             return
         buffer = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
         self._buffer = buffer[-buffer.data_ptr() % ALIGNMENT :]
 
-    def _copy(self, tiles: Iterable[Tensor], copy: Copy) -> None:
+    def _copy(self, tiles: Iterable[Tensor], copy: HostCopy) -> None:
         start = 0
         for tile in tiles:
             start = self._start_copy(tile, start)
             copy.reach(start)
 
     def _copy_from_device(
-        self, tiles: Iterable[Tensor], written: torch.cuda.Event, copy: Copy
+        self, tiles: Iterable[Tensor], written: torch.cuda.Event, copy: HostCopy
     ) -> None:
         """Copy from a device in a separate stream, overlapping with what the device computes after
         `written`."""
@@ -202,9 +204,9 @@ class Background:
         """Start copying a tensor to offset `start` of the host memory. Returns the offset of its
         end."""
         stop = start + tensor.nbytes
-        _as_bytes_of(tensor, self._buffer[start:stop]).copy_(tensor, non_blocking=True)
+        _view_like(tensor, self._buffer[start:stop]).copy_(tensor, non_blocking=True)
         return stop
 
 
-def _as_bytes_of(tensor: Tensor, data: Tensor) -> Tensor:
+def _view_like(tensor: Tensor, data: Tensor) -> Tensor:
     return data.view(tensor.dtype).view(tensor.shape)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from megaframe.distributed.failure_verdict import spaced
+from megaframe.distributed.failure_verdict import polling_interval
 from megaframe.errors import UserError
 
 Message = dict[str, Any]
@@ -31,7 +31,7 @@ _REQUESTS = 5
 """Requests of a rank that looks how far an attempt is."""
 
 
-class Meeting:
+class SaveCoordinator:
     """One rank's part in the coordination of one save.
 
     No method waits for another rank except `hear`, which polls, so that others can use the store in
@@ -75,7 +75,7 @@ class Meeting:
         missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         raise UserError(
             f"checkpoint of step {self._step} was abandoned after {self._timeout:g} s: no message "
-            f"({topic}) from ranks {_few(missing)} of {self._world}"
+            f"({topic}) from ranks {_format_ranks(missing)} of {self._world}"
         )
 
     def go(self, attempt: str, stage: str) -> None:
@@ -104,9 +104,9 @@ class Meeting:
         while time.monotonic() < deadline:
             time.sleep(pause)
             longest = min(_LAST_PAUSE, _PAUSE_PER_RANK * self._world)
-            pause = min(2 * pause, spaced(longest, _REQUESTS * self._world))
+            pause = min(2 * pause, polling_interval(longest, _REQUESTS * self._world))
             yield
 
 
-def _few(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" * (len(ranks) > 8))

@@ -1,41 +1,64 @@
-"""The folder of a run's checkpoints ("home"): lists them, keeps the pointer, deletes old ones."""
+"""The folder of a run's checkpoints ("home"): finds and lists them, keeps the pointer, deletes old
+ones."""
 
 from __future__ import annotations
 
-from megaframe.checkpoint.names import FINAL, POINTER
-from megaframe.checkpoint.stores.store import Place, store_of
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+from megaframe.checkpoint.load import open_checkpoint
+from megaframe.checkpoint.manifest import MANIFEST
+from megaframe.checkpoint.stores.store import (
+    CHECKPOINT_NAME,
+    POINTER,
+    StorePath,
+    checkpoint_name,
+    is_temporary,
+    parse_path,
+    store_of,
+)
+from megaframe.config import RunConfig
+from megaframe.config import load as load_config
+from megaframe.errors import UserError
+
+ACCEPTED_PATHS = (
+    "a checkpoint, or a folder of checkpoints or a run folder, whose latest is used; path or URL"
+)
+"""What `locate_checkpoint` takes, in words for help and messages."""
+_RUN_SUBFOLDER = "checkpoints"
+"""Folder of checkpoints in a run folder."""
 _POINTER_BYTES = 64
 
 
-def step_of(path: Place) -> int:
-    """Return the step of a checkpoint that `checkpoints` found."""
-    match = FINAL.fullmatch(path.name)
+def step_of(path: StorePath) -> int:
+    """Return the step of a checkpoint that `list_checkpoints` found."""
+    match = CHECKPOINT_NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])
 
 
-def checkpoints(home: Place) -> list[Place]:
+def list_checkpoints(home: StorePath) -> list[StorePath]:
     """Return the complete checkpoints, highest step first. A replaced one follows its successor."""
     found = []
     for name in store_of(home).finished(home):
-        match = FINAL.fullmatch(name)
+        match = CHECKPOINT_NAME.fullmatch(name)
         if match:
             found.append((int(match[1]), match[2] is None, name))
     return [home / name for _, _, name in sorted(found, reverse=True)]
 
 
-def read_pointer(home: Place) -> str | None:
+def read_pointer(home: StorePath) -> str | None:
     """Return the unchecked contents of the file `latest`, or None if there is no such file."""
     content = store_of(home).content(home / POINTER, _POINTER_BYTES)
     return None if content is None else content.decode(errors="replace").strip()
 
 
-def move_pointer(home: Place, name: str, attempt: str) -> None:
+def move_pointer(home: StorePath, name: str, attempt: str) -> None:
     store_of(home).replace(home / POINTER, f"{name}\n".encode("ascii"), attempt)
 
 
-def take_back(home: Place, bad: Place, before: str | None, attempt: str) -> None:
+def withdraw_checkpoint(home: StorePath, bad: StorePath, before: str | None, attempt: str) -> None:
     """Undo a commit: move the pointer back and delete the checkpoint `bad`.
 
     The pointer then names the checkpoint that it named before or, if that is gone, the newest one
@@ -43,7 +66,7 @@ def take_back(home: Place, bad: Place, before: str | None, attempt: str) -> None
     the commit replaced the checkpoint of that name, its `.replaced` copy is named.
     """
     store = store_of(home)
-    left = [path.name for path in checkpoints(home) if path != bad]
+    left = [path.name for path in list_checkpoints(home) if path != bad]
     wanted = [name for name in (before, f"{before}.replaced") if name in left] + left
     if wanted:
         move_pointer(home, wanted[0], attempt)
@@ -52,14 +75,16 @@ def take_back(home: Place, bad: Place, before: str | None, attempt: str) -> None
         store.delete(home / POINTER)
 
 
-def prune(home: Place, written: Place, keep: int, every: int, attempt: str) -> None:
+def prune_checkpoints(
+    home: StorePath, written: StorePath, keep: int, every: int, attempt: str
+) -> None:
     """Delete old checkpoints that are not in use.
 
     Kept are the one just written, the `keep - 1` newest others, and those whose steps are multiples
     of `every` (0: none).
     """
     store = store_of(home)
-    found = checkpoints(home)
+    found = list_checkpoints(home)
     successors = {path.name for path in found}
     kept = 1
     for path in found:
@@ -73,3 +98,104 @@ def prune(home: Place, written: Place, keep: int, every: int, attempt: str) -> N
             continue
         elif not store.is_in_use(path):
             store.remove(path, attempt)
+
+
+def _print_warning(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def checkpoint_folder(config: RunConfig) -> StorePath:
+    """Return the folder in which a run saves its checkpoints."""
+    folder = config.checkpoint.folder
+    return Path(config.run.dir) / _RUN_SUBFOLDER if folder is None else parse_path(folder)
+
+
+def find_checkpoint(
+    home: StorePath, resume: str, note: Callable[[str], None] = _print_warning
+) -> StorePath | None:
+    """Find the checkpoint that `checkpoint.resume` asks for.
+
+    resume: `latest`, or what `locate_checkpoint` takes. `latest` means the checkpoint that the
+    pointer in `home` names. If that is not intact, the newest intact one is returned and `note` is
+    called with the reason; if there is none yet, None is returned.
+
+    Raises what `locate_checkpoint` raises.
+    """
+    if resume != "latest":
+        return locate_checkpoint(resume, "checkpoint.resume", note)
+    try:
+        return _newest_intact(home, note)
+    except OSError as error:
+        raise _unreachable_error(home, error) from None
+
+
+def locate_checkpoint(
+    given: str | StorePath, key: str, note: Callable[[str], None] = _print_warning
+) -> StorePath:
+    """Return the checkpoint that a path or URL stands for: `ACCEPTED_PATHS`.
+
+    key: the config key or the option that gives it, for messages. note: called with a reason if the
+    latest checkpoint is not intact, and the newest intact one is returned.
+
+    Raises UserError if there is no checkpoint, none in the folder is intact, or its place cannot be
+    reached. Whether a checkpoint that is given itself is intact shows when it is opened.
+    """
+    path = parse_path(given) if isinstance(given, str) else given
+    store = store_of(path)
+    try:
+        if not store.is_folder(path):
+            raise UserError(f"{key}={path}: there is no such folder; it takes {ACCEPTED_PATHS}")
+        if is_temporary(path.name):
+            raise UserError(f"{key}={path} is a save that was never finished")
+        if CHECKPOINT_NAME.fullmatch(path.name) or MANIFEST in store.entries(path):
+            return path
+        for home in _candidate_folders(path):
+            if (newest := _newest_intact(home, note)) is not None:
+                return newest
+    except OSError as error:
+        raise _unreachable_error(path, error) from None
+    raise UserError(f"{key}={path}: there is no checkpoint in it; it takes {ACCEPTED_PATHS}")
+
+
+def _candidate_folders(path: StorePath) -> Iterator[StorePath]:
+    """Yield the folders in which checkpoints may be if `path` is no checkpoint: itself, and if it
+    is a run folder, where the run saves."""
+    yield path
+    config = path / "config.yaml"
+    if isinstance(config, Path) and config.is_file():
+        run = load_config(str(config))
+        if run.checkpoint.folder is not None:
+            yield checkpoint_folder(run)
+    yield path / _RUN_SUBFOLDER  # also of a run folder that was moved
+
+
+def _unreachable_error(path: StorePath, error: OSError) -> UserError:
+    return UserError(f"cannot look for checkpoints in {path}: {error.strerror}")
+
+
+def _newest_intact(folder: StorePath, note: Callable[[str], None]) -> StorePath | None:
+    named = read_pointer(folder)
+    found = list_checkpoints(folder)
+    if named is None and not found:
+        return None
+    # The pointer's contents are not trusted: only a checkpoint found in this folder is used.
+    first = [path for path in found if path.name == named]
+    problems = [] if first else [f"{folder / POINTER} {_describe_pointer(named)}"]
+    for path in first + [path for path in found if path not in first]:
+        try:
+            open_checkpoint(path).close()
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            note(f"warning: {path} is used instead: {'; '.join(problems)}")
+        return path
+    raise UserError(
+        f"no intact checkpoint is left in {folder}: "
+        f"{'; '.join(problems)}. To start from scratch, remove {folder / POINTER} and every "
+        f"{checkpoint_name(0)[:5]}* there"
+    )
+
+
+def _describe_pointer(named: str | None) -> str:
+    return "is missing" if named is None else f"names {named!r}, which is not there"

@@ -1,4 +1,4 @@
-"""Finds, opens and loads checkpoints, under any layout.
+"""Opens and loads checkpoints, under any layout.
 
 Saved slices are read a few at a time, checked, and copied to every wanted slice that they overlap.
 A saved slice is always read completely, even if only a part of it is wanted: the checksum can then
@@ -7,47 +7,39 @@ be verified before any byte is used, and the writer's slices are so small that t
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 import torch
 from pydantic import JsonValue
 
-from megaframe.checkpoint.folder import checkpoints, read_pointer
 from megaframe.checkpoint.manifest import (
     DTYPE_NAMES,
     MANIFEST,
-    MAX_BYTES,
+    MAX_MANIFEST_BYTES,
     Manifest,
     SavedSlice,
     SavedTensor,
-    decode,
+    decode_manifest,
 )
-from megaframe.checkpoint.names import FINAL, POINTER, final_name, is_temporary
-from megaframe.checkpoint.reader import Reader, Wanted, rooms_for
-from megaframe.checkpoint.slices import Box, Slice, intersection, region
-from megaframe.checkpoint.stores.store import Place, Source, place, store_of
-from megaframe.config import RunConfig
-from megaframe.config import load as load_config
+from megaframe.checkpoint.shard_reader import ShardReader, SliceRequest, allocate_buffers
+from megaframe.checkpoint.slices import Box, Slice, index_within, intersect
+from megaframe.checkpoint.stores.store import (
+    CHECKPOINT_NAME,
+    ReadHandle,
+    StorePath,
+    store_of,
+)
 from megaframe.errors import UserError
-
-WHAT_IS_TAKEN = (
-    "a checkpoint, or a folder of checkpoints or a run folder, whose latest is used; path or URL"
-)
-"""What `locate` takes, in words for help and messages."""
-_HOME = "checkpoints"
-"""Folder of checkpoints in a run folder."""
 
 
 class Checkpoint:
     """An open checkpoint. As long as it is open no writer deletes it (if the store has locks)."""
 
-    def __init__(self, path: Place, manifest: Manifest, file: Source | IO[bytes]) -> None:
+    def __init__(self, path: StorePath, manifest: Manifest, file: ReadHandle | IO[bytes]) -> None:
         self.path = path
         self._manifest = manifest
         self._file = file
@@ -100,13 +92,13 @@ class Checkpoint:
         for name, parts in wanted.items():
             met[name] = []
             for piece in self.tensors[name].slices:
-                boxes = [part.box for part in parts if intersection(piece.box, part.box)]
+                boxes = [part.box for part in parts if intersect(piece.box, part.box)]
                 if boxes:
                     met[name].append(piece)
                 if any((name, box) not in alone for box in boxes):
                     shared.add((name, piece))
         for name, piece, saved in self.read(met, shared):
-            _scatter(saved, piece, wanted[name])
+            _copy_overlaps(saved, piece, wanted[name])
 
     def read(
         self,
@@ -119,14 +111,14 @@ class Checkpoint:
         may read too. Yields name, slice and contents; the contents are valid until the next
         iteration. Raises UserError if a file is damaged.
         """
-        reads: defaultdict[tuple[str, bool], list[Wanted]] = defaultdict(list)
+        reads: defaultdict[tuple[str, bool], list[SliceRequest]] = defaultdict(list)
         for name, pieces in wanted.items():
             for piece in pieces:
                 alone = (name, piece) not in shared
                 reads[piece.file, alone].append((name, self.tensors[name], piece))
-        rooms = rooms_for(chain.from_iterable(reads.values()))
+        rooms = allocate_buffers(chain.from_iterable(reads.values()))
         for (file, alone), slices in reads.items():
-            with Reader(self.path / file, self._manifest.files[file], alone=alone) as reader:
+            with ShardReader(self.path / file, self._manifest.files[file], alone=alone) as reader:
                 for (name, _, piece), saved in reader.read_all(slices, rooms):
                     yield name, piece, saved
 
@@ -150,37 +142,37 @@ class Checkpoint:
 
 
 @torch.no_grad()
-def _scatter(saved: torch.Tensor, piece: SavedSlice, wanted: Sequence[Slice]) -> None:
+def _copy_overlaps(saved: torch.Tensor, piece: SavedSlice, wanted: Sequence[Slice]) -> None:
     for part in wanted:
-        shared = intersection(piece.box, part.box)
+        shared = intersect(piece.box, part.box)
         if shared is not None:
-            source = saved[region(piece.box, shared)]
-            part.tensor[region(part.box, shared)].copy_(source)
+            source = saved[index_within(piece.box, shared)]
+            part.tensor[index_within(part.box, shared)].copy_(source)
 
 
-def open_checkpoint(path: Place) -> Checkpoint:
+def open_checkpoint(path: StorePath) -> Checkpoint:
     """Open a checkpoint: check its manifest, and that its files exist and have the right sizes.
 
     Raises UserError that names the file and what is wrong with it.
     """
-    manifest, file = _opened(path)
+    manifest, file = _open_manifest(path)
     try:
-        _require_step(path, manifest)
-        _require_files(path, manifest)
+        _check_step(path, manifest)
+        _check_files(path, manifest)
     except BaseException:
         file.close()
         raise
     return Checkpoint(path, manifest, file)
 
 
-def read_manifest(path: Place) -> Manifest:
+def read_manifest(path: StorePath) -> Manifest:
     """Read and check a checkpoint's manifest without looking at its files. Raises UserError."""
-    manifest, file = _opened(path)
+    manifest, file = _open_manifest(path)
     file.close()
     return manifest
 
 
-def _opened(path: Place) -> tuple[Manifest, Source]:
+def _open_manifest(path: StorePath) -> tuple[Manifest, ReadHandle]:
     """Read and check the manifest. Returns it with its open file, which marks the checkpoint as in
     use so that it is not deleted."""
     source = path / MANIFEST
@@ -189,11 +181,13 @@ def _opened(path: Place) -> tuple[Manifest, Source]:
     except OSError as error:
         raise UserError(f"{path} is not a checkpoint: {MANIFEST}: {error.strerror}") from None
     try:
-        if file.size > MAX_BYTES:
-            raise UserError(f"{source} is larger than the {MAX_BYTES} bytes of any manifest")
+        if file.size > MAX_MANIFEST_BYTES:
+            raise UserError(
+                f"{source} is larger than the {MAX_MANIFEST_BYTES} bytes of any manifest"
+            )
         content = bytearray(file.size)
         got = file.read_into(0, memoryview(content))
-        return decode(bytes(content[:got]), source), file
+        return decode_manifest(bytes(content[:got]), source), file
     except OSError as error:
         file.close()
         raise UserError(f"cannot read {source}: {error.strerror}") from None
@@ -202,8 +196,8 @@ def _opened(path: Place) -> tuple[Manifest, Source]:
         raise
 
 
-def _require_step(path: Place, manifest: Manifest) -> None:
-    named = FINAL.fullmatch(path.name)
+def _check_step(path: StorePath, manifest: Manifest) -> None:
+    named = CHECKPOINT_NAME.fullmatch(path.name)
     if named and int(named[1]) != manifest.step:
         raise UserError(
             f"checkpoint {path} is of step {manifest.step} by its manifest, and its name says "
@@ -211,7 +205,7 @@ def _require_step(path: Place, manifest: Manifest) -> None:
         )
 
 
-def _require_files(path: Place, manifest: Manifest) -> None:
+def _check_files(path: StorePath, manifest: Manifest) -> None:
     try:
         sizes = store_of(path).entries(path)
     except OSError as error:
@@ -225,100 +219,3 @@ def _require_files(path: Place, manifest: Manifest) -> None:
             raise UserError(
                 f"checkpoint file {path / name} is damaged: {size} bytes instead of {saved.bytes}"
             )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def home_of(config: RunConfig) -> Place:
-    """Return the folder in which a run saves its checkpoints."""
-    folder = config.checkpoint.folder
-    return Path(config.run.dir) / _HOME if folder is None else place(folder)
-
-
-def find(home: Place, resume: str, note: Callable[[str], None] = _say) -> Place | None:
-    """Find the checkpoint that `checkpoint.resume` asks for.
-
-    resume: `latest`, or what `locate` takes. `latest` means the checkpoint that the pointer in
-    `home` names. If that is not intact, the newest intact one is returned and `note` is called with
-    the reason; if there is none yet, None is returned.
-
-    Raises what `locate` raises.
-    """
-    if resume != "latest":
-        return locate(resume, "checkpoint.resume", note)
-    try:
-        return _newest(home, note)
-    except OSError as error:
-        raise _unreachable(home, error) from None
-
-
-def locate(given: str | Place, key: str, note: Callable[[str], None] = _say) -> Place:
-    """Return the checkpoint that a path or URL stands for: `WHAT_IS_TAKEN`.
-
-    key: the config key or the option that gives it, for messages. note: called with a reason if the
-    latest checkpoint is not intact, and the newest intact one is returned.
-
-    Raises UserError if there is no checkpoint, none in the folder is intact, or its place cannot be
-    reached. Whether a checkpoint that is given itself is intact shows when it is opened.
-    """
-    path = place(given) if isinstance(given, str) else given
-    store = store_of(path)
-    try:
-        if not store.is_folder(path):
-            raise UserError(f"{key}={path}: there is no such folder; it takes {WHAT_IS_TAKEN}")
-        if is_temporary(path.name):
-            raise UserError(f"{key}={path} is a save that was never finished")
-        if FINAL.fullmatch(path.name) or MANIFEST in store.entries(path):
-            return path
-        for home in _homes(path):
-            if (newest := _newest(home, note)) is not None:
-                return newest
-    except OSError as error:
-        raise _unreachable(path, error) from None
-    raise UserError(f"{key}={path}: there is no checkpoint in it; it takes {WHAT_IS_TAKEN}")
-
-
-def _homes(path: Place) -> Iterator[Place]:
-    """Yield the folders in which checkpoints may be if `path` is no checkpoint: itself, and if it
-    is a run folder, where the run saves."""
-    yield path
-    config = path / "config.yaml"
-    if isinstance(config, Path) and config.is_file():
-        run = load_config(str(config))
-        if run.checkpoint.folder is not None:
-            yield home_of(run)
-    yield path / _HOME  # also of a run folder that was moved
-
-
-def _unreachable(path: Place, error: OSError) -> UserError:
-    return UserError(f"cannot look for checkpoints in {path}: {error.strerror}")
-
-
-def _newest(folder: Place, note: Callable[[str], None]) -> Place | None:
-    named = read_pointer(folder)
-    found = checkpoints(folder)
-    if named is None and not found:
-        return None
-    # The pointer's contents are not trusted: only a checkpoint found in this folder is used.
-    first = [path for path in found if path.name == named]
-    problems = [] if first else [f"{folder / POINTER} {_says(named)}"]
-    for path in first + [path for path in found if path not in first]:
-        try:
-            open_checkpoint(path).close()
-        except UserError as error:
-            problems.append(str(error))
-            continue
-        if problems:
-            note(f"warning: {path} is used instead: {'; '.join(problems)}")
-        return path
-    raise UserError(
-        f"no intact checkpoint is left in {folder}: "
-        f"{'; '.join(problems)}. To start from scratch, remove {folder / POINTER} and every "
-        f"{final_name(0)[:5]}* there"
-    )
-
-
-def _says(named: str | None) -> str:
-    return "is missing" if named is None else f"names {named!r}, which is not there"

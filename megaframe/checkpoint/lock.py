@@ -2,9 +2,9 @@
 
 A lock is a small file, or object, that says which process has the folder. On the host of that
 process it holds as long as the process lives. Elsewhere nobody can see whether it lives; there the
-lock is a lease, which its process renews, and which has ended once it was not renewed for `LEASE`
-seconds. Locks of the file system are not used for this, because network file systems may lack them
-and object stores have none.
+lock is a lease, which its process renews, and which has ended once it was not renewed for
+`LEASE_SECONDS` seconds. Locks of the file system are not used for this, because network file
+systems may lack them and object stores have none.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megaframe.checkpoint.names import LOCK, LOCK_BYTES
-from megaframe.checkpoint.stores.store import Place, store_of
+from megaframe.checkpoint.stores.store import LOCK, LOCK_BYTES, StorePath, store_of
 from megaframe.errors import UserError
 from megaframe.io.process import has_ended, namespace, started
 
-LEASE = 30.0
+LEASE_SECONDS = 30.0
 """Seconds after its last renewal for which a lock holds on other hosts. Clocks of hosts that share
 a folder must not differ by more."""
-RENEWAL = 10.0
+RENEWAL_SECONDS = 10.0
 """Seconds between two renewals of a lock."""
-_LOOK = 0.5
+_POLL_SECONDS = 0.5
 """Seconds between two looks at a lock whose lease may end."""
 
 _Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:\[\]/ -]{0,200}$")]
@@ -39,7 +38,7 @@ _Time = Annotated[float, Field(ge=0, le=253e9)]
 """Seconds since the epoch, of a year that can be printed."""
 
 
-class Holder(BaseModel):
+class LockHolder(BaseModel):
     """The process that has a folder, as its lock says.
 
     namespace: in which the process id is valid (see `process.namespace`); empty if unknown.
@@ -57,12 +56,12 @@ class Holder(BaseModel):
     renewed: _Time
 
     @staticmethod
-    def this() -> Holder:
+    def this() -> LockHolder:
         """Return this process as a holder from now on."""
         number, now = os.getpid(), time.time()
         start = started(number) or 0
         host = os.uname().nodename
-        return Holder(
+        return LockHolder(
             host=host,
             namespace=namespace(),
             process=number,
@@ -71,12 +70,12 @@ class Holder(BaseModel):
             renewed=now,
         )
 
-    def is_same_process(self, other: Holder) -> bool:
+    def is_same_process(self, other: LockHolder) -> bool:
         """Return whether both are the same process."""
         mine = self.host, self.namespace, self.process, self.started
         return mine == (other.host, other.namespace, other.process, other.started)
 
-    def can_be_seen_by(self, other: Holder) -> bool:
+    def can_be_seen_by(self, other: LockHolder) -> bool:
         """Return whether the other process can tell if this one has ended."""
         here = self.host, self.namespace
         return bool(self.namespace and self.started) and here == (other.host, other.namespace)
@@ -91,9 +90,9 @@ class RunLock:
     folders: by the config key that names each.
     """
 
-    def __init__(self, folders: Mapping[str, Place]) -> None:
+    def __init__(self, folders: Mapping[str, StorePath]) -> None:
         self._folders = folders
-        self._me = Holder.this()
+        self._me = LockHolder.this()
         self._made: dict[str, bool] = {}
         """By key of a folder that is locked, whether it was made for that."""
         self._lost = ""
@@ -134,36 +133,36 @@ class RunLock:
         """Unlock all folders. Never raises."""
         self._stop.set()
         if self._renewing is not None:
-            self._renewing.join(RENEWAL)  # a store that does not answer may delay it
+            self._renewing.join(RENEWAL_SECONDS)  # a store that does not answer may delay it
         for key in reversed(self._made):
             folder = self._folders[key]
             with suppress(OSError, UserError):
-                content, holder = _read(key, folder)
+                content, holder = _read_lock(key, folder)
                 if holder is not None and holder.is_same_process(self._me):
                     store_of(folder).exchange(folder / LOCK, content, None)
                 if self._made[key] and isinstance(folder, Path):
                     folder.rmdir()  # fails if the run has written anything
         self._made.clear()
 
-    def _take(self, key: str, folder: Place) -> str:
+    def _take(self, key: str, folder: StorePath) -> str:
         """Lock one folder. Returns whose lock was taken over and why; empty if there was none."""
         store, seen = store_of(folder), b""
         made = not store.is_folder(folder)
         while True:
-            content, holder = _read(key, folder)
+            content, holder = _read_lock(key, folder)
             if holder is None or holder.is_same_process(self._me):
                 why = ""
             elif holder.can_be_seen_by(self._me):
                 if not has_ended(holder.process, holder.started):
-                    raise _in_use(key, folder, holder)
+                    raise _in_use_error(key, folder, holder)
                 why = f"{holder}, which has ended"
             else:
                 if seen:  # it was renewed, or taken by another process, while this one waited
-                    raise _in_use(key, folder, holder)
+                    raise _in_use_error(key, folder, holder)
                 seen = content or b""
-                if _renewed_while_waiting(key, folder, seen, holder):
+                if _wait_for_renewal(key, folder, seen, holder):
                     continue
-                why = f"{holder}, which has not renewed its lock for {LEASE:g} s"
+                why = f"{holder}, which has not renewed its lock for {LEASE_SECONDS:g} s"
             if store.exchange(folder / LOCK, content, self._record()):
                 self._made[key] = made
                 return why
@@ -173,41 +172,41 @@ class RunLock:
 
     def _renew(self) -> None:
         """Run the thread: renew the locks until they are released or lost."""
-        while not self._stop.wait(RENEWAL) and not self._lost:
+        while not self._stop.wait(RENEWAL_SECONDS) and not self._lost:
             for key, folder in self._folders.items():
                 with suppress(OSError, UserError):  # the next renewal may succeed
                     self._renew_one(key, folder)
 
-    def _renew_one(self, key: str, folder: Place) -> None:
-        content, holder = _read(key, folder)
+    def _renew_one(self, key: str, folder: StorePath) -> None:
+        content, holder = _read_lock(key, folder)
         if holder is not None and not holder.is_same_process(self._me):
             self._lost = (
                 f"{key}={folder} was taken over by {holder}, because this process had not renewed "
-                f"its lock for {LEASE:g} s; it ends, and leaves the folder to that run"
+                f"its lock for {LEASE_SECONDS:g} s; it ends, and leaves the folder to that run"
             )
         elif content is not None or store_of(folder).is_folder(folder):
             # A folder that was deleted gets its lock again once a save has made it again.
             store_of(folder).exchange(folder / LOCK, content, self._record())
 
 
-def _read(key: str, folder: Place) -> tuple[bytes | None, Holder | None]:
+def _read_lock(key: str, folder: StorePath) -> tuple[bytes | None, LockHolder | None]:
     """Return the content of a folder's lock and what it says; None if there is no lock. Raises
     `UserError` if the file is not a lock, and OSError."""
     content = store_of(folder).content(folder / LOCK, LOCK_BYTES)
     if content is None:
         return None, None
     try:
-        return content, Holder.model_validate_json(content)
+        return content, LockHolder.model_validate_json(content)
     except ValidationError:
         raise UserError(
             f"{folder / LOCK} is not the lock of a run; delete it, or set {key} to another folder"
         ) from None
 
 
-def _renewed_while_waiting(key: str, folder: Place, content: bytes, holder: Holder) -> bool:
+def _wait_for_renewal(key: str, folder: StorePath, content: bytes, holder: LockHolder) -> bool:
     """Wait until the lease of a lock has ended. Returns whether the lock has changed before."""
     # At most a lease by this clock, whatever the other host's clock says.
-    left = min(LEASE, holder.renewed + LEASE - time.time())
+    left = min(LEASE_SECONDS, holder.renewed + LEASE_SECONDS - time.time())
     until = time.monotonic() + left
     if left > 0:
         print(
@@ -217,13 +216,13 @@ def _renewed_while_waiting(key: str, folder: Place, content: bytes, holder: Hold
             flush=True,
         )
     while time.monotonic() < until:
-        time.sleep(_LOOK)
+        time.sleep(_POLL_SECONDS)
         if store_of(folder).content(folder / LOCK, LOCK_BYTES) != content:
             return True
     return False
 
 
-def _in_use(key: str, folder: Place, holder: Holder) -> UserError:
+def _in_use_error(key: str, folder: StorePath, holder: LockHolder) -> UserError:
     since = datetime.fromtimestamp(holder.since, timezone.utc)
     return UserError(
         f"{key}={folder} is in use by another run: {holder} has it since {since:%Y-%m-%d %H:%M:%S} "

@@ -18,54 +18,53 @@ from pydantic import JsonValue
 
 from megaframe.checkpoint import (
     Checkpoint,
-    Place,
+    CheckpointWriter,
     Slice,
-    Writer,
-    find,
-    home_of,
+    StorePath,
+    checkpoint_folder,
+    find_checkpoint,
     open_checkpoint,
-    place,
+    parse_path,
 )
-from megaframe.checkpoint.folder import checkpoints, step_of
-from megaframe.checkpoint.stores.memory_folder import Ram
-from megaframe.checkpoint.stores.peer_memory import MemoryWriter, Peers
-from megaframe.checkpoint.stores.peer_memory_load import Recalled, recall
+from megaframe.checkpoint.folder import list_checkpoints, step_of
+from megaframe.checkpoint.stores.peer_memory import MemoryFolder, PeerMemoryWriter, PeerRanks
+from megaframe.checkpoint.stores.peer_memory_load import PeerMemoryCheckpoint, open_peer_memory
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import Group, all_reduce
-from megaframe.distributed.gather_json import gather_json
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
+from megaframe.distributed.object_collectives import gather_json
 from megaframe.errors import UserError
 
-_LONG = 1.0
+_LONG_WAIT = 1.0
 """Seconds that a step may wait for the previous save before a line reports it."""
-_GRACE = 10.0
+_GRACE_SECONDS = 10.0
 """Seconds that a save in progress may still take at an in-process restart."""
-_ID = "run-id"
+_RUN_ID_FILE = "run-id"
 """File in the run folder with the id that marks the run's copies in memory."""
 
 
-class Saving:
+class CheckpointManager:
     """One rank's part in all saves of one run."""
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
         self._folder = Path(config.run.dir)
-        self.home = home_of(config)
+        self.home = checkpoint_folder(config)
         self._group: Group | None = None
-        self._ram: Ram | None = None
-        self._writer: Writer | None = None
-        self._memory: MemoryWriter | None = None
+        self._ram: MemoryFolder | None = None
+        self._writer: CheckpointWriter | None = None
+        self._memory: PeerMemoryWriter | None = None
         self._notes: list[str] = []
         self._agreements = 0
         if config.checkpoint.memory_every:
-            self._group = mesh.beside()
-            self._ram = Ram.of(Path(config.checkpoint.memory_dir), self._folder)
+            self._group = mesh.new_control_group()
+            self._ram = MemoryFolder.of(Path(config.checkpoint.memory_dir), self._folder)
 
     def newest(self) -> Checkpoint | None:
         """Open the checkpoint that `checkpoint.resume` asks for, or newer copies in memory with
         `latest`. None for a fresh start."""
         wanted = self._config.checkpoint.resume
-        path = find(self.home, wanted, self._notes.append) if wanted else None
+        path = find_checkpoint(self.home, wanted, self._notes.append) if wanted else None
         saved = None if path is None else open_checkpoint(path)
         if wanted != "latest" or self._group is None or self._ram is None:
             return saved
@@ -73,7 +72,7 @@ class Saving:
         if run is None:
             return saved
         step = None if saved is None else saved.step
-        recalled = recall(self._ram, run, self._group, step, self._notes.append)
+        recalled = open_peer_memory(self._ram, run, self._group, step, self._notes.append)
         if recalled is None:
             return saved
         if saved is not None:
@@ -106,9 +105,13 @@ class Saving:
         of the run's checkpoints, or if no earlier checkpoint is intact.
         """
         asked = self._config.checkpoint.resume
-        if source.path.parent != self.home or (asked and source.path == place(asked)):
+        if source.path.parent != self.home or (asked and source.path == parse_path(asked)):
             raise UserError(wrong)
-        text = json.dumps(_whole_before(self.home, source.step)) if self._mesh.rank == 0 else None
+        text = (
+            json.dumps(_newest_intact_before(self.home, source.step))
+            if self._mesh.rank == 0
+            else None
+        )
         name, problems = json.loads(self._told(text))
         wrong = "; ".join([wrong, *problems])
         if not name:
@@ -133,7 +136,7 @@ class Saving:
         """
         config, mesh = self._config, self._mesh
         if config.checkpoint.every:
-            self._writer = Writer(
+            self._writer = CheckpointWriter(
                 self.home,
                 rank=mesh.rank,
                 world=mesh.layout.world,
@@ -146,13 +149,15 @@ class Saving:
             )
         if self._group is not None and self._ram is not None:
             size = config.parallel.node_size or ranks_on_this_node()
-            peers = Peers.of(mesh.rank, mesh.layout.world, size)
+            peers = PeerRanks.of(mesh.rank, mesh.layout.world, size)
             run = self._run_id(self._group, make=True)
             assert run is not None
-            kept = source.step if isinstance(source, Recalled) else None
-            self._memory = MemoryWriter(self._ram, self._group, peers, run, kept)
+            kept = source.step if isinstance(source, PeerMemoryCheckpoint) else None
+            self._memory = PeerMemoryWriter(self._ram, self._group, peers, run, kept)
 
-    def due(self, step: int, *, leaving: bool = False) -> Writer | MemoryWriter | None:
+    def due(
+        self, step: int, *, leaving: bool = False
+    ) -> CheckpointWriter | PeerMemoryWriter | None:
         """Return the writer to save with after this step, or None. A step that is saved to the
         checkpoint folder needs no copy in memory. leaving: the run stops after this step, to be
         continued later."""
@@ -165,7 +170,7 @@ class Saving:
 
     def start(
         self,
-        writer: Writer | MemoryWriter,
+        writer: CheckpointWriter | PeerMemoryWriter,
         step: int,
         slices: Sequence[Slice],
         state: dict[str, JsonValue],
@@ -176,7 +181,7 @@ class Saving:
         began = time.monotonic()
         self._report(writer.wait, note)
         waited = time.monotonic() - began
-        if waited > _LONG:
+        if waited > _LONG_WAIT:
             name = "every" if writer is self._writer else "memory_every"
             note(
                 f"step {step} waited {waited:.1f} s for the previous save: checkpoint.{name}="
@@ -215,10 +220,11 @@ class Saving:
 
     def let_go(self) -> None:
         """Before an in-process restart, wait until the save in progress on this rank is complete or
-        has failed, at most `_GRACE` seconds: it may be waiting for a rank that has not begun it."""
+        has failed, at most `_GRACE_SECONDS` seconds: it may be waiting for a rank that has not
+        begun it."""
         for writer in (self._writer, self._memory):
             if writer is not None:
-                writer.let_go(_GRACE)
+                writer.let_go(_GRACE_SECONDS)
 
     def _report(self, ask: Callable[[], object], note: Callable[[str], None]) -> None:
         try:
@@ -229,7 +235,7 @@ class Saving:
     def _run_id(self, group: Group, *, make: bool = False) -> str | None:
         """Return, on all ranks, the run id that the group's first rank reads from the run folder,
         None if there is none. With `make`, that rank writes a new id if there is no valid one."""
-        path, found = self._folder / _ID, None
+        path, found = self._folder / _RUN_ID_FILE, None
         if group.index == 0:
             if path.is_file():
                 found = path.read_bytes()[:64].decode(errors="replace").strip()
@@ -241,19 +247,19 @@ class Saving:
         return told
 
 
-def written_folders(config: RunConfig) -> dict[str, Place]:
+def written_folders(config: RunConfig) -> dict[str, StorePath]:
     """Return the folders that a run writes and no other run may, by config key."""
-    folders: dict[str, Place] = {"run.dir": Path(config.run.dir)}
+    folders: dict[str, StorePath] = {"run.dir": Path(config.run.dir)}
     if config.checkpoint.every:
-        folders["checkpoint.folder"] = home_of(config)
+        folders["checkpoint.folder"] = checkpoint_folder(config)
     return folders
 
 
-def _whole_before(home: Place, step: int) -> tuple[str, list[str]]:
+def _newest_intact_before(home: StorePath, step: int) -> tuple[str, list[str]]:
     """Return the name of the newest checkpoint before `step` whose manifest is complete and whose
     files have the right sizes (empty if there is none), and what is wrong with newer ones."""
     problems: list[str] = []
-    for path in checkpoints(home):
+    for path in list_checkpoints(home):
         if step_of(path) < step:
             try:
                 open_checkpoint(path).close()

@@ -16,12 +16,12 @@ import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
-from megaframe.checkpoint.slices import Box, Shape, is_inside, tiling_problem
-from megaframe.checkpoint.stores.store import Place
+from megaframe.checkpoint.slices import Box, Shape, find_tiling_problem, is_inside
+from megaframe.checkpoint.stores.store import StorePath
 from megaframe.errors import UserError
 
 MANIFEST = "manifest.json"
-MAX_BYTES = 256 << 20
+MAX_MANIFEST_BYTES = 256 << 20
 """Largest manifest that is written or read, enough for about two million slices."""
 
 MAX_SLICE_BYTES = 256 << 20
@@ -41,14 +41,14 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Size = Annotated[int, Field(ge=1, lt=1 << 48)]
 Offset = Annotated[int, Field(ge=0, lt=1 << 48)]
-Shaped = Annotated[tuple[Size, ...], Field(max_length=8)]
+SavedShape = Annotated[tuple[Size, ...], Field(max_length=8)]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 FileName = Annotated[
     str, Field(pattern=r"^rank-[0-9]{5,9}(\.[0-9]{5,9}\.[0-9a-f]{8})?\.safetensors$")
 ]
 
 
-class Record(BaseModel):
+class JsonRecord(BaseModel):
     """Base of everything that is stored as JSON; strictly validated when it is read."""
 
     model_config = ConfigDict(
@@ -56,12 +56,12 @@ class Record(BaseModel):
     )
 
 
-class SavedSlice(Record):
+class SavedSlice(JsonRecord):
     """A box of a tensor, the file that contains it and the checksum of its bytes."""
 
     file: FileName
     offset: Annotated[tuple[Offset, ...], Field(max_length=8)]
-    shape: Shaped
+    shape: SavedShape
     checksum: Checksum
 
     @property
@@ -69,10 +69,10 @@ class SavedSlice(Record):
         return self.offset, self.shape
 
 
-class SavedTensor(Record):
+class SavedTensor(JsonRecord):
     """A logical tensor. Its slices are disjoint and together cover all of it."""
 
-    shape: Shaped
+    shape: SavedShape
     dtype: DTypeName
     slices: tuple[SavedSlice, ...]
 
@@ -80,7 +80,7 @@ class SavedTensor(Record):
         return prod(shape) * DTYPES[self.dtype].itemsize
 
 
-class SavedFile(Record):
+class SavedFile(JsonRecord):
     """The expected size of a file and checksum of its header; both are checked before it is
     used."""
 
@@ -88,7 +88,7 @@ class SavedFile(Record):
     header: Checksum
 
 
-class Manifest(Record):
+class Manifest(JsonRecord):
     """Everything in a checkpoint. `state` is plain data of the caller: counters, the config."""
 
     format: Literal["megaframe-checkpoint"] = "megaframe-checkpoint"
@@ -99,7 +99,7 @@ class Manifest(Record):
     tensors: dict[str, SavedTensor]
 
 
-Tensors = TypeAdapter(dict[str, SavedTensor])
+SAVED_TENSORS = TypeAdapter(dict[str, SavedTensor])
 """Validates and serialises the part of `Manifest.tensors` that one rank saved."""
 
 
@@ -107,7 +107,7 @@ def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def merged(parts: Iterable[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
+def merge_tensors(parts: Iterable[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
     """Merge the parts that the ranks saved. Raises ValueError if two parts disagree about the shape
     or dtype of a tensor."""
     found: dict[str, SavedTensor] = {}
@@ -127,7 +127,7 @@ def merged(parts: Iterable[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
     }
 
 
-def problem(manifest: Manifest) -> str | None:
+def find_problem(manifest: Manifest) -> str | None:
     """Check what the types cannot express. Returns the first problem of the manifest, or None."""
     held: defaultdict[str, int] = defaultdict(int)
     for name, tensor in manifest.tensors.items():
@@ -148,7 +148,7 @@ def problem(manifest: Manifest) -> str | None:
                     f"({MAX_SLICE_BYTES})"
                 )
             held[piece.file] += size
-        untiled = tiling_problem(tensor.shape, [piece.box for piece in tensor.slices])
+        untiled = find_tiling_problem(tensor.shape, [piece.box for piece in tensor.slices])
         if untiled:
             return f"tensor {name} of shape {tensor.shape}: {untiled}"
     for file, size in held.items():
@@ -160,34 +160,34 @@ def problem(manifest: Manifest) -> str | None:
 _PREFIX = b'{"checksum":"%s",'
 
 
-def sealed(record: BaseModel) -> bytes:
+def seal(record: BaseModel) -> bytes:
     """Serialise a record as JSON that begins with a checksum of the rest."""
     rest = record.model_dump_json().encode()[1:]
     return _PREFIX % checksum(rest).encode() + rest
 
 
-def unsealed(data: bytes) -> bytes | None:
+def unseal(data: bytes) -> bytes | None:
     """Return the JSON of a sealed record without its checksum, or None if the checksum differs."""
     start = len(_PREFIX % (b"0" * 16))
     head, rest = data[:start], data[start:]
     return b"{" + rest if head == _PREFIX % checksum(rest).encode() else None
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """Serialise a manifest. Raises ValueError for one that could not be loaded: invalid, or larger
-    than `MAX_BYTES`."""
-    wrong = problem(manifest)
+    than `MAX_MANIFEST_BYTES`."""
+    wrong = find_problem(manifest)
     if wrong:
         raise ValueError(wrong)
-    data = sealed(manifest)
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"manifest of {len(data)} bytes is over the limit of {MAX_BYTES}")
+    data = seal(manifest)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"manifest of {len(data)} bytes is over the limit of {MAX_MANIFEST_BYTES}")
     return data
 
 
-def decode(data: bytes, source: Place) -> Manifest:
+def decode_manifest(data: bytes, source: StorePath) -> Manifest:
     """Parse and validate a manifest. Raises UserError with a message that begins with `source`."""
-    text = unsealed(data)
+    text = unseal(data)
     if text is None:
         raise UserError(
             f"{source} is damaged or is not a checkpoint manifest: "
@@ -202,7 +202,7 @@ def decode(data: bytes, source: Place) -> Manifest:
             f"{source} is not a valid manifest: {where}: {first['msg']} "
             f"({error.error_count()} errors in all)"
         ) from None
-    wrong = problem(manifest)
+    wrong = find_problem(manifest)
     if wrong:
         raise UserError(f"{source} is not a valid manifest: {wrong}")
     return manifest

@@ -20,37 +20,47 @@ from dataclasses import dataclass, field
 from pydantic import JsonValue
 from torch.distributed import Store
 
-from megaframe.checkpoint.background import Background, Copy
-from megaframe.checkpoint.coordinator import NEED, READ_BACK, WRITE, Meeting, Message
-from megaframe.checkpoint.folder import move_pointer, prune, read_pointer, take_back
-from megaframe.checkpoint.manifest import Manifest, SavedFile, SavedTensor, encode, merged
-from megaframe.checkpoint.names import final_name
-from megaframe.checkpoint.reader import Reader, verify
-from megaframe.checkpoint.shard_file import (
-    Piece,
-    divided,
-    write,
+from megaframe.checkpoint.background import BackgroundCopier, HostCopy
+from megaframe.checkpoint.coordinator import NEED, READ_BACK, WRITE, Message, SaveCoordinator
+from megaframe.checkpoint.folder import (
+    move_pointer,
+    prune_checkpoints,
+    read_pointer,
+    withdraw_checkpoint,
 )
+from megaframe.checkpoint.manifest import (
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    encode_manifest,
+    merge_tensors,
+)
+from megaframe.checkpoint.shard_file import (
+    FileEntry,
+    split_into_files,
+    write_shard_file,
+)
+from megaframe.checkpoint.shard_reader import ShardReader, verify_shard_file
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.stores.store import Place, store_of
+from megaframe.checkpoint.stores.store import StorePath, checkpoint_name, store_of
 from megaframe.errors import UserError
 
 
 @dataclass(frozen=True)
-class _Job:
+class _SaveJob:
     step: int
-    planned: list[Piece]
-    data: Copy
+    planned: list[FileEntry]
+    data: HostCopy
     state: dict[str, JsonValue]
     files: dict[str, SavedFile] = field(default_factory=dict)
     """The files that this rank has written."""
 
 
-_HEADERS_AT_ONCE = 16
+_HEADER_THREADS = 16
 """Number of files whose headers rank 0 reads at the same time."""
 
 
-class Writer(Background):
+class CheckpointWriter(BackgroundCopier):
     """Writes one rank's part of each checkpoint of a run into `home`, which all ranks share.
 
     keep:       number of newest checkpoints to keep (at least 1).
@@ -67,7 +77,7 @@ class Writer(Background):
 
     def __init__(
         self,
-        home: Place,
+        home: StorePath,
         *,
         rank: int,
         world: int,
@@ -92,7 +102,7 @@ class Writer(Background):
         self._stages = (WRITE, READ_BACK) if read_back and later else (WRITE,)
         self._timeout, self._saved = timeout, saved
         if rank == 0:
-            with _explained(f"cannot use {home} for checkpoints", home):
+            with _explain_os_errors(f"cannot use {home} for checkpoints", home):
                 self._storage.prepare(home)
 
     def save(self, step: int, slices: Sequence[Slice], state: Mapping[str, JsonValue]) -> None:
@@ -104,10 +114,10 @@ class Writer(Background):
         `state` is saved; its floats are restored bit for bit. Waits for the previous save.
         """
         kept = json.loads(json.dumps(dict(state)))
-        self.start(slices, lambda planned, data: self._write(_Job(step, planned, data, kept)))
+        self.start(slices, lambda planned, data: self._write(_SaveJob(step, planned, data, kept)))
 
-    def _write(self, job: _Job) -> None:
-        meeting = Meeting(
+    def _write(self, job: _SaveJob) -> None:
+        meeting = SaveCoordinator(
             self._store,
             step=job.step,
             rank=self._rank,
@@ -119,25 +129,27 @@ class Writer(Background):
         else:
             self._follow(meeting, job)
 
-    def _lead(self, meeting: Meeting, job: _Job) -> None:
+    def _lead(self, meeting: SaveCoordinator, job: _SaveJob) -> None:
         attempt = meeting.open()
         draft = self._storage.draft(self._home, job.step, attempt)
         failure = "rank 0 was stopped"
         try:
             meeting.tell(attempt, NEED, {"bytes": job.data.size})
             needed = sum(int(message["bytes"]) for message in meeting.hear(attempt, NEED))
-            with _explained(f"cannot write the checkpoint of step {job.step}", draft, needed):
+            with _explain_os_errors(
+                f"cannot write the checkpoint of step {job.step}", draft, needed
+            ):
                 self._storage.begin(draft)  # makes the home again if it was deleted
                 _require_space(self._home, job.step, needed)
                 meeting.go(attempt, WRITE)
                 self._contribute(meeting, attempt, job, WRITE)
-                files = _reported(job.step, meeting.hear(attempt, WRITE))
+                files = _merge_reports(job.step, meeting.hear(attempt, WRITE))
                 before = read_pointer(self._home)
-                final = commit(draft, self._home, job.step, job.state, files, attempt)
+                final = commit_checkpoint(draft, self._home, job.step, job.state, files, attempt)
                 if READ_BACK in self._stages:
                     self._prove(meeting, attempt, job, final, before)
                 self._saved(job.step)
-                prune(self._home, final, self._keep, self._keep_every, attempt)
+                prune_checkpoints(self._home, final, self._keep, self._keep_every, attempt)
             failure = ""
         except Exception as error:
             failure = str(error) if isinstance(error, UserError) else repr(error)
@@ -148,7 +160,12 @@ class Writer(Background):
             meeting.end(attempt, failure)
 
     def _prove(
-        self, meeting: Meeting, attempt: str, job: _Job, final: Place, before: str | None
+        self,
+        meeting: SaveCoordinator,
+        attempt: str,
+        job: _SaveJob,
+        final: StorePath,
+        before: str | None,
     ) -> None:
         """Have all ranks read back their files of a checkpoint, and withdraw it if any of them
         reports an error. If some rank does not answer, the checkpoint stays and so do older ones.
@@ -157,12 +174,12 @@ class Writer(Background):
         self._contribute(meeting, attempt, job, READ_BACK)
         told = meeting.hear(attempt, READ_BACK)
         try:
-            _reported(job.step, told)
+            _merge_reports(job.step, told)
         except UserError:
-            take_back(self._home, final, before, attempt)
+            withdraw_checkpoint(self._home, final, before, attempt)
             raise
 
-    def _follow(self, meeting: Meeting, job: _Job) -> None:
+    def _follow(self, meeting: SaveCoordinator, job: _SaveJob) -> None:
         taken, old_failure = None, None
         left = [*self._stages]
         patience = (1 + len(left)) * self._timeout
@@ -189,7 +206,9 @@ class Writer(Background):
             + (f" (it said: {old_failure})" if old_failure else "")
         )
 
-    def _contribute(self, meeting: Meeting, attempt: str, job: _Job, stage: str) -> None:
+    def _contribute(
+        self, meeting: SaveCoordinator, attempt: str, job: _SaveJob, stage: str
+    ) -> None:
         """Write this rank's files (none if it has no data) or read them back. Tell the leader which
         files they are, or what went wrong."""
         message: Message = {}
@@ -198,7 +217,7 @@ class Writer(Background):
                 self._write_files(attempt, job)
             else:
                 for name, saved in job.files.items():
-                    verify(self._home / final_name(job.step) / name, saved)
+                    verify_shard_file(self._home / checkpoint_name(job.step) / name, saved)
             message = {"files": {name: saved.model_dump() for name, saved in job.files.items()}}
         except UserError as error:
             message = {"error": str(error)}
@@ -206,49 +225,51 @@ class Writer(Background):
             message = {"error": traceback.format_exc()}
         meeting.tell(attempt, stage, message)
 
-    def _write_files(self, attempt: str, job: _Job) -> None:
+    def _write_files(self, attempt: str, job: _SaveJob) -> None:
         job.files.clear()
         with ThreadPoolExecutor(self._storage.at_once(self._home)) as pool:
-            groups = enumerate(divided(job.planned, self._storage.file_bytes))
+            groups = enumerate(split_into_files(job.planned, self._storage.file_bytes))
             job.files.update(pool.map(lambda one: self._file(attempt, job, *one), groups))
 
     def _file(
-        self, attempt: str, job: _Job, part: int, pieces: Sequence[Piece]
+        self, attempt: str, job: _SaveJob, part: int, pieces: Sequence[FileEntry]
     ) -> tuple[str, SavedFile]:
         draft = self._storage.draft(self._home, job.step, attempt)
         path = draft / self._storage.file_name(self._rank, part, attempt)
-        with _explained("cannot write", path, job.data.size, discard=path):
+        with _explain_os_errors("cannot write", path, job.data.size, discard=path):
             held = job.data.held() if len(pieces) == len(job.planned) else None
-            saved = write(path, pieces, job.data.take, held)
+            saved = write_shard_file(path, pieces, job.data.take, held)
             if self._verifies:
-                verify(path, saved)
+                verify_shard_file(path, saved)
         return path.name, saved
 
 
-def commit(
-    draft: Place,
-    home: Place,
+def commit_checkpoint(
+    draft: StorePath,
+    home: StorePath,
     step: int,
     state: Mapping[str, JsonValue],
     files: Mapping[str, SavedFile],
     attempt: str,
-) -> Place:
+) -> StorePath:
     """Make the files of a draft the newest checkpoint of `home`: write the manifest, publish the
     draft, and last move the pointer. Returns the checkpoint's place. Raises OSError."""
 
     def tensors(name: str) -> dict[str, SavedTensor]:
-        with Reader(draft / name, files[name]) as reader:
+        with ShardReader(draft / name, files[name]) as reader:
             return reader.tensors()
 
-    with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
         parts = list(pool.map(tensors, files))
-    manifest = Manifest(step=step, state=dict(state), files=dict(files), tensors=merged(parts))
-    final = store_of(home).publish(draft, step, attempt, encode(manifest), files.keys())
+    manifest = Manifest(
+        step=step, state=dict(state), files=dict(files), tensors=merge_tensors(parts)
+    )
+    final = store_of(home).publish(draft, step, attempt, encode_manifest(manifest), files.keys())
     move_pointer(home, final.name, attempt)
     return final
 
 
-def _reported(step: int, messages: Sequence[Message]) -> dict[str, SavedFile]:
+def _merge_reports(step: int, messages: Sequence[Message]) -> dict[str, SavedFile]:
     """Return the files that the ranks reported. Raises UserError with the first errors if any rank
     reported one."""
     errors = [
@@ -268,7 +289,7 @@ def _reported(step: int, messages: Sequence[Message]) -> dict[str, SavedFile]:
     }
 
 
-def _require_space(home: Place, step: int, needed: int) -> None:
+def _require_space(home: StorePath, step: int, needed: int) -> None:
     free = store_of(home).free(home)
     if free is not None and free < needed:
         raise UserError(
@@ -278,8 +299,8 @@ def _require_space(home: Place, step: int, needed: int) -> None:
 
 
 @contextmanager
-def _explained(
-    what: str, path: Place, needed: int | None = None, discard: Place | None = None
+def _explain_os_errors(
+    what: str, path: StorePath, needed: int | None = None, discard: StorePath | None = None
 ) -> Iterator[None]:
     """Turn an OSError into a UserError that names the path and, if `needed` is given, the needed
     and free bytes. discard: a file to delete first, so that its bytes count as free."""

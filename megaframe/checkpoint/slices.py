@@ -22,7 +22,8 @@ Box = tuple[Shape, Shape]
 """Offset and shape of a box within a tensor."""
 
 MAX_CORNERS = 1 << 24
-"""Most corners that `tiling_problem` counts: those of four million boxes that split two dims."""
+"""Most corners that `find_tiling_problem` counts: those of four million boxes that split two
+dims."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,7 @@ def is_inside(shape: Shape, box: Box) -> bool:
     )
 
 
-def intersection(first: Box, second: Box) -> Box | None:
+def intersect(first: Box, second: Box) -> Box | None:
     """Return the box that two boxes of one tensor share, or None."""
     offset = tuple(map(max, first[0], second[0]))
     ends = [
@@ -68,7 +69,7 @@ def intersection(first: Box, second: Box) -> Box | None:
     return (offset, shape) if all(length > 0 for length in shape) else None
 
 
-def region(outer: Box, inner: Box) -> tuple[slice, ...]:
+def index_within(outer: Box, inner: Box) -> tuple[slice, ...]:
     """Return the index that selects box `inner` from a tensor that holds box `outer`."""
     return tuple(
         slice(start - base, start - base + length)
@@ -76,7 +77,7 @@ def region(outer: Box, inner: Box) -> tuple[slice, ...]:
     )
 
 
-def pieces(box: Box, limit: int) -> Iterator[Box]:
+def split_into_runs(box: Box, limit: int) -> Iterator[Box]:
     """Cut a box into boxes of at most `limit` elements, each a contiguous run in row-major order.
 
     The runs are yielded in row-major order.
@@ -98,7 +99,7 @@ def pieces(box: Box, limit: int) -> Iterator[Box]:
             yield tuple(a + b for a, b in zip(offset, start, strict=True)), size
 
 
-def tiles(box: Box, limit: int) -> Iterator[Box]:
+def split_into_tiles(box: Box, limit: int) -> Iterator[Box]:
     """Cut a box into tiles of at most `limit` elements, so that a reader that needs other boxes
     reads few unneeded elements.
 
@@ -117,7 +118,7 @@ def tiles(box: Box, limit: int) -> Iterator[Box]:
         yield tuple(map(add, offset, start)), size
 
 
-def tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str | None:
+def find_tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str | None:
     """Return why the boxes (each inside `shape`) do not cover it exactly once, or None if they do.
 
     If there are too many boxes to check (see `MAX_CORNERS`), that is the reason returned.
@@ -126,7 +127,7 @@ def tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str | None:
     split = [dim for dim in range(len(shape)) if any(size[dim] != shape[dim] for _, size in boxes)]
     if len(boxes) << len(split) > MAX_CORNERS:
         return f"{len(boxes)} slices over {len(split)} dims are too many to check"
-    if boxes and _corners(boxes, split) == _corners([whole], split):
+    if boxes and _count_corners(boxes, split) == _count_corners([whole], split):
         return None
     held, needed = sum(prod(size) for _, size in boxes), prod(shape)
     if held == needed:
@@ -136,7 +137,7 @@ def tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str | None:
     )
 
 
-def _corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[Shape, int]:
+def _count_corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[Shape, int]:
     """Count the boxes' corners, each with the sign given by the parity of its upper ends. Corners
     whose counts cancel are left out. dims: the dims to look at."""
     counts: Counter[Shape] = Counter()

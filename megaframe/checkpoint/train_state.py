@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megaframe.checkpoint import Checkpoint, Place, Slice
+from megaframe.checkpoint import Checkpoint, Slice, StorePath
 from megaframe.config import RunConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences
 from megaframe.config.migration import upgrade_keys
@@ -19,13 +19,13 @@ from megaframe.errors import UserError
 from megaframe.ops.cpu_routines import CPURoutines
 from megaframe.optim.optimizer import OptimizerState
 
-STATE, AVERAGE = "optimizer.", "optimizer.ema/"
+OPTIMIZER_PREFIX, EMA_PREFIX = "optimizer.", "optimizer.ema/"
 """Prefixes of the names of optimizer state, and of averages of weights, in a checkpoint."""
 _MOST_SAMPLES = 1 << 53
 
 
 @dataclass(frozen=True)
-class HistoryState:
+class SpikeHistory:
     """The judgement of earlier steps.
 
     losses: the last losses.
@@ -38,7 +38,7 @@ class HistoryState:
     failed: Sequence[int] = ()
 
 
-class RunState(BaseModel):
+class TrainState(BaseModel):
     """The state of a run in a checkpoint, besides its tensors.
 
     config: the resolved config of the run. Keys that its version did not have are at their
@@ -58,13 +58,13 @@ class RunState(BaseModel):
     optimizer: OptimizerState
     loss: float
     grad_norm: float
-    history: HistoryState = HistoryState()
+    history: SpikeHistory = SpikeHistory()
     routines: CPURoutines = CPURoutines()
 
 
-def initial_state(config: RunConfig) -> RunState:
+def initial_train_state(config: RunConfig) -> TrainState:
     """Return the state of a run that has not begun, for weights that come from elsewhere."""
-    return RunState(
+    return TrainState(
         config=config,
         data={},
         optimizer=OptimizerState(0, 1.0, 0),
@@ -73,14 +73,14 @@ def initial_state(config: RunConfig) -> RunState:
     )
 
 
-def read_state(checkpoint: Checkpoint) -> RunState:
+def read_train_state(checkpoint: Checkpoint) -> TrainState:
     """Return the state in a checkpoint. Raises `UserError` if it is not a state of a run, or if its
     config has keys that this version does not know."""
     try:
         known = checkpoint.state
         if isinstance(known, dict) and isinstance(known.get("config"), dict):
             known = {**known, "config": upgrade_keys(known["config"])}
-        state = RunState.model_validate(known)
+        state = TrainState.model_validate(known)
     except ValidationError as error:
         unknown = [
             ".".join(map(str, one["loc"][1:]))
@@ -95,14 +95,14 @@ def read_state(checkpoint: Checkpoint) -> RunState:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "all of it"
         raise UserError(f"{checkpoint.path} has no run state: {where}: {first['msg']}") from None
-    for wrong in _nonsense(state, checkpoint.step):
+    for wrong in _find_invalid_values(state, checkpoint.step):
         raise UserError(
             f"{checkpoint.path} of step {checkpoint.step} has a run state that no run has: {wrong}"
         )
     return state
 
 
-def _nonsense(state: RunState, step: int) -> Iterator[str]:
+def _find_invalid_values(state: TrainState, step: int) -> Iterator[str]:
     """Yield what cannot be in the state of a run at `step`. A matching checksum does not make it
     true: anybody can compute one."""
     optimizer, history = state.optimizer, state.history
@@ -116,25 +116,25 @@ def _nonsense(state: RunState, step: int) -> Iterator[str]:
             yield f"history.{name} has numbers that no sample has"
 
 
-def without_missing(slices: Sequence[Slice], saved: Collection[str]) -> list[Slice]:
+def select_saved(slices: Sequence[Slice], saved: Collection[str]) -> list[Slice]:
     """Return which of `slices` to load. Optimizer state that was not saved, because a parameter was
     frozen or another optimizer was used, is left out and stays zero. An average that was not saved
     is loaded from the weight."""
     found = []
     for part in slices:
-        if part.name in saved or not part.name.startswith(STATE):
+        if part.name in saved or not part.name.startswith(OPTIMIZER_PREFIX):
             found.append(part)
-        elif part.name.startswith(AVERAGE):
-            found.append(replace(part, name=part.name.removeprefix(AVERAGE)))
+        elif part.name.startswith(EMA_PREFIX):
+            found.append(replace(part, name=part.name.removeprefix(EMA_PREFIX)))
     return found
 
 
-def new_state(slices: Sequence[Slice], saved: Collection[str]) -> Iterator[str]:
+def describe_missing_state(slices: Sequence[Slice], saved: Collection[str]) -> Iterator[str]:
     """Yield a line for each kind of optimizer state that the checkpoint lacks."""
     missing: dict[str, dict[str, None]] = {}
     for part in slices:
-        if part.name.startswith(STATE) and part.name not in saved:
-            kind, _, name = part.name.removeprefix(STATE).partition("/")
+        if part.name.startswith(OPTIMIZER_PREFIX) and part.name not in saved:
+            kind, _, name = part.name.removeprefix(OPTIMIZER_PREFIX).partition("/")
             missing.setdefault(kind, {})[name] = None
     for kind, names in missing.items():
         start = "the weights" if kind == "ema" else "zero"
@@ -145,7 +145,9 @@ def new_state(slices: Sequence[Slice], saved: Collection[str]) -> Iterator[str]:
         )
 
 
-def resumption(saved: RunConfig, config: RunConfig, step: int, source: str) -> Iterator[str]:
+def describe_resumption(
+    saved: RunConfig, config: RunConfig, step: int, source: str
+) -> Iterator[str]:
     """Yield lines that say from what a run continues, and which keys have changed since.
 
     saved: the config of the checkpoint. source: the checkpoint, in words.
@@ -162,7 +164,7 @@ def resumption(saved: RunConfig, config: RunConfig, step: int, source: str) -> I
         yield f"changed since then: {'; '.join(changed)}"
 
 
-def _other_splits(saved: DataConfig, data: DataConfig) -> Iterator[str]:
+def _compare_splits(saved: DataConfig, data: DataConfig) -> Iterator[str]:
     """Yield a line for each difference in how documents are divided into training and held-out
     ones: in `data.split`, or else in the split of a source that both configs have. Sources are
     matched by file name."""
@@ -177,14 +179,14 @@ def _other_splits(saved: DataConfig, data: DataConfig) -> Iterator[str]:
         yield from find_differences(before[name], now[name], (), f"data.sources, split of {name}")
 
 
-def check_same_run(saved: RunConfig, config: RunConfig, path: Place) -> None:
+def check_same_run(saved: RunConfig, config: RunConfig, path: StorePath) -> None:
     """Raise `UserError` if a checkpoint is of another run: another model, seed, sequence length, or
     split of the data."""
     other = [
         *find_differences(saved.model, config.model, TRAINING_ONLY, "model"),
         *find_differences(saved.run.seed, config.run.seed, (), "run.seed"),
         *find_differences(saved.train.seq, config.train.seq, (), "train.seq"),
-        *_other_splits(saved.data, config.data),
+        *_compare_splits(saved.data, config.data),
     ]
     if other:
         start = f"to start a new run from its weights, where they fit: checkpoint.weights={path}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.grouping import TABLES
-from megaframe.schedule.zero_buffers import BLOCKS
+from megaframe.schedule.zero_buffers import BLOCKS_PRESENT
 
 
 class Residents:
@@ -25,7 +25,7 @@ class Residents:
         """Start fetching the unit's values, if they are not here."""
         if not _at_the_ends(unit):
             self._blocks = [other for other in self._blocks if other is not unit]
-            if len(self._blocks) == BLOCKS:
+            if len(self._blocks) == BLOCKS_PRESENT:
                 _drop(self._blocks.pop(0))
             self._blocks.append(unit)
         for bucket in unit:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.config import RunConfig
-from megaframe.distributed.gather_bytes import clock_offset, collect
 from megaframe.distributed.mesh import Mesh
+from megaframe.distributed.object_collectives import gather_bytes, measure_clock_offset
 from megaframe.metrics.sinks import cannot_write
 from megaframe.metrics.timers import Split, StepTimer
-from megaframe.schedule import Kind
+from megaframe.schedule import ActionKind
 from megaframe.schedule.draw_trace import metadata_event, slice_event
 
 TRACE_FILE = "trace.json"
@@ -54,12 +54,12 @@ class Tracer:
         if not splits:
             return
         world, device = self._mesh.world, self._mesh.device
-        offset = clock_offset(world, device)
+        offset = measure_clock_offset(world, device)
         base = self._timer.clock()
         splits[0][1].between(base, base)  # waits until a GPU has come here
         host = time.perf_counter_ns() + offset
         mine = [one for step, kept in splits for one in _slices(kept, step, base, host)]
-        found = collect(json.dumps(mine).encode(), world, device)
+        found = gather_bytes(json.dumps(mine).encode(), world, device)
         if found:
             self._write([json.loads(one) for one in found])
 
@@ -89,7 +89,7 @@ def _slices(split: Split, step: int, base: Any, host: int) -> Iterator[Slice]:
             yield _LANES[_PARTS], part, f"step {step}", before, now
         before = now
     for name, kind, start, end in split.actions:
-        lane = Kind(kind).lane if kind in Kind.__members__ else "compute"
+        lane = ActionKind(kind).lane if kind in ActionKind.__members__ else "compute"
         yield lane, name, kind, at(start), at(end)
     for one in split.flights:
         yield f"over {one.axes}", f"{one.size:,} bytes", one.axes, at(one.started), at(one.ended)

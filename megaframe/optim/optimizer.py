@@ -24,8 +24,8 @@ from megaframe.data_parallel.grouping import TABLES, VECTORS, bucket_units
 from megaframe.data_parallel.parameter_prefetch import Residents
 from megaframe.data_parallel.reducer_choice import PLAIN, Wiring
 from megaframe.distributed.collectives import Group, Pending, all_reduce
-from megaframe.distributed.device_to_host import land
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
+from megaframe.distributed.pending import copy_to_host
 from megaframe.layout import EXPERT_SETS
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.optim.loss_scale import LossScale
@@ -35,7 +35,7 @@ from megaframe.optim.parameter_groups import Choices
 from megaframe.optim.rule import Step
 from megaframe.parameters.parameter import PRECISIONS, Module, Parameter, Precision
 from megaframe.parameters.spec import Box, ParamSpec, copies_of
-from megaframe.schedule.zero_buffers import WAITED
+from megaframe.schedule.zero_buffers import REDUCTIONS_IN_FLIGHT
 
 _NAMES = 512
 """Bytes for the names of parameters with non-finite gradients that ranks tell each other."""
@@ -286,9 +286,11 @@ class Optimizer:
             # The transfer started two reductions ago has had time to finish: start its next one.
             # Anything after that can wait for the end of the step, unless it holds a lent buffer.
             others = [*self._in_flight.values()]
-            for before in (WAITED, 2 * WAITED)[: len(others) // WAITED]:
+            for before in (REDUCTIONS_IN_FLIGHT, 2 * REDUCTIONS_IN_FLIGHT)[
+                : len(others) // REDUCTIONS_IN_FLIGHT
+            ]:
                 for bucket in others[-before]:
-                    if before == WAITED or bucket.lends:
+                    if before == REDUCTIONS_IN_FLIGHT or bucket.lends:
                         bucket.advance()
         for bucket in buckets:
             bucket.reduce(last=last)
@@ -333,7 +335,9 @@ class Optimizer:
                 pass  # each does the part that comes next
             for bucket in buckets:
                 bucket.gather()
-        self._last = Update(norm, lr, land([Pending(norm), Pending(pieces)], self._mesh.device))
+        self._last = Update(
+            norm, lr, copy_to_host([Pending(norm), Pending(pieces)], self._mesh.device)
+        )
         return self._last
 
     def _hear(self) -> None:

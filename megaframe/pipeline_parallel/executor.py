@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import Pending, receive, send
-from megaframe.distributed.interleaving import HandOver, Pair
+from megaframe.distributed.interleaving import HandOver, InterleavedRunner
 from megaframe.distributed.mesh import Mesh
 from megaframe.metrics import Part
 from megaframe.model.output_head import UnitDone
@@ -27,15 +27,15 @@ from megaframe.optim.optimizer import Optimizer, Update
 from megaframe.parameters.parameter import Module
 from megaframe.pipeline_parallel.nonfinite import Sign, largest, sign
 from megaframe.pipeline_parallel.stage import Stage
-from megaframe.schedule import Action, Kind, Schedule
+from megaframe.schedule import Action, ActionKind, Schedule
 from megaframe.tensor_parallel.context import rows_per_rank
 from megaframe.training.cuda_graph import Compute, Graph, Passed
 
 Timer = Callable[[Part], AbstractContextManager[object]]
 Follower = Callable[[Action, str], AbstractContextManager[object]]
 _ALONE: Mapping[Action, Action] = {}
-_PASSES = (Kind.F, Kind.B, Kind.W)
-_FORWARD_ONLY = (Kind.F, Kind.SEND_F, Kind.RECV_F)
+_PASSES = (ActionKind.F, ActionKind.B, ActionKind.W)
+_FORWARD_ONLY = (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Engine:
         self.follow: Follower = lambda action, kind: nullcontext()
         self.rank = mesh.coordinate["pipeline"]
         self.graph: Graph | None = None
-        self.pair = Pair()
+        self.pair = InterleavedRunner()
         self.sent: deque[Pending[Tensor]] = deque()
         """Sends in flight to other ranks."""
 
@@ -139,15 +139,15 @@ class Engine:
         passes = _Passes(self, schedule, microbatches, scale)
         for stage in self.stages.values():
             stage.look = passes.look if by_block else None
-        place = self.mesh.place
+        progress = self.mesh.progress
         actions = iter(self._with_following(schedule.ranks[self.rank]))
         for action, following in actions:
-            place.act("", action, action.kind.value if action.kind in _PASSES else None)
+            progress.begin_part("", action, action.kind.value if action.kind in _PASSES else None)
             if action in paired:
                 backward, following = next(actions)
                 with self.follow(action, "F"), self.follow(backward, "BW"):
                     passes.do_both(action, backward, following)
-            elif action.kind is not Kind.UPDATE:
+            elif action.kind is not ActionKind.UPDATE:
                 with self.follow(action, passes.kind(action)):
                     passes.do(action, following)
         tallies = [stage.take_statistics() for stage in self.stages.values()]
@@ -156,11 +156,11 @@ class Engine:
 
     def _update(self, action: Action) -> Update:
         """Run the update, the last action of a list."""
-        self.mesh.place.act("", action, action.kind.value)
+        self.mesh.progress.begin_part("", action, action.kind.value)
         with self.follow(action, action.kind.value), self.time("optimizer"):
             self.optimizer.wait()
             update = self.optimizer.update()
-        self.mesh.place.act("", None)
+        self.mesh.progress.begin_part("", None)
         return update
 
     def _with_following(self, actions: Sequence[Action]) -> list[tuple[Action, Module | None]]:
@@ -169,8 +169,8 @@ class Engine:
         following: Module | None = None
         for action in reversed(actions):
             found.append((action, following))
-            if action.stage is not None and action.kind in (Kind.F, Kind.B):
-                following = self.stages[action.stage].first(backward=action.kind is Kind.B)
+            if action.stage is not None and action.kind in (ActionKind.F, ActionKind.B):
+                following = self.stages[action.stage].first(backward=action.kind is ActionKind.B)
         return found[::-1]
 
     def evaluate(self, schedule: Schedule, microbatches: Sequence[Microbatch]) -> Tensor:
@@ -204,8 +204,8 @@ class _Passes:
         self._engine, self._microbatches = engine, microbatches
         self._scale = scale
         self._rank_of, self._split = schedule.rank_of, schedule.split
-        self._arriving: dict[tuple[Kind, int, int], Pending[Tensor]] = {}
-        self._leaving: dict[tuple[Kind, int, int], Tensor] = {}
+        self._arriving: dict[tuple[ActionKind, int, int], Pending[Tensor]] = {}
+        self._leaving: dict[tuple[ActionKind, int, int], Tensor] = {}
         self._reducing: set[int] = set()
         self._forwards: Counter[int] = Counter()
         self.signs: list[Sign] = []
@@ -214,32 +214,32 @@ class _Passes:
 
     def kind(self, action: Action) -> str:
         """Return the name of the action's kind; BW for a backward that computes both gradients."""
-        whole = action.kind is Kind.B and (action.stage, action.microbatch) not in self._split
+        whole = action.kind is ActionKind.B and (action.stage, action.microbatch) not in self._split
         return "BW" if whole else action.kind.value
 
     def do(self, action: Action, following: Module | None = None) -> None:
         """Run one action. following: the unit whose values are needed first after this action."""
         kind, stage, number = action.kind, action.stage, action.microbatch
         assert stage is not None
-        if kind is Kind.REDUCE:
+        if kind is ActionKind.REDUCE:
             self._reducing.add(stage)
             return
         assert number is not None
-        if kind is Kind.F:
+        if kind is ActionKind.F:
             self._forward(stage, number, following)
-        elif kind is Kind.B:
+        elif kind is ActionKind.B:
             self._backward(stage, number, following)
-        elif kind is Kind.W:
+        elif kind is ActionKind.W:
             self._engine.stages[stage].weight_backward(number, self._done(stage))
             self._completed(stage)
-        elif kind is Kind.SEND_F:
-            self._send(Kind.F, stage, number, stage + 1)
-        elif kind is Kind.SEND_B:
-            self._send(Kind.B, stage, number, stage - 1)
-        elif kind is Kind.RECV_F:
-            self._receive(Kind.F, stage, number, stage - 1)
+        elif kind is ActionKind.SEND_F:
+            self._send(ActionKind.F, stage, number, stage + 1)
+        elif kind is ActionKind.SEND_B:
+            self._send(ActionKind.B, stage, number, stage - 1)
+        elif kind is ActionKind.RECV_F:
+            self._receive(ActionKind.F, stage, number, stage - 1)
         else:
-            self._receive(Kind.B, stage, number, stage + 1)
+            self._receive(ActionKind.B, stage, number, stage + 1)
 
     def do_both(self, forward: Action, backward: Action, following: Module | None) -> None:
         """Run a forward and a backward in turns. following: the unit whose values are needed first
@@ -263,7 +263,7 @@ class _Passes:
         hand_over: HandOver | None = None,
     ) -> None:
         stage = self._engine.stages[number]
-        x = None if stage.plan.first else self._take(Kind.F, number, microbatch)
+        x = None if stage.plan.first else self._take(ActionKind.F, number, microbatch)
         data = self._microbatches[microbatch]
         if self._scale is None:
             y = stage.evaluate(data, x)
@@ -279,7 +279,7 @@ class _Passes:
             if ahead is not None:
                 self.ahead += ahead
         else:
-            self._pass_on(Kind.F, number, microbatch, y, number + 1)
+            self._pass_on(ActionKind.F, number, microbatch, y, number + 1)
 
     def _backward(
         self,
@@ -289,13 +289,13 @@ class _Passes:
         hand_over: HandOver | None = None,
     ) -> None:
         stage = self._engine.stages[number]
-        gradient = None if stage.plan.last else self._take(Kind.B, number, microbatch)
+        gradient = None if stage.plan.last else self._take(ActionKind.B, number, microbatch)
         split = (number, microbatch) in self._split
         done = None if split else self._done(number)
         gradient = stage.backward(microbatch, gradient, done, following, hand_over, split=split)
         self.signs.append(sign(True, number, microbatch, gradient))
         if not stage.plan.first:
-            self._pass_on(Kind.B, number, microbatch, gradient, number - 1)
+            self._pass_on(ActionKind.B, number, microbatch, gradient, number - 1)
         if not split:
             self._completed(number)
 
@@ -308,25 +308,27 @@ class _Passes:
         if stage in self._reducing:
             self._engine.optimizer.reduce_vectors(stage)
 
-    def _pass_on(self, kind: Kind, stage: int, microbatch: int, made: Tensor, other: int) -> None:
+    def _pass_on(
+        self, kind: ActionKind, stage: int, microbatch: int, made: Tensor, other: int
+    ) -> None:
         """Hand `made` to the stage `other` if it is on the same rank, else keep it for the SEND."""
         if self._rank_of[other] == self._engine.rank:
             self._arriving[kind, other, microbatch] = Pending(made)
         else:
             self._leaving[kind, stage, microbatch] = made
 
-    def _take(self, kind: Kind, stage: int, microbatch: int) -> Tensor:
+    def _take(self, kind: ActionKind, stage: int, microbatch: int) -> Tensor:
         return self._arriving.pop((kind, stage, microbatch)).wait()
 
-    def _send(self, kind: Kind, stage: int, microbatch: int, other: int) -> None:
+    def _send(self, kind: ActionKind, stage: int, microbatch: int, other: int) -> None:
         made = self._leaving.pop((kind, stage, microbatch)).contiguous()
         link = self._engine.mesh.link(self._engine.rank, self._rank_of[other])
         sent = self._engine.sent
         sent.append(send(made, link))
-        while sent and sent[0].arrived():
+        while sent and sent[0].is_complete():
             sent.popleft()
 
-    def _receive(self, kind: Kind, stage: int, microbatch: int, other: int) -> None:
+    def _receive(self, kind: ActionKind, stage: int, microbatch: int, other: int) -> None:
         here = self._engine.stages[stage]
         tokens = self._microbatches[microbatch].tokens_BS.numel()
         rows = rows_per_rank(tokens, here.run.tensor.group.size)

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from megaframe.checkpoint.train_state import HistoryState
+from megaframe.checkpoint.train_state import SpikeHistory
 from megaframe.config import FaultToleranceConfig
 
 _WINDOW, _LEAST = 64, 8
@@ -91,11 +91,11 @@ class History:
         self._returned_to = step
         return self._returns <= _MAX_RETURNS
 
-    def state(self) -> HistoryState:
+    def state(self) -> SpikeHistory:
         """Return the history for a checkpoint."""
-        return HistoryState(list(self._losses), sorted(self._left_out), sorted(self._failed))
+        return SpikeHistory(list(self._losses), sorted(self._left_out), sorted(self._failed))
 
-    def load(self, state: HistoryState) -> None:
+    def load(self, state: SpikeHistory) -> None:
         """Continue after the step that `state` belongs to. Data that has been skipped or has failed
         since then is not forgotten."""
         self._losses = deque(state.losses, _WINDOW)

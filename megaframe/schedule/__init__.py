@@ -1,15 +1,15 @@
 """Schedules: a step as lists of actions, which are generated, lowered, printed and executed."""
 
-from megaframe.schedule.actions import Action, Kind, parse_action
+from megaframe.schedule.actions import Action, ActionKind, parse_action
 from megaframe.schedule.generators import generate, schedule_mistakes
-from megaframe.schedule.limits import NAMES
+from megaframe.schedule.limits import SCHEDULE_NAMES
 from megaframe.schedule.lowering import lower
 from megaframe.schedule.schedule import Schedule
 
 __all__ = [
-    "NAMES",
+    "SCHEDULE_NAMES",
     "Action",
-    "Kind",
+    "ActionKind",
     "Schedule",
     "generate",
     "lower",

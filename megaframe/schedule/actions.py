@@ -9,7 +9,7 @@ from enum import Enum
 from megaframe.errors import UserError
 
 
-class Kind(str, Enum):
+class ActionKind(str, Enum):
     """What an action does.
 
     F: forward of one microbatch through one stage.
@@ -43,7 +43,7 @@ class Kind(str, Enum):
     @property
     def per_microbatch(self) -> bool:
         """Whether an action of this kind belongs to one microbatch."""
-        return self not in (Kind.REDUCE, Kind.UPDATE)
+        return self not in (ActionKind.REDUCE, ActionKind.UPDATE)
 
     @property
     def lane(self) -> str:
@@ -51,13 +51,13 @@ class Kind(str, Enum):
         return _LANES.get(self, "compute")
 
 
-_COMPUTE = (Kind.F, Kind.B, Kind.W)
+_COMPUTE = (ActionKind.F, ActionKind.B, ActionKind.W)
 _LANES = {
-    Kind.SEND_F: "send",
-    Kind.SEND_B: "send",
-    Kind.RECV_F: "recv",
-    Kind.RECV_B: "recv",
-    Kind.REDUCE: "grad",
+    ActionKind.SEND_F: "send",
+    ActionKind.SEND_B: "send",
+    ActionKind.RECV_F: "recv",
+    ActionKind.RECV_B: "recv",
+    ActionKind.REDUCE: "grad",
 }
 
 
@@ -66,7 +66,7 @@ class Action:
     """One step of a rank's schedule. Its text form is stage, kind and microbatch, without numbers
     that do not apply: `2F0`, `2SEND_F0`, `2REDUCE`, `UPDATE`."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int | None = None
     microbatch: int | None = None
 
@@ -84,7 +84,7 @@ def parse_action(text: str) -> Action:
     Raises `UserError` if there is none.
     """
     match = _PATTERN.fullmatch(text)
-    kinds = {kind.value: kind for kind in Kind}
+    kinds = {kind.value: kind for kind in ActionKind}
     if match is None or match[2] not in kinds:
         raise UserError(
             f"{text!r} is not an action; write STAGE KIND MICROBATCH such as 0F3, "
@@ -92,7 +92,7 @@ def parse_action(text: str) -> Action:
         )
     kind = kinds[match[2]]
     for number, needed, what in (
-        (match[1], kind is not Kind.UPDATE, "stage"),
+        (match[1], kind is not ActionKind.UPDATE, "stage"),
         (match[3], kind.per_microbatch, "microbatch"),
     ):
         if needed != (number is not None):

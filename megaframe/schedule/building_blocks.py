@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
-from megaframe.schedule.actions import Action, Kind
+from megaframe.schedule.actions import Action, ActionKind
 
 Placement = Literal["loop", "vee"]
 """How stages are placed on ranks. loop: each chunk starts again at rank 0. vee: the direction
@@ -33,7 +33,7 @@ def ranks_of_stages(ranks: int, chunks: int, placement: Placement) -> tuple[int,
     )
 
 
-def passes(kind: Kind, stages: Sequence[int], turns: Iterable[int]) -> list[Action]:
+def list_passes(kind: ActionKind, stages: Sequence[int], turns: Iterable[int]) -> list[Action]:
     """Return actions of one kind in turns: in each turn, every stage in order runs the turn's
     microbatches. turns: microbatches of each turn."""
     actions: list[Action] = []
@@ -45,7 +45,7 @@ def passes(kind: Kind, stages: Sequence[int], turns: Iterable[int]) -> list[Acti
     return actions
 
 
-def even_turns(microbatches: int, group: int) -> list[int]:
+def divide_into_turns(microbatches: int, group: int) -> list[int]:
     """Divide the microbatches into as many turns of at least `group` as possible (at least one
     turn), as evenly as possible. Returns the size of each turn."""
     turns = max(1, microbatches // group)
@@ -62,13 +62,13 @@ def alternate(
     return order + list(backwards[max(0, len(forwards) - warm_up) :])
 
 
-def keep(order: Iterable[Action], microbatches: int) -> list[Action]:
+def drop_missing_microbatches(order: Iterable[Action], microbatches: int) -> list[Action]:
     """Remove the microbatches that do not exist from a repeating order that was made for more of
     them. The rest is a valid order, because no microbatch depends on another one."""
     return [a for a in order if a.microbatch is not None and a.microbatch < microbatches]
 
 
-def split(
+def split_backwards(
     order: Sequence[Action],
     chosen: Collection[int] | None = None,
     held: Collection[int] = (),
@@ -84,10 +84,10 @@ def split(
     number = 0
     for action in order:
         weighed.append(action)
-        if action.kind is not Kind.B:
+        if action.kind is not ActionKind.B:
             continue
         if chosen is None or number in chosen:
-            queue.append(Action(Kind.W, action.stage, action.microbatch))
+            queue.append(Action(ActionKind.W, action.stage, action.microbatch))
         if queue and number not in held:
             weighed.append(queue.pop(0))
         number += 1

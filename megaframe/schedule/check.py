@@ -1,6 +1,6 @@
 """Check: proves that a schedule runs to its end and computes each gradient once, or says why not.
 
-It accepts compute-only and lowered schedules. It proves that there is no deadlock by walking the
+It accepts compute-only and lowered schedules. It proves that there is no deadlock by simulating the
 partial order itself, in which a send needs no posted receive. The proof also holds for the engine,
 where a transfer does need one: both ends of an edge use the same order and a receive comes before
 its consumer, so when a rank reaches a consumer, its receive and all earlier ones of the edge are
@@ -13,24 +13,30 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from megaframe.errors import UserError
-from megaframe.schedule.actions import Action, Kind
-from megaframe.schedule.event_simulation import Program, Walk, cycle, flatten, walk
+from megaframe.schedule.actions import Action, ActionKind
+from megaframe.schedule.event_simulation import (
+    EncodedSchedule,
+    EventTimes,
+    encode_schedule,
+    find_deadlock_cycle,
+    simulate_events,
+)
 from megaframe.schedule.schedule import Schedule
 
 _ORDER = (
-    (Kind.RECV_F, Kind.F),
-    (Kind.F, Kind.SEND_F),
-    (Kind.F, Kind.B),
-    (Kind.RECV_B, Kind.B),
-    (Kind.B, Kind.SEND_B),
-    (Kind.B, Kind.W),
+    (ActionKind.RECV_F, ActionKind.F),
+    (ActionKind.F, ActionKind.SEND_F),
+    (ActionKind.F, ActionKind.B),
+    (ActionKind.RECV_B, ActionKind.B),
+    (ActionKind.B, ActionKind.SEND_B),
+    (ActionKind.B, ActionKind.W),
 )
 """For one stage and microbatch, the first kind must come before the second."""
 
-_PEERS = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
+_PEERS = {ActionKind.SEND_F: 1, ActionKind.RECV_F: -1, ActionKind.SEND_B: -1, ActionKind.RECV_B: 1}
 """Stage at the other end of a transfer, relative to the stage of the action."""
 
-_Places = dict[Action, tuple[int, int]]
+_Positions = dict[Action, tuple[int, int]]
 """(rank, position in its list) of every action but UPDATE."""
 
 
@@ -41,37 +47,37 @@ def check(schedule: Schedule) -> None:
     Raises `UserError` with what is wrong and its position in a grid, or the cycle of a deadlock.
     """
     _check_stages(schedule)
-    places = _places(schedule)
+    positions = _find_positions(schedule)
     lowered = any(not action.kind.is_compute for actions in schedule.ranks for action in actions)
     needed = [_needed(schedule, stage, lowered) for stage in range(len(schedule.rank_of))]
-    _check_complete(schedule, places, needed)
-    _check_order(schedule, places)
+    _check_complete(schedule, positions, needed)
+    _check_order(schedule, positions)
     if lowered:
-        _check_reductions(schedule, places)
+        _check_reductions(schedule, positions)
         _check_updates(schedule)
         _check_edges(schedule)
-    program = flatten(schedule)
-    found = walk(program, [0] * len(program.links()) * program.microbatches, 0)
-    if found.stuck:
-        raise deadlock(program, found)
+    encoded = encode_schedule(schedule)
+    events = simulate_events(encoded, [0] * len(encoded.links()) * encoded.microbatches, 0)
+    if events.stuck:
+        raise deadlock_error(encoded, events)
 
 
-def deadlock(program: Program, found: Walk) -> UserError:
-    """Return the error that says which ranks wait for which in a walk that got stuck."""
-    circle = cycle(program, found.stuck)
+def deadlock_error(encoded: EncodedSchedule, events: EventTimes) -> UserError:
+    """Return the error that says which ranks wait for which in a simulation that got stuck."""
+    circle = find_deadlock_cycle(encoded, events.stuck)
     waits = "; ".join(
-        f"rank {rank} waits with {program.action(code)} for {program.action(maker)}"
+        f"rank {rank} waits with {encoded.action(code)} for {encoded.action(maker)}"
         for rank, code, maker in circle
     )
-    rows = [[str(program.action(code)) for code in steps] for steps in program.steps]
-    centres = [found.stuck.get(rank, len(row)) for rank, row in enumerate(rows)]
-    grid = marked_grid(rows, centres, {rank for rank, _, _ in circle})
+    rows = [[str(encoded.action(code)) for code in steps] for steps in encoded.steps]
+    centres = [events.stuck.get(rank, len(row)) for rank, row in enumerate(rows)]
+    grid = draw_marked_grid(rows, centres, {rank for rank, _, _ in circle})
     return UserError(
-        f"schedule: deadlock of {len(found.stuck)} of {len(rows)} ranks: {waits}\n{grid}"
+        f"schedule: deadlock of {len(events.stuck)} of {len(rows)} ranks: {waits}\n{grid}"
     )
 
 
-def marked_grid(
+def draw_marked_grid(
     rows: Sequence[Sequence[str]], centres: Sequence[int], marked: Iterable[int], reach: int = 5
 ) -> str:
     """Return a text grid of the cells around `centres` (one column for each row), with only the
@@ -94,14 +100,14 @@ def marked_grid(
     return "\n".join("  " + " ".join(cells).rstrip() for cells in padded)
 
 
-def _wrong(
+def _cell_error(
     schedule: Schedule, rank: int, position: int, what: str, missing: Action | None = None
 ) -> UserError:
     """Return the error for one cell. A `missing` action is shown where it should be."""
     rows = [list(map(str, actions)) for actions in schedule.ranks]
     if missing is not None:
         rows[rank].insert(position, f"{missing}?")
-    grid = marked_grid(rows, [position] * len(rows), {rank})
+    grid = draw_marked_grid(rows, [position] * len(rows), {rank})
     return UserError(f"schedule: {what} (rank {rank}, action {position})\n{grid}")
 
 
@@ -127,29 +133,29 @@ def _check_stages(schedule: Schedule) -> None:
             home = owner[action.stage]
             if home != rank:
                 what = f"{action} is on rank {rank}, but stage {action.stage} is on rank {home}"
-                raise _wrong(schedule, rank, position, what)
+                raise _cell_error(schedule, rank, position, what)
             if hole < action.stage == highest:
                 what = f"stage {highest} is there, but stage {hole} has no action"
-                raise _wrong(schedule, rank, position, what)
+                raise _cell_error(schedule, rank, position, what)
 
 
-def _places(schedule: Schedule) -> _Places:
-    places: _Places = {}
+def _find_positions(schedule: Schedule) -> _Positions:
+    positions: _Positions = {}
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
-            if action.kind is Kind.UPDATE:
+            if action.kind is ActionKind.UPDATE:
                 continue
-            first = places.setdefault(action, (rank, position))
+            first = positions.setdefault(action, (rank, position))
             if first != (rank, position):
                 what = f"{action} is repeated; it stands at {first[1]} already"
-                raise _wrong(schedule, rank, position, what)
-    return places
+                raise _cell_error(schedule, rank, position, what)
+    return positions
 
 
-def _needed(schedule: Schedule, stage: int, lowered: bool) -> tuple[Kind, ...]:
+def _needed(schedule: Schedule, stage: int, lowered: bool) -> tuple[ActionKind, ...]:
     """Return the kinds that a stage must have once for each microbatch."""
     ranks = schedule.rank_of
-    kinds = [Kind.F, Kind.B]
+    kinds = [ActionKind.F, ActionKind.B]
     for kind, step in _PEERS.items():
         peer = stage + step
         if lowered and 0 <= peer < len(ranks) and ranks[peer] != ranks[stage]:
@@ -158,52 +164,52 @@ def _needed(schedule: Schedule, stage: int, lowered: bool) -> tuple[Kind, ...]:
 
 
 def _check_complete(
-    schedule: Schedule, places: _Places, needed: Sequence[tuple[Kind, ...]]
+    schedule: Schedule, positions: _Positions, needed: Sequence[tuple[ActionKind, ...]]
 ) -> None:
-    for action, (rank, position) in places.items():
+    for action, (rank, position) in positions.items():
         kind, stage = action.kind, action.stage
         assert stage is not None
         if kind in _PEERS and kind not in needed[stage]:
             peer = stage + _PEERS[kind]
             other = f"stage {peer} is on rank {rank} too" if 0 <= peer < len(needed) else "none"
             what = f"{action} has no other rank at its other end ({other})"
-            raise _wrong(schedule, rank, position, what)
+            raise _cell_error(schedule, rank, position, what)
     for stage, kinds in enumerate(needed):
         for microbatch in range(schedule.microbatches):
             for kind in kinds:
-                if Action(kind, stage, microbatch) not in places:
-                    raise _missing(schedule, places, Action(kind, stage, microbatch))
+                if Action(kind, stage, microbatch) not in positions:
+                    raise _missing_error(schedule, positions, Action(kind, stage, microbatch))
 
 
-def _missing(schedule: Schedule, places: _Places, action: Action) -> UserError:
+def _missing_error(schedule: Schedule, positions: _Positions, action: Action) -> UserError:
     stage, kind = action.stage, action.kind
     assert stage is not None
     rank = schedule.rank_of[stage]
     later = [b for a, b in _ORDER if a is kind]
     earlier = [a for a, b in _ORDER if b is kind]
-    after = [places.get(Action(k, stage, action.microbatch)) for k in later]
-    before = [places.get(Action(k, stage, action.microbatch)) for k in earlier]
+    after = [positions.get(Action(k, stage, action.microbatch)) for k in later]
+    before = [positions.get(Action(k, stage, action.microbatch)) for k in earlier]
     position = min(
         (place[1] for place in after if place),
         default=max((place[1] + 1 for place in before if place), default=len(schedule.ranks[rank])),
     )
     count = sum(a.kind is kind and a.stage == stage for a in schedule.ranks[rank])
     what = f"{action} is missing: {count} {kind.value} for {schedule.microbatches} microbatches"
-    return _wrong(schedule, rank, position, what, missing=action)
+    return _cell_error(schedule, rank, position, what, missing=action)
 
 
-def _check_order(schedule: Schedule, places: _Places) -> None:
+def _check_order(schedule: Schedule, positions: _Positions) -> None:
     sooner = {second: [a for a, b in _ORDER if b is second] for _, second in _ORDER}
-    for action, (rank, position) in places.items():
+    for action, (rank, position) in positions.items():
         for first in sooner.get(action.kind, ()):
             before = Action(first, action.stage, action.microbatch)
-            place = places.get(before)
+            place = positions.get(before)
             if place is not None and place[1] > position:
                 what = f"{action} stands before {before}, which it needs and which is at {place[1]}"
-                raise _wrong(schedule, rank, position, what)
+                raise _cell_error(schedule, rank, position, what)
 
 
-def _check_reductions(schedule: Schedule, places: _Places) -> None:
+def _check_reductions(schedule: Schedule, positions: _Positions) -> None:
     """Check that every stage has one REDUCE, followed by exactly one action that completes the
     stage's gradients of a microbatch."""
     for stage, rank in enumerate(schedule.rank_of):
@@ -212,37 +218,37 @@ def _check_reductions(schedule: Schedule, places: _Places) -> None:
             for position, action in enumerate(schedule.ranks[rank])
             if action.stage == stage and _completes(action, schedule)
         ]
-        place = places.get(Action(Kind.REDUCE, stage))
+        place = positions.get(Action(ActionKind.REDUCE, stage))
         if place is None:
-            missing = Action(Kind.REDUCE, stage)
+            missing = Action(ActionKind.REDUCE, stage)
             what = f"{missing} is missing; it stands before the last gradient of its stage"
-            raise _wrong(schedule, rank, completing[-1], what, missing)
+            raise _cell_error(schedule, rank, completing[-1], what, missing)
         later = sum(position > place[1] for position in completing)
         if later != 1:
             what = (
                 f"{stage}REDUCE stands before {later} of the stage's {len(completing)} gradients; "
                 f"it stands before the last one, {schedule.ranks[rank][completing[-1]]}"
             )
-            raise _wrong(schedule, rank, place[1], what)
+            raise _cell_error(schedule, rank, place[1], what)
 
 
 def _completes(action: Action, schedule: Schedule) -> bool:
     """Return whether the weight gradient of the action's microbatch is complete after it."""
-    if action.kind is not Kind.B or action.stage is None or action.microbatch is None:
-        return action.kind is Kind.W
+    if action.kind is not ActionKind.B or action.stage is None or action.microbatch is None:
+        return action.kind is ActionKind.W
     return (action.stage, action.microbatch) not in schedule.split
 
 
 def _check_updates(schedule: Schedule) -> None:
-    update = Action(Kind.UPDATE)
+    update = Action(ActionKind.UPDATE)
     for rank, actions in enumerate(schedule.ranks):
         last = len(actions) - 1
         if update not in actions:
-            raise _wrong(schedule, rank, last + 1, "UPDATE is missing at the end", update)
+            raise _cell_error(schedule, rank, last + 1, "UPDATE is missing at the end", update)
         first = actions.index(update)
         if first != last:
             what = f"UPDATE stands before {last - first} other actions; it stands once, at the end"
-            raise _wrong(schedule, rank, first, what)
+            raise _cell_error(schedule, rank, first, what)
 
 
 def _check_edges(schedule: Schedule) -> None:
@@ -251,7 +257,7 @@ def _check_edges(schedule: Schedule) -> None:
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     for rank, position, action, peer in _transfers(schedule):
-        if action.kind in (Kind.SEND_F, Kind.SEND_B):
+        if action.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
             sent[rank, peer].append(action)
         else:
             received[peer, rank].append((position, action))
@@ -264,7 +270,7 @@ def _check_edges(schedule: Schedule) -> None:
                     f"{action} takes tensor {number} from rank {source} to rank {target}, "
                     f"but that is of {send}"
                 )
-                raise _wrong(schedule, target, position, what)
+                raise _cell_error(schedule, target, position, what)
 
 
 def _transfers(schedule: Schedule) -> Iterator[tuple[int, int, Action, int]]:
@@ -276,6 +282,6 @@ def _transfers(schedule: Schedule) -> Iterator[tuple[int, int, Action, int]]:
 
 
 def _receive_of(send: Action) -> Action:
-    kind = Kind.RECV_F if send.kind is Kind.SEND_F else Kind.RECV_B
+    kind = ActionKind.RECV_F if send.kind is ActionKind.SEND_F else ActionKind.RECV_B
     assert send.stage is not None
     return Action(kind, send.stage + _PEERS[send.kind], send.microbatch)

@@ -18,7 +18,7 @@ PerStage = Seconds | tuple[Seconds, ...]
 
 
 @dataclass(frozen=True)
-class Costs:
+class ActionCosts:
     """The durations of actions.
 
     forward, backward, weight: seconds of F, of B (input gradient) and of W (weight gradient) for
@@ -49,7 +49,7 @@ class Costs:
             _spread(name, getattr(self, name), stages) for name in ("forward", "backward", "weight")
         )
 
-    def divided(self, chunks: int) -> Costs:
+    def divided(self, chunks: int) -> ActionCosts:
         """Return the costs of one stage, if these are those of a rank's whole share of `chunks`
         stages."""
 
@@ -86,7 +86,7 @@ _FIELDS = {"F": "forward", "B": "backward", "W": "weight", "comm": "comm"}
 _NUMBER = re.compile(r"\d{1,12}(\.\d{1,12})?([eE][+-]?\d{1,2})?")
 
 
-def parse_costs(text: str) -> Costs:
+def parse_costs(text: str) -> ActionCosts:
     """Parse costs from a text such as `F=1,B=1,W=1,comm=0.1`, as exact fractions. Defaults are 1
     for F, B and W, and 0 for comm.
 
@@ -104,4 +104,4 @@ def parse_costs(text: str) -> Costs:
                 f"costs {text!r}: {number!r} is not a time; use seconds such as {name}=1.5"
             )
         values[_FIELDS[name]] = Fraction(number)
-    return replace(Costs(), **values)
+    return replace(ActionCosts(), **values)

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from megaframe.schedule.draw import short, summary
-from megaframe.schedule.simulate import Interval, Timeline
+from megaframe.schedule.draw_text import format_number, summarize_timeline
+from megaframe.schedule.simulate import ActionInterval, Timeline
 
 _HUES = {
     "F": (212, "forward"),
@@ -40,11 +40,11 @@ text.label { text-anchor: middle }
 
 def draw_svg(timeline: Timeline, name: str) -> str:
     """Draw the timeline as the text of an SVG file, titled with the `name` of the schedule."""
-    ranks = len(timeline.program.steps)
+    ranks = len(timeline.encoded.steps)
     width = min(30_000, max(860, 24 * max(map(len, timeline.compute))))
     whole, height = _LEFT + width + _RIGHT, _TOP + ranks * _ROW + 30
     scale = width / float(timeline.time) if timeline.time else 0.0
-    title = escape(f"{name}: {summary(timeline)}")
+    title = escape(f"{name}: {summarize_timeline(timeline)}")
     palette = _palette(timeline)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="{height}" '
@@ -66,7 +66,7 @@ def draw_svg(timeline: Timeline, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _kind(interval: Interval) -> str:
+def _kind(interval: ActionInterval) -> str:
     return "BW" if interval.fused else interval.action.kind.value
 
 
@@ -90,14 +90,14 @@ def _colours(hue: int, lightness: float) -> tuple[str, str]:
     return fill, "#000" if luminance > 0.18 else "#fff"
 
 
-def _box(interval: Interval, rank: int, scale: float, colours: tuple[str, str]) -> str:
+def _box(interval: ActionInterval, rank: int, scale: float, colours: tuple[str, str]) -> str:
     action = interval.action
     left, right = _LEFT + float(interval.start) * scale, _LEFT + float(interval.end) * scale
     top, height = _TOP + rank * _ROW, _ROW - _GAP
     fill, ink = colours
     hint = (
         f"{action}: stage {action.stage}, microbatch {action.microbatch}, rank {rank}, "
-        f"{short(interval.start)} to {short(interval.end)} s"
+        f"{format_number(interval.start)} to {format_number(interval.end)} s"
     )
     text = str(action.microbatch)
     label = ""
@@ -135,4 +135,5 @@ def _axis(time: float, scale: float, top: int) -> Iterator[str]:
     for number in range(math.floor(time / step * 1.000001) + 1):
         left = _LEFT + number * step * scale
         yield f'<path class="axis" d="M{left:.1f} {top}v5"/>'
-        yield f'<text class="label" x="{left:.1f}" y="{top + 18}">{short(number * step)} s</text>'
+        seconds = format_number(number * step)
+        yield f'<text class="label" x="{left:.1f}" y="{top + 18}">{seconds} s</text>'

@@ -37,12 +37,12 @@ def _microseconds(seconds: Seconds) -> float:
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    threads = {(rank, _COMPUTE): "compute" for rank in range(len(timeline.program.steps))}
+    threads = {(rank, _COMPUTE): "compute" for rank in range(len(timeline.encoded.steps))}
     for transfer in timeline.transfers:
         source, target = transfer.source, transfer.target
         threads[source, _send(target)] = f"send to rank {target}"
         threads[target, _receive(source)] = f"recv from rank {source}"
-    for rank in range(len(timeline.program.steps)):
+    for rank in range(len(timeline.encoded.steps)):
         yield metadata_event(rank, _COMPUTE, "process_name", name=f"rank {rank}")
         yield metadata_event(rank, _COMPUTE, "process_sort_index", sort_index=rank)
     for (rank, thread), name in sorted(threads.items()):

@@ -1,9 +1,10 @@
-"""Walk: executes the lists of all ranks as far as order and transfers allow, on plain integers.
+"""Event simulation: executes the lists of all ranks as far as order and transfers allow, on plain
+integers.
 
 The checker, the simulator and the drawers share this one pass. A rank computes in the order of its
 list, sends never block it, and it waits until the input of an action has arrived. Under these rules
-the times do not depend on the order in which ranks are visited. The walk therefore needs only a
-stack of the ranks that can continue; ranks that still wait when it is empty wait forever.
+the times do not depend on the order in which ranks are visited. The simulation therefore needs only
+a stack of the ranks that can continue; ranks that still wait when it is empty wait forever.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from megaframe.schedule.actions import Action, Kind
+from megaframe.schedule.actions import Action, ActionKind
 from megaframe.schedule.costs import Seconds
 from megaframe.schedule.schedule import Schedule
 
-KINDS = (Kind.F, Kind.B, Kind.W, Kind.SEND_F, Kind.SEND_B)
-"""Kinds that the walk executes. Receives are left out: posting one takes no time, and its consumer
-waits."""
+KINDS = (ActionKind.F, ActionKind.B, ActionKind.W, ActionKind.SEND_F, ActionKind.SEND_B)
+"""Kinds that the simulation executes. Receives are left out: posting one takes no time, and its
+consumer waits."""
 
 
 @dataclass(frozen=True)
-class Program:
+class EncodedSchedule:
     """A schedule as integers. The code of an action is (kind * stages + stage) * microbatches +
     microbatch, where kind is the index in `KINDS`.
 
@@ -82,8 +83,8 @@ class Program:
         return rows
 
 
-def flatten(schedule: Schedule) -> Program:
-    """Return the program of a schedule, which must have all its actions (see `check`)."""
+def encode_schedule(schedule: Schedule) -> EncodedSchedule:
+    """Return a schedule as integers; it must have all its actions (see `check`)."""
     stages, size = len(schedule.rank_of), schedule.microbatches
     base = {kind: number * stages * size for number, kind in enumerate(KINDS)}
     steps = tuple(
@@ -95,18 +96,18 @@ def flatten(schedule: Schedule) -> Program:
         for actions in schedule.ranks
     )
     lowered = any(not action.kind.is_compute for actions in schedule.ranks for action in actions)
-    return Program(schedule.rank_of, size, steps, lowered)
+    return EncodedSchedule(schedule.rank_of, size, steps, lowered)
 
 
-def live_activations(schedule: Schedule | Program) -> tuple[Fraction, ...]:
+def live_activations(schedule: Schedule | EncodedSchedule) -> tuple[Fraction, ...]:
     """Return the maximum number of activations that each rank holds at once, in units of one
     microbatch on all stages of the rank: one stage counts 1 / (stages of the rank). An activation
     lives from its F until its W, or until its B if there is no separate W."""
-    program = schedule if isinstance(schedule, Program) else flatten(schedule)
-    block, split = program.block, program.split
+    encoded = schedule if isinstance(schedule, EncodedSchedule) else encode_schedule(schedule)
+    block, split = encoded.block, encoded.split
     return tuple(
-        Fraction(_peak(steps, block, split), program.rank_of.count(rank))
-        for rank, steps in enumerate(program.steps)
+        Fraction(_peak(steps, block, split), encoded.rank_of.count(rank))
+        for rank, steps in enumerate(encoded.steps)
     )
 
 
@@ -126,8 +127,8 @@ def _peak(steps: Sequence[int], block: int, split: Sequence[bool]) -> int:
 
 
 @dataclass(frozen=True)
-class Walk:
-    """The result of a walk.
+class EventTimes:
+    """The result of a simulation.
 
     starts: when each action starts, by code; None if it never does.
     arrivals: when the input of each action arrives, by code; None if it never does.
@@ -141,19 +142,21 @@ class Walk:
     stuck: Mapping[int, int]
 
 
-def walk(program: Program, durations: Sequence[Seconds], comm: Seconds) -> Walk:
-    """Execute `program`. Takes about half a microsecond per action.
+def simulate_events(
+    encoded: EncodedSchedule, durations: Sequence[Seconds], comm: Seconds
+) -> EventTimes:
+    """Execute a schedule. Takes about half a microsecond per action.
 
     durations: of each action, by code.
     comm: duration of a transfer between ranks.
     """
-    size, ranks = program.microbatches, len(program.steps)
-    links = program.links()
+    size, ranks = encoded.microbatches, len(encoded.steps)
+    links = encoded.links()
     free: dict[tuple[int, int] | None, Seconds] = {edge: 0 for _, edge in links}
     codes = len(links) * size
     # Only backwards, and forwards after the first stage, wait for an arrival.
     arrivals: list[Seconds | None] = [0] * codes
-    arrivals[size : 2 * program.block] = [None] * (2 * program.block - size)
+    arrivals[size : 2 * encoded.block] = [None] * (2 * encoded.block - size)
     starts: list[Seconds | None] = [None] * codes
     at = [0] * ranks
     clocks: list[Seconds] = [0] * ranks
@@ -162,16 +165,16 @@ def walk(program: Program, durations: Sequence[Seconds], comm: Seconds) -> Walk:
     while ready:
         rank = ready.pop()
         clock = clocks[rank]
-        steps = program.steps[rank]
+        steps = encoded.steps[rank]
         for position in range(at[rank], len(steps)):
             code = steps[position]
-            came = arrivals[code]
-            if came is None:
+            arrival = arrivals[code]
+            if arrival is None:
                 waiting[code] = rank
                 at[rank] = position
                 break
-            if came > clock:
-                clock = came
+            if arrival > clock:
+                clock = arrival
             starts[code] = clock
             clock += durations[code]
             reach, edge = links[code // size]
@@ -185,21 +188,23 @@ def walk(program: Program, durations: Sequence[Seconds], comm: Seconds) -> Walk:
                 if target in waiting:
                     ready.append(waiting.pop(target))
         clocks[rank] = clock
-    return Walk(starts, arrivals, clocks, {rank: at[rank] for rank in waiting.values()})
+    return EventTimes(starts, arrivals, clocks, {rank: at[rank] for rank in waiting.values()})
 
 
-def cycle(program: Program, stuck: Mapping[int, int]) -> list[tuple[int, int, int]]:
+def find_deadlock_cycle(
+    encoded: EncodedSchedule, stuck: Mapping[int, int]
+) -> list[tuple[int, int, int]]:
     """Return a cycle of a deadlock as (rank, waiting code, code that it waits for). stuck: where
-    the ranks of a complete program are stuck."""
-    size = program.microbatches
-    makers = {row + reach // size: row for row, (reach, _) in enumerate(program.links()) if reach}
+    the ranks of a complete schedule are stuck."""
+    size = encoded.microbatches
+    makers = {row + reach // size: row for row, (reach, _) in enumerate(encoded.links()) if reach}
     chain: dict[int, tuple[int, int, int]] = {}
     rank = next(iter(stuck))
     while rank not in chain:
-        code = program.steps[rank][stuck[rank]]
+        code = encoded.steps[rank][stuck[rank]]
         row, microbatch = divmod(code, size)
         made_by = makers[row]
         chain[rank] = (rank, code, made_by * size + microbatch)
-        rank = program.rank_of[made_by % len(program.rank_of)]
+        rank = encoded.rank_of[made_by % len(encoded.rank_of)]
     links = list(chain.values())
     return links[list(chain).index(rank) :]

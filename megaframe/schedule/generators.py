@@ -10,12 +10,11 @@ from pathlib import Path
 from megaframe.errors import UserError
 from megaframe.schedule.building_blocks import Placement
 from megaframe.schedule.check import check
-from megaframe.schedule.costs import Costs, Seconds
-from megaframe.schedule.limits import FILE, group_mistakes, name_mistakes
-from megaframe.schedule.named import named
-from megaframe.schedule.schedule import Schedule
-from megaframe.schedule.search import search
-from megaframe.schedule.text import read_schedule
+from megaframe.schedule.costs import ActionCosts, Seconds
+from megaframe.schedule.limits import FILE_PREFIX, group_mistakes, name_mistakes
+from megaframe.schedule.named import build_named_schedule
+from megaframe.schedule.schedule import Schedule, read_schedule
+from megaframe.schedule.search import search_schedule
 
 
 def generate(
@@ -25,24 +24,26 @@ def generate(
     microbatches: int,
     *,
     group: int | None = None,
-    costs: Costs | None = None,
+    costs: ActionCosts | None = None,
     memory_limit: Seconds | None = None,
     placement: Placement | None = None,
 ) -> Schedule:
     """Return the compute actions of schedule `name` (one of `NAMES`, or `file:PATH`).
 
     group: microbatches per turn of a chunk; for `interleaved` only, default `ranks`.
-    costs, memory_limit, placement: for `search` only, see there.
+    costs, memory_limit, placement: for `search_schedule` only, see there.
     Raises `UserError` naming every limit that is broken, with the nearest valid values.
     """
     mistakes = schedule_mistakes(name, ranks, chunks, microbatches, group=group)
     if mistakes:
         raise UserError("\n  ".join(mistakes))
-    if name.startswith(FILE):
-        return read_schedule(Path(name.removeprefix(FILE)))
+    if name.startswith(FILE_PREFIX):
+        return read_schedule(Path(name.removeprefix(FILE_PREFIX)))
     if name == "search":
-        return search(ranks, chunks, microbatches, costs or Costs(), memory_limit, placement)
-    return named(name, ranks, chunks, microbatches, group)
+        return search_schedule(
+            ranks, chunks, microbatches, costs or ActionCosts(), memory_limit, placement
+        )
+    return build_named_schedule(name, ranks, chunks, microbatches, group)
 
 
 def schedule_mistakes(
@@ -50,10 +51,10 @@ def schedule_mistakes(
 ) -> list[str]:
     """Return a message for each reason why `generate` would refuse, an empty list if it would not.
     For `file:PATH`, the file is read and checked."""
-    if not name.startswith(FILE):
+    if not name.startswith(FILE_PREFIX):
         return list(name_mistakes(name, ranks, chunks, microbatches, group))
     try:
-        schedule = read_schedule(Path(name.removeprefix(FILE)))
+        schedule = read_schedule(Path(name.removeprefix(FILE_PREFIX)))
         check(schedule)
     except UserError as error:
         return [f"parallel.schedule={name}: {error}"]

@@ -1,4 +1,4 @@
-"""Greedy: makes an order by simulating it: whenever a rank is free, a rule picks its next action.
+"""Greedy: makes an order by simulating it: whenever a rank is free, a policy picks its next action.
 
 A microbatch may start a chunk only if memory is left for its activations in this and all later
 chunks of the rank. The microbatch that is furthest ahead can therefore always continue, and no
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from megaframe.schedule.costs import Costs
-from megaframe.schedule.event_simulation import Program
+from megaframe.schedule.costs import ActionCosts
+from megaframe.schedule.event_simulation import EncodedSchedule
 
 
 @dataclass(frozen=True)
-class Rule:
+class GreedyPolicy:
     """What a free rank prefers. Backwards come first, then forwards, then weight gradients.
 
     lead: limits how many forwards a rank may be ahead of its backwards, as a factor of its distance
-    from the end of the pipeline; None for as many as fit into memory. See `_Run._bound`.
+    from the end of the pipeline; None for as many as fit into memory. See `_GreedyRun._bound`.
     turns: chunks take turns, with as many microbatches per turn as there are ranks. Otherwise the
     later stage goes first.
     patience: a weight gradient does not start if another action becomes ready within this fraction
@@ -35,7 +35,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Problem:
+class SchedulingProblem:
     """What an order is made for.
 
     rank_of: rank of each stage.
@@ -52,9 +52,9 @@ class Problem:
     capacity: int
 
     @classmethod
-    def of(
-        cls, rank_of: tuple[int, ...], microbatches: int, costs: Costs, capacity: int
-    ) -> Problem:
+    def from_costs(
+        cls, rank_of: tuple[int, ...], microbatches: int, costs: ActionCosts, capacity: int
+    ) -> SchedulingProblem:
         """Return the problem for `costs`."""
         forward, backward, weight = (
             [float(value) for value in values] for values in costs.per_stage(len(rank_of))
@@ -68,9 +68,9 @@ class Problem:
         return 3 * len(self.rank_of) * self.microbatches
 
 
-def greedy(problem: Problem, rule: Rule) -> Program:
-    """Return the order that `rule` makes. Takes about two microseconds per action."""
-    run = _Run(problem, rule)
+def schedule_greedily(problem: SchedulingProblem, policy: GreedyPolicy) -> EncodedSchedule:
+    """Return the order that `policy` makes. Takes about two microseconds per action."""
+    run = _GreedyRun(problem, policy)
     waking = run.waking
     while waking:
         now, rank = heappop(waking)
@@ -78,7 +78,7 @@ def greedy(problem: Problem, rule: Rule) -> Program:
             chosen = run.choose(rank, now)
             if chosen is not None:
                 run.start(rank, now, *chosen)
-    return Program(problem.rank_of, problem.microbatches, tuple(run.steps))
+    return EncodedSchedule(problem.rank_of, problem.microbatches, tuple(run.steps))
 
 
 _F, _B, _W = range(3)
@@ -88,28 +88,29 @@ _SLACK = 1e-6
 sums of times differ by rounding, and a rank must not choose another action because of that."""
 
 
-class _Run:
+class _GreedyRun:
     """The state of all ranks at some time. A rank with nothing to do wakes at the next arrival.
 
     done: number of actions started, by kind and stage.
-    came: arrival times of the inputs of F and B, by kind, stage and microbatch, as far as known.
+    arrivals: arrival times of the inputs of F and B, by kind, stage and microbatch, as far as
+        known.
     live: activations held, by rank.
     ahead: forwards without their backward, by rank.
     queue: stages of weight gradients that can run, by rank, oldest first.
     waking: heap of (time, rank) at which a rank may have something to do.
     """
 
-    def __init__(self, problem: Problem, rule: Rule) -> None:
+    def __init__(self, problem: SchedulingProblem, policy: GreedyPolicy) -> None:
         rank_of, size = problem.rank_of, problem.microbatches
         stages, ranks = len(rank_of), max(problem.rank_of) + 1
-        self.problem, self.rule = problem, rule
+        self.problem, self.policy = problem, policy
         self.seconds = problem.seconds
         self.slack = _SLACK * max(map(max, problem.seconds))
         self.stages = [[s for s in range(stages) if rank_of[s] == rank] for rank in range(ranks)]
         self.later = [sum(r == rank_of[s] for r in rank_of[s:]) for s in range(stages)]
         self.done = [[0] * stages for _ in range(3)]
-        self.came: list[list[list[float]]] = [[[] for _ in range(stages)] for _ in range(2)]
-        self.came[_F][0] = [0] * size
+        self.arrivals: list[list[list[float]]] = [[[] for _ in range(stages)] for _ in range(2)]
+        self.arrivals[_F][0] = [0] * size
         self.free: list[float] = [0] * ranks
         self.live, self.ahead = [0] * ranks, [0] * ranks
         self.queue: list[deque[int]] = [deque() for _ in range(ranks)]
@@ -119,10 +120,10 @@ class _Run:
 
     def _bound(self, rank: int, ranks: int) -> int:
         """Return the largest number of forwards that a rank may be ahead of its backwards."""
-        if self.rule.lead is None:
+        if self.policy.lead is None:
             return self.problem.capacity
         chunks = len(self.stages[rank])
-        return max(chunks, (chunks - 1) * ranks + int(self.rule.lead * (ranks - rank)))
+        return max(chunks, (chunks - 1) * ranks + int(self.policy.lead * (ranks - rank)))
 
     def choose(self, rank: int, now: float) -> tuple[int, int] | None:
         """Return kind and stage of the next action of a free rank, None to wait for an arrival."""
@@ -139,7 +140,7 @@ class _Run:
             return None
         stage = self.queue[rank][0]
         soonest = min(soonest, other)
-        if soonest < now + self.rule.patience * self.seconds[_W][stage]:
+        if soonest < now + self.policy.patience * self.seconds[_W][stage]:
             return None
         return _W, stage
 
@@ -147,15 +148,15 @@ class _Run:
         """Return the stage whose ready action of this kind goes first (None if none is ready), and
         the earliest known time at which another one becomes ready."""
         best, first, soonest = None, (0, 0), inf
-        turn = len(self.free) if self.rule.turns else 1 << 60
+        turn = len(self.free) if self.policy.turns else 1 << 60
         for stage in stages:
-            number, came = self.done[kind][stage], self.came[kind][stage]
-            if number >= len(came):
+            number, arrivals = self.done[kind][stage], self.arrivals[kind][stage]
+            if number >= len(arrivals):
                 continue
-            if came[number] > now + self.slack:
-                soonest = min(soonest, came[number])
+            if arrivals[number] > now + self.slack:
+                soonest = min(soonest, arrivals[number])
                 continue
-            key = (number // turn, stage if kind is _F and self.rule.turns else -stage)
+            key = (number // turn, stage if kind is _F and self.policy.turns else -stage)
             if best is None or key < first:
                 best, first = stage, key
         return best, soonest
@@ -183,14 +184,14 @@ class _Run:
             if stage + 1 < stages:
                 self._announce(_F, stage + 1, rank, end)
             else:
-                self.came[_B][stage].append(end)
+                self.arrivals[_B][stage].append(end)
 
     def _announce(self, kind: int, stage: int, source: int, end: float) -> None:
         rank = self.problem.rank_of[stage]
         if rank == source:
-            self.came[kind][stage].append(end)
+            self.arrivals[kind][stage].append(end)
             return
         arrival = end + self.problem.comm
-        self.came[kind][stage].append(arrival)
+        self.arrivals[kind][stage].append(arrival)
         if arrival >= self.free[rank]:
             heappush(self.waking, (arrival, rank))

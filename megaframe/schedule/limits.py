@@ -10,36 +10,38 @@ from megaframe.errors import join_or
 
 
 @dataclass(frozen=True)
-class Limits:
+class ScheduleLimits:
     """The sizes that a schedule supports.
 
-    fewest, most: chunks per rank; no upper limit if `most` is None.
-    fill: it needs at least as many microbatches as ranks.
+    min_chunks, max_chunks: chunks per rank; no upper limit if `max_chunks` is None.
+    needs_full_pipeline: it needs at least as many microbatches as ranks.
     """
 
-    fewest: int = 1
-    most: int | None = 1
-    fill: bool = False
+    min_chunks: int = 1
+    max_chunks: int | None = 1
+    needs_full_pipeline: bool = False
 
     def nearest_chunks(self, chunks: int) -> int:
         """Return the supported number of chunks that is closest to `chunks`."""
-        return max(self.fewest, chunks if self.most is None else min(chunks, self.most))
+        return max(
+            self.min_chunks, chunks if self.max_chunks is None else min(chunks, self.max_chunks)
+        )
 
 
-LIMITS: Mapping[str, Limits] = {
-    "gpipe": Limits(),
-    "1f1b": Limits(),
-    "interleaved": Limits(2, None, fill=True),
-    "breadth-first": Limits(1, None),
-    "zb-h1": Limits(fill=True),
-    "zb-h2": Limits(fill=True),
-    "zb-v": Limits(2, 2, fill=True),
-    "v-half": Limits(2, 2, fill=True),
-    "dualpipe-v": Limits(2, 2, fill=True),
-    "search": Limits(1, None),
+SCHEDULE_LIMITS: Mapping[str, ScheduleLimits] = {
+    "gpipe": ScheduleLimits(),
+    "1f1b": ScheduleLimits(),
+    "interleaved": ScheduleLimits(2, None, needs_full_pipeline=True),
+    "breadth-first": ScheduleLimits(1, None),
+    "zb-h1": ScheduleLimits(needs_full_pipeline=True),
+    "zb-h2": ScheduleLimits(needs_full_pipeline=True),
+    "zb-v": ScheduleLimits(2, 2, needs_full_pipeline=True),
+    "v-half": ScheduleLimits(2, 2, needs_full_pipeline=True),
+    "dualpipe-v": ScheduleLimits(2, 2, needs_full_pipeline=True),
+    "search": ScheduleLimits(1, None),
 }
-NAMES = tuple(LIMITS)
-FILE = "file:"
+SCHEDULE_NAMES = tuple(SCHEDULE_LIMITS)
+FILE_PREFIX = "file:"
 
 
 def name_mistakes(
@@ -50,26 +52,29 @@ def name_mistakes(
         if size < 1:
             yield f"{key}={size} must be a whole number >= 1"
     if microbatches < 1:
-        yield f"{_count(microbatches)}, but needs at least 1; raise train.global_batch"
-    if name not in LIMITS:
-        near = get_close_matches(name, NAMES, n=2, cutoff=0.5)
+        yield f"{_describe_count(microbatches)}, but needs at least 1; raise train.global_batch"
+    if name not in SCHEDULE_LIMITS:
+        near = get_close_matches(name, SCHEDULE_NAMES, n=2, cutoff=0.5)
         use = f"; did you mean {join_or(near)}?" if near else ""
-        yield f"parallel.schedule={name} is not one of {', '.join(NAMES)} and file:PATH{use}"
+        known = ", ".join(SCHEDULE_NAMES)
+        yield f"parallel.schedule={name} is not one of {known} and file:PATH{use}"
         return
-    limits = LIMITS[name]
+    limits = SCHEDULE_LIMITS[name]
     near_chunks = limits.nearest_chunks(chunks)
     if near_chunks != chunks >= 1:
         fitting = join_or(
-            n for n, other in LIMITS.items() if other.nearest_chunks(chunks) == chunks
+            n for n, other in SCHEDULE_LIMITS.items() if other.nearest_chunks(chunks) == chunks
         )
         yield (
             f"parallel.schedule={name} does not run parallel.chunks={chunks}; "
             f"use parallel.chunks={near_chunks}, or parallel.schedule={fitting}"
         )
-    if limits.fill and 1 <= microbatches < ranks:
-        free = join_or(n for n, other in LIMITS.items() if _fits(other, chunks))
+    if limits.needs_full_pipeline and 1 <= microbatches < ranks:
+        free = join_or(
+            n for n, other in SCHEDULE_LIMITS.items() if _takes_any_microbatches(other, chunks)
+        )
         yield (
-            f"{_count(microbatches)}, but parallel.schedule={name} needs at least "
+            f"{_describe_count(microbatches)}, but parallel.schedule={name} needs at least "
             f"parallel.pipeline={ranks}; use train.global_batch or train.microbatch for {ranks} "
             f"microbatches, parallel.pipeline={microbatches}, or parallel.schedule={free}"
         )
@@ -93,9 +98,9 @@ def group_mistakes(name: str, ranks: int, group: int | None) -> Iterator[str]:
         )
 
 
-def _fits(limits: Limits, chunks: int) -> bool:
-    return limits.nearest_chunks(chunks) == chunks and not limits.fill
+def _takes_any_microbatches(limits: ScheduleLimits, chunks: int) -> bool:
+    return limits.nearest_chunks(chunks) == chunks and not limits.needs_full_pipeline
 
 
-def _count(microbatches: int) -> str:
+def _describe_count(microbatches: int) -> str:
     return f"a step has {microbatches} microbatch{'es' * (microbatches != 1)}"

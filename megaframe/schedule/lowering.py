@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from megaframe.schedule.actions import Action, Kind
+from megaframe.schedule.actions import Action, ActionKind
 from megaframe.schedule.schedule import Schedule
 
 AHEAD = 2
 """Compute actions between the posting of a receive and its consumer: one that runs meanwhile, and
 one in reserve."""
 
-_PASSES = {Kind.F: (Kind.SEND_F, Kind.RECV_F, 1), Kind.B: (Kind.SEND_B, Kind.RECV_B, -1)}
+_PASSES = {
+    ActionKind.F: (ActionKind.SEND_F, ActionKind.RECV_F, 1),
+    ActionKind.B: (ActionKind.SEND_B, ActionKind.RECV_B, -1),
+}
 
 Posts = Mapping[int, Sequence[Action]]
 """The receives to post before each compute action of a rank, by position of the action."""
@@ -41,18 +44,18 @@ def _lower_rank(schedule: Schedule, rank: int, posts: Posts) -> tuple[Action, ..
     completes = {
         action.stage: i
         for i, action in enumerate(actions)
-        if action.kind is Kind.W
-        or (action.kind is Kind.B and (action.stage, action.microbatch) not in split)
+        if action.kind is ActionKind.W
+        or (action.kind is ActionKind.B and (action.stage, action.microbatch) not in split)
     }
     lowered: list[Action] = []
     for i, action in enumerate(actions):
         lowered += posts.get(i, ())
         if completes.get(action.stage) == i:
-            lowered.append(Action(Kind.REDUCE, action.stage))
+            lowered.append(Action(ActionKind.REDUCE, action.stage))
         lowered.append(action)
-        if passed := _passed(action, schedule.rank_of):
+        if passed := _find_transfer(action, schedule.rank_of):
             lowered.append(passed[0])
-    return (*lowered, Action(Kind.UPDATE))
+    return (*lowered, Action(ActionKind.UPDATE))
 
 
 def _receives(schedule: Schedule, ahead: int) -> list[Posts]:
@@ -62,7 +65,7 @@ def _receives(schedule: Schedule, ahead: int) -> list[Posts]:
     for actions in schedule.ranks:
         latest: dict[int, int] = {}
         for action in reversed(actions):
-            passed = _passed(action, schedule.rank_of)
+            passed = _find_transfer(action, schedule.rank_of)
             if passed is None:
                 continue
             _, receive, consumer = passed
@@ -73,7 +76,7 @@ def _receives(schedule: Schedule, ahead: int) -> list[Posts]:
     return [{at: found[::-1] for at, found in rank.items()} for rank in posts]
 
 
-def _passed(action: Action, rank_of: Sequence[int]) -> tuple[Action, Action, Action] | None:
+def _find_transfer(action: Action, rank_of: Sequence[int]) -> tuple[Action, Action, Action] | None:
     """Return the send, the receive and the consumer of the result of `action`, or None if no other
     rank consumes it."""
     if action.kind not in _PASSES:

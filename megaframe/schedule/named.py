@@ -11,12 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
-from megaframe.schedule.actions import Action, Kind
-from megaframe.schedule.building_blocks import alternate, even_turns, keep, passes, split, stage_of
+from megaframe.schedule.actions import Action, ActionKind
+from megaframe.schedule.building_blocks import (
+    alternate,
+    divide_into_turns,
+    drop_missing_microbatches,
+    list_passes,
+    split_backwards,
+    stage_of,
+)
 from megaframe.schedule.schedule import Schedule
 
 
-def named(
+def build_named_schedule(
     name: str, ranks: int, chunks: int, microbatches: int, group: int | None = None
 ) -> Schedule:
     """Return the schedule `name`. The caller must have checked its limits (`name_mistakes`)."""
@@ -28,14 +35,14 @@ def named(
     return Schedule(tuple(map(tuple, lists)))
 
 
-def live_at_least(name: str, ranks: int, chunks: int, microbatches: int) -> Fraction:
+def min_live_activations(name: str, ranks: int, chunks: int, microbatches: int) -> Fraction:
     """Return a lower bound on the live activations of a named schedule, without making it."""
     bounds = {
         "gpipe": Fraction(microbatches),
         "breadth-first": Fraction(microbatches),
         "zb-h2": Fraction(2 * ranks - 1),
         "interleaved": Fraction(
-            2 * ranks - 1 + (chunks - 1) * max(even_turns(microbatches, ranks)), chunks
+            2 * ranks - 1 + (chunks - 1) * max(divide_into_turns(microbatches, ranks)), chunks
         ),
     }
     return min(bounds.get(name, Fraction(1)), Fraction(microbatches))
@@ -60,7 +67,7 @@ def interleaved(
     """Interleaved 1F1B (Narayanan et al. 2021): chunks take turns of `group` >= p microbatches
     (default p), or a few more if m is not divisible. Bubble (p-1)(F+B+W)/v. With turns of at most
     g, live is (2p-1 + (v-1)g)/v, at most m; for g = p this is p + (p-1)/v."""
-    turns = even_turns(microbatches, ranks if group is None else group)
+    turns = divide_into_turns(microbatches, ranks if group is None else group)
     forwards, backwards = _loops(rank, ranks, chunks, turns)
     return alternate(forwards, backwards, 2 * (ranks - 1 - rank) + (chunks - 1) * max(turns))
 
@@ -78,13 +85,15 @@ def zb_h1(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]
     """1F1B with weight gradients deferred as far as the memory of 1F1B's first rank allows
     (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). Bubble (p-1)(F+B-W) for m >= p and
     W <= F, B; live p."""
-    return split(_one_stage(rank, microbatches, ranks - 1 - rank), held=range(rank))
+    return split_backwards(_one_stage(rank, microbatches, ranks - 1 - rank), held=range(rank))
 
 
 def zb_h2(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """Like zb-h1, with enough forwards in the warm-up to fill the pipeline. Bubble
     (p-1)(F+B-2W) for m >= 2p-1 and W <= F, B with 2W <= F+B, so 0 at F=B=W; live 2p-1."""
-    return split(_one_stage(rank, microbatches, 2 * (ranks - 1 - rank)), held=range(2 * rank))
+    return split_backwards(
+        _one_stage(rank, microbatches, 2 * (ranks - 1 - rank)), held=range(2 * rank)
+    )
 
 
 def zb_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
@@ -93,7 +102,7 @@ def zb_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     backwards that come back through the V, except after the first of these backwards."""
     order = _vee(rank, ranks, microbatches)
     first = 2 * microbatches - _trailing(order) + 1
-    return split(order, held=range(first, first + 2 * rank))
+    return split_backwards(order, held=range(first, first + 2 * rank))
 
 
 def dualpipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
@@ -101,7 +110,7 @@ def dualpipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Ac
     and the last p backwards of a rank are split. Bubble p/2 at F=B=W=1; live p."""
     order = _vee(rank, ranks, microbatches)
     tail = range(max(0, 2 * microbatches - ranks), 2 * microbatches)
-    return split(order, chosen={*range(ranks - 1 - rank), *tail}, held=tail[: rank + 1])
+    return split_backwards(order, chosen={*range(ranks - 1 - rank), *tail}, held=tail[: rank + 1])
 
 
 def v_half(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
@@ -111,17 +120,17 @@ def v_half(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action
     p and 7(p-1)/4 for odd p; live (p+2)//2."""
     apart = 3 * (1 - ranks % 2)
     slots = {
-        (Kind.F, 0): 2 * rank,
-        (Kind.F, 1): 3 * ranks - 2 - rank,
-        (Kind.B, 1): 3 * ranks - 1 + apart + 2 * rank,
-        (Kind.B, 0): 6 * ranks - 2 + apart - rank,
+        (ActionKind.F, 0): 2 * rank,
+        (ActionKind.F, 1): 3 * ranks - 2 - rank,
+        (ActionKind.B, 1): 3 * ranks - 1 + apart + 2 * rank,
+        (ActionKind.B, 0): 6 * ranks - 2 + apart - rank,
     }
     taken = {slot % 6 for slot in slots.values()}
     for chunk in (1, 0):
-        slot = slots[Kind.B, chunk] + 1
+        slot = slots[ActionKind.B, chunk] + 1
         while slot % 6 in taken:
             slot += 1
-        slots[Kind.W, chunk] = slot
+        slots[ActionKind.W, chunk] = slot
         taken.add(slot % 6)
     stages = [stage_of(rank, chunk, ranks, "vee") for chunk in (0, 1)]
     timed = sorted(
@@ -136,7 +145,7 @@ def _loops(
     rank: int, ranks: int, chunks: int, turns: Sequence[int]
 ) -> tuple[list[Action], list[Action]]:
     stages = [stage_of(rank, chunk, ranks, "loop") for chunk in range(chunks)]
-    return passes(Kind.F, stages, turns), passes(Kind.B, stages[::-1], turns)
+    return list_passes(ActionKind.F, stages, turns), list_passes(ActionKind.B, stages[::-1], turns)
 
 
 def _one_stage(rank: int, microbatches: int, warm_up: int) -> list[Action]:
@@ -149,7 +158,9 @@ def _vee(rank: int, ranks: int, microbatches: int) -> list[Action]:
     down, up = (stage_of(rank, chunk, ranks, "vee") for chunk in (0, 1))
     endless = [microbatches + 2 * ranks]
     f_down, f_up, b_down, b_up = (
-        passes(kind, [stage], endless) for kind in (Kind.F, Kind.B) for stage in (down, up)
+        list_passes(kind, [stage], endless)
+        for kind in (ActionKind.F, ActionKind.B)
+        for stage in (down, up)
     )
     left = ranks - rank
     ahead = 2 * left - 1
@@ -160,7 +171,7 @@ def _vee(rank: int, ranks: int, microbatches: int) -> list[Action]:
         *_in_turn(f_down[ahead + rank :], f_up[rank + left :]),
     ]
     backwards = [*b_up[:left], *_in_turn(b_down, b_up[left:])]
-    return keep(alternate(forwards, backwards, 2 * ranks - 1), microbatches)
+    return drop_missing_microbatches(alternate(forwards, backwards, 2 * ranks - 1), microbatches)
 
 
 def _in_turn(first: list[Action], second: list[Action]) -> list[Action]:
@@ -169,7 +180,7 @@ def _in_turn(first: list[Action], second: list[Action]) -> list[Action]:
 
 def _trailing(order: list[Action]) -> int:
     """Number of backwards after the last forward."""
-    return next(n for n, action in enumerate(reversed(order)) if action.kind is Kind.F)
+    return next(n for n, action in enumerate(reversed(order)) if action.kind is ActionKind.F)
 
 
 GENERATORS: Mapping[str, Callable[[int, int, int, int], list[Action]]] = {

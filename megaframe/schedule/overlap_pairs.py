@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from megaframe.schedule.actions import Action, Kind
-from megaframe.schedule.costs import Costs
+from megaframe.schedule.actions import Action, ActionKind
+from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.schedule import Schedule
 from megaframe.schedule.simulate import simulate
 
 
-def pairs(schedule: Schedule, costs: Costs) -> dict[Action, Action]:
+def find_overlap_pairs(schedule: Schedule, costs: ActionCosts) -> dict[Action, Action]:
     """Return the backward of each pair, by its forward, for a schedule that `check` accepts."""
     timeline = simulate(schedule, costs)
     found = {one.action: one for compute in timeline.compute for one in compute}
@@ -25,17 +25,23 @@ def pairs(schedule: Schedule, costs: Costs) -> dict[Action, Action]:
     for compute in timeline.compute:
         for first, second in pairwise(compute):
             forward, backward = first.action, second.action
-            if (forward.kind, backward.kind) != (Kind.F, Kind.B):
+            if (forward.kind, backward.kind) != (ActionKind.F, ActionKind.B):
                 continue
             assert backward.stage is not None
-            kind, stage = (Kind.B, backward.stage + 1) if backward.stage < last else (Kind.F, last)
+            kind, stage = (
+                (ActionKind.B, backward.stage + 1)
+                if backward.stage < last
+                else (ActionKind.F, last)
+            )
             maker = found[Action(kind, stage, backward.microbatch)]
             if maker.end <= first.start:
                 paired[forward] = backward
     return paired
 
 
-def together(actions: tuple[Action, ...], paired: dict[Action, Action]) -> tuple[Action, ...]:
+def place_pairs_together(
+    actions: tuple[Action, ...], paired: dict[Action, Action]
+) -> tuple[Action, ...]:
     """Return a rank's lowered actions with those of each pair next to each other. Actions between
     the two are moved before the pair, except the forward's sends, which follow it."""
     ordered: list[Action] = []
@@ -49,7 +55,7 @@ def together(actions: tuple[Action, ...], paired: dict[Action, Action]) -> tuple
         elif action == waiting[1]:
             ordered += [*waiting, *sends]
             waiting, sends = None, []
-        elif action.kind is Kind.SEND_F:
+        elif action.kind is ActionKind.SEND_F:
             sends.append(action)
         else:
             ordered.append(action)

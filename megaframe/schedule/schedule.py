@@ -1,5 +1,9 @@
 """Schedule: a list of actions for each rank of a pipeline; plain data with a text form.
 
+The text form has a line per rank, actions separated by white space, and `#` for comments. It
+contains only compute actions. Sends and receives are derived from them, so that a file cannot
+contradict itself.
+
 The rank of a stage is not stored separately: it is the rank whose list contains its actions.
 """
 
@@ -7,8 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
-from megaframe.schedule.actions import Action, Kind
+from megaframe.errors import UserError
+from megaframe.io.untrusted import read_file
+from megaframe.schedule.actions import Action, ActionKind, parse_action
+
+MAX_BYTES = 64 * 2**20
+"""Larger files are refused without parsing; 64 ranks and 512 microbatches take 1 MiB."""
+
+MAX_NUMBER = 10**6
+"""Larger numbers of stages and microbatches are refused, because tables of that size are made."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,9 @@ class Schedule:
             (action.stage, action.microbatch)
             for actions in self.ranks
             for action in actions
-            if action.kind is Kind.W and action.stage is not None and action.microbatch is not None
+            if action.kind is ActionKind.W
+            and action.stage is not None
+            and action.microbatch is not None
         )
 
     def stages(self, rank: int) -> tuple[int, ...]:
@@ -50,3 +65,44 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
+
+
+def parse_schedule(text: str, name: str = "schedule") -> Schedule:
+    """Parse a schedule. name: what messages call the source of the text.
+
+    Raises `UserError` with line and cell of the first mistake.
+    """
+    ranks = []
+    for number, line in enumerate(text.splitlines(), 1):
+        cells = line.partition("#")[0].split()
+        if cells:
+            where = f"{name}, line {number}"
+            ranks.append(
+                tuple(_cell(cell, f"{where}, cell {i}") for i, cell in enumerate(cells, 1))
+            )
+    if not ranks:
+        raise UserError(f"{name} has no line of actions; write one for each rank, such as 0F0 0B0")
+    return Schedule(tuple(ranks))
+
+
+def read_schedule(path: Path) -> Schedule:
+    """Read a schedule from a file. Raises `UserError` if the file cannot be read, is too large, or
+    is not a schedule."""
+    try:
+        text = read_file(path, MAX_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"schedule file {path} cannot be read: {error}") from None
+    return parse_schedule(text, str(path))
+
+
+def _cell(cell: str, where: str) -> Action:
+    try:
+        action = parse_action(cell)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    if not action.kind.is_compute:
+        raise UserError(f"{where}: {cell} is added by lowering; write F, B and W only")
+    for what, value in (("stage", action.stage), ("microbatch", action.microbatch)):
+        if value is not None and value > MAX_NUMBER:
+            raise UserError(f"{where}: {what} {value} of {cell} is above {MAX_NUMBER}")
+    return action

@@ -13,11 +13,11 @@ from random import Random
 
 from megaframe.errors import UserError
 from megaframe.schedule.building_blocks import Placement, ranks_of_stages
-from megaframe.schedule.costs import Costs, Seconds
-from megaframe.schedule.event_simulation import Program, flatten
-from megaframe.schedule.greedy import Problem, Rule, greedy
+from megaframe.schedule.costs import ActionCosts, Seconds
+from megaframe.schedule.event_simulation import EncodedSchedule, encode_schedule
+from megaframe.schedule.greedy import GreedyPolicy, SchedulingProblem, schedule_greedily
 from megaframe.schedule.limits import name_mistakes
-from megaframe.schedule.named import GENERATORS, live_at_least, named
+from megaframe.schedule.named import GENERATORS, build_named_schedule, min_live_activations
 from megaframe.schedule.schedule import Schedule
 from megaframe.schedule.simulate import Timeline, simulate
 
@@ -25,35 +25,40 @@ BUDGET = 100_000
 """Actions that may be placed for whole orders: about a quarter of a second. At least one order is
 always made."""
 
-TRIAL = 40_000
-"""Actions that may be placed before that, on fewer microbatches, to see which rules do well."""
+TRIAL_BUDGET = 40_000
+"""Actions that may be placed before that, on fewer microbatches, to see which policies do well."""
 
-RULES: Mapping[Placement, tuple[Rule, ...]] = {
+POLICIES: Mapping[Placement, tuple[GreedyPolicy, ...]] = {
     "loop": (
-        Rule(lead=2, turns=True),
-        Rule(lead=2, turns=True, patience=0.25),
-        Rule(lead=1, turns=True, patience=0.5),
-        Rule(lead=1.5, patience=0.5),
-        Rule(),
-        Rule(patience=0.25),
+        GreedyPolicy(lead=2, turns=True),
+        GreedyPolicy(lead=2, turns=True, patience=0.25),
+        GreedyPolicy(lead=1, turns=True, patience=0.5),
+        GreedyPolicy(lead=1.5, patience=0.5),
+        GreedyPolicy(),
+        GreedyPolicy(patience=0.25),
     ),
-    "vee": (Rule(), Rule(patience=0.25), Rule(patience=0.5), Rule(patience=0.75)),
+    "vee": (
+        GreedyPolicy(),
+        GreedyPolicy(patience=0.25),
+        GreedyPolicy(patience=0.5),
+        GreedyPolicy(patience=0.75),
+    ),
 }
-"""The rules to try. Of all combinations of their values, these were best or nearly best over random
-costs."""
+"""The policies to try. Of all combinations of their values, these were best or nearly best over
+random costs."""
 
-SHAKES = 24
-"""Orders to make for slightly changed costs, with which a greedy rule can find a better order."""
+PERTURBATIONS = 24
+"""Orders to make for slightly changed costs, with which a greedy policy can find a better order."""
 
-SHAKEN_BY = 0.1
+MAX_PERTURBATION = 0.1
 """Maximum relative change of the times of F, B and W for these orders."""
 
 
-def search(
+def search_schedule(
     ranks: int,
     chunks: int,
     microbatches: int,
-    costs: Costs,
+    costs: ActionCosts,
     memory_limit: Seconds | None = None,
     placement: Placement | None = None,
 ) -> Schedule:
@@ -70,58 +75,66 @@ def search(
     if not limit >= 1:
         raise UserError(f"a limit of {limit} live activations holds no microbatch; use 1 or more")
     capacity = int(min(limit, microbatches) * chunks)
-    choices: Iterable[Placement] = (placement,) if placement else RULES
-    places = {ranks_of_stages(ranks, chunks, choice): choice for choice in reversed([*choices])}
-    tries = [
-        (Problem.of(place, microbatches, costs, capacity), rule)
-        for place, choice in places.items()
-        for rule in RULES[choice]
+    choices: Iterable[Placement] = (placement,) if placement else POLICIES
+    placements = {ranks_of_stages(ranks, chunks, choice): choice for choice in reversed([*choices])}
+    attempts = [
+        (SchedulingProblem.from_costs(rank_of, microbatches, costs, capacity), policy)
+        for rank_of, choice in placements.items()
+        for policy in POLICIES[choice]
     ]
     candidates = named_candidates(ranks, chunks, microbatches, limit)
-    programs = chain(
-        (program for program in candidates if program.rank_of in places),
-        (greedy(problem, rule) for problem, rule in _promising(tries, costs)),
+    encoded_schedules = chain(
+        (encoded for encoded in candidates if encoded.rank_of in placements),
+        (
+            schedule_greedily(problem, policy)
+            for problem, policy in _order_attempts(attempts, costs)
+        ),
     )
     best: Timeline | None = None
-    for program in programs:
-        found = simulate(program, costs)
-        if max(found.peak_activations) <= limit and (best is None or found.time < best.time):
-            best = found
+    for encoded in encoded_schedules:
+        timeline = simulate(encoded, costs)
+        if max(timeline.peak_activations) <= limit and (best is None or timeline.time < best.time):
+            best = timeline
     assert best is not None
-    steps = best.program.steps
-    return Schedule(tuple(tuple(map(best.program.action, rank)) for rank in steps))
+    steps = best.encoded.steps
+    return Schedule(tuple(tuple(map(best.encoded.action, rank)) for rank in steps))
 
 
 def named_candidates(
     ranks: int, chunks: int, microbatches: int, limit: Seconds
-) -> Iterator[Program]:
+) -> Iterator[EncodedSchedule]:
     """Yield the named schedules of this size, except those that are known to exceed the limit."""
     for name in GENERATORS:
-        fits = live_at_least(name, ranks, chunks, microbatches) <= limit
+        fits = min_live_activations(name, ranks, chunks, microbatches) <= limit
         if fits and not any(name_mistakes(name, ranks, chunks, microbatches)):
-            yield flatten(named(name, ranks, chunks, microbatches))
+            yield encode_schedule(build_named_schedule(name, ranks, chunks, microbatches))
 
 
-def _promising(tries: list[tuple[Problem, Rule]], costs: Costs) -> Iterator[tuple[Problem, Rule]]:
-    """Yield the tries, beginning with the fastest ones on fewer microbatches, then the best three
-    with slightly changed costs, as many as the budget allows."""
-    problem, _ = tries[0]
-    fewer = TRIAL * problem.microbatches // (problem.actions * len(tries))
+def _order_attempts(
+    attempts: list[tuple[SchedulingProblem, GreedyPolicy]], costs: ActionCosts
+) -> Iterator[tuple[SchedulingProblem, GreedyPolicy]]:
+    """Yield the attempts, beginning with the fastest ones on fewer microbatches, then the best
+    three with slightly changed costs, as many as the budget allows."""
+    problem, _ = attempts[0]
+    fewer = TRIAL_BUDGET * problem.microbatches // (problem.actions * len(attempts))
     fewer = max(1, min(fewer, problem.microbatches))
     times = [
-        simulate(greedy(replace(one, microbatches=fewer), rule), costs).time for one, rule in tries
+        simulate(schedule_greedily(replace(attempt, microbatches=fewer), policy), costs).time
+        for attempt, policy in attempts
     ]
-    ranked = [tries[number] for number in sorted(range(len(tries)), key=times.__getitem__)]
+    ranked = [attempts[number] for number in sorted(range(len(attempts)), key=times.__getitem__)]
     affordable = max(1, BUDGET // problem.actions)
-    return islice(chain(ranked, _shaken(ranked[:3])), affordable)
+    return islice(chain(ranked, _perturb(ranked[:3])), affordable)
 
 
-def _shaken(tries: list[tuple[Problem, Rule]]) -> Iterator[tuple[Problem, Rule]]:
+def _perturb(
+    attempts: list[tuple[SchedulingProblem, GreedyPolicy]],
+) -> Iterator[tuple[SchedulingProblem, GreedyPolicy]]:
     random = Random(0)
-    for problem, rule in islice(cycle(tries), SHAKES):
+    for problem, policy in islice(cycle(attempts), PERTURBATIONS):
         forward, backward, weight = (
             [value * factor for value in values]
             for values in problem.seconds
-            for factor in [1 + random.uniform(-SHAKEN_BY, SHAKEN_BY)]
+            for factor in [1 + random.uniform(-MAX_PERTURBATION, MAX_PERTURBATION)]
         )
-        yield replace(problem, seconds=(forward, backward, weight)), rule
+        yield replace(problem, seconds=(forward, backward, weight)), policy

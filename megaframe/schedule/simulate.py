@@ -12,15 +12,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from megaframe.schedule.actions import Action, Kind
-from megaframe.schedule.check import deadlock
-from megaframe.schedule.costs import Costs, Seconds
-from megaframe.schedule.event_simulation import Program, Walk, flatten, live_activations, walk
+from megaframe.schedule.actions import Action, ActionKind
+from megaframe.schedule.check import deadlock_error
+from megaframe.schedule.costs import ActionCosts, Seconds
+from megaframe.schedule.event_simulation import (
+    EncodedSchedule,
+    EventTimes,
+    encode_schedule,
+    live_activations,
+    simulate_events,
+)
 from megaframe.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Interval:
+class ActionInterval:
     """The time of one compute action.
 
     chunk: index of its stage among the stages of the rank.
@@ -35,7 +41,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class StageTransfer:
     """The transfer of a tensor from rank `source` to rank `target`, between the compute actions
     that produce and consume it."""
 
@@ -50,14 +56,14 @@ class Transfer:
 @dataclass(frozen=True)
 class Timeline:
     """The result of a simulation. Properties are in seconds. Fields are in ticks of `tick` seconds,
-    by code (see `Program`) and by rank.
+    by code (see `EncodedSchedule`) and by rank.
 
     tick: the greatest common divisor of exact costs. With floats it is None, and the fields are in
     seconds too.
     """
 
-    program: Program
-    walked: Walk
+    encoded: EncodedSchedule
+    events: EventTimes
     durations: Sequence[Seconds]
     comm: Seconds
     tick: Fraction | None
@@ -68,22 +74,22 @@ class Timeline:
     @cached_property
     def time(self) -> Seconds:
         """Time from the start of the step to the end of the last action on any rank."""
-        return self._seconds(max(self.walked.ends))
+        return self._seconds(max(self.events.ends))
 
     @cached_property
     def work(self) -> tuple[Seconds, ...]:
         """Time during which each rank computes."""
         durations = self.durations
         return tuple(
-            self._seconds(sum(durations[code] for code in steps)) for steps in self.program.steps
+            self._seconds(sum(durations[code] for code in steps)) for steps in self.encoded.steps
         )
 
     @cached_property
     def spans(self) -> tuple[Seconds, ...]:
         """Time from the start of each rank's first action to the end of its last."""
-        starts = (self.walked.starts[steps[0]] or 0 for steps in self.program.steps)
+        starts = (self.events.starts[steps[0]] or 0 for steps in self.encoded.steps)
         return tuple(
-            self._seconds(end - start) for end, start in zip(self.walked.ends, starts, strict=True)
+            self._seconds(end - start) for end, start in zip(self.events.ends, starts, strict=True)
         )
 
     @cached_property
@@ -114,67 +120,67 @@ class Timeline:
     @cached_property
     def peak_activations(self) -> tuple[Fraction, ...]:
         """Maximum number of live activations of each rank, as in `live_activations`."""
-        return live_activations(self.program)
+        return live_activations(self.encoded)
 
     @cached_property
-    def compute(self) -> tuple[tuple[Interval, ...], ...]:
+    def compute(self) -> tuple[tuple[ActionInterval, ...], ...]:
         """The compute actions of each rank, in order."""
-        return tuple(tuple(self._intervals(steps)) for steps in self.program.steps)
+        return tuple(tuple(self._intervals(steps)) for steps in self.encoded.steps)
 
-    def _intervals(self, steps: Sequence[int]) -> Iterator[Interval]:
-        program, starts = self.program, self.walked.starts
+    def _intervals(self, steps: Sequence[int]) -> Iterator[ActionInterval]:
+        encoded, starts = self.encoded, self.events.starts
         for code in steps:
-            if code >= 3 * program.block:
+            if code >= 3 * encoded.block:
                 continue
-            begin, duration, action = starts[code], self.durations[code], program.action(code)
+            begin, duration, action = starts[code], self.durations[code], encoded.action(code)
             assert begin is not None and action.stage is not None
-            rank = program.rank_of[action.stage]
-            yield Interval(
+            rank = encoded.rank_of[action.stage]
+            yield ActionInterval(
                 action,
                 self._seconds(begin),
                 self._seconds(begin + duration),
-                program.rank_of[: action.stage].count(rank),
-                action.kind is Kind.B and not program.split[code - program.block],
+                encoded.rank_of[: action.stage].count(rank),
+                action.kind is ActionKind.B and not encoded.split[code - encoded.block],
             )
 
     @cached_property
-    def transfers(self) -> tuple[Transfer, ...]:
+    def transfers(self) -> tuple[StageTransfer, ...]:
         """The transfers between ranks, in order of arrival."""
         found = sorted(self._transfers(), key=lambda transfer: transfer.end)
         return tuple(found)
 
-    def _transfers(self) -> Iterator[Transfer]:
-        program, size = self.program, self.program.microbatches
-        for row, (reach, edge) in enumerate(program.links()):
+    def _transfers(self) -> Iterator[StageTransfer]:
+        encoded, size = self.encoded, self.encoded.microbatches
+        for row, (reach, edge) in enumerate(encoded.links()):
             if edge is None:
                 continue
             for code in range(row * size, (row + 1) * size):
-                end = self.walked.arrivals[code + reach]
+                end = self.events.arrivals[code + reach]
                 assert end is not None
-                producer = program.action(code % (3 * program.block))
-                consumer = program.action(code + reach)
+                producer = encoded.action(code % (3 * encoded.block))
+                consumer = encoded.action(code + reach)
                 start, stop = self._seconds(end - self.comm), self._seconds(end)
-                yield Transfer(producer, consumer, *edge, start, stop)
+                yield StageTransfer(producer, consumer, *edge, start, stop)
 
 
-def simulate(schedule: Schedule | Program, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule | EncodedSchedule, costs: ActionCosts) -> Timeline:
     """Simulate a schedule that `check` accepts, or a part of one that is itself a schedule.
 
     A transfer starts when its producer is done and the previous transfer on the same edge has
     arrived. It takes `costs.comm` seconds.
     Raises `UserError` for a deadlock, and for costs of another number of stages.
     """
-    program = schedule if isinstance(schedule, Program) else flatten(schedule)
-    per_stage = costs.per_stage(len(program.rank_of))
+    encoded = schedule if isinstance(schedule, EncodedSchedule) else encode_schedule(schedule)
+    per_stage = costs.per_stage(len(encoded.rank_of))
     comm, tick = costs.comm, _tick((*sum(per_stage, ()), costs.comm))
     if tick is not None:
         per_stage = tuple(tuple(int(value / tick) for value in values) for values in per_stage)
         comm = int(comm / tick)
-    durations = _durations(program, *per_stage)
-    walked = walk(program, durations, comm)
-    if walked.stuck:
-        raise deadlock(program, walked)
-    return Timeline(program, walked, durations, comm, tick)
+    durations = _durations(encoded, *per_stage)
+    events = simulate_events(encoded, durations, comm)
+    if events.stuck:
+        raise deadlock_error(encoded, events)
+    return Timeline(encoded, events, durations, comm, tick)
 
 
 def _tick(values: Iterable[Seconds]) -> Fraction | None:
@@ -189,7 +195,7 @@ def _tick(values: Iterable[Seconds]) -> Fraction | None:
 
 
 def _durations(
-    program: Program,
+    encoded: EncodedSchedule,
     forward: Sequence[Seconds],
     backward: Sequence[Seconds],
     weight: Sequence[Seconds],
@@ -198,8 +204,8 @@ def _durations(
     take no time of the rank."""
     fused = [b + w for b, w in zip(backward, weight, strict=True)]
     rows = (*forward, *fused, *weight, *[0] * (2 * len(forward)))
-    durations = [value for value in rows for _ in range(program.microbatches)]
-    for number, split in enumerate(program.split):
+    durations = [value for value in rows for _ in range(encoded.microbatches)]
+    for number, split in enumerate(encoded.split):
         if split:
-            durations[program.block + number] = backward[number // program.microbatches]
+            durations[encoded.block + number] = backward[number // encoded.microbatches]
     return durations

@@ -1,10 +1,10 @@
-"""Lent: the buffers of whole gradients and values that ZeRO 2 and 3 lend to the passes of a rank.
+"""The buffers of whole gradients and values that ZeRO 2 and 3 need on a rank at once.
 
-A pass borrows a buffer for the gradients of each bucket that it adds to. The buffer is returned
-when the bucket's reduction is done, which a later reduction waits for. Values are present for the
-unit that computes and for the next one. How many buffers are in use at once therefore depends on
-the order of all passes, which this module walks through. Equal passes that start from the same
-state are walked through once.
+A pass takes a buffer from a pool for the gradients of each bucket that it adds to. The buffer is
+returned when the bucket's reduction is done, which a later reduction waits for. Values are present
+for the unit that computes and for the next one. How many buffers are in use at once therefore
+depends on the order of all passes, which this module simulates. Equal passes that start from the
+same state are simulated once.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megaframe.schedule import Action, Kind
+from megaframe.schedule import Action, ActionKind
 
-WAITED = 2
+REDUCTIONS_IN_FLIGHT = 2
 """Number of reductions in flight: when one more starts, a transfer of the oldest is waited for."""
-BLOCKS = 2
+BLOCKS_PRESENT = 2
 """Number of blocks whose values are present: the one that computes, and the next one."""
 _VECTORS = -1
 """Kind, in a bucket's name, of the gains and biases of a stage, whose gradients stay whole."""
 
 
-class Bucket(NamedTuple):
+class BucketSize(NamedTuple):
     """A bucket. name: (part of the rank's blocks, kind), unique on the rank. size: elements."""
 
     name: tuple[int, int]
@@ -32,37 +32,37 @@ class Bucket(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitBuckets:
     """The buckets of a unit. late: matrices of its late part. rest: its other matrices. tables:
     tables that it uses. own: the tables whose gradients it reduces. ends: whether it completes the
     gradients of `rest`, which it may share with blocks before it."""
 
-    late: tuple[Bucket, ...] = ()
-    rest: tuple[Bucket, ...] = ()
-    tables: tuple[Bucket, ...] = ()
-    own: tuple[Bucket, ...] = ()
+    late: tuple[BucketSize, ...] = ()
+    rest: tuple[BucketSize, ...] = ()
+    tables: tuple[BucketSize, ...] = ()
+    own: tuple[BucketSize, ...] = ()
     ends: bool = True
 
     @property
-    def buckets(self) -> tuple[Bucket, ...]:
+    def buckets(self) -> tuple[BucketSize, ...]:
         """All buckets whose values the unit needs."""
         return (*self.late, *self.rest, *self.tables)
 
     @property
-    def reduced(self) -> tuple[Bucket, ...]:
+    def reduced(self) -> tuple[BucketSize, ...]:
         """The buckets whose gradients are complete after the unit, without its late part."""
         return (*(self.rest if self.ends else ()), *self.own)
 
 
 @dataclass(frozen=True)
-class StageUnits:
+class StageBuckets:
     """The units of a stage. blocks: its blocks, followed by its predictors."""
 
-    embedding: Unit | None
-    blocks: tuple[Unit, ...]
-    head: Unit | None
+    embedding: UnitBuckets | None
+    blocks: tuple[UnitBuckets, ...]
+    head: UnitBuckets | None
 
-    def units(self, *, backward: bool) -> tuple[Unit, ...]:
+    def units(self, *, backward: bool) -> tuple[UnitBuckets, ...]:
         """Return the units whose values a forward or backward pass needs, in its order."""
         if backward:
             return self.blocks[::-1]
@@ -70,33 +70,36 @@ class StageUnits:
         return (*ends[0], *self.blocks, *ends[1])
 
 
-Stages = Mapping[int, StageUnits]
+BucketsByStage = Mapping[int, StageBuckets]
 
 
-def lent(
-    stages: Stages,
+def peak_zero_buffers(
+    stages: BucketsByStage,
     actions: Sequence[Action],
     transfers: int = 1,
     *,
     values: bool,
-    alike: bool = False,
+    same_dtype: bool = False,
 ) -> tuple[int, int]:
     """Return the elements of the buffers of values and of gradients that a rank allocates.
 
     stages: the rank's units, by stage. actions: its list. transfers: how many consecutive transfers
-    a reduction takes until it needs no buffer. values: whether values are lent too. alike: whether
-    values and gradients have the same type; they then share buffers, which count as gradients'.
+    a reduction takes until it needs no buffer. values: whether values are in such buffers too (ZeRO
+    3). same_dtype: whether values and gradients have the same type; they then share buffers, which
+    count as gradients'.
     """
-    state = _State((), frozenset(), (), frozenset())
-    known: dict[tuple[_State, _Pass], _State] = {}
+    state = _BufferState((), frozenset(), (), frozenset())
+    reached: dict[tuple[_BufferState, _BucketPass], _BufferState] = {}
     most: Counter[tuple[bool, int]] = Counter()
-    for one in _passes(stages, actions):
-        if (state, one) not in known:
-            walk = _Walk(state, WAITED * transfers, values, alike)
-            walk.go(stages[one.stage], one)
-            most |= walk.most
-            known[state, one] = walk.state
-        state = known[state, one]
+    for bucket_pass in _passes(stages, actions):
+        if (state, bucket_pass) not in reached:
+            simulation = _BufferSimulation(
+                state, REDUCTIONS_IN_FLIGHT * transfers, values, same_dtype
+            )
+            simulation.run(stages[bucket_pass.stage], bucket_pass)
+            most |= simulation.most
+            reached[state, bucket_pass] = simulation.state
+        state = reached[state, bucket_pass]
     of_values, of_gradients = (
         sum(size * number for (kind, size), number in most.items() if kind == wanted)
         for wanted in (True, False)
@@ -104,103 +107,105 @@ def lent(
     return of_values, of_gradients
 
 
-class _Pass(NamedTuple):
+class _BucketPass(NamedTuple):
     """A pass. kind, stage: those of the action. split: whether its weight pass comes later. last:
     whether it is the stage's last pass that adds gradients, after which those of gains and biases
     are reduced. following: the unit whose values the next pass needs first."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     split: bool
     last: bool
-    following: Unit | None
+    following: UnitBuckets | None
 
 
-def _passes(stages: Stages, actions: Sequence[Action]) -> list[_Pass]:
+def _passes(stages: BucketsByStage, actions: Sequence[Action]) -> list[_BucketPass]:
     """Return the passes of a list of actions, without the actions that compute nothing."""
-    later = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.W}
-    found: list[_Pass] = []
-    following: Unit | None = None
-    open_stages = {action.stage for action in actions if action.kind is Kind.REDUCE}
+    later = {(action.stage, action.microbatch) for action in actions if action.kind is ActionKind.W}
+    found: list[_BucketPass] = []
+    following: UnitBuckets | None = None
+    open_stages = {action.stage for action in actions if action.kind is ActionKind.REDUCE}
     for action in reversed(actions):
         kind, stage = action.kind, action.stage
-        if stage is None or kind not in (Kind.F, Kind.B, Kind.W):
+        if stage is None or kind not in (ActionKind.F, ActionKind.B, ActionKind.W):
             continue
-        split = kind is Kind.B and (stage, action.microbatch) in later
-        last = kind is not Kind.F and not split and stage in open_stages
+        split = kind is ActionKind.B and (stage, action.microbatch) in later
+        last = kind is not ActionKind.F and not split and stage in open_stages
         open_stages -= {stage} if last else set()
-        found.append(_Pass(kind, stage, split, last, following))
-        if kind is not Kind.W:
-            following = next(iter(stages[stage].units(backward=kind is Kind.B)), None)
+        found.append(_BucketPass(kind, stage, split, last, following))
+        if kind is not ActionKind.W:
+            following = next(iter(stages[stage].units(backward=kind is ActionKind.B)), None)
     return found[::-1]
 
 
-class _State(NamedTuple):
-    """State between two passes. travelling: the buckets of each reduction that may not be done, in
-    the order of their starts. adding: buckets with gradients whose reduction has not started.
-    blocks: the buckets of blocks whose values are present, the most recently fetched last. here:
+class _BufferState(NamedTuple):
+    """State between two passes. in_flight: the buckets of each reduction that may not be done, in
+    the order of their starts. accumulating: buckets with gradients whose reduction has not started.
+    blocks: the buckets of blocks whose values are present, the most recently fetched last. present:
     all buckets whose values are present."""
 
-    travelling: tuple[tuple[Bucket, ...], ...]
-    adding: frozenset[Bucket]
-    blocks: tuple[tuple[Bucket, ...], ...]
-    here: frozenset[Bucket]
+    in_flight: tuple[tuple[BucketSize, ...], ...]
+    accumulating: frozenset[BucketSize]
+    blocks: tuple[tuple[BucketSize, ...], ...]
+    present: frozenset[BucketSize]
 
 
-class _Walk:
-    """Walks through one pass in the order in which `Stage` does things. `most` counts the buffers
+class _BufferSimulation:
+    """Simulates one pass in the order in which `Stage` does things. `most` counts the buffers
     that were in use at once, by (whether of values, size)."""
 
-    def __init__(self, state: _State, waited: int, values: bool, alike: bool) -> None:
+    def __init__(
+        self, state: _BufferState, max_in_flight: int, values: bool, same_dtype: bool
+    ) -> None:
         self.most: Counter[tuple[bool, int]] = Counter()
-        self._waited, self._values, self._alike = waited, values, alike
-        self._travelling, self._blocks = list(state.travelling), list(state.blocks)
-        self._adding, self._here = set(state.adding), set(state.here)
+        self._max_in_flight, self._values, self._same_dtype = max_in_flight, values, same_dtype
+        self._in_flight, self._blocks = list(state.in_flight), list(state.blocks)
+        self._accumulating, self._present = set(state.accumulating), set(state.present)
 
     @property
-    def state(self) -> _State:
+    def state(self) -> _BufferState:
         """The current state."""
-        return _State(
-            tuple(self._travelling),
-            frozenset(self._adding),
+        return _BufferState(
+            tuple(self._in_flight),
+            frozenset(self._accumulating),
             tuple(self._blocks),
-            frozenset(self._here),
+            frozenset(self._present),
         )
 
-    def go(self, stage: StageUnits, one: _Pass) -> None:
-        """Walk through the pass."""
-        if one.kind is Kind.F:
-            self._forward(stage, one)
-        elif one.kind is Kind.B:
-            self._backward(stage, one)
+    def run(self, stage: StageBuckets, bucket_pass: _BucketPass) -> None:
+        """Simulate the pass."""
+        if bucket_pass.kind is ActionKind.F:
+            self._forward(stage, bucket_pass)
+        elif bucket_pass.kind is ActionKind.B:
+            self._backward(stage, bucket_pass)
         else:
             self._weights(stage)
-        if one.last:
-            self._reduce((Bucket((one.stage, _VECTORS), 0),))
+        if bucket_pass.last:
+            self._reduce((BucketSize((bucket_pass.stage, _VECTORS), 0),))
 
-    def _forward(self, stage: StageUnits, one: _Pass) -> None:
-        for unit in self._in_turn(stage.units(backward=False), one.following):
+    def _forward(self, stage: StageBuckets, bucket_pass: _BucketPass) -> None:
+        for unit in self._visit(stage.units(backward=False), bucket_pass.following):
             if unit is stage.head:
                 self._add(unit.tables)
         if stage.head is not None:
             self._reduce(stage.head.own)
 
-    def _backward(self, stage: StageUnits, one: _Pass) -> None:
-        """Walk through a backward pass; if its weight pass comes later, it adds to tables only."""
-        for unit in self._in_turn(stage.units(backward=True), one.following):
-            if not one.split:
+    def _backward(self, stage: StageBuckets, bucket_pass: _BucketPass) -> None:
+        """Simulate a backward pass; if its weight pass comes later, it adds to tables only."""
+        for unit in self._visit(stage.units(backward=True), bucket_pass.following):
+            if not bucket_pass.split:
                 self._add(unit.late)
                 self._reduce(unit.late)
                 self._add(unit.rest)
             self._add(unit.tables)
-            if not one.split:
+            if not bucket_pass.split:
                 self._reduce(unit.reduced)
         if stage.embedding is not None:  # needs no values in backward
             self._add(stage.embedding.tables)
-            if not one.split:
+            if not bucket_pass.split:
                 self._reduce(stage.embedding.own)
 
-    def _weights(self, stage: StageUnits) -> None:
+    def _weights(self, stage: StageBuckets) -> None:
         for unit in stage.units(backward=True):
             self._add(unit.late + unit.rest)  # all gradients are added before any is reduced
             self._reduce(unit.late)
@@ -208,43 +213,45 @@ class _Walk:
         if stage.embedding is not None:
             self._reduce(stage.embedding.own)
 
-    def _in_turn(self, units: Sequence[Unit], following: Unit | None) -> Iterator[Unit]:
+    def _visit(
+        self, units: Sequence[UnitBuckets], following: UnitBuckets | None
+    ) -> Iterator[UnitBuckets]:
         """Yield each unit when its values are present and those of the next one are fetched."""
         for unit, after in zip(units, [*units[1:], following], strict=False):
             self._fetch(unit)
             self._fetch(after)
             yield unit
             if unit.tables:  # released as soon as they are used
-                self._here -= {*unit.buckets}
+                self._present -= {*unit.buckets}
 
-    def _add(self, buckets: Sequence[Bucket]) -> None:
+    def _add(self, buckets: Sequence[BucketSize]) -> None:
         """Add to the gradients of these buckets."""
-        self._adding |= {*buckets}
+        self._accumulating |= {*buckets}
         self._count()
 
-    def _reduce(self, buckets: tuple[Bucket, ...]) -> None:
+    def _reduce(self, buckets: tuple[BucketSize, ...]) -> None:
         """Start the reduction of these buckets. By then their previous reduction is done, and so
         are all but the latest reductions of others."""
         if buckets:
-            others = self._travelling[-self._waited + 1 :]
+            others = self._in_flight[-self._max_in_flight + 1 :]
             others = [tuple(b for b in some if b not in buckets) for some in others]
-            self._travelling = [*others, buckets]
-            self._adding -= {*buckets}
+            self._in_flight = [*others, buckets]
+            self._accumulating -= {*buckets}
 
-    def _fetch(self, unit: Unit | None) -> None:
+    def _fetch(self, unit: UnitBuckets | None) -> None:
         """Fetch the values of a unit; those of a block replace the values of the oldest block."""
         if unit is None or not self._values:
             return
         if not unit.tables:
             self._blocks = [block for block in self._blocks if block != unit.buckets]
-            if len(self._blocks) == BLOCKS:
-                self._here -= {*self._blocks.pop(0)}
+            if len(self._blocks) == BLOCKS_PRESENT:
+                self._present -= {*self._blocks.pop(0)}
             self._blocks.append(unit.buckets)
-        self._here |= {*unit.buckets}
+        self._present |= {*unit.buckets}
         self._count()
 
     def _count(self) -> None:
-        travelling = [bucket for some in self._travelling for bucket in some]
-        gradients = [(False, bucket.size) for bucket in (*travelling, *self._adding)]
-        values = [(not self._alike, bucket.size) for bucket in self._here]
+        in_flight = [bucket for some in self._in_flight for bucket in some]
+        gradients = [(False, bucket.size) for bucket in (*in_flight, *self._accumulating)]
+        values = [(not self._same_dtype, bucket.size) for bucket in self._present]
         self.most |= Counter([*gradients, *values])

@@ -114,9 +114,8 @@ class Linear(Module):
         """Return this rank's part of the bias, [O], or None."""
         return None if self.bias is None else self.bias.value.view(-1)
 
-    def add_gradients(self, dy_TO: Tensor, x_TI: Tensor) -> None:
-        """Add the gradients of the weight and of the bias, if there is one."""
-        self.tensor.add_weight_gradient(self.weight, dy_TO, x_TI)
+    def add_bias_gradient(self, dy_TO: Tensor) -> None:
+        """Add the gradient of the bias, if there is one."""
         if self.bias is not None:
             self.bias.add(dy_TO.sum(0).view(self.bias.box.shape))
 
@@ -203,7 +202,8 @@ def _undivided_backward(
     tensor ranks, as its spec says."""
 
     def add_weight_gradient() -> None:
-        linear.add_gradients(dy, x)
+        linear.tensor.add_weight_gradient(linear.weight, dy, x)
+        linear.add_bias_gradient(dy)
 
     deferred.add(add_weight_gradient)
     return linear.tensor.input_gradient(dy, linear.matrix())
@@ -223,7 +223,8 @@ def _column_backward(linear: Linear, deferred: DeferredGradients, dy: Tensor, x:
     scattered = scatter_chunks(dy, input_gradient, group, tensor.chunks)
 
     def add_weight_gradient(rows_TI: Tensor) -> None:
-        linear.add_gradients(dy, rows_TI)
+        tensor.add_weight_gradient(linear.weight, dy, rows_TI)
+        linear.add_bias_gradient(dy)
 
     deferred.add(add_weight_gradient, lambda: gathered or all_gather(x, group))
     return wait_for_rows(scattered)
@@ -247,7 +248,9 @@ def _row_backward(
             dy_TO.add(part)
 
     def add_weight_gradient(rows_TO: Tensor) -> None:
-        linear.add_gradients(rows_TO, x)
+        tensor.add_weight_gradient(linear.weight, rows_TO, x)
+        # The bias is added to this rank's rows only; its gradient is summed over the tensor ranks.
+        linear.add_bias_gradient(dy)
 
     # A deferred gradient keeps only this rank's rows, and gathers them again.
     deferred.add(

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megaframe.checkpoint import Place, Slice, locate, open_checkpoint
-from megaframe.checkpoint.train_state import AVERAGE, read_state
+from megaframe.checkpoint import Slice, StorePath, locate_checkpoint, open_checkpoint
+from megaframe.checkpoint.train_state import EMA_PREFIX, read_train_state
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
@@ -28,18 +28,18 @@ _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 
 
 def load_model(
-    given: str | Place, *, ema: bool = False, precision: str | None = None, device: str = "cpu"
+    given: str | StorePath, *, ema: bool = False, precision: str | None = None, device: str = "cpu"
 ) -> tuple[RunConfig, Stage]:
     """Return the config and model of a checkpoint.
 
-    given: what `--checkpoint` gives (see `locate`).
+    given: what `--checkpoint` gives (see `locate_checkpoint`).
     ema: load the average of the weights.
     precision: precision of the products, by default `train.precision` of the run.
     Raises `UserError` if there is no checkpoint, or with `ema`, no average.
     """
-    path = locate(given, "--checkpoint")
+    path = locate_checkpoint(given, "--checkpoint")
     with open_checkpoint(path) as checkpoint:
-        state = read_state(checkpoint)
+        state = read_train_state(checkpoint)
         config = state.config
         if precision is not None:
             train = config.train.model_copy(update={"precision": precision, "fp8": "none"})
@@ -48,11 +48,11 @@ def load_model(
             tune(config, state.routines)
         stage = whole_model(config)
         saved = checkpoint.tensors
-        if ema and not any(name.startswith(AVERAGE) for name in saved):
+        if ema and not any(name.startswith(EMA_PREFIX) for name in saved):
             raise UserError(
                 f"--ema: {path} has no average of weights; train with optim.ema, for example 0.999"
             )
-        prefix = AVERAGE if ema else ""
+        prefix = EMA_PREFIX if ema else ""
         slices = [
             replace(part, name=prefix + part.name) if prefix + part.name in saved else part
             for part in _allocate(stage, device)  # frozen parameters have no average

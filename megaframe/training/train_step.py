@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megaframe.architecture.context import exchanging_ranks
+from megaframe.architecture.attention import exchanging_ranks
 from megaframe.architecture.experts import near_experts
-from megaframe.architecture.pipeline import forward_schedule, step_schedule
+from megaframe.architecture.pipeline import build_forward_schedule, build_step_schedule
 from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig
 from megaframe.context_parallel.context import ContextParallel
@@ -33,7 +33,7 @@ from megaframe.parameters.spec import copies_of
 from megaframe.pipeline_parallel.executor import Engine, Follower, Outcome, Timer
 from megaframe.pipeline_parallel.stage import Stage, build_stages
 from megaframe.schedule import Action, Schedule, lower
-from megaframe.schedule.overlap_pairs import pairs, together
+from megaframe.schedule.overlap_pairs import find_overlap_pairs, place_pairs_together
 from megaframe.training.cuda_graph import Graph, refuse
 
 _KEPT = 32
@@ -53,7 +53,7 @@ class Pipeline:
     ) -> None:
         train, self._depth = config.train, config.model.mtp_depth
         full = train.global_batch // (train.microbatch * mesh.layout.data)
-        self.schedule = step_schedule(config, full)
+        self.schedule = build_step_schedule(config, full)
         self.rank_of = rank_of = self.schedule.rank_of
         here = mesh.coordinate["pipeline"]
         plans = [plan for plan in stage_plans(config) if rank_of[plan.number] == here]
@@ -70,7 +70,7 @@ class Pipeline:
         twice = shared and ends[0] != ends[1]
         copies = copies_of(config.model.kv_heads, mesh.layout.tensor)
         if copies > 1:
-            mesh.share(copies)
+            mesh.add_tensor_copies_group(copies)
         mesh.name_stages(rank_of)
         mesh.connect([*_links(rank_of), *([ends] if twice else [])])
         tied = _tied(self.stages, mesh, ends) if twice else None
@@ -86,13 +86,13 @@ class Pipeline:
         @lru_cache(_KEPT)
         def lowered(microbatches: int, train: bool) -> tuple[Schedule, Mapping[Action, Action]]:
             if not train:
-                return lower(forward_schedule(rank_of, microbatches)), {}
+                return lower(build_forward_schedule(rank_of, microbatches)), {}
             known = microbatches == self.schedule.microbatches
-            schedule = self.schedule if known else step_schedule(config, microbatches)
+            schedule = self.schedule if known else build_step_schedule(config, microbatches)
             if not config.parallel.expert_overlap:
                 return lower(schedule), {}
-            paired = pairs(schedule, stage_costs(config, stage_plans(config)))
-            ranks = tuple(together(rank, paired) for rank in lower(schedule).ranks)
+            paired = find_overlap_pairs(schedule, stage_costs(config, stage_plans(config)))
+            ranks = tuple(place_pairs_together(rank, paired) for rank in lower(schedule).ranks)
             return Schedule(ranks), paired
 
         self._lowered = lowered

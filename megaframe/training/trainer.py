@@ -13,18 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.architecture.pipeline import pipeline_summary
-from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, find, locate, open_checkpoint
+from megaframe.architecture.pipeline import summarize_pipeline
+from megaframe.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    Slice,
+    StorePath,
+    find_checkpoint,
+    locate_checkpoint,
+    open_checkpoint,
+)
 from megaframe.checkpoint.lock import RunLock
-from megaframe.checkpoint.manager import Saving
-from megaframe.checkpoint.stores.peer_memory import MemoryWriter
+from megaframe.checkpoint.manager import CheckpointManager
+from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter
 from megaframe.checkpoint.train_state import (
-    RunState,
+    TrainState,
     check_same_run,
-    new_state,
-    read_state,
-    resumption,
-    without_missing,
+    describe_missing_state,
+    describe_resumption,
+    read_train_state,
+    select_saved,
 )
 from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
@@ -32,7 +40,7 @@ from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.data_parallel.bucket import UNSENT
 from megaframe.distributed.collectives import all_reduce, barrier
-from megaframe.distributed.device import brought
+from megaframe.distributed.device import copy_to_device
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.errors import UnreadableFile, UserError
 from megaframe.io.run_files import CONFIG_FILE, METRICS_FILE
@@ -50,8 +58,8 @@ from megaframe.training.autotune import tune
 from megaframe.training.batches import Batches
 from megaframe.training.initialize_from import starting_parts
 from megaframe.training.train_step import Pipeline
-from megaframe.validate.invariance import promise_note
-from megaframe.validate.run import warnings
+from megaframe.validate.invariance import layout_dependence_note
+from megaframe.validate.run import find_warnings
 
 _JUMP = 1.5
 """A first loss after a load that exceeds the last one before it by this factor gets a warning."""
@@ -90,9 +98,9 @@ class Trainer:
         self.optimizer = self.pipeline.optimizer
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
-        self.batches = Batches(self.loader, mesh.aside, masked=config.data.mask_eod)
+        self.batches = Batches(self.loader, mesh.data_control_group, masked=config.data.mask_eod)
         self._token_bytes = _token_bytes(config, mesh.device)
-        self.saving = Saving(config, mesh)
+        self.saving = CheckpointManager(config, mesh)
         source = self.saving.newest()
         state = self._restore_or_initialise(source)
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
@@ -118,10 +126,10 @@ class Trainer:
         self._experts: ExpertMeter | None = None
         if config.model.moe is not None:
             self._experts = ExpertMeter(config, specs, mesh.layout.expert)
-        summary = [*pipeline_summary(config, self.pipeline.schedule)]
+        summary = [*summarize_pipeline(config, self.pipeline.schedule)]
         for line in (*summary[:1], *notes):
             self.meter.note(line)
-        settings = mesh.nccl if mesh.layout.world > 1 else None
+        settings = mesh.nccl_settings if mesh.layout.world > 1 else None
         for line in (*summary[1:], *chosen, *(settings.lines if settings else ())):
             self.meter.detail(line)
         for line in settings.warnings if settings else ():
@@ -148,9 +156,9 @@ class Trainer:
         if config.train.offload and mesh.device.type == "cpu":
             self.meter.note("train.offload=true only copies on a CPU")
         node = config.parallel.node_size or ranks_on_this_node()
-        for warning in warnings(config, mesh.layout, node):
+        for warning in find_warnings(config, mesh.layout, node):
             self.meter.note(warning)
-        for line in promise_note(config):
+        for line in layout_dependence_note(config):
             self.meter.note(line)
         self.saving.begin(source, ledger.saved)
         self.guard = Guard(
@@ -163,7 +171,7 @@ class Trainer:
     def run(self) -> None:
         """Train until `train.steps`, with evaluations and saves in between. If a signal asks the
         run to leave earlier, saves a checkpoint and raises `SystemExit`."""
-        with heeding_signals(self.mesh.place), self.guard:
+        with heeding_signals(self.mesh.progress), self.guard:
             try:
                 while not self._finished():
                     self._one_step()
@@ -205,7 +213,7 @@ class Trainer:
         """Run one step and what follows it: an evaluation, the judgement of finished steps, a
         comparison of replicas, a save."""
         guard, config = self.guard, self.config
-        self.mesh.place.step = self.step + 1
+        self.mesh.progress.step = self.step + 1
         guard.begin(f"step {self.step + 1}")
         self._train_step()
         if self._due(config.train.eval_every):
@@ -282,7 +290,8 @@ class Trainer:
     def _global_loss(self) -> float:
         """Return the loss of the last step, summed over all ranks."""
         loss = float(all_reduce(self._loss.clone(), self.mesh.world).wait())
-        self.mesh.place.check()  # on a GPU, what is computed from an ended transfer is complete too
+        # On a GPU, what is computed from an ended transfer is complete too.
+        self.mesh.progress.check_not_ended()
         return loss
 
     def _evaluate(self) -> None:
@@ -319,8 +328,8 @@ class Trainer:
             if tokens:
                 self.meter.record(f"eval_losses/{source}", nats / tokens, "last")
 
-    def _save(self, writer: Writer | MemoryWriter) -> None:
-        state = RunState(
+    def _save(self, writer: CheckpointWriter | PeerMemoryWriter) -> None:
+        state = TrainState(
             config=self.config,
             data=self.loader.state,
             optimizer=self.optimizer.state(),
@@ -337,7 +346,7 @@ class Trainer:
         else:
             self.optimizer.hold(partial(self._until_copied, writer))
 
-    def _until_copied(self, writer: Writer | MemoryWriter) -> None:
+    def _until_copied(self, writer: CheckpointWriter | PeerMemoryWriter) -> None:
         with self.guard.saving():
             writer.copied()
 
@@ -356,7 +365,7 @@ class Trainer:
             for name, tensor in self.optimizer.unsent()
         ]
 
-    def _restore_or_initialise(self, source: Checkpoint | None) -> RunState | None:
+    def _restore_or_initialise(self, source: Checkpoint | None) -> TrainState | None:
         if source is None:
             if self.config.checkpoint.resume is None:
                 self._refuse_to_overwrite()
@@ -368,7 +377,9 @@ class Trainer:
             return None
         return self._restore(source)
 
-    def _go_back(self, choose: Callable[[Place], Place | None]) -> tuple[int, RunState] | None:
+    def _go_back(
+        self, choose: Callable[[StorePath], StorePath | None]
+    ) -> tuple[int, TrainState] | None:
         """Wait for saves in progress, then continue from the checkpoint that `choose` picks in the
         folder of checkpoints. Returns its step and state, or None if it picks none."""
         self.saving.settle(self.meter.note)
@@ -382,7 +393,7 @@ class Trainer:
         self._loss_before = None
         return self.step, state
 
-    def _restore(self, source: Checkpoint) -> RunState:
+    def _restore(self, source: Checkpoint) -> TrainState:
         """Continue from a checkpoint, at the start or in the middle of a run. If a rank cannot read
         it, all ranks use the newest earlier one that all can read."""
         self.optimizer.settle()
@@ -399,20 +410,20 @@ class Trainer:
         self._loss_before = state.loss
         return state
 
-    def _load(self, source: Checkpoint) -> RunState:
+    def _load(self, source: Checkpoint) -> TrainState:
         """Load this rank's tensors from a checkpoint. Returns the rest of the checkpoint's state.
         Raises `UnreadableFile` if this rank cannot read it, and `UserError` if it is of another
         run."""
         with source as checkpoint:
-            state = read_state(checkpoint)
+            state = read_train_state(checkpoint)
             check_same_run(state.config, self.config, checkpoint.path)
             slices = self._slices(owned_only=False)
             unsent = [part for part in self._unsent() if part.name in checkpoint.tensors]
             alone = {(part.name, part.box) for part in self._slices(owned_only=True)}
-            checkpoint.load([*without_missing(slices, checkpoint.tensors), *unsent], alone)
+            checkpoint.load([*select_saved(slices, checkpoint.tensors), *unsent], alone)
             self._differences = [
-                *resumption(state.config, self.config, checkpoint.step, str(checkpoint)),
-                *new_state(slices, checkpoint.tensors),
+                *describe_resumption(state.config, self.config, checkpoint.step, str(checkpoint)),
+                *describe_missing_state(slices, checkpoint.tensors),
             ]
             self._dropped = not unsent and any(n.startswith(UNSENT) for n in checkpoint.tensors)
             self.step = checkpoint.step
@@ -422,8 +433,8 @@ class Trainer:
         wanted = self.config.checkpoint.weights
         if not wanted:
             return
-        with open_checkpoint(locate(wanted, "checkpoint.weights")) as checkpoint:
-            saved = read_state(checkpoint).config
+        with open_checkpoint(locate_checkpoint(wanted, "checkpoint.weights")) as checkpoint:
+            saved = read_train_state(checkpoint).config
             weights = (one for one in self.optimizer.tensors() if one[0] == one[1].name)
             checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))
 
@@ -450,7 +461,7 @@ class Trainer:
                 "checkpoint.resume=latest, or give another run.dir"
             )
         home = self.saving.home
-        if key.folder is not None and key.every and find(home, "latest") is not None:
+        if key.folder is not None and key.every and find_checkpoint(home, "latest") is not None:
             raise UserError(
                 f"checkpoint.folder={home} already holds checkpoints; continue from them with "
                 "checkpoint.resume=latest, or give another folder"
@@ -481,7 +492,7 @@ def resolve(config: RunConfig) -> RunConfig:
 def _move(microbatch: Microbatch, device: torch.device) -> Microbatch:
     """Return the microbatch with its tensors on a device."""
     moved: dict[str, Any] = {
-        name: brought(value, device)
+        name: copy_to_device(value, device)
         for name, value in vars(microbatch).items()
         if isinstance(value, Tensor)
     }

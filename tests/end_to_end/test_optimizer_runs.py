@@ -7,7 +7,7 @@ import torch
 from entry_runs import losses, pretrain_gpt, train
 
 from megaframe.checkpoint import Slice, open_checkpoint
-from megaframe.checkpoint.train_state import new_state, without_missing
+from megaframe.checkpoint.train_state import describe_missing_state, select_saved
 from megaframe.errors import UserError
 from megaframe.training.generation import load_model
 
@@ -82,16 +82,16 @@ def test_state_that_is_not_saved_is_named_and_starts_anew():
     wanted = ["a", "b", *(f"optimizer.{kind}/{n}" for kind in ("mean", "ema") for n in "ab")]
     slices = [Slice(name, (2,), (0,), tensor) for name in wanted]
     saved = {"a", "b", "optimizer.mean/a", "optimizer.square/a"}
-    assert [part.name for part in without_missing(slices, saved)] == [
+    assert [part.name for part in select_saved(slices, saved)] == [
         "a", "b", "optimizer.mean/a", "a", "b",
     ]  # fmt: skip
-    assert list(new_state(slices, saved)) == [
+    assert list(describe_missing_state(slices, saved)) == [
         "the checkpoint has no optimizer state `mean` of b; it starts from zero",
         "the checkpoint has no optimizer state `ema` of a and 1 more; it starts from the weights",
     ]
-    assert list(new_state(slices[:3], saved)) == []
+    assert list(describe_missing_state(slices[:3], saved)) == []
     missing = [Slice("c", (2,), (0,), tensor)]
-    assert without_missing(missing, saved) == missing  # a missing weight fails later, in the load
+    assert select_saved(missing, saved) == missing  # a missing weight fails later, in the load
 
 
 def test_a_checkpoint_in_8_bits_holds_what_any_run_can_load(pool, overrides, tmp_path):

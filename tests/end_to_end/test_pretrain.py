@@ -14,8 +14,8 @@ from entry_runs import lines, losses, pretrain_gpt, train
 from rank_process import Program
 from tolerances import near, promised
 
-from megaframe.checkpoint import locate
-from megaframe.checkpoint.manifest import MANIFEST, decode, encode
+from megaframe.checkpoint import locate_checkpoint
+from megaframe.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
 from megaframe.config.describe import config_keys
 from megaframe.data.indexed import TokenFileWriter
 
@@ -162,7 +162,7 @@ def test_a_run_folder_is_as_good_as_its_checkpoints(elsewhere, pool, overrides, 
     (tmp_path / "run").rename(tmp_path / "moved")
     places = [tmp_path / "moved", home, home / "step-00000012"]
     for number, path in enumerate(places):
-        assert locate(str(path), "--checkpoint") == home / "step-00000012"
+        assert locate_checkpoint(str(path), "--checkpoint") == home / "step-00000012"
         name = tmp_path / str(number)
         pool.run(1, train, overrides(run__dir=f"{name}-new", checkpoint__weights=path))
         pool.run(
@@ -443,9 +443,9 @@ def test_a_run_first_says_its_size_device_data_layout_and_kernels(pool, override
 
 def rewrite(path, change):
     """Change the config in a checkpoint to what another version would have written."""
-    manifest = decode((path / MANIFEST).read_bytes(), path)
+    manifest = decode_manifest((path / MANIFEST).read_bytes(), path)
     change(manifest.state["config"])
-    (path / MANIFEST).write_bytes(encode(manifest))
+    (path / MANIFEST).write_bytes(encode_manifest(manifest))
 
 
 def test_a_checkpoint_from_before_a_key_was_there(pool, overrides, tmp_path):

@@ -8,8 +8,8 @@ from fault_runs import log, losses, main
 from rank_process import Program, places, stuck_after
 
 from megaframe.checkpoint import open_checkpoint
-from megaframe.checkpoint.load import locate
-from megaframe.checkpoint.names import LOCK
+from megaframe.checkpoint.folder import locate_checkpoint
+from megaframe.checkpoint.stores.store import LOCK
 
 SAVES = {"checkpoint__every": 1, "checkpoint__resume": "latest"}
 
@@ -59,7 +59,9 @@ def test_a_second_run_is_refused_until_the_first_is_dead(pool, overrides, tmp_pa
         )
         assert not (tmp_path / "other").exists()
         assert [path.read_bytes() for path in records] == before
-        with open_checkpoint(locate(run, "--checkpoint")) as checkpoint:  # readers need no lock
+        with open_checkpoint(
+            locate_checkpoint(run, "--checkpoint")
+        ) as checkpoint:  # readers need no lock
             assert checkpoint.step >= 3
     finally:
         first.kill()

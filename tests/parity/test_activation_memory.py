@@ -17,9 +17,9 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.planner.memory import memory
-from megaframe.planner.parameter_counts import Held
-from megaframe.schedule import Action, Kind
+from megaframe.planner.memory import compute_memory
+from megaframe.planner.parameter_counts import RankParameters
+from megaframe.schedule import Action, ActionKind
 from megaframe.training.train_step import Pipeline
 
 SEQ, BATCH, HIDDEN, HEADS = 128, 2, 256, 4
@@ -69,8 +69,10 @@ def kept(layers, recompute, tensor, dropout):
     for bucket in pipeline.optimizer.buckets:
         found.pop(bucket.parameters[0].value.untyped_storage().data_ptr(), None)
     mesh.close()
-    actions = [Action(Kind.F, 0, 0)]
-    planned = memory(config, Held(0, (), ()), 1, stage_plans(config), actions).activations
+    actions = [Action(ActionKind.F, 0, 0)]
+    planned = compute_memory(
+        config, RankParameters(0, (), ()), 1, stage_plans(config), actions
+    ).activations
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values()), planned
 
 

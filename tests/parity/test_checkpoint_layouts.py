@@ -11,7 +11,7 @@ import zlib
 import pytest
 import torch
 
-from megaframe.checkpoint import Slice, Writer, open_checkpoint
+from megaframe.checkpoint import CheckpointWriter, Slice, open_checkpoint
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
@@ -89,7 +89,7 @@ def save(model, parallel, folder):
     for name, spec, box, tensor in optimizer.tensors():
         tensor.copy_(drawn(name, spec.shape)[box.slices])
     given = {"rank": mesh.rank, "world": mesh.layout.world, "store": mesh.store}
-    writer = Writer(folder, **given, keep=1, timeout=60)
+    writer = CheckpointWriter(folder, **given, keep=1, timeout=60)
     pieces = optimizer.tensors(owned=True)
     writer.save(1, [Slice(name, spec.shape, box.offset, t) for name, spec, box, t in pieces], {})
     writer.wait()

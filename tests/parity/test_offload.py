@@ -12,7 +12,7 @@ from fake_streams import kept_away
 from parity_runs import FEW, MODELS, assert_same, assert_same_bits, run
 from test_health import built
 
-from megaframe.checkpoint.background import Background
+from megaframe.checkpoint.background import BackgroundCopier
 from megaframe.data_parallel.replicas import Replicas
 from megaframe.optim.optimizer_state import Moments
 
@@ -147,7 +147,7 @@ def test_replicas_are_compared_where_weights_lie(zero, replicate, pool):
 
 
 def train_away(overrides):
-    with kept_away(), patch.object(Background, "_copy", copied_late):
+    with kept_away(), patch.object(BackgroundCopier, "_copy", copied_late):
         train(overrides)
 
 
@@ -157,7 +157,7 @@ def copied_late(background, tiles, copy):
     plain_copy(background, tiles, copy)
 
 
-plain_copy = Background._copy
+plain_copy = BackgroundCopier._copy
 
 
 @pytest.mark.quick(when=lambda first, zero: first is train_away and zero == 3)

@@ -19,7 +19,7 @@ import torch
 from checkpoint_helpers import load_all, whole
 from torch.distributed import HashStore, TCPStore
 
-from megaframe.checkpoint import Slice, Writer, find, open_checkpoint
+from megaframe.checkpoint import CheckpointWriter, Slice, find_checkpoint, open_checkpoint
 from megaframe.errors import UserError
 
 
@@ -31,7 +31,7 @@ def newest_step(folder):
     """Load the newest checkpoint, check its content, and return its step (0 if there is none)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        path = find(folder, "latest")
+        path = find_checkpoint(folder, "latest")
     if path is None:
         return 0
     with open_checkpoint(path) as checkpoint:
@@ -42,7 +42,7 @@ def newest_step(folder):
 
 
 def save_steps(folder, steps, size):
-    writer = Writer(folder, rank=0, world=1, store=HashStore(), keep=2)
+    writer = CheckpointWriter(folder, rank=0, world=1, store=HashStore(), keep=2)
     for step in steps:
         writer.save(step, [whole("a", values(step, size))], {"step": step})
         writer.wait()
@@ -143,7 +143,7 @@ def full_disk(root):
     root: a file system of its own, with 4 MiB and a few inodes.
     """
     folder = Path(root) / "checkpoints"
-    writer = Writer(folder, rank=0, world=1, store=HashStore(), keep=1)
+    writer = CheckpointWriter(folder, rank=0, world=1, store=HashStore(), keep=1)
     writer.save(1, [whole("a", torch.ones(1 << 18))], {})
     writer.wait()
 
@@ -175,7 +175,7 @@ def full_disk(root):
     subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
     refused(["Read-only file system", str(folder)], torch.ones(1))
     try:
-        Writer(Path(root) / "other", rank=0, world=1, store=HashStore(), keep=1)
+        CheckpointWriter(Path(root) / "other", rank=0, world=1, store=HashStore(), keep=1)
     except UserError as error:
         assert "Read-only file system" in str(error)
     else:
@@ -184,7 +184,7 @@ def full_disk(root):
 
 
 def newest_is_one(folder):
-    return bool((load_all(find(folder, "latest"))["a"] == 1).all())
+    return bool((load_all(find_checkpoint(folder, "latest"))["a"] == 1).all())
 
 
 def extra_memory(folder):
@@ -195,7 +195,7 @@ def extra_memory(folder):
     def save_rows():
         rows = torch.ones(shape)
         given = {"world": 2, "store": HashStore(), "keep": 1}
-        writers = [Writer(Path(folder), rank=rank, **given) for rank in range(2)]
+        writers = [CheckpointWriter(Path(folder), rank=rank, **given) for rank in range(2)]
         for rank, writer in enumerate(writers):
             half = rows[4000 * rank : 4000 * (rank + 1)]
             writer.save(1, [Slice("a", shape, (4000 * rank, 0), half)], {})
@@ -206,7 +206,7 @@ def extra_memory(folder):
     columns = torch.zeros(8000, 8000)
     columns.fill_(0.5)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with open_checkpoint(find(Path(folder), "latest")) as checkpoint:
+    with open_checkpoint(find_checkpoint(Path(folder), "latest")) as checkpoint:
         checkpoint.load([Slice("a", shape, (0, 4000), columns)])
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert bool((columns == 1).all())
@@ -216,14 +216,14 @@ def extra_memory(folder):
 def second_rank(port, folder):
     """Act as rank 1 of 2: save the odd rows, then load rows 1 and 2."""
     store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=timedelta(seconds=60))
-    writer = Writer(Path(folder), rank=1, world=2, store=store, keep=2, timeout=60)
+    writer = CheckpointWriter(Path(folder), rank=1, world=2, store=store, keep=2, timeout=60)
     full = torch.arange(12.0).view(4, 3)
     for step in (1, 2):
         rows = [Slice("a", (4, 3), (row, 0), full[row : row + 1] * step) for row in (1, 3)]
         writer.save(step, rows, {"rank": 1})
         writer.wait()
     target = torch.zeros(2, 3, dtype=torch.float64)
-    with open_checkpoint(find(Path(folder), "latest")) as checkpoint:
+    with open_checkpoint(find_checkpoint(Path(folder), "latest")) as checkpoint:
         checkpoint.load([Slice("a", (4, 3), (1, 0), target)])
         assert checkpoint.state == {"rank": 0}
     assert torch.equal(target, 2 * full[1:3].double())

@@ -9,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from megaframe.checkpoint import Slice, Writer, open_checkpoint
+from megaframe.checkpoint import CheckpointWriter, Slice, open_checkpoint
 from megaframe.checkpoint.manifest import checksum
-from megaframe.checkpoint.slices import region
+from megaframe.checkpoint.slices import index_within
 
 
 def whole(name, tensor):
@@ -21,14 +21,14 @@ def whole(name, tensor):
 def part(name, tensor, box):
     """Return the slice that covers `box` of a whole tensor, as a copy."""
     full = (tuple(0 for _ in tensor.shape), tuple(tensor.shape))
-    return Slice(name, full[1], box[0], tensor[region(full, box)].clone())
+    return Slice(name, full[1], box[0], tensor[index_within(full, box)].clone())
 
 
 def save(folder: Path, ranks, *, step=1, state=None, keep=9, store=None, **given):
     """Save as `len(ranks)` ranks in one process; `ranks[r]` is the list of slices of rank r."""
     store = store or HashStore()
     writers = [
-        Writer(
+        CheckpointWriter(
             folder,
             rank=rank,
             world=len(ranks),

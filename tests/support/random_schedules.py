@@ -5,9 +5,9 @@ from graphlib import TopologicalSorter
 
 from hypothesis import strategies as st
 
-from megaframe.schedule import Action, Kind, Schedule, parse_action
+from megaframe.schedule import Action, ActionKind, Schedule, parse_action
 
-F, B, W = Kind.F, Kind.B, Kind.W
+F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
 def schedule_of(text):

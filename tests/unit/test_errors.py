@@ -13,11 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 ENTRY = str(ROOT / "pretrain_gpt.py")
 ENDS = """
 import atexit, threading, time
-from megaframe.errors import LostRanks, UserError, leave
+from megaframe.errors import LostRanks, UserError, report_and_exit
 atexit.register(time.sleep, 60)
 threading.Thread(target=time.sleep, args=(60,)).start()
 try:
-    leave({error}, rank={rank})
+    report_and_exit({error}, rank={rank})
 finally:
     print("cleaned up")
 """

@@ -21,20 +21,35 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megaframe.checkpoint.stores.aligned_buffer import ALIGNMENT, aligned
+ALIGNMENT = 4096
+"""Direct I/O requires memory address, file offset and length to be multiples of this many bytes."""
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+def allocate_aligned(size: int) -> np.ndarray:
+    """Return `size` bytes that start at a multiple of `ALIGNMENT` (in fact, of a huge page).
+    Physical memory is only taken when they are first used."""
+    memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    room = np.frombuffer(memory, np.uint8)
+    start = -room.ctypes.data % _HUGE_PAGE_BYTES
+    return room[start : start + size]
+
 
 _CHUNK_BYTES = 16 << 20
-_UNDER_WAY = 3
+_WRITES_IN_FLIGHT = 3
 """Chunks that are being written at the same time, while the next one is filled."""
-_DIRECT_BYTES, _CACHED_BYTES = 2 << 20, 512 << 10
+_DIRECT_READ_BYTES, _CACHED_READ_BYTES = 2 << 20, 512 << 10
 """Bytes per read: enough for the disk, and few enough to be still in the CPU's cache when their
 checksum is computed."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_NOT_THERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_UNSUPPORTED_ERRORS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Errors of a file system that cannot reserve space in advance."""
 
 
-class DirectSource:
+class DirectReadHandle:
     """A regular file open for reading, possibly by several threads.
 
     fresh, alone: see `Store.open`. With either of them reads do not fill the page cache. With
@@ -49,7 +64,7 @@ class DirectSource:
             self._forget()
         past = fresh or (alone and not _is_cached(file.fileno(), self.size))
         # The kernel reads ahead for one thread that reads through the cache, but not for two.
-        self.chunk, self.at_once = (_DIRECT_BYTES, 2) if past else (_CACHED_BYTES, 1)
+        self.chunk, self.at_once = (_DIRECT_READ_BYTES, 2) if past else (_CACHED_READ_BYTES, 1)
         if past:
             with suppress(OSError, AttributeError):  # reopened: O_DIRECT for this one only
                 self._direct = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_DIRECT)
@@ -92,7 +107,7 @@ class DirectSource:
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # drops clean pages
 
 
-class DirectFile:
+class DirectWriteHandle:
     """A new file of `size` bytes, whose space is reserved when it is created.
 
     start: bytes left out at the start, a multiple of the alignment. held: everything that will be
@@ -106,7 +121,7 @@ class DirectFile:
     def __init__(self, path: Path, size: int, start: int, held: memoryview | None) -> None:
         self._start = start
         self._file = open(path, "x+b", buffering=0)  # noqa: SIM115 (closed by __exit__)
-        self._pool = ThreadPoolExecutor(_UNDER_WAY)
+        self._pool = ThreadPoolExecutor(_WRITES_IN_FLIGHT)
         self._writes: deque[tuple[Future[None], np.ndarray]] = deque()
         self._held, self._sent = None if held is None else np.frombuffer(held, np.uint8), 0
         self._size, self._width = size, min(_CHUNK_BYTES, -(-size // ALIGNMENT) * ALIGNMENT)
@@ -114,10 +129,10 @@ class DirectFile:
         """The chunk to be written next, and how much of it has been filled."""
         self._direct = False
 
-    def __enter__(self) -> DirectFile:
+    def __enter__(self) -> DirectWriteHandle:
         try:
             self._direct = self._bypass(True)
-            _reserve(self._file.fileno(), self._size)
+            _reserve_space(self._file.fileno(), self._size)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -165,7 +180,7 @@ class DirectFile:
         self._writes.append((sent, self._chunk))
         self._start, self._sent, self._filled = self._start + size, self._sent + size, 0
         free = None
-        if len(self._writes) > _UNDER_WAY:
+        if len(self._writes) > _WRITES_IN_FLIGHT:
             done, free = self._writes.popleft()
             done.result()
         self._chunk = self._next(free)
@@ -175,7 +190,7 @@ class DirectFile:
         free: a chunk that has been written and can be reused."""
         if self._held is not None:
             return self._held[self._sent : self._sent + _CHUNK_BYTES]
-        return aligned(self._width) if free is None else free
+        return allocate_aligned(self._width) if free is None else free
 
     def _write(self, data: np.ndarray, start: int) -> None:
         while len(data):
@@ -208,12 +223,12 @@ def _is_cached(descriptor: int, size: int) -> bool:
     return True
 
 
-def _reserve(descriptor: int, size: int) -> None:
+def _reserve_space(descriptor: int, size: int) -> None:
     """Reserve disk space for a file, if the file system can. Unlike posix_fallocate, this does not
     fall back to writing every page. Raises OSError if there is not enough space."""
     reserve = getattr(_LIBC, "fallocate64", None)
     if reserve is None:
         return
     given = ctypes.c_int(descriptor), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(size)
-    if reserve(*given) and ctypes.get_errno() not in _NOT_THERE:
+    if reserve(*given) and ctypes.get_errno() not in _UNSUPPORTED_ERRORS:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

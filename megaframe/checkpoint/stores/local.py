@@ -18,19 +18,21 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from megaframe.checkpoint.manifest import MANIFEST
-from megaframe.checkpoint.names import (
-    FINAL,
+from megaframe.checkpoint.stores.direct_io import DirectReadHandle, DirectWriteHandle
+from megaframe.checkpoint.stores.store import (
+    CHECKPOINT_NAME,
     LOCK_BYTES,
     POINTER,
-    TEMPORARY,
-    final_name,
+    TEMPORARY_NAME,
+    ReadHandle,
+    Store,
+    WriteHandle,
+    checkpoint_name,
     is_temporary,
 )
-from megaframe.checkpoint.stores.direct_io import DirectFile, DirectSource
-from megaframe.checkpoint.stores.store import Sink, Source, Store
 
 
-class Local(Store[Path]):
+class LocalStore(Store[Path]):
     """Folders of this machine."""
 
     file_bytes = None
@@ -47,7 +49,7 @@ class Local(Store[Path]):
 
     def entries(self, folder: Path) -> dict[str, int | None]:
         found: dict[str, int | None] = {}
-        for entry in _entries(folder):
+        for entry in _list_folder(folder):
             with suppress(FileNotFoundError):  # a link to nothing, or deleted meanwhile
                 status = entry.stat()
                 found[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
@@ -55,12 +57,14 @@ class Local(Store[Path]):
 
     def finished(self, home: Path) -> list[str]:
         return [
-            path.name for path in _entries(home) if FINAL.fullmatch(path.name) and path.is_dir()
+            path.name
+            for path in _list_folder(home)
+            if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()
         ]
 
     def open(
         self, file: Path, *, hold: bool = False, fresh: bool = False, alone: bool = False
-    ) -> Source:
+    ) -> ReadHandle:
         if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe might block forever
             raise OSError(errno.EINVAL, "Not a regular file", str(file))
         opened = open(file, "rb", buffering=0)  # noqa: SIM115 (closed by the source)
@@ -69,27 +73,27 @@ class Local(Store[Path]):
             # reader's error names the missing file.
             with suppress(OSError):
                 fcntl.flock(opened.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return DirectSource(opened, fresh=fresh, alone=alone)
+        return DirectReadHandle(opened, fresh=fresh, alone=alone)
 
     def prepare(self, home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True)
         for path in home.iterdir():
-            if TEMPORARY.fullmatch(path.name):
+            if TEMPORARY_NAME.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
             elif re.fullmatch(rf"{POINTER}\.[0-9a-f]+\.tmp", path.name):
                 path.unlink(missing_ok=True)
 
     def draft(self, home: Path, step: int, attempt: str) -> Path:
         # The name contains the attempt, so a process of a dead run cannot write into this save.
-        return home / f"{final_name(step)}.{attempt}.tmp"
+        return home / f"{checkpoint_name(step)}.{attempt}.tmp"
 
     def begin(self, draft: Path) -> None:
         draft.mkdir(parents=True)
 
     def create(
         self, file: Path, size: int, start: int, held: memoryview | None
-    ) -> AbstractContextManager[Sink]:
-        return DirectFile(file, size, start, held)
+    ) -> AbstractContextManager[WriteHandle]:
+        return DirectWriteHandle(file, size, start, held)
 
     def publish(
         self, draft: Path, step: int, attempt: str, manifest: bytes, kept: Collection[str]
@@ -101,15 +105,15 @@ class Local(Store[Path]):
             opened.write(manifest)
             opened.flush()
             os.fsync(opened.fileno())
-        flush(draft)
-        final = draft.parent / final_name(step)
+        fsync_folder(draft)
+        final = draft.parent / checkpoint_name(step)
         replaced = draft.parent / f"{final.name}.replaced"
         if final.exists():
             if replaced.exists():
                 self.remove(replaced, attempt)
             os.rename(final, replaced)
         os.rename(draft, final)
-        flush(draft.parent)
+        fsync_folder(draft.parent)
         return final
 
     def replace(self, file: Path, content: bytes, attempt: str) -> None:
@@ -119,7 +123,7 @@ class Local(Store[Path]):
             opened.flush()
             os.fsync(opened.fileno())
         os.replace(temporary, file)
-        flush(file.parent)
+        fsync_folder(file.parent)
 
     def exchange(self, file: Path, old: bytes | None, new: bytes | None) -> bool:
         if old is None:
@@ -177,13 +181,13 @@ class Local(Store[Path]):
         return shutil.disk_usage(home).free
 
 
-def _entries(folder: Path) -> Iterator[Path]:
+def _list_folder(folder: Path) -> Iterator[Path]:
     """Yield what is in a folder; nothing if it is gone or was never there."""
     with suppress(FileNotFoundError, NotADirectoryError):
         yield from folder.iterdir()
 
 
-def flush(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Flush a folder to disk, so that its entries are as durable as the files themselves."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -192,4 +196,4 @@ def flush(folder: Path) -> None:
         os.close(descriptor)
 
 
-LOCAL = Local()
+LOCAL_STORE = LocalStore()

@@ -20,40 +20,48 @@ from typing import Any
 
 from fsspec.spec import AbstractFileSystem
 
-from megaframe.checkpoint.manifest import MANIFEST, MAX_BYTES, decode
-from megaframe.checkpoint.names import FINAL, LOCK_BYTES, UPLOADED, final_name
-from megaframe.checkpoint.stores.retry import filesystem, patiently
-from megaframe.checkpoint.stores.store import Remote, Sink, Source, Store
+from megaframe.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, decode_manifest
+from megaframe.checkpoint.stores.retry import filesystem_of, retry_request
+from megaframe.checkpoint.stores.store import (
+    CHECKPOINT_NAME,
+    LOCK_BYTES,
+    UPLOADED_NAME,
+    ReadHandle,
+    RemotePath,
+    Store,
+    WriteHandle,
+    checkpoint_name,
+)
 from megaframe.errors import UserError
 
 FILE_BYTES = 64 << 20
 """Bytes of tensors in a file: the memory needed per upload, and the most that is sent again after a
 broken connection. s3fs sends up to 100 MiB in one request."""
-_AT_ONCE = 4
+_PARALLEL_REQUESTS = 4
 """Requests at a time. One connection to an object store reaches a tenth of the speed of several."""
 _READ_BYTES = 8 << 20
 """Bytes read by one request."""
-_SETTLED = 1.0
+_SETTLE_SECONDS = 1.0
 """Seconds after which whatever was written at the same time is there."""
 
 
-class RemoteSource:
+class ObjectReadHandle:
     """A file under a URL, read by several requests at a time."""
 
     chunk, at_once = FILE_BYTES, 1
 
-    def __init__(self, file: Remote, size: int) -> None:
+    def __init__(self, file: RemotePath, size: int) -> None:
         self.size = size
         self._file = file
 
     def read_into(self, start: int, into: memoryview) -> int:
-        system, path = filesystem(self._file)
+        system, path = filesystem_of(self._file)
         stop = min(start + len(into), self.size)
         begins = range(start, stop, _READ_BYTES)
-        for at in range(0, len(begins), _AT_ONCE):
-            some = begins[at : at + _AT_ONCE]
+        for at in range(0, len(begins), _PARALLEL_REQUESTS):
+            some = begins[at : at + _PARALLEL_REQUESTS]
             ends = [min(begin + _READ_BYTES, stop) for begin in some]
-            parts = patiently(
+            parts = retry_request(
                 self._file,
                 lambda some=some, ends=ends: system.cat_ranges(  # type: ignore[misc]
                     [path] * len(some), list(some), ends, on_error="raise"
@@ -69,10 +77,10 @@ class RemoteSource:
         """Do nothing: no connection is held between two reads."""
 
 
-class RemoteSink:
+class ObjectWriteHandle:
     """A file that is assembled in memory and sent by `finish`."""
 
-    def __init__(self, file: Remote, start: int) -> None:
+    def __init__(self, file: RemotePath, start: int) -> None:
         self._file = file
         self._data = io.BytesIO()
         self._data.seek(start)
@@ -83,10 +91,10 @@ class RemoteSink:
     def finish(self, head: bytes) -> None:
         self._data.seek(0)
         self._data.write(head)
-        _put(self._file, self._data.getvalue())
+        _upload(self._file, self._data.getvalue())
 
 
-class FsspecStore(Store[Remote]):
+class ObjectStore(Store[RemotePath]):
     """Folders in any store that fsspec supports."""
 
     keeps_replaced = False
@@ -95,33 +103,33 @@ class FsspecStore(Store[Remote]):
     def file_bytes(self) -> int:  # type: ignore[override]
         return FILE_BYTES
 
-    def at_once(self, home: Remote) -> int:
-        system, _ = filesystem(home)
-        return _AT_ONCE if system.async_impl else 1  # others may not be thread-safe
+    def at_once(self, home: RemotePath) -> int:
+        system, _ = filesystem_of(home)
+        return _PARALLEL_REQUESTS if system.async_impl else 1  # others may not be thread-safe
 
     def file_name(self, rank: int, part: int, attempt: str) -> str:
         return f"rank-{rank:05d}.{part:05d}.{attempt}.safetensors"
 
-    def is_folder(self, found: Remote) -> bool:
-        return bool(_listed(found))
+    def is_folder(self, found: RemotePath) -> bool:
+        return bool(_list_folder(found))
 
-    def entries(self, folder: Remote) -> dict[str, int | None]:
+    def entries(self, folder: RemotePath) -> dict[str, int | None]:
         return {
             str(one["name"]).rstrip("/").rpartition("/")[2]: one.get("size")
             if one["type"] == "file"
             else None
-            for one in _listed(folder)
+            for one in _list_folder(folder)
         }
 
-    def finished(self, home: Remote) -> list[str]:
+    def finished(self, home: RemotePath) -> list[str]:
         names = [name for name, size in self.entries(home).items() if size is None]
-        names = [name for name in names if FINAL.fullmatch(name)]
+        names = [name for name in names if CHECKPOINT_NAME.fullmatch(name)]
         return [name for name, whole in self._whole(home, names) if whole]
 
-    def _whole(self, home: Remote, names: list[str]) -> list[tuple[str, bool]]:
+    def _whole(self, home: RemotePath, names: list[str]) -> list[tuple[str, bool]]:
         def has_manifest(name: str) -> tuple[str, bool]:
             with suppress(FileNotFoundError):
-                _size(home / name / MANIFEST)
+                _file_size(home / name / MANIFEST)
                 return name, True
             return name, False
 
@@ -129,108 +137,115 @@ class FsspecStore(Store[Remote]):
             return list(pool.map(has_manifest, names))
 
     def open(
-        self, file: Remote, *, hold: bool = False, fresh: bool = False, alone: bool = False
-    ) -> Source:
-        return RemoteSource(file, _size(file))
+        self, file: RemotePath, *, hold: bool = False, fresh: bool = False, alone: bool = False
+    ) -> ReadHandle:
+        return ObjectReadHandle(file, _file_size(file))
 
-    def prepare(self, home: Remote) -> None:
-        system, path = filesystem(home)
-        patiently(home, lambda: system.makedirs(path, exist_ok=True))
+    def prepare(self, home: RemotePath) -> None:
+        system, path = filesystem_of(home)
+        retry_request(home, lambda: system.makedirs(path, exist_ok=True))
         names = [name for name, size in self.entries(home).items() if size is None]
-        for name, whole in self._whole(home, [name for name in names if FINAL.fullmatch(name)]):
+        for name, whole in self._whole(
+            home, [name for name in names if CHECKPOINT_NAME.fullmatch(name)]
+        ):
             self._remove_unnamed(home / name, whole)
 
-    def _remove_unnamed(self, folder: Remote, whole: bool) -> None:
+    def _remove_unnamed(self, folder: RemotePath, whole: bool) -> None:
         """Delete the files that no manifest names, if it is certain which ones these are. whole:
         whether the folder has a manifest."""
         kept: Collection[str] = ()
-        files = [name for name in self.entries(folder) if UPLOADED.fullmatch(name)]
+        files = [name for name in self.entries(folder) if UPLOADED_NAME.fullmatch(name)]
         if whole:
             if len({name.split(".")[-2] for name in files}) < 2:
                 return  # all of one attempt, which was committed
             try:
-                kept = decode(_content(folder / MANIFEST), folder / MANIFEST).files
+                kept = decode_manifest(_read_file(folder / MANIFEST), folder / MANIFEST).files
             except UserError:
                 return
-        _delete([folder / name for name in files if name not in kept])
+        _delete_files([folder / name for name in files if name not in kept])
 
-    def draft(self, home: Remote, step: int, attempt: str) -> Remote:
-        return home / final_name(step)
+    def draft(self, home: RemotePath, step: int, attempt: str) -> RemotePath:
+        return home / checkpoint_name(step)
 
-    def begin(self, draft: Remote) -> None:
-        """Do nothing: object stores have no folders, and in other stores `_send` creates them."""
+    def begin(self, draft: RemotePath) -> None:
+        """Do nothing: object stores have no folders, and in other stores `_upload_once` creates
+        them."""
 
     def create(
-        self, file: Remote, size: int, start: int, held: memoryview | None
-    ) -> AbstractContextManager[Sink]:
-        return nullcontext(RemoteSink(file, start))
+        self, file: RemotePath, size: int, start: int, held: memoryview | None
+    ) -> AbstractContextManager[WriteHandle]:
+        return nullcontext(ObjectWriteHandle(file, start))
 
     def publish(
-        self, draft: Remote, step: int, attempt: str, manifest: bytes, kept: Collection[str]
-    ) -> Remote:
-        _put(draft / MANIFEST, manifest)
+        self, draft: RemotePath, step: int, attempt: str, manifest: bytes, kept: Collection[str]
+    ) -> RemotePath:
+        _upload(draft / MANIFEST, manifest)
         with suppress(OSError):
             names = [name for name in self.entries(draft) if name.endswith(".safetensors")]
-            _delete([draft / name for name in names if name not in kept and _is_ours(name)])
+            _delete_files(
+                [draft / name for name in names if name not in kept and _is_shard_file(name)]
+            )
         return draft
 
-    def replace(self, file: Remote, content: bytes, attempt: str) -> None:
-        _put(file, content)
+    def replace(self, file: RemotePath, content: bytes, attempt: str) -> None:
+        _upload(file, content)
 
-    def exchange(self, file: Remote, old: bytes | None, new: bytes | None) -> bool:
+    def exchange(self, file: RemotePath, old: bytes | None, new: bytes | None) -> bool:
         """Few stores compare and write in one request. Therefore the content is read again after a
         while: of several that write at the same time, the last one has it."""
         if self.content(file, LOCK_BYTES) != old:
             return False
         if new is None:
-            _delete([file])
+            _delete_files([file])
             return True
-        _put(file, new)
-        time.sleep(_SETTLED)
+        _upload(file, new)
+        time.sleep(_SETTLE_SECONDS)
         return self.content(file, LOCK_BYTES) == new
 
-    def discard(self, draft: Remote, attempt: str) -> None:
+    def discard(self, draft: RemotePath, attempt: str) -> None:
         with suppress(OSError):
             mine = [
                 name
                 for name in self.entries(draft)
-                if (found := UPLOADED.fullmatch(name)) and found[1] == attempt
+                if (found := UPLOADED_NAME.fullmatch(name)) and found[1] == attempt
             ]
             # The manifest may have been stored although its request seemed to fail. Then the draft
             # is a checkpoint.
             if mine and not self._names(draft, attempt):
-                _delete([draft / name for name in mine])
+                _delete_files([draft / name for name in mine])
 
-    def _names(self, draft: Remote, attempt: str) -> bool:
+    def _names(self, draft: RemotePath, attempt: str) -> bool:
         """Return whether the manifest in a folder names files of an attempt."""
         try:
-            return f".{attempt}.safetensors".encode() in _content(draft / MANIFEST)
+            return f".{attempt}.safetensors".encode() in _read_file(draft / MANIFEST)
         except FileNotFoundError:
             return False
 
-    def remove(self, checkpoint: Remote, attempt: str) -> None:
+    def remove(self, checkpoint: RemotePath, attempt: str) -> None:
         with suppress(OSError):
-            _delete([checkpoint / MANIFEST])
-            _delete([checkpoint / name for name in self.entries(checkpoint) if _is_ours(name)])
+            _delete_files([checkpoint / MANIFEST])
+            _delete_files(
+                [checkpoint / name for name in self.entries(checkpoint) if _is_shard_file(name)]
+            )
 
-    def delete(self, file: Remote) -> None:
+    def delete(self, file: RemotePath) -> None:
         with suppress(OSError):
-            _delete([file])
+            _delete_files([file])
 
-    def is_in_use(self, checkpoint: Remote) -> bool:
+    def is_in_use(self, checkpoint: RemotePath) -> bool:
         return False  # stores have no locks; a reader's error names the missing file
 
-    def free(self, home: Remote) -> int | None:
+    def free(self, home: RemotePath) -> int | None:
         return None
 
 
-def _is_ours(name: str) -> bool:
+def _is_shard_file(name: str) -> bool:
     return name.startswith("rank-") and name.endswith(".safetensors")
 
 
-def _listed(folder: Remote) -> list[dict[str, Any]]:
+def _list_folder(folder: RemotePath) -> list[dict[str, Any]]:
     """Return fsspec's description of each entry of a folder; empty if there is no such folder."""
-    system, path = filesystem(folder)
+    system, path = filesystem_of(folder)
 
     def act() -> list[dict[str, Any]]:
         system.invalidate_cache()
@@ -239,52 +254,52 @@ def _listed(folder: Remote) -> list[dict[str, Any]]:
         return [one for one in found if str(one["name"]).strip("/") != path.strip("/")]
 
     try:
-        return patiently(folder, act)
+        return retry_request(folder, act)
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def _size(file: Remote) -> int:
-    system, path = filesystem(file)
+def _file_size(file: RemotePath) -> int:
+    system, path = filesystem_of(file)
 
     def act() -> dict[str, Any]:
         system.invalidate_cache()
         found: dict[str, Any] = system.info(path)
         return found
 
-    found = patiently(file, act)
+    found = retry_request(file, act)
     if found["type"] != "file" or not isinstance(found.get("size"), int):
         raise OSError(errno.EINVAL, "Not a regular file", str(file))
     return int(found["size"])
 
 
-def _content(file: Remote) -> bytes:
+def _read_file(file: RemotePath) -> bytes:
     """Read a whole file. Raises OSError if it is larger than a manifest may be."""
-    size = _size(file)
-    if size > MAX_BYTES:
+    size = _file_size(file)
+    if size > MAX_MANIFEST_BYTES:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(file))
     content = bytearray(size)
-    got = RemoteSource(file, size).read_into(0, memoryview(content))
+    got = ObjectReadHandle(file, size).read_into(0, memoryview(content))
     return bytes(content[:got])
 
 
-def _put(file: Remote, content: bytes) -> None:
-    system, path = filesystem(file)
-    patiently(file, lambda: _send(system, path, content))
+def _upload(file: RemotePath, content: bytes) -> None:
+    system, path = filesystem_of(file)
+    retry_request(file, lambda: _upload_once(system, path, content))
 
 
-def _send(system: AbstractFileSystem, path: str, content: bytes) -> None:
+def _upload_once(system: AbstractFileSystem, path: str, content: bytes) -> None:
     if not system.async_impl:
         system.makedirs(system._parent(path), exist_ok=True)
     system.pipe_file(path, content)
 
 
-def _delete(files: list[Remote]) -> None:
+def _delete_files(files: list[RemotePath]) -> None:
     """Delete files in the given order. A missing file is not an error."""
     for file in files:
-        system, path = filesystem(file)
+        system, path = filesystem_of(file)
         with suppress(FileNotFoundError):
-            patiently(file, lambda system=system, path=path: system.rm_file(path))  # type: ignore[misc]
+            retry_request(file, lambda system=system, path=path: system.rm_file(path))  # type: ignore[misc]
 
 
-REMOTE = FsspecStore()
+OBJECT_STORE = ObjectStore()

@@ -9,26 +9,147 @@ are complete.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO, Literal
 
 import torch
-from pydantic import JsonValue
+from pydantic import Field, JsonValue, ValidationError
 from torch import Tensor
 
-from megaframe.checkpoint.background import Background, Copy
-from megaframe.checkpoint.reader import verify
-from megaframe.checkpoint.shard_file import CHUNK_BYTES, Piece, write
+from megaframe.checkpoint.background import BackgroundCopier, HostCopy
+from megaframe.checkpoint.manifest import JsonRecord, Offset, SavedFile, seal, unseal
+from megaframe.checkpoint.shard_file import CHUNK_BYTES, FileEntry, write_shard_file
+from megaframe.checkpoint.shard_reader import verify_shard_file
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.stores.memory_folder import CopyRecord, Ram, record_bytes
-from megaframe.distributed.collectives import Group, all_gather, to_each
-from megaframe.distributed.gather_json import gather_json
+from megaframe.checkpoint.stores.store import checkpoint_name
+from megaframe.distributed.collectives import Group, all_gather, exchange_pairwise
+from megaframe.distributed.object_collectives import gather_json
 from megaframe.errors import UserError
+
+MAX_RECORD_BYTES = 16 << 20
+"""Largest record that is written or read. It contains the config of a run and a few counters."""
+_STEP_NAME = re.compile(r"step-([0-9]{8,12})")
+_RECORD_NAME = re.compile(r"rank-[0-9]{5,9}\.json")
+
+
+class CopyRecord(JsonRecord):
+    """Describes the copy of one rank's part of one step.
+
+    run: id of the run. world: number of ranks whose parts make up the step. state: see `Manifest`.
+    file: expected size and header checksum of the file, as in a manifest.
+    """
+
+    format: Literal["megaframe-memory"] = "megaframe-memory"
+    version: Literal[1] = 1
+    run: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    step: Offset
+    rank: Offset
+    world: Offset
+    state: dict[str, JsonValue]
+    file: SavedFile
+
+
+@dataclass(frozen=True)
+class MemoryFolder:
+    """The folder for one run in the memory of this node."""
+
+    folder: Path
+
+    @staticmethod
+    def of(memory: Path, run: Path) -> MemoryFolder:
+        """Create the folder in `memory`, or use the existing one. run: path of the run's own
+        folder.
+
+        Raises UserError if it cannot be created or is not private to this user.
+        """
+        digest = hashlib.blake2b(os.fsencode(run.resolve()), digest_size=8).hexdigest()
+        folder = memory / f"megaframe-{os.getuid()}-{digest}"
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            status = folder.lstat()
+        except OSError as error:
+            raise UserError(
+                f"checkpoint.memory_dir={memory} cannot be used: {folder}: {error.strerror}"
+            ) from None
+        private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+        if not private or status.st_uid != os.getuid():
+            raise UserError(
+                f"{folder} must be a folder of user {os.getuid()} alone, with mode 0700, and "
+                f"belongs to {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}; remove "
+                "it, or give another checkpoint.memory_dir"
+            )
+        return MemoryFolder(folder)
+
+    def path(self, step: int, rank: int) -> Path:
+        """Return the path of the file of a rank."""
+        return self.folder / checkpoint_name(step) / f"rank-{rank:05d}.safetensors"
+
+    def prepare(self, step: int, rank: int) -> Path:
+        """Return the path for the file of a rank, after deleting what an earlier copy left
+        there."""
+        path = self.path(step, rank)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        for old in (path.with_suffix(".json"), path):
+            old.unlink(missing_ok=True)
+        return path
+
+    def commit(self, step: int, rank: int, record: bytes) -> None:
+        """Write the record of a rank's file. To be called when the file is complete."""
+        final = self.path(step, rank).with_suffix(".json")
+        temporary = final.with_suffix(".tmp")
+        temporary.write_bytes(record)
+        os.replace(temporary, final)
+
+    def records(self, run: str) -> Iterator[CopyRecord]:
+        """Yield the valid records of a run in this folder. The files are not checked here."""
+        for path in sorted(self.folder.glob("step-*/rank-*.json")):
+            if not _STEP_NAME.fullmatch(path.parent.name) or not _RECORD_NAME.fullmatch(path.name):
+                continue
+            record = _read_record(path)
+            if record is None or record.run != run:
+                continue
+            if self.path(record.step, record.rank).with_suffix(".json") == path:
+                yield record
+
+    def remove(self, *, below: int | None = None, but: int | None = None) -> None:
+        """Delete the copies of all steps, or of those lower than `below`, always except step
+        `but`."""
+        for path in self.folder.glob("step-*"):
+            match = _STEP_NAME.fullmatch(path.name)
+            step = int(match[1]) if match else -1
+            if step != but and (below is None or step < below):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def encode_record(record: CopyRecord) -> bytes:
+    """Serialise a record. Raises UserError if it is larger than `MAX_RECORD_BYTES`."""
+    data = seal(record)
+    if len(data) > MAX_RECORD_BYTES:
+        raise UserError(f"the record of a copy has {len(data)} bytes, over {MAX_RECORD_BYTES}")
+    return data
+
+
+def _read_record(path: Path) -> CopyRecord | None:
+    try:
+        if path.stat().st_size > MAX_RECORD_BYTES:
+            return None
+        text = unseal(path.read_bytes())
+        return None if text is None else CopyRecord.model_validate_json(text)
+    except (OSError, ValidationError):
+        return None
 
 
 def peer_of(rank: int, world: int, node_size: int) -> int | None:
@@ -43,7 +164,7 @@ def peer_of(rank: int, world: int, node_size: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class Peers:
+class PeerRanks:
     """to: the rank that keeps a copy for this rank, if any. sources: the ranks for which this rank
     keeps copies."""
 
@@ -51,13 +172,13 @@ class Peers:
     sources: tuple[int, ...]
 
     @staticmethod
-    def of(rank: int, world: int, node_size: int) -> Peers:
+    def of(rank: int, world: int, node_size: int) -> PeerRanks:
         keepers = [peer_of(other, world, node_size) for other in range(world)]
         sources = (other for other, keeper in enumerate(keepers) if keeper == rank)
-        return Peers(keepers[rank], tuple(sources))
+        return PeerRanks(keepers[rank], tuple(sources))
 
 
-class MemoryWriter(Background):
+class PeerMemoryWriter(BackgroundCopier):
     """Makes the copies of one rank.
 
     group: a group of all ranks, used for nothing else. run: id of the run. kept: step of existing
@@ -65,7 +186,9 @@ class MemoryWriter(Background):
     copy fails, all ranks raise an error, in the same way as `Writer`.
     """
 
-    def __init__(self, ram: Ram, group: Group, peers: Peers, run: str, kept: int | None) -> None:
+    def __init__(
+        self, ram: MemoryFolder, group: Group, peers: PeerRanks, run: str, kept: int | None
+    ) -> None:
         super().__init__()
         self._ram, self._group, self._peers, self._run_id = ram, group, peers, run
         self._whole = kept
@@ -88,7 +211,7 @@ class MemoryWriter(Background):
         self._ram.close()
 
     def _keep(
-        self, step: int, state: dict[str, JsonValue], planned: list[Piece], data: Copy
+        self, step: int, state: dict[str, JsonValue], planned: list[FileEntry], data: HostCopy
     ) -> None:
         if self._whole is not None:
             self._ram.remove(below=self._whole)
@@ -109,18 +232,18 @@ class MemoryWriter(Background):
         self,
         step: int,
         state: dict[str, JsonValue],
-        planned: list[Piece],
-        data: Copy,
+        planned: list[FileEntry],
+        data: HostCopy,
         failures: list[str],
-    ) -> _Leaving:
+    ) -> _OutgoingFile:
         """Write this rank's file and its record. Returns what is to be sent to the peer; that is
         empty if writing failed, which is added to `failures`."""
         path, rank = self._ram.path(step, self._group.index), self._group.index
         try:
             self._ram.prepare(step, rank)
-            file = write(path, planned, data.take, data.held())
-            verify(path, file)
-            record = record_bytes(
+            file = write_shard_file(path, planned, data.take, data.held())
+            verify_shard_file(path, file)
+            record = encode_record(
                 CopyRecord(
                     run=self._run_id,
                     step=step,
@@ -132,11 +255,11 @@ class MemoryWriter(Background):
             )
             self._ram.commit(step, rank, record)
         except (OSError, UserError) as error:
-            failures.append(_what(error, path, data.size))
-            return _Leaving()
-        return _Leaving(path, file.bytes, record)
+            failures.append(_describe_error(error, path, data.size))
+            return _OutgoingFile()
+        return _OutgoingFile(path, file.bytes, record)
 
-    def _exchange(self, step: int, own: _Leaving, failures: list[str]) -> None:
+    def _exchange(self, step: int, own: _OutgoingFile, failures: list[str]) -> None:
         """Send this rank's file and record to its peer, and store those that arrive from its
         sources. Files travel in chunks, one in each direction at a time."""
         sizes = torch.tensor([[len(own.record), own.size]])
@@ -144,7 +267,7 @@ class MemoryWriter(Background):
         with ExitStack() as stack:
             source = stack.enter_context(open(own.path, "rb")) if own.path is not None else None
             sinks = {
-                rank: _Sink(self._ram, step, rank, *sizes[rank].tolist())
+                rank: _IncomingFile(self._ram, step, rank, *sizes[rank].tolist())
                 for rank in self._peers.sources
             }
             for sink in sinks.values():
@@ -152,7 +275,7 @@ class MemoryWriter(Background):
             records = [torch.zeros(0, dtype=torch.uint8)] * self._group.size
             for rank, sink in sinks.items():
                 records[rank] = torch.empty(sink.record_size, dtype=torch.uint8)
-            self._swap(_bytes(own.record), records)
+            self._swap(_as_tensor(own.record), records)
             chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
             coming = {rank: torch.empty_like(chunk) for rank in sinks}
             rest = max([own.size, *(sink.size for sink in sinks.values())])
@@ -173,11 +296,11 @@ class MemoryWriter(Background):
         out = [leaving[:0]] * self._group.size
         assert self._peers.to is not None
         out[self._peers.to] = leaving
-        to_each(leaving, out, coming, self._group, kind="copies").wait()
+        exchange_pairwise(leaving, out, coming, self._group, kind="copies").wait()
 
 
 @dataclass(frozen=True)
-class _Leaving:
+class _OutgoingFile:
     """A file to be sent to the peer, with its record; empty if the file could not be written."""
 
     path: Path | None = None
@@ -186,11 +309,11 @@ class _Leaving:
 
 
 @dataclass
-class _Sink:
+class _IncomingFile:
     """Stores what arrives from one rank. After an error it goes on receiving and discards the data,
     so that the sender does not hang."""
 
-    ram: Ram
+    ram: MemoryFolder
     step: int
     rank: int
     record_size: int
@@ -206,7 +329,7 @@ class _Sink:
                 self.file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by `close`)
                 os.posix_fallocate(self.file.fileno(), 0, self.size)
         except OSError as error:
-            self.error = _what(error, path, self.size)
+            self.error = _describe_error(error, path, self.size)
 
     def write(self, data: Tensor) -> None:
         try:
@@ -214,7 +337,7 @@ class _Sink:
             while len(view) and self.file is not None and not self.error:
                 view = view[self.file.write(view) :]
         except OSError as error:
-            self.error = _what(error, self.ram.path(self.step, self.rank), self.size)
+            self.error = _describe_error(error, self.ram.path(self.step, self.rank), self.size)
 
     def finish(self, record: Tensor) -> list[str]:
         """Write the record, if the file is complete. Returns the error, if there was one."""
@@ -222,7 +345,7 @@ class _Sink:
             try:
                 self.ram.commit(self.step, self.rank, record.numpy().tobytes())
             except OSError as error:
-                self.error = _what(error, self.ram.path(self.step, self.rank), self.size)
+                self.error = _describe_error(error, self.ram.path(self.step, self.rank), self.size)
         return [self.error] if self.error else []
 
     def close(self) -> None:
@@ -230,7 +353,7 @@ class _Sink:
             self.file.close()
 
 
-def _what(error: Exception, path: Path, needed: int) -> str:
+def _describe_error(error: Exception, path: Path, needed: int) -> str:
     if not isinstance(error, OSError):
         return str(error)
     free = os.statvfs(path.parent.parent)
@@ -241,5 +364,5 @@ def _what(error: Exception, path: Path, needed: int) -> str:
     )
 
 
-def _bytes(data: bytes) -> Tensor:
+def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0).byte()

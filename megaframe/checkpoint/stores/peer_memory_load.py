@@ -19,18 +19,25 @@ from pydantic import JsonValue, ValidationError
 from torch import Tensor
 
 from megaframe.checkpoint.load import Checkpoint
-from megaframe.checkpoint.manifest import DTYPES, Manifest, SavedSlice, Tensors, merged, problem
-from megaframe.checkpoint.reader import verify
-from megaframe.checkpoint.stores.memory_folder import CopyRecord, Ram
+from megaframe.checkpoint.manifest import (
+    DTYPES,
+    SAVED_TENSORS,
+    Manifest,
+    SavedSlice,
+    find_problem,
+    merge_tensors,
+)
+from megaframe.checkpoint.shard_reader import verify_shard_file
+from megaframe.checkpoint.stores.peer_memory import CopyRecord, MemoryFolder
 from megaframe.distributed.collectives import Group, receive, send
-from megaframe.distributed.gather_json import gather_json, gather_rows
+from megaframe.distributed.object_collectives import gather_json, gather_rows
 from megaframe.errors import UserError
 
-_NONE = -1
+_BEFORE_ALL_STEPS = -1
 """A step lower than all others."""
 
 
-class Recalled(Checkpoint):
+class PeerMemoryCheckpoint(Checkpoint):
     """The copies of one step, to be loaded like a checkpoint. `load` is collective: all ranks call
     it together.
 
@@ -99,9 +106,9 @@ class Recalled(Checkpoint):
         return buffer.view(DTYPES[tensor.dtype]).view(piece.shape)
 
 
-def recall(
-    ram: Ram, run: str, group: Group, newer_than: int | None, say: Callable[[str], None]
-) -> Recalled | None:
+def open_peer_memory(
+    ram: MemoryFolder, run: str, group: Group, newer_than: int | None, say: Callable[[str], None]
+) -> PeerMemoryCheckpoint | None:
     """Find the newest complete copies of a run. Collective; all ranks get the same result.
 
     run: id of the run. newer_than: only steps above this one are considered; None: all. say: called
@@ -109,10 +116,10 @@ def recall(
     returned.
     """
     found = {(record.step, record.rank): record for record in ram.records(run)}
-    limit = _NONE if newer_than is None else newer_than
+    limit = _BEFORE_ALL_STEPS if newer_than is None else newer_than
     while True:
         told = gather_json(group, [(one.step, one.rank, one.world) for one in found.values()])
-        step, servers, why = _newest(told, limit)
+        step, servers, why = _choose_newest(told, limit)
         if step is None:
             if newer_than is not None or why:
                 say(f"not resumed from copies in memory: {why or 'there are none'}")
@@ -120,7 +127,7 @@ def recall(
         if why:
             say(f"not resumed from the newest copies in memory: {why}")
         served = [rank for rank, server in servers.items() if server == group.index]
-        parts = gather_json(group, [_part(ram, found[step, rank]) for rank in served])
+        parts = gather_json(group, [_verify_copy(ram, found[step, rank]) for rank in served])
         wrong = [text for ones in parts for one in ones for text in one["wrong"]]
         if not wrong:
             break
@@ -129,12 +136,12 @@ def recall(
         for rank, one in zip(served, parts[group.index], strict=True):
             if one["wrong"]:
                 del found[step, rank]
-    manifest = _manifest(step, [one for ones in parts for one in ones])
+    manifest = _build_manifest(step, [one for ones in parts for one in ones])
     names = {f"rank-{rank:05d}.safetensors": server for rank, server in servers.items()}
-    return Recalled(ram.path(step, 0).parent, manifest, names, group)
+    return PeerMemoryCheckpoint(ram.path(step, 0).parent, manifest, names, group)
 
 
-def _newest(
+def _choose_newest(
     told: Sequence[Sequence[tuple[int, int, int]]], limit: int
 ) -> tuple[int | None, dict[int, int], str]:
     """Choose the newest step above `limit` of which all parts exist.
@@ -163,12 +170,12 @@ def _newest(
     return None, {}, why
 
 
-def _part(ram: Ram, record: CopyRecord) -> dict[str, Any]:
+def _verify_copy(ram: MemoryFolder, record: CopyRecord) -> dict[str, Any]:
     """Read and check one copy. Returns its part of the manifest as plain data, or what is wrong
     with it as `wrong`."""
     path = ram.path(record.step, record.rank)
     try:
-        tensors = verify(path, record.file)
+        tensors = verify_shard_file(path, record.file)
     except (UserError, OSError) as error:
         return {"wrong": [str(error)]}
     return {
@@ -176,22 +183,22 @@ def _part(ram: Ram, record: CopyRecord) -> dict[str, Any]:
         "name": path.name,
         "file": record.file.model_dump(),
         "state": record.state if record.rank == 0 else None,
-        "tensors": Tensors.dump_json(tensors).decode(),
+        "tensors": SAVED_TENSORS.dump_json(tensors).decode(),
     }
 
 
-def _manifest(step: int, parts: Sequence[dict[str, Any]]) -> Manifest:
+def _build_manifest(step: int, parts: Sequence[dict[str, Any]]) -> Manifest:
     state: dict[str, JsonValue] = next(one["state"] for one in parts if one["state"] is not None)
     try:
         manifest = Manifest(
             step=step,
             state=state,
             files={one["name"]: one["file"] for one in parts},
-            tensors=merged(Tensors.validate_json(one["tensors"]) for one in parts),
+            tensors=merge_tensors(SAVED_TENSORS.validate_json(one["tensors"]) for one in parts),
         )
     except ValidationError as error:
         raise UserError(f"copies in memory of step {step} are not valid: {error}") from None
-    wrong = problem(manifest)
+    wrong = find_problem(manifest)
     if wrong:
         raise UserError(f"copies in memory of step {step} are not valid: {wrong}")
     return manifest

@@ -19,17 +19,17 @@ from typing import TypeVar
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-from megaframe.checkpoint.stores.store import Remote
+from megaframe.checkpoint.stores.store import RemotePath
 from megaframe.errors import UserError
 from megaframe.io.untrusted import without_secrets
 
 T = TypeVar("T")
-PATIENCE = 120.0
+RETRY_SECONDS = 120.0
 """Seconds for which a failing request is repeated."""
 FIRST_PAUSE, LAST_PAUSE = 0.25, 15.0
 """Seconds between two attempts. The pause doubles, and is random so that ranks do not retry at the
 same moment."""
-_LASTING = (
+_PERMANENT_ERRORS = (
     FileNotFoundError,
     PermissionError,
     FileExistsError,
@@ -42,26 +42,26 @@ _LASTING = (
     ValueError,
 )
 """Errors that would occur again, so the request is not repeated."""
-_LASTING_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ParamValidationError"}
+_PERMANENT_ERROR_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ParamValidationError"}
 """Names of such errors in libraries that are not imported here."""
-_MAX_TEXT = 300
+_MAX_MESSAGE_CHARS = 300
 
 
 @cache
-def _system(root: str) -> AbstractFileSystem:
+def _open_filesystem(root: str) -> AbstractFileSystem:
     # Shared by all threads; fsspec's own cache makes one per thread, each with its connections.
     system, _ = fsspec.core.url_to_fs(root)
     return system
 
 
-def filesystem(found: Remote) -> tuple[AbstractFileSystem, str]:
+def filesystem_of(found: RemotePath) -> tuple[AbstractFileSystem, str]:
     """Return the fsspec file system of a place, and its path there."""
     scheme, _, rest = found.url.partition("://")
-    system = _system(f"{scheme}://{rest.partition('/')[0]}")
+    system = _open_filesystem(f"{scheme}://{rest.partition('/')[0]}")
     return system, system._strip_protocol(found.url)
 
 
-def require(found: Remote) -> None:
+def check_scheme(found: RemotePath) -> None:
     """Raise UserError if the URL's scheme is unknown or its library is not installed."""
     scheme = found.url.partition("://")[0]
     try:
@@ -74,30 +74,33 @@ def require(found: Remote) -> None:
         raise UserError(f"{found}: no store is known for {scheme}://{near}") from None
 
 
-def patiently(found: Remote, act: Callable[[], T]) -> T:
+def retry_request(found: RemotePath, act: Callable[[], T]) -> T:
     """Return the result of `act`, which accesses the store of `found`. If it fails with an error
-    that may be temporary, it is called again for up to `PATIENCE` seconds. Raises OSError."""
+    that may be temporary, it is called again for up to `RETRY_SECONDS` seconds. Raises OSError."""
     start, pause, told = time.monotonic(), FIRST_PAUSE, False
     while True:
         try:
             return act()
         except Exception as error:
-            cleaned = _cleaned(error, found)
-            lasting = isinstance(error, _LASTING) or type(error).__name__ in _LASTING_NAMES
-        if lasting or time.monotonic() + pause - start > PATIENCE:
+            cleaned = _clean_error(error, found)
+            lasting = (
+                isinstance(error, _PERMANENT_ERRORS)
+                or type(error).__name__ in _PERMANENT_ERROR_NAMES
+            )
+        if lasting or time.monotonic() + pause - start > RETRY_SECONDS:
             raise cleaned
         if not told:
             warnings.warn(
-                f"{found}: {cleaned.strerror}; trying again for {PATIENCE:g} s", stacklevel=2
+                f"{found}: {cleaned.strerror}; trying again for {RETRY_SECONDS:g} s", stacklevel=2
             )
             told = True
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, LAST_PAUSE)
 
 
-def _cleaned(error: Exception, found: Remote) -> OSError:
+def _clean_error(error: Exception, found: RemotePath) -> OSError:
     """Turn an error of any library into an OSError without secrets."""
-    system, path = filesystem(found)
+    system, path = filesystem_of(found)
     number, text = errno.EIO, str(error)
     if isinstance(error, OSError):
         number, text = error.errno or number, error.strerror or text
@@ -109,4 +112,6 @@ def _cleaned(error: Exception, found: Remote) -> OSError:
         number = errno.EACCES
     text = text.splitlines()[0] if text else os.strerror(number)
     text = without_secrets(text, dict(os.environ), system.storage_options)
-    return OSError(number, text[:_MAX_TEXT], str(found))  # becomes the subclass for this errno
+    return OSError(
+        number, text[:_MAX_MESSAGE_CHARS], str(found)
+    )  # becomes the subclass for this errno

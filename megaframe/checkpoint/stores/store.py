@@ -1,14 +1,15 @@
 """Where checkpoints are stored: in a folder of this machine, or under a URL of any fsspec store.
 
-A place is a `Path` or a `Remote`, which has the part of a path's interface that checkpoints need;
-`store_of` returns the store that does the work there. Stores differ in how they commit: a file
-system renames a complete folder; an object store cannot rename, so it writes one small object, the
-manifest, after all files that the manifest names. Therefore commit is a method of the store
+A place is a `Path` or a `RemotePath`, which has the part of a path's interface that checkpoints
+need; `store_of` returns the store that does the work there. Stores differ in how they commit: a
+file system renames a complete folder; an object store cannot rename, so it writes one small object,
+the manifest, after all files that the manifest names. Therefore commit is a method of the store
 (`publish`).
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
@@ -19,9 +20,27 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 from megaframe.config.url import is_url, url_mistake
 from megaframe.errors import UserError
 
+POINTER = "latest"
+LOCK = "lock"
+"""The lock of a run on a folder that it writes (see `lock`)."""
+CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,12})(\.replaced)?")
+TEMPORARY_NAME = re.compile(r"step-[0-9]{8,12}(\.replaced)?\.[0-9a-f]+\.tmp")
+UPLOADED_NAME = re.compile(r"rank-[0-9]{5,9}\.[0-9]{5,9}\.([0-9a-f]{8})\.safetensors")
+"""A file uploaded in one request; its name contains the attempt to save (see `remote`)."""
+LOCK_BYTES = 4096
+"""Most bytes of a lock."""
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def is_temporary(name: str) -> bool:
+    return name.endswith(".tmp")
+
 
 @dataclass(frozen=True)
-class Remote:
+class RemotePath:
     """A folder or file under a URL. url: has no trailing slash and contains no secrets."""
 
     url: str
@@ -29,23 +48,23 @@ class Remote:
     def __str__(self) -> str:
         return self.url
 
-    def __truediv__(self, name: str) -> Remote:
-        return Remote(f"{self.url}/{name}")
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self.url}/{name}")
 
     @property
     def name(self) -> str:
         return self.url.rpartition("/")[2]
 
     @property
-    def parent(self) -> Remote:
-        return Remote(self.url.rpartition("/")[0])
+    def parent(self) -> RemotePath:
+        return RemotePath(self.url.rpartition("/")[0])
 
 
-Place: TypeAlias = Path | Remote
-P = TypeVar("P", Path, Remote)
+StorePath: TypeAlias = Path | RemotePath
+P = TypeVar("P", Path, RemotePath)
 
 
-def place(text: str) -> Place:
+def parse_path(text: str) -> StorePath:
     """Return the place that a path or URL names. Raises UserError for a URL that cannot be used;
     the message repeats no secret."""
     if not is_url(text):
@@ -56,14 +75,14 @@ def place(text: str) -> Place:
     scheme, _, rest = text.partition("://")
     if scheme in ("file", "local"):
         return Path(rest)  # can rename, so it commits like a local folder
-    found = Remote(f"{scheme}://{rest.rstrip('/')}")
-    from megaframe.checkpoint.stores.retry import require
+    found = RemotePath(f"{scheme}://{rest.rstrip('/')}")
+    from megaframe.checkpoint.stores.retry import check_scheme
 
-    require(found)
+    check_scheme(found)
     return found
 
 
-class Source(Protocol):
+class ReadHandle(Protocol):
     """A file open for reading. Raises OSError."""
 
     size: int
@@ -79,7 +98,7 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-class Sink(Protocol):
+class WriteHandle(Protocol):
     """A file being written. Raises OSError."""
 
     def put(self, data: memoryview) -> None:
@@ -122,7 +141,7 @@ class Store(ABC, Generic[P]):
     @abstractmethod
     def open(
         self, file: P, *, hold: bool = False, fresh: bool = False, alone: bool = False
-    ) -> Source:
+    ) -> ReadHandle:
         """Open a regular file for reading.
 
         hold: mark the file's checkpoint as in use while the file is open. fresh: read from storage,
@@ -143,12 +162,12 @@ class Store(ABC, Generic[P]):
     @abstractmethod
     def create(
         self, file: P, size: int, start: int, held: memoryview | None
-    ) -> AbstractContextManager[Sink]:
+    ) -> AbstractContextManager[WriteHandle]:
         """Create a file of `size` bytes.
 
-        start: bytes left out at the start, to be written by `Sink.finish`. held: everything that
-        will be `put`, in aligned memory (see `room`) that does not change until the file is closed;
-        None if the memory may change, so that `put` has to copy.
+        start: bytes left out at the start, to be written by `WriteHandle.finish`. held: everything
+        that will be `put`, in aligned memory (see `room`) that does not change until the file is
+        closed; None if the memory may change, so that `put` has to copy.
         """
 
     @abstractmethod
@@ -202,12 +221,12 @@ class Store(ABC, Generic[P]):
         """Return how many bytes can still be written, or None if no limit is known."""
 
 
-def store_of(found: Place) -> Store:
+def store_of(found: StorePath) -> Store:
     """Return the store that a place belongs to."""
     if isinstance(found, Path):
-        from megaframe.checkpoint.stores.local import LOCAL
+        from megaframe.checkpoint.stores.local import LOCAL_STORE
 
-        return LOCAL
-    from megaframe.checkpoint.stores.object_store import REMOTE
+        return LOCAL_STORE
+    from megaframe.checkpoint.stores.object_store import OBJECT_STORE
 
-    return REMOTE
+    return OBJECT_STORE

@@ -18,7 +18,7 @@ from megaframe.config.schema import KernelsConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.schedule import Action, Kind
+from megaframe.schedule import Action, ActionKind
 from megaframe.training.meta_step.meta_tensors import Hollow, Ledger
 from megaframe.training.train_step import Pipeline
 
@@ -122,7 +122,7 @@ class _Between:
         """Count around one action. The update is not counted: what it needs belongs to the
         optimizer."""
         yield
-        if action.kind is not Kind.UPDATE and self._held is not None:
+        if action.kind is not ActionKind.UPDATE and self._held is not None:
             self.actions += 1
             self.most = max(self.most, self._ledger.live - self.before - self._held())
 

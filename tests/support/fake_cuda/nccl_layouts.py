@@ -9,7 +9,7 @@ from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import all_reduce
 from megaframe.layout import Layout
-from megaframe.schedule import NAMES
+from megaframe.schedule import SCHEDULE_NAMES
 from megaframe.training.train_step import Pipeline
 
 PLAIN = ("elementwise", "attention", "loss", "experts", "update")
@@ -28,8 +28,8 @@ def scheduled(name, stages, **others):
 RING, HEADS = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 NESTED = {"context_kind": "nested", "context_heads": 2}
 LAYOUTS = [
-    *((2, GPT2, scheduled(name, 2)) for name in NAMES),
-    *((4, LLAMA, scheduled(name, 4)) for name in NAMES),
+    *((2, GPT2, scheduled(name, 2)) for name in SCHEDULE_NAMES),
+    *((4, LLAMA, scheduled(name, 4)) for name in SCHEDULE_NAMES),
     (8, GPT2, scheduled("1f1b", 8)),
     (8, GPT2, scheduled("interleaved", 4, zero=2)),
     (16, LLAMA, scheduled("zb-v", 4, tensor=2, zero=1)),

@@ -12,10 +12,10 @@ from checkpoint_helpers import load_all, save, seal, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.checkpoint import Slice, find, open_checkpoint
-from megaframe.checkpoint.inspect import regroup
-from megaframe.checkpoint.manifest import MAX_BYTES, checksum
-from megaframe.checkpoint.train_state import HistoryState, RunState, read_state
+from megaframe.checkpoint import Slice, find_checkpoint, open_checkpoint
+from megaframe.checkpoint.manifest import MAX_MANIFEST_BYTES, checksum
+from megaframe.checkpoint.reshard import reshard_checkpoint
+from megaframe.checkpoint.train_state import SpikeHistory, TrainState, read_train_state
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.optim.optimizer import OptimizerState
@@ -178,8 +178,8 @@ def test_what_is_no_manifest_is_refused(copy, content):
 
 
 def test_a_huge_manifest_is_not_read(copy):
-    os.truncate(copy / "manifest.json", MAX_BYTES + 1)
-    with pytest.raises(UserError, match=f"larger than the {MAX_BYTES} bytes"):
+    os.truncate(copy / "manifest.json", MAX_MANIFEST_BYTES + 1)
+    with pytest.raises(UserError, match=f"larger than the {MAX_MANIFEST_BYTES} bytes"):
         open_checkpoint(copy)
 
 
@@ -236,12 +236,12 @@ def test_another_model_is_refused_with_both_shapes(good):
 
 class TestFind:
     def test_nothing_yet_is_none_and_only_then(self, tmp_path):
-        assert find(tmp_path / "not there", "latest") is None
+        assert find_checkpoint(tmp_path / "not there", "latest") is None
         (tmp_path / "step-00000003.0a1b2c3d.tmp").mkdir()
-        assert find(tmp_path, "latest") is None
+        assert find_checkpoint(tmp_path, "latest") is None
         (tmp_path / "latest").write_text("step-00000003\n")
         with pytest.raises(UserError, match="no intact checkpoint is left"):
-            find(tmp_path, "latest")
+            find_checkpoint(tmp_path, "latest")
 
     @pytest.mark.parametrize(
         "pointer", [None, b"", b"step-00000009", b"../step-00000001", b"\xff\xfe", b"x" * 5000]
@@ -253,37 +253,41 @@ class TestFind:
         if pointer is not None:
             (tmp_path / "latest").write_bytes(pointer)
         notes = []
-        assert find(tmp_path, "latest", notes.append) == tmp_path / "step-00000002"
+        assert find_checkpoint(tmp_path, "latest", notes.append) == tmp_path / "step-00000002"
         assert len(notes) == 1 and f"{tmp_path}/latest" in notes[0]
 
     def test_the_pointer_wins_over_a_higher_step(self, tmp_path):
         for step in (1, 2):
             save(tmp_path, [[whole("a", torch.ones(2))]], step=step)
         (tmp_path / "latest").write_text("step-00000001\n")
-        assert find(tmp_path, "latest") == tmp_path / "step-00000001"
+        assert find_checkpoint(tmp_path, "latest") == tmp_path / "step-00000001"
 
     def test_a_damaged_newest_falls_back_with_a_note_until_none_is_left(self, tmp_path):
         for step in (1, 2):
             save(tmp_path, [[whole("a", torch.ones(2))]], step=step)
         os.truncate(tmp_path / "step-00000002" / FILES[1], 20)
         notes = []
-        assert find(tmp_path, "latest", notes.append) == tmp_path / "step-00000001"
+        assert find_checkpoint(tmp_path, "latest", notes.append) == tmp_path / "step-00000001"
         assert len(notes) == 1 and "20 bytes instead of" in notes[0]
         (tmp_path / "step-00000001" / "manifest.json").unlink()
         with pytest.raises(UserError, match="no intact checkpoint is left"):
-            find(tmp_path, "latest")
+            find_checkpoint(tmp_path, "latest")
 
     def test_a_path_is_a_checkpoint_or_has_one(self, good, tmp_path):
-        assert find(tmp_path, str(good)) == find(tmp_path, str(good.parent)) == good
+        assert (
+            find_checkpoint(tmp_path, str(good))
+            == find_checkpoint(tmp_path, str(good.parent))
+            == good
+        )
         with pytest.raises(UserError, match="no such folder; it takes a checkpoint, or a folder"):
-            find(tmp_path, str(tmp_path / "nowhere"))
+            find_checkpoint(tmp_path, str(tmp_path / "nowhere"))
         empty = tmp_path / "empty"
         empty.mkdir()
         with pytest.raises(UserError, match="there is no checkpoint in it; it takes a checkpoint"):
-            find(tmp_path, str(empty))
+            find_checkpoint(tmp_path, str(empty))
         unfinished = shutil.copytree(good, tmp_path / "step-00000001.00112233.tmp")
         with pytest.raises(UserError, match="never finished"):
-            find(tmp_path, str(unfinished))
+            find_checkpoint(tmp_path, str(unfinished))
 
 
 def resealed(path, **changes):
@@ -303,7 +307,7 @@ def test_a_step_other_than_that_of_the_name_is_refused(copy):
 def test_a_secret_in_a_state_is_not_copied(copy, tmp_path):
     resealed(copy, state={"config": {"data": {"tokenizer": "s3://key:Zq8-secret@bucket/x"}}})
     with open_checkpoint(copy) as checkpoint, pytest.raises(UserError, match="not copied"):
-        regroup(checkpoint, tmp_path / "to", 1)
+        reshard_checkpoint(checkpoint, tmp_path / "to", 1)
     assert not (tmp_path / "to").exists()
 
 
@@ -331,19 +335,19 @@ def test_a_tensor_whose_name_drives_a_terminal_is_refused(copy):
     ],
 )
 def test_a_state_that_no_run_has_is_refused_though_its_checksum_is_right(copy, section, key, value):
-    state = RunState(
+    state = TrainState(
         config=RunConfig(),
         data={},
         optimizer=OptimizerState(10, 1.0, 0),
         loss=2.5,
         grad_norm=1.0,
-        history=HistoryState((2.5,), (8,), ()),
+        history=SpikeHistory((2.5,), (8,), ()),
     ).model_dump(mode="json")
     resealed(copy, state=state)
     with open_checkpoint(copy) as checkpoint:
-        assert read_state(checkpoint).optimizer.updates == 10
+        assert read_train_state(checkpoint).optimizer.updates == 10
     state[section][key] = value
     resealed(copy, state=state)
     with open_checkpoint(copy) as checkpoint, pytest.raises(UserError, match=key) as caught:
-        read_state(checkpoint)
+        read_train_state(checkpoint)
     assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 400

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from megaframe.checkpoint import Slice, Writer, find, open_checkpoint
+from megaframe.checkpoint import CheckpointWriter, Slice, find_checkpoint, open_checkpoint
 
 CHILD = [sys.executable, str(Path(__file__).with_name("checkpoint_child.py"))]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -48,14 +48,14 @@ def test_two_processes_save_through_a_real_store(tmp_path):
     )
     command = [*CHILD, "second_rank", str(store.port), str(tmp_path)]
     with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as child:
-        writer = Writer(tmp_path, rank=0, world=2, store=store, keep=2, timeout=60)
+        writer = CheckpointWriter(tmp_path, rank=0, world=2, store=store, keep=2, timeout=60)
         full = torch.arange(12.0).view(4, 3)
         for step in (1, 2):
             rows = [Slice("a", (4, 3), (row, 0), full[row : row + 1] * step) for row in (0, 2)]
             writer.save(step, rows, {"rank": 0})
             writer.wait()
         target = torch.zeros(4, 2)
-        with open_checkpoint(find(tmp_path, "latest")) as checkpoint:
+        with open_checkpoint(find_checkpoint(tmp_path, "latest")) as checkpoint:
             checkpoint.load([Slice("a", (4, 3), (0, 1), target)])
         assert torch.equal(target, 2 * full[:, 1:])
         assert child.wait(60) == 0, child.stderr.read()

@@ -13,10 +13,16 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed import HashStore
 
-from megaframe.checkpoint import Slice, Writer, find, open_checkpoint, shard_file
+from megaframe.checkpoint import (
+    CheckpointWriter,
+    Slice,
+    find_checkpoint,
+    open_checkpoint,
+    shard_file,
+)
 from megaframe.checkpoint.manifest import DTYPES
-from megaframe.checkpoint.stores.aligned_buffer import ALIGNMENT, aligned
-from megaframe.checkpoint.stores.local import LOCAL
+from megaframe.checkpoint.stores.direct_io import ALIGNMENT, allocate_aligned
+from megaframe.checkpoint.stores.local import LOCAL_STORE
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -36,9 +42,9 @@ def test_any_partition_loads_as_any_other(data):
         for box in data.draw(partitions(tensor.shape)):
             ranks[data.draw(st.integers(0, world - 1))].append(part(name, tensor, box))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_file, "PIECE_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
+        patch.setattr(shard_file, "MAX_ENTRY_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
         path = save(Path(folder), ranks)
-        assert find(Path(folder), "latest") == path
+        assert find_checkpoint(Path(folder), "latest") == path
         wanted = []
         for name, tensor in tensors.items():
             for box in data.draw(partitions(tensor.shape)):
@@ -101,8 +107,8 @@ def test_past_the_cache_or_not_the_same_is_read(tmp_path, start, size, fresh, al
     path = tmp_path / "file"
     if not path.exists():
         path.write_bytes(os.urandom(15_000))
-    room = aligned(size + ALIGNMENT)[start % ALIGNMENT :][:size]
-    source = LOCAL.open(path, fresh=fresh, alone=alone)
+    room = allocate_aligned(size + ALIGNMENT)[start % ALIGNMENT :][:size]
+    source = LOCAL_STORE.open(path, fresh=fresh, alone=alone)
     got = source.read_into(start, room.data)
     source.close()
     assert room[:got].tobytes() == path.read_bytes()[start : start + size]
@@ -119,7 +125,7 @@ def test_files_are_what_the_safetensors_library_reads(tmp_path):
 
 def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path):
     weight = torch.zeros(1 << 20)
-    writer = Writer(tmp_path, rank=0, world=1, store=HashStore(), keep=9)
+    writer = CheckpointWriter(tmp_path, rank=0, world=1, store=HashStore(), keep=9)
     state = {"losses": [0.0]}
     for step in range(1, 4):
         weight.fill_(step)
@@ -160,7 +166,7 @@ def test_a_tensor_that_requires_grad_is_filled_in_place(tmp_path):
 def test_gpu_tensors_are_saved_and_loaded(tmp_path):
     weight = torch.randn(64, 33, device="cuda")
     expected = weight.t().cpu().double()
-    writer = Writer(tmp_path, rank=0, world=1, store=HashStore(), keep=1)
+    writer = CheckpointWriter(tmp_path, rank=0, world=1, store=HashStore(), keep=1)
     for step in (1, 2):  # the second save reuses the first one's pinned memory
         writer.save(step, [whole("a", weight.t())], {})
     weight.zero_()

@@ -12,9 +12,9 @@ import torch
 from checkpoint_helpers import load_all, save, whole
 from torch.distributed import HashStore
 
-from megaframe.checkpoint import Slice, Writer, find, open_checkpoint
-from megaframe.checkpoint.background import Background
-from megaframe.checkpoint.folder import checkpoints, read_pointer, step_of
+from megaframe.checkpoint import CheckpointWriter, Slice, find_checkpoint, open_checkpoint
+from megaframe.checkpoint.background import BackgroundCopier
+from megaframe.checkpoint.folder import list_checkpoints, read_pointer, step_of
 from megaframe.errors import UserError
 
 
@@ -58,7 +58,7 @@ class TestKeeping:
         for step in (9, 8, 3):
             save(tmp_path, [[whole("a", torch.ones(2))]], step=step, keep=2)
         assert names(tmp_path) == ["latest", "step-00000003", "step-00000009"]
-        assert find(tmp_path, "latest") == tmp_path / "step-00000003"
+        assert find_checkpoint(tmp_path, "latest") == tmp_path / "step-00000003"
 
     def test_an_open_checkpoint_is_not_deleted(self, tmp_path):
         old = save(tmp_path, [[whole("a", torch.full((2,), 1.0))]], step=1, keep=1)
@@ -80,7 +80,7 @@ class TestKeeping:
         path = save(tmp_path, [[whole("a", torch.ones(2))]], step=4)
         replaced = path.rename(path.with_name(path.name + ".replaced"))
         notes = []
-        assert find(tmp_path, "latest", notes.append) == replaced
+        assert find_checkpoint(tmp_path, "latest", notes.append) == replaced
         assert len(notes) == 1 and "not there" in notes[0]
         save(tmp_path, [[whole("a", torch.ones(2))]], step=4, keep=3)
         assert names(tmp_path) == ["latest", "step-00000004"]
@@ -90,16 +90,16 @@ class TestKeeping:
         left.mkdir()
         (left / "rank-00000.safetensors").write_bytes(b"x")
         (tmp_path / "latest.0a1b2c3d.tmp").write_text("step-00000001")
-        Writer(tmp_path, rank=1, world=2, store=HashStore(), keep=1)
+        CheckpointWriter(tmp_path, rank=1, world=2, store=HashStore(), keep=1)
         assert len(names(tmp_path)) == 2
-        Writer(tmp_path, rank=0, world=2, store=HashStore(), keep=1)
+        CheckpointWriter(tmp_path, rank=0, world=2, store=HashStore(), keep=1)
         assert names(tmp_path) == []
 
 
 class TestAgreement:
     def writers(self, folder, store, timeout=20.0, world=2):
         return [
-            Writer(folder, rank=rank, world=world, store=store, keep=2, timeout=timeout)
+            CheckpointWriter(folder, rank=rank, world=world, store=store, keep=2, timeout=timeout)
             for rank in range(world)
         ]
 
@@ -137,7 +137,7 @@ class TestAgreement:
         first.save(5, half(0), {})
         for writer in (first, second):
             writer.wait()
-        assert load_all(find(tmp_path, "latest"))["a"].tolist() == [1, 1, 1, 1]
+        assert load_all(find_checkpoint(tmp_path, "latest"))["a"].tolist() == [1, 1, 1, 1]
 
     def test_ranks_that_contradict_each_other_commit_nothing(self, tmp_path):
         for slices, message in [
@@ -155,7 +155,7 @@ class TestAgreement:
         assert names(tmp_path) == []
 
     def test_what_cannot_be_saved_is_said_at_once(self, tmp_path):
-        writer = Writer(tmp_path, rank=0, world=1, store=HashStore(), keep=2)
+        writer = CheckpointWriter(tmp_path, rank=0, world=1, store=HashStore(), keep=2)
         with pytest.raises(ValueError, match="int64 cannot be saved"):
             writer.save(1, [whole("a", torch.arange(3))], {})
         with pytest.raises(ValueError, match="a is both"):
@@ -170,7 +170,7 @@ class TestFailures:
         good = save(tmp_path, [half(0), half(1)], step=1)
         store = HashStore()
         first, second = (
-            Writer(tmp_path, rank=rank, world=2, store=store, keep=1, timeout=20)
+            CheckpointWriter(tmp_path, rank=rank, world=2, store=store, keep=1, timeout=20)
             for rank in range(2)
         )
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -193,11 +193,11 @@ class TestFailures:
             writer.save(3, half(rank, 3.0), {})
         for writer in (first, second):
             writer.wait()
-        assert load_all(find(tmp_path, "latest"))["a"].tolist() == [3, 3, 3, 3]
+        assert load_all(find_checkpoint(tmp_path, "latest"))["a"].tolist() == [3, 3, 3, 3]
 
     def test_a_folder_that_goes_away_is_named_by_the_next_save(self, tmp_path):
         folder = tmp_path / "checkpoints"
-        writer = Writer(folder, rank=0, world=1, store=HashStore(), keep=1)
+        writer = CheckpointWriter(folder, rank=0, world=1, store=HashStore(), keep=1)
         shutil.rmtree(folder)
         folder.write_text("in the way")
         writer.save(1, [whole("a", torch.ones(2))], {})
@@ -207,11 +207,11 @@ class TestFailures:
     def test_a_folder_that_cannot_be_made_is_named_at_the_start(self, tmp_path):
         (tmp_path / "file").write_text("")
         with pytest.raises(UserError, match=r"cannot use .*file/x for checkpoints"):
-            Writer(tmp_path / "file" / "x", rank=0, world=1, store=HashStore(), keep=1)
+            CheckpointWriter(tmp_path / "file" / "x", rank=0, world=1, store=HashStore(), keep=1)
 
     def test_others_can_use_the_store_while_ranks_are_waited_for(self, tmp_path):
         store = HashStore()
-        writer = Writer(tmp_path, rank=0, world=2, store=store, keep=1, timeout=1)
+        writer = CheckpointWriter(tmp_path, rank=0, world=2, store=store, keep=1, timeout=1)
         writer.save(1, half(0), {})
         for _ in range(50):
             assert threading.active_count() > 1
@@ -225,7 +225,7 @@ class TestBackground:
     def test_work_begins_with_what_is_copied_first(self):
         """The work takes the first tensor before the second is copied."""
         tensors = [torch.full((1 << 20,), value) for value in (1.0, 2.0, 3.0)]
-        background, taken = Background(), []
+        background, taken = BackgroundCopier(), []
         first, held = threading.Event(), background._start_copy
 
         def copy(tensor, start):
@@ -243,7 +243,7 @@ class TestBackground:
         assert b"".join(taken) == b"".join(t.numpy().tobytes() for t in tensors)
 
     def test_a_copy_that_fails_is_raised_where_it_is_taken_and_frees_who_waits_for_it(self):
-        background = Background()
+        background = BackgroundCopier()
 
         def copy(tensor, start):
             raise MemoryError("no room")
@@ -279,7 +279,7 @@ class TestReadingBack:
         with pytest.raises(UserError, match=f"step {step} .*rank 0: .*rank-00000.* is damaged"):
             save(tmp_path, ranks, step=step, keep=1)
         assert read_pointer(tmp_path) == "step-00000002"
-        kept = {step_of(path): load_all(path)["a"] for path in checkpoints(tmp_path)}
+        kept = {step_of(path): load_all(path)["a"] for path in list_checkpoints(tmp_path)}
         assert {step: tensor.unique().tolist() for step, tensor in kept.items()} == {1: [1], 2: [2]}
         assert not list(tmp_path.glob("*.tmp"))
 

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from rank_process import Program
 
 from megaframe.checkpoint import lock as module
-from megaframe.checkpoint import place
-from megaframe.checkpoint.lock import Holder, RunLock
-from megaframe.checkpoint.names import LOCK, LOCK_BYTES
+from megaframe.checkpoint import parse_path
+from megaframe.checkpoint.lock import LockHolder, RunLock
 from megaframe.checkpoint.stores import object_store as remote_module
-from megaframe.checkpoint.stores.store import store_of
+from megaframe.checkpoint.stores.store import LOCK, LOCK_BYTES, store_of
 from megaframe.errors import UserError
 from megaframe.io.process import has_ended, started
 
@@ -31,15 +30,17 @@ COUNT = itertools.count()
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """Use short leases."""
-    monkeypatch.setattr(module, "LEASE", 1.0)
-    monkeypatch.setattr(module, "RENEWAL", 0.05)
-    monkeypatch.setattr(module, "_LOOK", 0.02)
-    monkeypatch.setattr(remote_module, "_SETTLED", 0.02)
+    monkeypatch.setattr(module, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(module, "RENEWAL_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(remote_module, "_SETTLE_SECONDS", 0.02)
 
 
 @pytest.fixture(params=["folder", "memory"])
 def home(request, tmp_path):
-    return tmp_path / "run" if request.param == "folder" else place(f"memory://lock{next(COUNT)}")
+    return (
+        tmp_path / "run" if request.param == "folder" else parse_path(f"memory://lock{next(COUNT)}")
+    )
 
 
 def content(home):
@@ -49,7 +50,7 @@ def content(home):
 def leave(home, **changes):
     """Leave the lock of another process, by default on another host and renewed just now."""
     changes = {"host": "elsewhere", "process": 4242, "started": 7, **changes}
-    text = Holder.this().model_copy(update=changes).model_dump_json().encode()
+    text = LockHolder.this().model_copy(update=changes).model_dump_json().encode()
     assert store_of(home).exchange(home / LOCK, content(home), text)
     return text
 
@@ -152,7 +153,7 @@ def test_a_clock_that_is_ahead_delays_nobody_for_longer_than_a_lease(taken, tmp_
 
 
 def test_a_lock_that_is_renewed_is_not_waited_for(taken, home, monkeypatch):
-    monkeypatch.setattr(module, "LEASE", 1000.0)
+    monkeypatch.setattr(module, "LEASE_SECONDS", 1000.0)
     leave(home)
     renewing = threading.Timer(0.2, leave, (home,))
     renewing.start()
@@ -276,7 +277,7 @@ def test_a_file_that_is_no_lock_is_refused_and_stays(damage):
             (folder / LOCK).write_bytes(damage)
         else:
             leave(folder, renewed=0.0)
-            known = Holder.model_validate_json(content(folder)).model_dump() | damage
+            known = LockHolder.model_validate_json(content(folder)).model_dump() | damage
             (folder / LOCK).write_text(json.dumps(known))
         before = content(folder)
         lock = RunLock({"run.dir": folder})

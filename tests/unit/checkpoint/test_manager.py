@@ -9,8 +9,8 @@ import time
 
 import torch
 
-from megaframe.checkpoint import Writer, open_checkpoint
-from megaframe.checkpoint.background import Background
+from megaframe.checkpoint import CheckpointWriter, open_checkpoint
+from megaframe.checkpoint.background import BackgroundCopier
 from megaframe.checkpoint.slices import Slice
 from megaframe.config import load
 from megaframe.distributed.mesh import Mesh, world_size
@@ -34,7 +34,7 @@ def train(keys, seconds=0.0, after=None):
     config = load(None, keys)
     mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
     trainer = Trainer(config, mesh)
-    step, copy = trainer._train_step, Background._copy
+    step, copy = trainer._train_step, BackgroundCopier._copy
 
     def train_step():
         step()
@@ -46,11 +46,11 @@ def train(keys, seconds=0.0, after=None):
         copy(background, *given)
 
     trainer._train_step = train_step
-    Background._copy = slow
+    BackgroundCopier._copy = slow
     try:
         trainer.run()
     finally:
-        Background._copy = copy
+        BackgroundCopier._copy = copy
         mesh.close()
 
 
@@ -143,9 +143,9 @@ def test_a_folder_that_is_deleted_during_saves_does_not_end_the_run(pool, overri
 def dawdle(trainer):
     """Delay the first save, so that the second one has to wait for it."""
     if trainer.step == 1:
-        lead = Writer._lead
-        Writer._lead = lambda *given: (time.sleep(1.3), lead(*given))
-        trainer.undo = lambda: setattr(Writer, "_lead", lead)
+        lead = CheckpointWriter._lead
+        CheckpointWriter._lead = lambda *given: (time.sleep(1.3), lead(*given))
+        trainer.undo = lambda: setattr(CheckpointWriter, "_lead", lead)
     if trainer.step == 2:
         trainer.undo()
 

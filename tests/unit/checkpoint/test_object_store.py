@@ -19,8 +19,15 @@ from s3_server import BUCKET, SECRET, Server, use
 from tolerances import promised
 from torch.distributed import HashStore
 
-from megaframe.checkpoint import Slice, Writer, find, open_checkpoint, place, shard_file
-from megaframe.checkpoint.inspect import damage
+from megaframe.checkpoint import (
+    CheckpointWriter,
+    Slice,
+    find_checkpoint,
+    open_checkpoint,
+    parse_path,
+    shard_file,
+)
+from megaframe.checkpoint.inspect import find_damage
 from megaframe.checkpoint.manifest import checksum
 from megaframe.checkpoint.stores import object_store as remote_module
 from megaframe.checkpoint.stores import retry
@@ -51,21 +58,21 @@ def server():
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Use small pieces and files, and short retries."""
-    monkeypatch.setattr(shard_file, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(shard_file, "MAX_ENTRY_BYTES", PIECE)
     monkeypatch.setattr(remote_module, "FILE_BYTES", FILE)
-    monkeypatch.setattr(retry, "PATIENCE", 20.0)
+    monkeypatch.setattr(retry, "RETRY_SECONDS", 20.0)
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.02)
 
 
 @pytest.fixture
 def s3(server):
-    yield place(f"s3://{BUCKET}/run{next(COUNT)}/checkpoints")
+    yield parse_path(f"s3://{BUCKET}/run{next(COUNT)}/checkpoints")
     server.clear()
 
 
 @pytest.fixture
 def memory():
-    return place(f"memory://run{next(COUNT)}/checkpoints")
+    return parse_path(f"memory://run{next(COUNT)}/checkpoints")
 
 
 @pytest.fixture(params=["s3", "memory"])
@@ -75,18 +82,18 @@ def home(request):
 
 def names(home):
     """Return the names of all objects below a URL."""
-    system, path = retry.filesystem(home)
+    system, path = retry.filesystem_of(home)
     system.invalidate_cache()
     return sorted(found.partition("/checkpoints/")[2] for found in system.find(path))
 
 
 def content(file):
-    system, path = retry.filesystem(file)
+    system, path = retry.filesystem_of(file)
     return system.cat_file(path)
 
 
 def put(file, data):
-    system, path = retry.filesystem(file)
+    system, path = retry.filesystem_of(file)
     system.pipe_file(path, data)
 
 
@@ -104,11 +111,11 @@ def saved(home, *values, **options):
 
 
 def test_what_is_saved_is_found_and_loaded(home):
-    assert find(home, "latest") is None
+    assert find_checkpoint(home, "latest") is None
     path = saved(home, 1.0, 2.0)
-    assert str(find(home, "latest")) == f"{home}/step-00000002" == str(path)
+    assert str(find_checkpoint(home, "latest")) == f"{home}/step-00000002" == str(path)
     assert torch.equal(load_all(path)["a"], weight(2.0).double())
-    assert find(home, str(path)) == path
+    assert find_checkpoint(home, str(path)) == path
     with open_checkpoint(path) as checkpoint:
         assert (checkpoint.step, checkpoint.state) == (2, {"value": 2.0})
         assert len({one.file for one in checkpoint.tensors["a"].slices}) == 2 * 2
@@ -119,7 +126,7 @@ def test_what_is_saved_is_found_and_loaded(home):
 @settings(deadline=None, max_examples=15)
 @given(st.data())
 def test_any_partition_loads_as_any_other(data):
-    home = place(f"memory://random{next(COUNT)}/checkpoints")
+    home = parse_path(f"memory://random{next(COUNT)}/checkpoints")
     shape = data.draw(shapes)
     full = torch.randn(shape, dtype=torch.float64)
     ranks = [[], []]
@@ -157,12 +164,12 @@ def test_files_that_no_manifest_names_are_no_checkpoint_and_go_at_the_start(home
         "step-00000001/rank-00000.00000.0a1b2c3d.safetensors",
     ):
         put(home / stale, content(home / kept[-1]))
-    assert find(home, "latest") == path
+    assert find_checkpoint(home, "latest") == path
     with pytest.raises(UserError, match=r"step-00000009 is not a checkpoint: manifest\.json"):
-        open_checkpoint(find(home, f"{home}/step-00000009"))
-    Writer(home, rank=1, world=2, store=HashStore(), keep=1)
+        open_checkpoint(find_checkpoint(home, f"{home}/step-00000009"))
+    CheckpointWriter(home, rank=1, world=2, store=HashStore(), keep=1)
     assert len(names(home)) == len(kept) + 2
-    Writer(home, rank=0, world=2, store=HashStore(), keep=1)
+    CheckpointWriter(home, rank=0, world=2, store=HashStore(), keep=1)
     assert names(home) == kept
 
 
@@ -217,7 +224,7 @@ class TestInterruptions:
 
         files = self.saved_with(server, s3, fault)
         more = sum(server.puts[path] - 1 for path in files)
-        assert 1 <= more <= remote_module._AT_ONCE
+        assert 1 <= more <= remote_module._PARALLEL_REQUESTS
 
     def test_reading_goes_on_after_a_break(self, server, s3):
         path = saved(s3, 1.0)
@@ -228,11 +235,12 @@ class TestInterruptions:
             assert torch.equal(load_all(path)["a"], weight(1.0).double())
 
     def test_one_that_fails_for_good_is_named_and_the_last_one_stays(self, server, s3, monkeypatch):
-        monkeypatch.setattr(retry, "PATIENCE", 0.3)
+        monkeypatch.setattr(retry, "RETRY_SECONDS", 0.3)
         good = saved(s3, 1.0)
         store = HashStore()
         writers = [
-            Writer(s3, rank=rank, world=2, store=store, keep=1, timeout=20) for rank in range(2)
+            CheckpointWriter(s3, rank=rank, world=2, store=store, keep=1, timeout=20)
+            for rank in range(2)
         ]
         half = [[part("a", weight(2.0), ((at,), (500,)))] for at in (0, 500)]
         server.fault = lambda method, path: 500 if "2/rank-00001.00001." in path else None
@@ -244,20 +252,20 @@ class TestInterruptions:
                 writer.wait()
             text = str(caught.value)
             assert "rank 1: cannot write" in text and f"{s3}/step-00000002/rank-00001.00001" in text
-        assert find(s3, "latest") == good and list(damage(good)) == []
+        assert find_checkpoint(s3, "latest") == good and list(find_damage(good)) == []
         assert {name.partition("/")[0] for name in names(s3)} == {"latest", "step-00000001"}
         server.clear()
         for writer, slices in zip(writers, half, strict=True):
             writer.save(3, slices, {})
         for writer in writers:
             writer.wait()
-        assert torch.equal(load_all(find(s3, "latest"))["a"], weight(2.0).double())
+        assert torch.equal(load_all(find_checkpoint(s3, "latest"))["a"], weight(2.0).double())
 
     def test_an_answer_that_is_lost_after_the_commit_loses_no_checkpoint(
         self, server, s3, monkeypatch
     ):
         """The manifest is stored, but its answer is lost: what it names must not be deleted."""
-        monkeypatch.setattr(retry, "PATIENCE", 0.3)
+        monkeypatch.setattr(retry, "RETRY_SECONDS", 0.3)
         saved(s3, 1.0)
         inner = server._application
         monkeypatch.setattr(server, "_application", lost(inner, "manifest.json"))
@@ -265,7 +273,7 @@ class TestInterruptions:
             warnings.simplefilter("ignore")
             save(s3, [[whole("a", weight(3.0))]], step=1)
         monkeypatch.setattr(server, "_application", inner)
-        assert torch.equal(load_all(find(s3, "latest"))["a"], weight(3.0).double())
+        assert torch.equal(load_all(find_checkpoint(s3, "latest"))["a"], weight(3.0).double())
 
 
 def lost(application, name):
@@ -313,10 +321,10 @@ def dying(number):
 def test_a_writer_can_die_before_any_request(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     for number in itertools.count(1):
-        home = place(f"memory://dying{next(COUNT)}/checkpoints")
+        home = parse_path(f"memory://dying{next(COUNT)}/checkpoints")
         saved(home, 1.0, 2.0, keep=2)
         with dying(number) as dead, contextlib.suppress(Died):
-            writer = Writer(home, rank=0, world=1, store=HashStore(), keep=2)
+            writer = CheckpointWriter(home, rank=0, world=1, store=HashStore(), keep=2)
             for step in (2, 3):  # replaces step 2, then makes step 1 superfluous
                 writer.save(step, [whole("a", weight(10.0 + step))], {"value": 10.0 + step})
                 writer.wait()
@@ -324,13 +332,13 @@ def test_a_writer_can_die_before_any_request(monkeypatch):
                     break
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            path = find(home, "latest")
+            path = find_checkpoint(home, "latest")
         with open_checkpoint(path) as checkpoint:
             value = checkpoint.state["value"]
-        assert value >= 2.0 and list(damage(path)) == []
+        assert value >= 2.0 and list(find_damage(path)) == []
         assert torch.equal(load_all(path)["a"], weight(value).double())
         save(home, [[whole("a", weight(20.0))]], step=5, keep=2)
-        assert torch.equal(load_all(find(home, "latest"))["a"], weight(20.0).double())
+        assert torch.equal(load_all(find_checkpoint(home, "latest"))["a"], weight(20.0).double())
         kept = {f"{one.parent.name}/{one.name}" for one in all_named(home)}
         assert {name for name in names(home) if "rank-" in name} == kept
         if not dead:
@@ -383,7 +391,7 @@ class TestTools:
             assert status == 1 and name in text
             put(path / name, before)
         one = next(all_named(memory))
-        system, gone = retry.filesystem(one)
+        system, gone = retry.filesystem_of(one)
         system.rm_file(gone)
         status, text = self.run(capsys, monkeypatch, "verify", path)
         assert status == 1 and f"{one}: No such file" in text
@@ -398,17 +406,17 @@ class TestTools:
 @settings(deadline=None, max_examples=40)
 @given(st.binary(max_size=80) | st.sampled_from([b"../../x", b"step-00000002", b"latest"]))
 def test_a_pointer_of_any_content_leads_nowhere_else(pointer):
-    home = place(f"memory://pointer{next(COUNT)}/checkpoints")
+    home = parse_path(f"memory://pointer{next(COUNT)}/checkpoints")
     path = saved(home, 1.0)
     put(home / "latest", pointer)
-    assert find(home, "latest", lambda note: None) == path
+    assert find_checkpoint(home, "latest", lambda note: None) == path
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_a_manifest_of_any_content_is_refused_or_means_the_same(data):
-    home = place(f"memory://manifest{next(COUNT)}/checkpoints")
+    home = parse_path(f"memory://manifest{next(COUNT)}/checkpoints")
     path = saved(home, 1.0)
     manifest = json.loads(content(path / "manifest.json"))
     del manifest["checksum"]
@@ -440,7 +448,7 @@ class TestSecrets:
     @example("s3://@[")  # urllib cannot parse its host
     def test_any_text_is_a_place_or_refused_with_a_message(self, text):
         with contextlib.suppress(UserError):
-            found = place(text)
+            found = parse_path(text)
             assert isinstance(found, Path) == (
                 "://" not in text or text.startswith(("file", "local"))
             )
@@ -460,7 +468,7 @@ class TestSecrets:
         self, url, overrides, capsys, monkeypatch, tmp_path
     ):
         with pytest.raises(UserError) as caught:
-            place(url)
+            parse_path(url)
         assert SECRET not in str(caught.value)
         monkeypatch.chdir(tmp_path)
         folders = ("folder", "resume", "weights", "memory_dir")
@@ -476,13 +484,13 @@ class TestSecrets:
         assert not [*tmp_path.iterdir()]
 
     def test_what_a_library_says_is_told_without_secrets(self, s3, monkeypatch):
-        system, _ = retry.filesystem(s3)
+        system, _ = retry.filesystem_of(s3)
 
         def leak(*arguments, **options):
             raise OSError(f"cannot sign with {SECRET} (AKIAABCDEFGHIJKLMNOP), Signature=abc%2F1")
 
         monkeypatch.setattr(system, "info", leak)
-        monkeypatch.setattr(retry, "PATIENCE", 0.1)
+        monkeypatch.setattr(retry, "RETRY_SECONDS", 0.1)
         with (
             pytest.warns(UserWarning, match="trying again") as told,
             pytest.raises(UserError) as caught,
@@ -521,7 +529,7 @@ def test_a_run_saves_resumes_and_starts_warm_from_urls(server, s3, pool, overrid
     assert list(latest) == [9, 10, 11, 12] and list(given) == list(range(5, 13))
     for losses in (latest, given):
         assert losses == promised({step: first[step] for step in losses})
-    assert list(damage(find(s3, "latest"))) == []
+    assert list(find_damage(find_checkpoint(s3, "latest"))) == []
     weights = {"checkpoint__weights": s3 / "step-00000012", "checkpoint__every": 0}
     assert list(run("warm", train__steps=2, **weights)) == [1, 2]
     for file in tmp_path.rglob("*"):

@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 from rank_process import Program, places, stuck_after
 from tolerances import promised
 
-from megaframe.checkpoint.stores.memory_folder import Ram
-from megaframe.checkpoint.stores.peer_memory import MemoryWriter, Peers, peer_of
-from megaframe.checkpoint.stores.peer_memory_load import recall
+from megaframe.checkpoint.stores.peer_memory import (
+    MemoryFolder,
+    PeerMemoryWriter,
+    PeerRanks,
+    peer_of,
+)
+from megaframe.checkpoint.stores.peer_memory_load import open_peer_memory
 from megaframe.config import load
 from megaframe.distributed.mesh import Mesh, global_rank, world_size
 from megaframe.errors import UserError
@@ -188,16 +192,16 @@ def test_a_peer_is_on_the_next_node_and_keeps_at_most_as_many_as_needed(world, n
         assert keeper // node_size == (rank // node_size + 1) % nodes
     last = world - (nodes - 1) * node_size
     assert max(keepers.count(rank) for rank in range(world)) <= -(-node_size // last)
-    every = [Peers.of(rank, world, node_size) for rank in range(world)]
+    every = [PeerRanks.of(rank, world, node_size) for rank in range(world)]
     assert sorted(source for one in every for source in one.sources) == list(range(world))
 
 
 def copy_without_room(memory):
     """Save with a second rank that cannot write; return its messages and what is recalled."""
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
-    ram = Ram.of(memory / str(mesh.rank), memory)
-    group, run, full = mesh.beside(), "0" * 16, torch.arange(8.0).view(4, 2)
-    writer = MemoryWriter(ram, group, Peers.of(mesh.rank, 2, 1), run, None)
+    ram = MemoryFolder.of(memory / str(mesh.rank), memory)
+    group, run, full = mesh.new_control_group(), "0" * 16, torch.arange(8.0).view(4, 2)
+    writer = PeerMemoryWriter(ram, group, PeerRanks.of(mesh.rank, 2, 1), run, None)
     mine = [part("a", full, ((2 * mesh.rank, 0), (2, 2)))]
     said = []
     writer.save(2, mine, {"step": 2})
@@ -209,7 +213,7 @@ def copy_without_room(memory):
         writer.wait()
     except UserError as error:
         said.append(str(error))
-    found = recall(ram, run, group, None, said.append)
+    found = open_peer_memory(ram, run, group, None, said.append)
     target = torch.zeros(2, 4)
     with found:
         found.load([part("a", torch.zeros(4, 2), ((0, 0), (4, 2)))])
@@ -228,16 +232,20 @@ def test_a_copy_that_fails_is_told_to_all_and_the_one_before_stays(pool, memory)
 
 
 def test_a_folder_that_others_can_read_is_refused(tmp_path):
-    ram = Ram.of(tmp_path, tmp_path / "run")
+    ram = MemoryFolder.of(tmp_path, tmp_path / "run")
     assert ram.folder.stat().st_mode & 0o777 == 0o700
-    assert Ram.of(tmp_path, tmp_path / "run") == ram != Ram.of(tmp_path, tmp_path / "other")
+    assert (
+        MemoryFolder.of(tmp_path, tmp_path / "run")
+        == ram
+        != MemoryFolder.of(tmp_path, tmp_path / "other")
+    )
     ram.folder.chmod(0o755)
     with pytest.raises(UserError, match="with mode 0755"):
-        Ram.of(tmp_path, tmp_path / "run")
+        MemoryFolder.of(tmp_path, tmp_path / "run")
     ram.folder.rmdir()
     ram.folder.symlink_to(tmp_path)
     with pytest.raises(UserError, match="alone, with mode 0700"):
-        Ram.of(tmp_path, tmp_path / "run")
+        MemoryFolder.of(tmp_path, tmp_path / "run")
 
 
 @settings(deadline=None, max_examples=60)
@@ -246,9 +254,11 @@ def test_a_record_is_what_was_written_or_none(data):
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory() as name:
-        ram = Ram.of(Path(name), Path(name))
+        ram = MemoryFolder.of(Path(name), Path(name))
         mesh = Mesh(Layout(), device="cpu")
-        writer = MemoryWriter(ram, mesh.beside(), Peers(None, ()), "0" * 16, None)
+        writer = PeerMemoryWriter(
+            ram, mesh.new_control_group(), PeerRanks(None, ()), "0" * 16, None
+        )
         writer.save(1, [part("a", torch.ones(2), ((0,), (2,)))], {"x": [1.5]})
         writer.wait()
         (record,) = ram.records("0" * 16)

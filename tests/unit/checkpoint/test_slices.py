@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.checkpoint import Slice
-from megaframe.checkpoint.slices import intersection, pieces, region, tiles, tiling_problem
+from megaframe.checkpoint.slices import (
+    find_tiling_problem,
+    index_within,
+    intersect,
+    split_into_runs,
+    split_into_tiles,
+)
 
 
 @st.composite
@@ -23,7 +29,7 @@ def boxes_of(draw, shape):
 def painted(shape, boxes):
     counts = torch.zeros(shape)
     for box in boxes:
-        counts[region(((0,) * len(shape), shape), box)] += 1
+        counts[index_within(((0,) * len(shape), shape), box)] += 1
     return counts
 
 
@@ -38,7 +44,7 @@ def test_the_corner_test_agrees_with_painting(data, shape):
         if change != "drop":
             boxes.append(box if change == "repeat" else data.draw(boxes_of(shape)))
     covered_once = bool((painted(shape, boxes) == 1).all())
-    assert (tiling_problem(shape, boxes) is None) == covered_once
+    assert (find_tiling_problem(shape, boxes) is None) == covered_once
 
 
 @settings(deadline=None, max_examples=100)
@@ -46,7 +52,7 @@ def test_the_corner_test_agrees_with_painting(data, shape):
 def test_intersection_is_where_both_are(data, shape):
     first, second = data.draw(boxes_of(shape)), data.draw(boxes_of(shape))
     both = painted(shape, [first, second]) == 2
-    shared = intersection(first, second)
+    shared = intersect(first, second)
     assert torch.equal(painted(shape, [shared] if shared else []) == 1, both)
 
 
@@ -55,8 +61,8 @@ def test_intersection_is_where_both_are(data, shape):
 def test_pieces_are_consecutive_runs(data, shape, limit):
     box = data.draw(boxes_of(shape))
     values = torch.arange(prod(box[1])).view(box[1])
-    cut = list(pieces(box, limit))
-    runs = [values[region(box, piece)].flatten() for piece in cut]
+    cut = list(split_into_runs(box, limit))
+    runs = [values[index_within(box, piece)].flatten() for piece in cut]
     assert torch.equal(torch.cat(runs), values.flatten())
     assert all(len(run) <= limit for run in runs)
 
@@ -65,16 +71,16 @@ def test_pieces_are_consecutive_runs(data, shape, limit):
 @given(st.data(), shapes, st.integers(1, 60))
 def test_tiles_cover_a_box_once(data, shape, limit):
     box = data.draw(boxes_of(shape))
-    cut = list(tiles(box, limit))
+    cut = list(split_into_tiles(box, limit))
     assert (painted(shape, cut) == painted(shape, [box])).all()
     assert all(prod(size) <= limit for _, size in cut)
 
 
 def test_half_of_the_rows_or_columns_is_half_of_the_tiles():
-    cut = list(tiles(((8, 0), (8, 16)), 32))
+    cut = list(split_into_tiles(((8, 0), (8, 16)), 32))
     assert [size for _, size in cut] == [(4, 8)] * 4
-    assert sum(intersection(one, ((0, 0), (16, 8))) is not None for one in cut) == 2
-    assert [size for _, size in tiles(((0, 0, 0), (6, 4, 4)), 8)] == [(1, 2, 4)] * 12
+    assert sum(intersect(one, ((0, 0), (16, 8))) is not None for one in cut) == 2
+    assert [size for _, size in split_into_tiles(((0, 0, 0), (6, 4, 4)), 8)] == [(1, 2, 4)] * 12
 
 
 def test_a_slice_lies_inside_its_tensor():
@@ -86,4 +92,4 @@ def test_a_slice_lies_inside_its_tensor():
 
 def test_too_many_slices_are_refused_before_they_are_counted():
     box = ((0,) * 8, (1,) * 8)
-    assert "too many" in tiling_problem((2,) * 8, [box] * (1 << 17))
+    assert "too many" in find_tiling_problem((2,) * 8, [box] * (1 << 17))

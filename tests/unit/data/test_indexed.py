@@ -224,8 +224,9 @@ def test_a_full_disk_is_said_and_cleaned_up(tmp_path, suffix):
 def test_a_file_that_outgrows_its_limit_leaves_nothing(tmp_path):
     code = (
         "import numpy as np; from megaframe.data.indexed import TokenFileWriter\n"
-        "from megaframe.errors import reported\n"
-        f"with reported(), TokenFileWriter({str(tmp_path / 'm')!r}, np.dtype('u2')) as writer:\n"
+        "from megaframe.errors import report_errors\n"
+        f"with report_errors(), TokenFileWriter({str(tmp_path / 'm')!r}, np.dtype('u2')) as "
+        "writer:\n"
         "    for _ in range(3): writer.append(np.zeros(50_000, np.uint16))"
     )
     done = subprocess.run(

@@ -14,13 +14,13 @@ from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.planner.activations import block_bytes
-from megaframe.planner.memory import memory
-from megaframe.planner.parameter_counts import Held, held
-from megaframe.schedule import Action, Kind
+from megaframe.planner.memory import compute_memory
+from megaframe.planner.parameter_counts import RankParameters, count_parameters
+from megaframe.schedule import Action, ActionKind
 from megaframe.training.train_step import Pipeline
 
 LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4}
-FORWARD = [Action(Kind.F, 0, 0)]
+FORWARD = [Action(ActionKind.F, 0, 0)]
 MODELS = [
     {"position": "learned"},
     {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2},
@@ -79,7 +79,9 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
         for tensor in known:
             kept.pop(tensor.untyped_storage().data_ptr(), None)
         found.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
-        plan = memory(built.config, Held(0, (), ()), 1, stage_plans(built.config), FORWARD)
+        plan = compute_memory(
+            built.config, RankParameters(0, (), ()), 1, stage_plans(built.config), FORWARD
+        )
         found.append(plan.activations)
     assert found[2] - found[0] == found[3] - found[1]
 
@@ -102,8 +104,10 @@ def allocated(precision, zero, model, optim=None, expert=1, bucket_size="auto"):
     for step in range(2):
         pipeline.train(microbatches, step, 1.0)
     plans = stage_plans(config)
-    here, schedule = held(config, layout, plans), pipeline.schedule.ranks[0]
-    plan = memory(config, here, layout.data, plans, schedule, layout.expert_shard, host=True)
+    here, schedule = count_parameters(config, layout, plans), pipeline.schedule.ranks[0]
+    plan = compute_memory(
+        config, here, layout.data, plans, schedule, layout.expert_shard, host=True
+    )
     state = [t for b in optimizer.buckets if b.optimizer for t in b.optimizer.state.values()]
     barrier(mesh.world)  # no rank closes connections that others use
     mesh.close()
@@ -165,8 +169,11 @@ def test_state_of_every_optimizer_is_planned_within_one_percent(optim, pool):
 def test_a_backward_that_is_not_split_frees_what_it_used():
     """Checks a stage that splits only some of its backwards, as with dualpipe-v."""
     config = RunConfig(model={"layers": 1, "vocab": 64}, train={"seq": 8, "recompute": "full"})
-    first, second = ((Action(Kind.F, 0, n), Action(Kind.B, 0, n)) for n in (0, 1))
-    split = [*first, Action(Kind.W, 0, 0)]
+    first, second = ((Action(ActionKind.F, 0, n), Action(ActionKind.B, 0, n)) for n in (0, 1))
+    split = [*first, Action(ActionKind.W, 0, 0)]
     plans = stage_plans(config)
-    one = memory(config, Held(0, (), ()), 1, plans, split).activations
-    assert memory(config, Held(0, (), ()), 1, plans, [*second, *split]).activations == one
+    one = compute_memory(config, RankParameters(0, (), ()), 1, plans, split).activations
+    assert (
+        compute_memory(config, RankParameters(0, (), ()), 1, plans, [*second, *split]).activations
+        == one
+    )

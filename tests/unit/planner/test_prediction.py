@@ -10,16 +10,16 @@ from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.advice import said
+from megaframe.planner.advice import describe_prediction
 from megaframe.planner.candidates import Candidates
 from megaframe.planner.constants import CONSTANTS, constants_of
-from megaframe.planner.layout_search import Choice
-from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Sizes
-from megaframe.planner.machine import Passes
+from megaframe.planner.layout_search import LayoutChoice
+from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, LayoutSizes
+from megaframe.planner.machine import PassTimes
 from megaframe.planner.prediction import model_flops, predict
-from megaframe.planner.vectorized import bubble, estimate
+from megaframe.planner.vectorized import bubble_seconds, estimate
 from megaframe.schedule import generate
-from megaframe.schedule.costs import Costs
+from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.simulate import simulate
 
 CLUSTER = load_cluster("h100-ib")
@@ -93,7 +93,7 @@ def test_emulated_blocks_take_what_the_simulator_says():
     quiet = replace(CLUSTER, jitter=0.0)
     software = replace(CONSTANTS_H100.software, step_kernels=0.0)
     found = predicted(config, 4, quiet, replace(CONSTANTS_H100, software=software))
-    timeline = simulate(generate("interleaved", 4, 2, 16), Costs(0.1, 0.2, 0.1))
+    timeline = simulate(generate("interleaved", 4, 2, 16), ActionCosts(0.1, 0.2, 0.1))
     latency = 1e-3  # of all transfers together
     assert found.step_seconds == pytest.approx(float(timeline.time), abs=latency)
     assert found.breakdown["bubble"] == pytest.approx(float(timeline.bubble_time), abs=latency)
@@ -243,7 +243,7 @@ def test_a_checkpoint_holds_what_the_host_keeps():
         )
         layout = Layout.from_parallel(config.parallel, 64)
         prediction = predict(config, layout, CLUSTER, CONSTANTS_H100)
-        *_, times = said(Choice(config, layout, prediction), CLUSTER)
+        *_, times = describe_prediction(LayoutChoice(config, layout, prediction), CLUSTER)
         texts.append(times.rpartition("a checkpoint every ")[2])
     assert texts[0] == texts[1]
 
@@ -265,14 +265,16 @@ def test_bubbles_of_the_closed_forms_are_simulated_ones(name, ranks):
     chunks = 2 if name in ("interleaved", "breadth-first", "zb-v", "v-half", "dualpipe-v") else 1
     many = 4 * ranks
     one = np.array([1])
-    sizes = Sizes(**{field.name: one for field in fields(Sizes)})
+    sizes = LayoutSizes(**{field.name: one for field in fields(LayoutSizes)})
     sizes = replace(sizes, pipeline=one * ranks, chunks=one * chunks, microbatches=one * many)
     passes = [(1.0, 1.0, 1.0)]
     if name not in ("zb-v", "v-half", "dualpipe-v"):
         passes += [(1.0, 1.25, 0.75), (2.0, 3.0, 2.0)]
     for times in passes:
-        timeline = simulate(generate(name, ranks, chunks, many), Costs(*times).divided(chunks))
-        found = bubble(one * SCHEDULES.index(name), sizes, Passes(*times))
+        timeline = simulate(
+            generate(name, ranks, chunks, many), ActionCosts(*times).divided(chunks)
+        )
+        found = bubble_seconds(one * SCHEDULES.index(name), sizes, PassTimes(*times))
         assert float(found[0]) == pytest.approx(float(timeline.time) - many * sum(times))
 
 

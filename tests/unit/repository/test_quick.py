@@ -13,7 +13,7 @@ from annotated_types import Ge, Le
 
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
-from megaframe.schedule import NAMES
+from megaframe.schedule import SCHEDULE_NAMES
 
 TESTS = Path(__file__).resolve().parents[2]
 ALL_SLOW = {"end_to_end/test_expert_balance.py"}
@@ -71,7 +71,7 @@ def pairs(name, value):
 def values(key):
     """Return the values of a key, as the config and the schedules' own list have them."""
     if key == "parallel.schedule":
-        return {*NAMES}
+        return {*SCHEDULE_NAMES}
     section, name = key.split(".")
     field = RunConfig.model_fields[section].annotation.model_fields[name]
     if key == "parallel.zero":

@@ -1,5 +1,5 @@
-"""Rules of the repository: style and types, imports point downward, kernels are independent, floor
-0 has no torch, the design names every module, and the config stays small."""
+"""Rules of the repository: style and types, imports point downward, kernels are independent, the
+planner has no torch, the design names every room, and the config stays small."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from megaframe.config import RunConfig
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_imports_point_to_the_same_floor_or_a_lower_one():
+def test_imports_point_to_a_lower_room():
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     paths = os.pathsep.join((str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")))
     environment = {**os.environ, "PYTHONPATH": paths}
@@ -34,7 +34,7 @@ def test_style_and_types(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_floor_0_runs_without_torch():
+def test_the_planner_runs_without_torch():
     code = (
         "import sys; import megaframe.config, megaframe.layout, megaframe.schedule, "
         "megaframe.planner.advice, megaframe.planner.plan_page; sys.exit('torch' in sys.modules)"
@@ -53,7 +53,7 @@ def test_a_run_has_at_most_150_fields():
     assert 50 < count(RunConfig) <= 150
 
 
-def test_the_design_names_every_module():
+def test_the_design_names_every_room():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     house = text[text.index("## Module structure") : text.index("## Contracts")]
     named = set(re.findall(r"[a-z_]+(?:\.py|/)", house))

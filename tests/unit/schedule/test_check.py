@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from random_schedules import executable, schedule_of, schedules
 
 from megaframe.errors import UserError
-from megaframe.schedule import Kind, Schedule, lower
+from megaframe.schedule import ActionKind, Schedule, lower
 from megaframe.schedule.check import check
 
 forms = st.sampled_from((lambda schedule: schedule, lower))
@@ -49,7 +49,7 @@ def test_a_missing_action_is_shown_where_it_should_stand(data, schedule, form):
     rank, position = data.draw(cells(schedule))
     actions = list(schedule.ranks[rank])
     missing = actions.pop(position)
-    if missing.kind is Kind.W or not actions:
+    if missing.kind is ActionKind.W or not actions:
         return  # a backward without its W is not split; a rank without actions has its own message
     assert marked(changed(schedule, rank, actions)) == f"{missing}?"
 
@@ -94,9 +94,9 @@ def test_a_swap_is_refused_exactly_when_it_cannot_be_executed(data, schedule):
             check(swapped)
 
 
-STEPS = {Kind.SEND_F: 1, Kind.SEND_B: -1, Kind.RECV_F: -1, Kind.RECV_B: 1}
-NEEDS = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
-PAIRS = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+STEPS = {ActionKind.SEND_F: 1, ActionKind.SEND_B: -1, ActionKind.RECV_F: -1, ActionKind.RECV_B: 1}
+NEEDS = {ActionKind.F: ActionKind.RECV_F, ActionKind.B: ActionKind.RECV_B}
+PAIRS = {ActionKind.SEND_F: ActionKind.RECV_F, ActionKind.SEND_B: ActionKind.RECV_B}
 
 
 def rendezvous(schedule):

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from random_schedules import schedule_of, schedules
 
 from megaframe.schedule import lower
-from megaframe.schedule.costs import Costs, parse_costs
-from megaframe.schedule.draw import draw_text
+from megaframe.schedule.costs import ActionCosts, parse_costs
 from megaframe.schedule.draw_svg import draw_svg
+from megaframe.schedule.draw_text import draw_text
 from megaframe.schedule.draw_trace import draw_trace
 from megaframe.schedule.simulate import simulate
 
@@ -27,7 +27,7 @@ def names(timeline):
 
 def test_a_column_is_a_unit_of_time():
     schedule = schedule_of("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
-    assert draw_text(simulate(schedule, Costs(1, 2, 1))).splitlines() == [
+    assert draw_text(simulate(schedule, ActionCosts(1, 2, 1))).splitlines() == [
         "from 0 s",
         "rank 0 F0 F1 .  .  .  B0------ .  B1------",
         "rank 1 .  F0 B0------ F1 B1------ .  .  .",
@@ -52,7 +52,7 @@ def test_long_grids_are_cut_into_bands_and_longer_ones_scaled():
 @given(schedules())
 @few
 def test_text_names_every_action_that_takes_time_once(schedule):
-    timeline = simulate(schedule, Costs().divided(1))
+    timeline = simulate(schedule, ActionCosts().divided(1))
     text = draw_text(timeline, width=400)
     several = len(schedule.rank_of) > len(schedule.ranks)
     found = Counter()
@@ -72,7 +72,7 @@ def test_text_names_every_action_that_takes_time_once(schedule):
 @given(schedules())
 @few
 def test_svg_shows_every_action_once_within_the_frame(schedule):
-    timeline = simulate(schedule, Costs(1, 1.5, 0.5, comm=0.25))
+    timeline = simulate(schedule, ActionCosts(1, 1.5, 0.5, comm=0.25))
     root = ElementTree.fromstring(draw_svg(timeline, "file:<a&b>"))
     assert root.find(f"{SVG}title").text.startswith("file:<a&b>: ")
     groups = [group for group in root.iter(f"{SVG}g") if group.get("class") == "action"]
@@ -90,7 +90,7 @@ def test_svg_shows_every_action_once_within_the_frame(schedule):
 
 
 def test_svg_is_self_contained_and_knows_both_grounds():
-    text = draw_svg(simulate(schedule_of("0F0 0B0"), Costs()), "gpipe")
+    text = draw_svg(simulate(schedule_of("0F0 0B0"), ActionCosts()), "gpipe")
     assert "<script" not in text and "href" not in text and "url(" not in text
     assert "prefers-color-scheme: dark" in text
     assert "backward, both gradients" in text and "weight gradient" not in text
@@ -100,7 +100,7 @@ def test_svg_is_self_contained_and_knows_both_grounds():
 @given(schedules())
 @few
 def test_trace_has_a_slice_per_action_and_transfer_and_arrows_between(schedule):
-    timeline = simulate(lower(schedule), Costs(1, 2, 1, comm=0.5))
+    timeline = simulate(lower(schedule), ActionCosts(1, 2, 1, comm=0.5))
     events = json.loads(draw_trace(timeline))["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     compute = [event for event in slices if event["tid"] == 0]
@@ -129,4 +129,4 @@ def test_trace_has_a_slice_per_action_and_transfer_and_arrows_between(schedule):
 
 @pytest.mark.parametrize("draw", [draw_text, lambda t: draw_svg(t, "x"), draw_trace])
 def test_a_step_that_takes_no_time_can_be_drawn(draw):
-    assert draw(simulate(schedule_of("0F0 0B0"), Costs(0, 0, 0)))
+    assert draw(simulate(schedule_of("0F0 0B0"), ActionCosts(0, 0, 0)))

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.errors import UserError
-from megaframe.schedule import NAMES, Action, Kind, generate, schedule_mistakes
+from megaframe.schedule import SCHEDULE_NAMES, Action, ActionKind, generate, schedule_mistakes
 from megaframe.schedule.check import check
-from megaframe.schedule.costs import Costs
-from megaframe.schedule.limits import LIMITS
-from megaframe.schedule.named import GENERATORS, live_at_least
+from megaframe.schedule.costs import ActionCosts
+from megaframe.schedule.limits import SCHEDULE_LIMITS
+from megaframe.schedule.named import GENERATORS, min_live_activations
 from megaframe.schedule.simulate import simulate
 
 RANKS = (2, 4, 8, 16)
@@ -22,7 +22,7 @@ TIMES = ((1, 1, 1), (3, 3, 2), (5, 7, 3), (Fraction(7, 3), 2, Fraction(1, 5)))
 def simulated(name, ranks, chunks, microbatches, times=(1, 1, 1), **options):
     forward, backward, weight = times
     schedule = generate(name, ranks, chunks, microbatches, **options)
-    return simulate(schedule, Costs(forward, backward, weight).divided(chunks))
+    return simulate(schedule, ActionCosts(forward, backward, weight).divided(chunks))
 
 
 @pytest.mark.parametrize("times", TIMES)
@@ -106,7 +106,7 @@ def test_live_activations(ranks):
 @pytest.mark.parametrize("microbatches", [1, 2, 7])
 def test_one_rank_accumulates_gradients(microbatches):
     (actions,) = generate("1f1b", 1, 1, microbatches).ranks
-    kinds = (Kind.F, Kind.B)
+    kinds = (ActionKind.F, ActionKind.B)
     assert actions == tuple(Action(k, 0, n) for n in range(microbatches) for k in kinds)
 
 
@@ -135,14 +135,14 @@ def test_stages_lie_in_loops_or_in_a_v():
 @settings(deadline=None, max_examples=150)
 @given(st.sampled_from(list(GENERATORS)), st.integers(1, 9), st.integers(1, 4), st.integers(0, 20))
 def test_every_schedule_passes_the_checker(name, ranks, chunks, more):
-    limits = LIMITS[name]
+    limits = SCHEDULE_LIMITS[name]
     chunks = limits.nearest_chunks(chunks)
-    microbatches = more + (ranks if limits.fill else 1)
+    microbatches = more + (ranks if limits.needs_full_pipeline else 1)
     assert schedule_mistakes(name, ranks, chunks, microbatches) == []
     schedule = generate(name, ranks, chunks, microbatches)
     check(schedule)
-    peak = max(simulate(schedule, Costs()).peak_activations)
-    assert live_at_least(name, ranks, chunks, microbatches) <= peak
+    peak = max(simulate(schedule, ActionCosts()).peak_activations)
+    assert min_live_activations(name, ranks, chunks, microbatches) <= peak
     assert schedule.microbatches == microbatches
     assert [len(schedule.stages(rank)) for rank in range(ranks)] == [chunks] * ranks
 
@@ -185,4 +185,4 @@ def test_groups_are_refused_where_they_would_stop_or_mean_nothing():
 
 
 def test_every_name_has_limits_and_a_generator():
-    assert (*GENERATORS, "search") == NAMES
+    assert (*GENERATORS, "search") == SCHEDULE_NAMES

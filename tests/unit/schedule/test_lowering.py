@@ -3,16 +3,16 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.schedule import Kind, generate, lower
+from megaframe.schedule import ActionKind, generate, lower
 from megaframe.schedule.check import check
-from megaframe.schedule.limits import LIMITS
+from megaframe.schedule.limits import SCHEDULE_LIMITS
 
-ORDERS = [name for name in LIMITS if name != "search"]
+ORDERS = [name for name in SCHEDULE_LIMITS if name != "search"]
 
 
 def sizes(name, ranks, chunks, more):
     """Return a size close to the drawn one for which the schedule exists."""
-    return ranks, LIMITS[name].nearest_chunks(chunks), ranks + more
+    return ranks, SCHEDULE_LIMITS[name].nearest_chunks(chunks), ranks + more
 
 
 def test_reduction_is_posted_before_the_last_backward_and_the_update_is_last():
@@ -30,9 +30,13 @@ def test_two_ranks_in_full():
 def test_a_split_stage_is_complete_with_its_last_weight_gradient():
     lowered = lower(generate("zb-h1", 4, 1, 6))
     for rank, actions in enumerate(lowered.ranks):
-        position = [action.kind for action in actions].index(Kind.REDUCE)
-        later = [a for a in actions[position:] if a.kind in (Kind.B, Kind.W) and a.stage == rank]
-        assert [action.kind for action in later] == [Kind.W]
+        position = [action.kind for action in actions].index(ActionKind.REDUCE)
+        later = [
+            a
+            for a in actions[position:]
+            if a.kind in (ActionKind.B, ActionKind.W) and a.stage == rank
+        ]
+        assert [action.kind for action in later] == [ActionKind.W]
 
 
 def test_nothing_is_sent_within_a_rank():
@@ -41,7 +45,7 @@ def test_nothing_is_sent_within_a_rank():
             a.stage
             for rank in lower(generate(name, *size)).ranks
             for a in rank
-            if a.kind is Kind.SEND_F
+            if a.kind is ActionKind.SEND_F
         ]
         boundaries = [] if size[0] == 1 else [0, 1, 3, 4]
         assert sorted(set(sent)) == boundaries
@@ -78,14 +82,18 @@ def test_receives_of_an_edge_are_posted_in_the_order_of_its_sends_and_early(
             sent = [
                 (a.kind.value[-1], a.stage, a.microbatch)
                 for a in lowered.ranks[source]
-                if a.kind in (Kind.SEND_F, Kind.SEND_B)
-                and rank_of[a.stage + (1 if a.kind is Kind.SEND_F else -1)] == target
+                if a.kind in (ActionKind.SEND_F, ActionKind.SEND_B)
+                and rank_of[a.stage + (1 if a.kind is ActionKind.SEND_F else -1)] == target
             ]
             received = [
-                (a.kind.value[-1], a.stage + (-1 if a.kind is Kind.RECV_F else 1), a.microbatch)
+                (
+                    a.kind.value[-1],
+                    a.stage + (-1 if a.kind is ActionKind.RECV_F else 1),
+                    a.microbatch,
+                )
                 for a in lowered.ranks[target]
-                if a.kind in (Kind.RECV_F, Kind.RECV_B)
-                and rank_of[a.stage + (-1 if a.kind is Kind.RECV_F else 1)] == source
+                if a.kind in (ActionKind.RECV_F, ActionKind.RECV_B)
+                and rank_of[a.stage + (-1 if a.kind is ActionKind.RECV_F else 1)] == source
             ]
             assert sent == received
     for actions in lowered.ranks:
@@ -96,9 +104,9 @@ def _posted_early(actions, ahead):
     """Assert that at least `ahead` compute actions, or all earlier ones, are between receive and
     use."""
     for position, action in enumerate(actions):
-        if action.kind not in (Kind.RECV_F, Kind.RECV_B):
+        if action.kind not in (ActionKind.RECV_F, ActionKind.RECV_B):
             continue
-        user = Kind.F if action.kind is Kind.RECV_F else Kind.B
+        user = ActionKind.F if action.kind is ActionKind.RECV_F else ActionKind.B
         between = 0
         before = sum(a.kind.is_compute for a in actions[:position])
         for later in actions[position:]:

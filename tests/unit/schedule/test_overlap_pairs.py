@@ -6,22 +6,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.schedule import Kind, Schedule, generate, lower
+from megaframe.schedule import ActionKind, Schedule, generate, lower
 from megaframe.schedule.check import check
-from megaframe.schedule.costs import Costs
-from megaframe.schedule.overlap_pairs import pairs, together
+from megaframe.schedule.costs import ActionCosts
+from megaframe.schedule.overlap_pairs import find_overlap_pairs, place_pairs_together
 
 
 def paired(name, ranks, chunks, microbatches):
     schedule = generate(name, ranks, chunks, microbatches)
-    return schedule, pairs(schedule, Costs())
+    return schedule, find_overlap_pairs(schedule, ActionCosts())
 
 
 @pytest.mark.parametrize(("name", "share"), [("interleaved", 0.2), ("dualpipe-v", 0.4)])
 def test_many_backwards_behind_a_forward_find_a_partner_in_long_steps(name, share):
     schedule, found = paired(name, 2, 2, 32)
     behind = sum(
-        (a.kind, b.kind) == (Kind.F, Kind.B) for rank in schedule.ranks for a, b in pairwise(rank)
+        (a.kind, b.kind) == (ActionKind.F, ActionKind.B)
+        for rank in schedule.ranks
+        for a, b in pairwise(rank)
     )
     assert share * behind < len(found) <= behind
 
@@ -44,7 +46,7 @@ def test_a_schedule_of_pairs_runs_to_its_end(name, ranks, rounds):
     chunks = 1 if name in ("1f1b", "zb-h1") else 2
     schedule, found = paired(name, ranks, chunks, 2 * ranks * rounds)
     lowered = lower(schedule)
-    ordered = Schedule(tuple(together(rank, found) for rank in lowered.ranks))
+    ordered = Schedule(tuple(place_pairs_together(rank, found) for rank in lowered.ranks))
     check(ordered)
     for before, after in zip(lowered.ranks, ordered.ranks, strict=True):
         assert sorted(map(str, before)) == sorted(map(str, after))
@@ -62,11 +64,11 @@ def ends_by_pairs(schedule, found):
     done, at = set(), [0] * len(schedule.ranks)
 
     def ready(action):
-        if action.kind is Kind.F:
-            return action.stage == 0 or (Kind.F, action.stage - 1, action.microbatch) in there
-        if action.kind is Kind.B:
-            before = (Kind.B, action.stage + 1, action.microbatch)
-            own = (Kind.F, action.stage, action.microbatch) in done
+        if action.kind is ActionKind.F:
+            return action.stage == 0 or (ActionKind.F, action.stage - 1, action.microbatch) in there
+        if action.kind is ActionKind.B:
+            before = (ActionKind.B, action.stage + 1, action.microbatch)
+            own = (ActionKind.F, action.stage, action.microbatch) in done
             return own and (action.stage == last or before in there)
         return True
 
@@ -82,11 +84,11 @@ def ends_by_pairs(schedule, found):
                 for one in both:
                     key = (one.kind, one.stage, one.microbatch)
                     done.add(key)
-                    step = {Kind.F: 1, Kind.B: -1}.get(one.kind)
+                    step = {ActionKind.F: 1, ActionKind.B: -1}.get(one.kind)
                     if step is not None and rank_of[min(last, one.stage + step)] == rank:
                         there.add(key)
-                    if one.kind in (Kind.SEND_F, Kind.SEND_B):
-                        kind = Kind.F if one.kind is Kind.SEND_F else Kind.B
+                    if one.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
+                        kind = ActionKind.F if one.kind is ActionKind.SEND_F else ActionKind.B
                         there.add((kind, one.stage, one.microbatch))
                 at[rank] += len(both)
                 moved = True

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megaframe.schedule import NAMES
+from megaframe.schedule import SCHEDULE_NAMES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -51,7 +51,7 @@ def test_a_file_is_drawn_and_its_lists_printed(tmp_path):
 def test_compare_shows_every_schedule_with_chunks_that_it_takes():
     done = tool("--compare", "--stages", 2, "--microbatches", 4, "--json")
     rows = json.loads(done.stdout)
-    assert [row["schedule"] for row in rows] == list(NAMES)
+    assert [row["schedule"] for row in rows] == list(SCHEDULE_NAMES)
     assert {row["schedule"]: row["chunks"] for row in rows}["zb-v"] == 2
     table = tool("--compare", "--stages", 4, "--microbatches", 2).stdout
     assert "gpipe" in table and "left out" in table and "zb-h1" in table

@@ -10,11 +10,11 @@ from megaframe.errors import UserError
 from megaframe.schedule import generate, lower, schedule_mistakes
 from megaframe.schedule.building_blocks import ranks_of_stages
 from megaframe.schedule.check import check
-from megaframe.schedule.costs import Costs
-from megaframe.schedule.event_simulation import flatten
-from megaframe.schedule.greedy import Problem, Rule, greedy
+from megaframe.schedule.costs import ActionCosts
+from megaframe.schedule.event_simulation import encode_schedule
+from megaframe.schedule.greedy import GreedyPolicy, SchedulingProblem, schedule_greedily
 from megaframe.schedule.named import GENERATORS
-from megaframe.schedule.search import BUDGET, RULES, named_candidates
+from megaframe.schedule.search import BUDGET, POLICIES, named_candidates
 from megaframe.schedule.simulate import simulate
 
 seconds = st.integers(1, 12)
@@ -26,7 +26,7 @@ def problems(draw):
     microbatches = draw(st.integers(1, 12))
     stages = ranks * chunks
     several = st.lists(seconds, min_size=stages, max_size=stages).map(tuple)
-    costs = Costs(draw(several), draw(several), draw(several), draw(st.integers(0, 3)))
+    costs = ActionCosts(draw(several), draw(several), draw(several), draw(st.integers(0, 3)))
     limit = draw(st.none() | st.integers(chunks, 3 * stages).map(lambda n: Fraction(n, chunks)))
     return ranks, chunks, microbatches, costs, limit
 
@@ -61,7 +61,7 @@ def test_never_worse_than_a_named_schedule_within_the_limits(problem, placement)
     problems(),
     st.sampled_from(["loop", "vee"]),
     st.builds(
-        Rule,
+        GreedyPolicy,
         st.none() | st.sampled_from([0.5, 1, 1.5, 2]),
         st.booleans(),
         st.sampled_from([0, 0.5, 1]),
@@ -71,7 +71,9 @@ def test_no_rule_stops_or_breaks_a_limit_however_tight(problem, placement, rule)
     ranks, chunks, microbatches, costs, limit = problem
     capacity = chunks if limit is None else int(limit * chunks)
     rank_of = ranks_of_stages(ranks, chunks, placement)
-    program = greedy(Problem.of(rank_of, microbatches, costs, capacity), rule)
+    program = schedule_greedily(
+        SchedulingProblem.from_costs(rank_of, microbatches, costs, capacity), rule
+    )
     timeline = simulate(program, costs)
     assert sum(map(len, program.steps)) == 3 * ranks * chunks * microbatches
     assert max(timeline.peak_activations) * chunks <= capacity
@@ -81,7 +83,7 @@ def test_every_named_schedule_that_fits_is_a_candidate():
     for chunks in (1, 2, 3):
         size = (4, chunks, 9)
         possible = [name for name in GENERATORS if not schedule_mistakes(name, *size)]
-        steps = [flatten(generate(name, *size)).steps for name in possible]
+        steps = [encode_schedule(generate(name, *size)).steps for name in possible]
         assert [program.steps for program in named_candidates(*size, 9)] == steps
 
 
@@ -89,25 +91,28 @@ def test_a_slow_head_costs_no_more_than_its_own_work_and_the_way_to_it():
     for ranks, microbatches in ((4, 16), (8, 32)):
         slow = (1,) * (ranks - 1) + (2,)
         timeline = simulate(
-            generate("search", ranks, 1, microbatches, costs=Costs(slow, slow, slow)),
-            Costs(slow, slow, slow),
+            generate("search", ranks, 1, microbatches, costs=ActionCosts(slow, slow, slow)),
+            ActionCosts(slow, slow, slow),
         )
         assert timeline.time == 6 * microbatches + ranks - 1
 
 
 def test_more_chunks_leave_only_the_way_to_the_last_rank_at_the_memory_of_1f1b():
     for chunks in (2, 4):
-        costs = Costs().divided(chunks)
+        costs = ActionCosts().divided(chunks)
         timeline = simulate(generate("search", 8, chunks, 16, costs=costs), costs)
         assert timeline.time == 3 * 16 + Fraction(7, chunks)
         assert max(timeline.peak_activations) <= 8
 
 
 def test_large_sizes_try_the_rules_on_fewer_microbatches():
-    costs = Costs((0.5,) * 31 + (0.7,), 0.6, 0.4, 0.01)
+    costs = ActionCosts((0.5,) * 31 + (0.7,), 0.6, 0.4, 0.01)
     size = (16, 2, 256)
     rank_of = ranks_of_stages(16, 2, "loop")
-    assert Problem.of(rank_of, 256, costs, 32).actions * len(RULES["loop"]) > BUDGET
+    assert (
+        SchedulingProblem.from_costs(rank_of, 256, costs, 32).actions * len(POLICIES["loop"])
+        > BUDGET
+    )
     schedule = generate("search", *size, costs=costs)
     found = simulate(schedule, costs)
     assert max(found.peak_activations) <= 16
@@ -117,7 +122,7 @@ def test_large_sizes_try_the_rules_on_fewer_microbatches():
 
 
 def test_without_a_limit_memory_is_no_obstacle():
-    costs = Costs()
+    costs = ActionCosts()
     timeline = simulate(generate("search", 4, 1, 12, costs=costs, memory_limit=float("inf")), costs)
     assert timeline.time == 3 * 12 + 3
 

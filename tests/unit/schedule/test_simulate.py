@@ -9,7 +9,7 @@ from random_schedules import B, F, durations_of, ends, schedule_of, schedules, s
 
 from megaframe.errors import UserError
 from megaframe.schedule import lower
-from megaframe.schedule.costs import Costs, parse_costs
+from megaframe.schedule.costs import ActionCosts, parse_costs
 from megaframe.schedule.event_simulation import live_activations
 from megaframe.schedule.simulate import simulate
 
@@ -24,7 +24,9 @@ def times(timeline):
 
 
 def test_1f1b_by_hand_with_the_fused_backward_billed_for_both():
-    timeline = simulate(schedule_of(ONE_F_ONE_B), Costs(forward=1, backward=2, weight=3, comm=1))
+    timeline = simulate(
+        schedule_of(ONE_F_ONE_B), ActionCosts(forward=1, backward=2, weight=3, comm=1)
+    )
     assert times(timeline) == [
         "0F0:0-1 0F1:1-2 0B0:9-14 0F2:14-15 0B1:15-20 0B2:23-28",
         "1F0:2-3 1B0:3-8 1F1:8-9 1B1:9-14 1F2:16-17 1B2:17-22",
@@ -37,21 +39,23 @@ def test_1f1b_by_hand_with_the_fused_backward_billed_for_both():
 
 
 def test_a_split_backward_lets_the_gradient_go_before_its_weight_gradient():
-    timeline = simulate(schedule_of("0F0 0B0 0W0\n1F0 1B0 1W0"), Costs(1, 2, 3))
+    timeline = simulate(schedule_of("0F0 0B0 0W0\n1F0 1B0 1W0"), ActionCosts(1, 2, 3))
     assert times(timeline) == ["0F0:0-1 0B0:4-6 0W0:6-9", "1F0:1-2 1B0:2-4 1W0:4-7"]
 
 
 def test_transfers_of_one_edge_follow_each_other():
-    timeline = simulate(schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1"), Costs(1, 1, 0, comm=4))
+    timeline = simulate(
+        schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1"), ActionCosts(1, 1, 0, comm=4)
+    )
     sent = [(one.producer, one.start, one.end) for one in timeline.transfers if one.target == 1]
     assert [(str(a), start, end) for a, start, end in sent] == [("0F0", 1, 5), ("0F1", 5, 9)]
     assert timeline.compute[1][1].start == 9
 
 
 def test_stages_of_one_rank_are_its_chunks_and_hand_over_without_a_transfer():
-    timeline = simulate(schedule_of("0F0 1F0 1B0 0B0"), Costs(1, 1, 0, comm=100))
+    timeline = simulate(schedule_of("0F0 1F0 1B0 0B0"), ActionCosts(1, 1, 0, comm=100))
     assert timeline.time == 4 and timeline.bubble == 0 and timeline.transfers == ()
-    timeline = simulate(schedule_of("0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0"), Costs())
+    timeline = simulate(schedule_of("0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0"), ActionCosts())
     assert [[one.chunk for one in rank] for rank in timeline.compute] == [[0, 1, 1, 0]] * 2
 
 
@@ -67,7 +71,7 @@ def test_equals_the_longest_path(data, schedule, lowered, floats):
         comm = float(comm)
     durations = durations_of(schedule, *given_times)
     expected = ends(schedule, durations, comm)
-    timeline = simulate(lower(schedule) if lowered else schedule, Costs(*given_times, comm))
+    timeline = simulate(lower(schedule) if lowered else schedule, ActionCosts(*given_times, comm))
     found = {one.action: one for intervals in timeline.compute for one in intervals}
     same = pytest.approx if floats else lambda value: value
     assert {action: one.end for action, one in found.items()} == same(expected)
@@ -97,17 +101,19 @@ def test_live_activations_equal_a_count(schedule):
 
 def test_a_deadlock_is_found_in_the_same_pass():
     with pytest.raises(UserError, match="deadlock of 2 of 2 ranks"):
-        simulate(schedule_of("0F0 0B0 0F1 0B1\n1F1 1F0 1B1 1B0"), Costs())
+        simulate(schedule_of("0F0 0B0 0F1 0B1\n1F1 1F0 1B1 1B0"), ActionCosts())
 
 
 def test_costs_of_nothing_take_no_time():
-    timeline = simulate(schedule_of(ONE_F_ONE_B), Costs(0, 0, 0))
+    timeline = simulate(schedule_of(ONE_F_ONE_B), ActionCosts(0, 0, 0))
     assert timeline.time == 0 and timeline.bubble == 0
 
 
 def test_costs_are_read_exactly():
-    assert parse_costs("F=0.1, B=2e-3,comm=5") == Costs(Fraction(1, 10), Fraction(1, 500), 1, 5)
-    assert Costs(1, (1, 0.5), Fraction(1, 2), 7).divided(4) == Costs(
+    assert parse_costs("F=0.1, B=2e-3,comm=5") == ActionCosts(
+        Fraction(1, 10), Fraction(1, 500), 1, 5
+    )
+    assert ActionCosts(1, (1, 0.5), Fraction(1, 2), 7).divided(4) == ActionCosts(
         Fraction(1, 4), (Fraction(1, 4), 0.125), Fraction(1, 8), 7
     )
 
@@ -131,8 +137,8 @@ def test_costs_that_are_none_are_refused(text, words):
 
 def test_impossible_costs_are_refused():
     with pytest.raises(UserError, match="forward takes nan"):
-        Costs(float("nan"))
+        ActionCosts(float("nan"))
     with pytest.raises(UserError, match="weight takes -1"):
-        Costs(1, 1, (1, -1))
+        ActionCosts(1, 1, (1, -1))
     with pytest.raises(UserError, match="backward is given for 3 stages of a schedule of 2"):
-        simulate(schedule_of(ONE_F_ONE_B), Costs(1, (1, 1, 1)))
+        simulate(schedule_of(ONE_F_ONE_B), ActionCosts(1, (1, 1, 1)))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import near
 
-from megaframe.checkpoint import place
+from megaframe.checkpoint import parse_path
 from megaframe.config import RunConfig
 from megaframe.data.indexed import TokenFileWriter
 from megaframe.data.microbatch import Microbatch
@@ -112,7 +112,7 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     every = {"train__steps": 2, "train__eval_every": 2, "checkpoint__every": 2}
     sources = {"data__sources": f"[{{path: {source}}}]"}
     pool.run(2, train, overrides(**every, **sources, **layout, **heed))
-    config, stage = load_model(place(str(tmp_path / "run/checkpoints")))
+    config, stage = load_model(parse_path(str(tmp_path / "run/checkpoints")))
     passage = read_passage(str(tmp_path / "held.bin"), None, Reading())
     (found,) = score(stage, [passage], context=16, stride=16, data=config.data)
     assert found.tokens == 96 - bool(heed)
@@ -122,7 +122,7 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     assert np.array_equal(same.beginnings, passage.beginnings)
     with pytest.raises(UserError, match="no source has a share of the test split"):
         next(read_split(config, "test"))
-    _, low = load_model(place(str(tmp_path / "run/checkpoints")), precision="bf16")
+    _, low = load_model(parse_path(str(tmp_path / "run/checkpoints")), precision="bf16")
     (rounded,) = score(low, [passage], context=16, stride=16, data=config.data)
     assert rounded.loss == pytest.approx(found.loss, rel=0.01) and rounded != found
 

@@ -8,7 +8,7 @@ import torch
 from test_evaluation import alone, run  # noqa: F401
 from tolerances import near
 
-from megaframe.checkpoint import place
+from megaframe.checkpoint import parse_path
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.training.evaluation import Passage, score
 from megaframe.training.generation import load_model
@@ -59,7 +59,7 @@ def test_tasks_from_local_files_give_what_our_own_scores_give(alone, tasks, monk
     arguments = ("--checkpoint", alone, "--tasks", "choose,roll,generate", "--include", tasks)
     run(monkeypatch, *arguments, "--json")
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["tasks"]
-    _, stage = load_model(place(str(alone)))
+    _, stage = load_model(parse_path(str(alone)))
     encode = load_tokenizer("bytes").encode
 
     def nats(before, after):
@@ -86,7 +86,7 @@ def test_an_unknown_task_is_named_with_those_that_are_there(alone, tasks, monkey
 def test_a_text_is_generated_up_to_the_end_that_a_task_names(alone):  # noqa: F811
     from megaframe.training.lm_eval import HarnessModel
 
-    _, stage = load_model(place(str(alone)))
+    _, stage = load_model(parse_path(str(alone)))
     model = HarnessModel(stage, load_tokenizer("bytes"), context=16, batch=2)
     whole = model._generate("some", {"max_gen_toks": 8})
     assert 0 < len(whole) <= 8

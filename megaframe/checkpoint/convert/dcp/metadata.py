@@ -1,7 +1,7 @@
 """Reads the `.metadata` of a torch.distributed.checkpoint folder: where each box of a tensor is.
 
-The file is a pickle, but it is parsed without executing it (see `pickled`), and everything in it is
-validated before use.
+The file is a pickle, but it is parsed without executing it (see `pickle_parser`), and everything in
+it is validated before use.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from megaframe.checkpoint.convert.dcp.pickled import Name, Record, describe
+from megaframe.checkpoint.convert.dcp.pickle_parser import Name, Record, describe
 from megaframe.checkpoint.manifest import DTYPES, DTypeName
-from megaframe.checkpoint.slices import Shape, is_inside, tiling_problem
+from megaframe.checkpoint.slices import Shape, find_tiling_problem, is_inside
 from megaframe.errors import UserError
 from megaframe.io.untrusted import read_file
 
@@ -176,7 +176,9 @@ def _stored(
             raise ValueError(f"{name!r} has a chunk at {box[0]} that is stored nowhere")
         found.append(Chunk(*box, places[name, box[0]]))
     wrong = (
-        None if 0 in shape else tiling_problem(shape, [(one.offset, one.shape) for one in found])
+        None
+        if 0 in shape
+        else find_tiling_problem(shape, [(one.offset, one.shape) for one in found])
     )
     if wrong:
         raise ValueError(f"{name!r} of shape {shape}: {wrong}")

@@ -1,8 +1,8 @@
 """Reads tensors that torch.save wrote into parts of a file, piece by piece.
 
 Each part is a zip archive with the tensor's storage, uncompressed, and a pickle that describes how
-the tensor is laid out in the storage. The pickle is parsed, not executed (see `pickled`), and only
-the requested bytes of the storage are read.
+the tensor is laid out in the storage. The pickle is parsed, not executed (see `pickle_parser`), and
+only the requested bytes of the storage are read.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaframe.checkpoint.convert.dcp.metadata import Chunk, Extent
-from megaframe.checkpoint.convert.dcp.pickled import PERSISTENT, Name, Record, describe
+from megaframe.checkpoint.convert.dcp.pickle_parser import PERSISTENT, Name, Record, describe
 from megaframe.checkpoint.manifest import DTYPES, DTypeName
-from megaframe.checkpoint.slices import Box, Shape, region
+from megaframe.checkpoint.slices import Box, Shape, index_within
 from megaframe.errors import UserError
 from megaframe.io.untrusted import open_file
 
@@ -65,7 +65,7 @@ class DataFile:
             raise UserError(
                 f"{self.path} is damaged: tensor {name} at {chunk.offset}: {error}"
             ) from None
-        inside = region((chunk.offset, chunk.shape), box)
+        inside = index_within((chunk.offset, chunk.shape), box)
         found = np.ascontiguousarray(self._last[1][inside])
         return found.reshape(-1).view(np.uint8).data
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megaframe.checkpoint import Checkpoint, Place, Slice
+from megaframe.checkpoint import Checkpoint, Slice, StorePath
 from megaframe.checkpoint.convert.huggingface.families import config_of, model_of
 from megaframe.checkpoint.convert.huggingface.read_files import (
     INDEX,
@@ -38,15 +38,15 @@ from megaframe.checkpoint.convert.huggingface.tokenizer import (
     export_tokenizer,
     trusted,
 )
-from megaframe.checkpoint.inspect import as_bytes, assemble, grouped
-from megaframe.checkpoint.shard_file import PIECE_BYTES, Piece, Unplaced
-from megaframe.checkpoint.slices import Box, pieces, region
-from megaframe.checkpoint.train_state import initial_state, read_state
+from megaframe.checkpoint.reshard import as_bytes, assemble_checkpoint, group_by_bytes
+from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, FileEntry, TensorBox
+from megaframe.checkpoint.slices import Box, index_within, split_into_runs
+from megaframe.checkpoint.train_state import initial_train_state, read_train_state
 from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.errors import UserError
 from megaframe.parameters.spec import Constant, ParamSpec
 from megaframe.pipeline_parallel.stage import model_specs
-from megaframe.validate.run import mistakes
+from megaframe.validate.run import find_mistakes
 
 _Origin = tuple[Theirs | ParamSpec, int]
 """Where a box comes from: a tensor of the Hugging Face model and the index of the part in it, or a
@@ -80,7 +80,7 @@ def export(
     """
     if folder.exists():
         raise UserError(f"{folder} already exists; remove it or give another folder")
-    run = read_state(checkpoint).config
+    run = read_train_state(checkpoint).config
     kind = _TYPES[dtype or run.train.precision]
     name = tokenizer or trusted(run.data.tokenizer, checkpoint.path)
     words = export_tokenizer(name, run.model.vocab or 0, run.train.seq)
@@ -114,7 +114,7 @@ def _write_files(
     def bytes_of(one: Theirs) -> int:
         return sum(part.box.size for part in one.parts) * dtype.itemsize
 
-    groups = grouped(theirs, bytes_of, FILE_BYTES)
+    groups = group_by_bytes(theirs, bytes_of, FILE_BYTES)
     index: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         many = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -143,7 +143,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def load(folder: Path, to: Place) -> Place:
+def load(folder: Path, to: StorePath) -> StorePath:
     """Import the model in a Hugging Face folder as a checkpoint of step 0 in the folder `to`, in
     fp32.
 
@@ -157,17 +157,17 @@ def load(folder: Path, to: Place) -> Place:
     run = RunConfig(
         model=model, data=DataConfig(tokenizer=_tokenizer_in(folder)), train=_train(config, model)
     )
-    if wrong := mistakes(run, 1, data=False):
+    if wrong := find_mistakes(run, 1, data=False):
         raise UserError(f"{folder}: {wrong[0]}")
     specs = model_specs(run)
     theirs = _matched(folder, tensors_of(model, specs), headers, model.tie_embeddings)
     boxes, source = _boxes(specs, theirs)
     found = _Boxes(headers, source)
-    return assemble(
+    return assemble_checkpoint(
         to,
         0,
-        initial_state(run).model_dump(mode="json"),
-        grouped(boxes, lambda box: box.bytes, FILE_BYTES),
+        initial_train_state(run).model_dump(mode="json"),
+        group_by_bytes(boxes, lambda box: box.bytes, FILE_BYTES),
         found.bytes_of,
     )
 
@@ -195,10 +195,10 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _boxes(specs: list[ParamSpec], theirs: list[Theirs]) -> tuple[list[Unplaced], _Origins]:
+def _boxes(specs: list[ParamSpec], theirs: list[Theirs]) -> tuple[list[TensorBox], _Origins]:
     """Return the boxes to save, ordered by the tensors of the Hugging Face model, and the origin of
     each. Parameters without a counterpart there get their initial value."""
-    boxes: list[Unplaced] = []
+    boxes: list[TensorBox] = []
     source: _Origins = {}
     known = {part.spec.name for one in theirs for part in one.parts}
     from_theirs: list[tuple[ParamSpec, Box, _Origin]] = [
@@ -212,8 +212,8 @@ def _boxes(specs: list[ParamSpec], theirs: list[Theirs]) -> tuple[list[Unplaced]
         if spec.name not in known
     ]
     for spec, box, origin in [*from_theirs, *constant]:
-        for offset, shape in pieces(box, PIECE_BYTES // 4):
-            boxes.append(Unplaced(spec.name, spec.shape, offset, shape, "F32"))
+        for offset, shape in split_into_runs(box, MAX_ENTRY_BYTES // 4):
+            boxes.append(TensorBox(spec.name, spec.shape, offset, shape, "F32"))
             source[spec.name, offset] = origin
     return boxes, source
 
@@ -226,7 +226,7 @@ class _Boxes:
         self._held: Theirs | None = None
         self._parts: list[Tensor] = []
 
-    def bytes_of(self, piece: Piece) -> memoryview:
+    def bytes_of(self, piece: FileEntry) -> memoryview:
         origin, place = self._source[piece.name, piece.offset]
         if isinstance(origin, ParamSpec):
             assert isinstance(origin.init, Constant)
@@ -236,7 +236,7 @@ class _Boxes:
             whole = read_tensor(origin.name, self._headers[origin.name])
             self._parts = [box for _, box in origin.split(whole)]
         box = origin.parts[place].box
-        inside = region((box.offset, box.shape), (piece.offset, piece.shape))
+        inside = index_within((box.offset, box.shape), (piece.offset, piece.shape))
         return as_bytes(self._parts[place][inside])
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaframe.checkpoint import Place
+from megaframe.checkpoint import StorePath
 from megaframe.checkpoint.convert.huggingface.read_files import shown
 from megaframe.checkpoint.convert.huggingface.sentencepiece_model import (
     PieceModel,
@@ -43,7 +43,7 @@ class ExportedTokenizer:
     notes: list[str] = field(default_factory=list)
 
 
-def trusted(recorded: str | None, checkpoint: Place) -> str | None:
+def trusted(recorded: str | None, checkpoint: StorePath) -> str | None:
     """Return the tokenizer that a checkpoint records, if its file lies with the checkpoint.
 
     A checkpoint can name any file of this machine, and its export is meant to be passed on. Raises

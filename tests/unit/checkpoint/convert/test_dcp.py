@@ -28,11 +28,11 @@ from checkpoint_helpers import part, partitions, save, shapes, whole  # noqa: E4
 
 from megaframe.checkpoint import Slice, open_checkpoint, shard_file  # noqa: E402
 from megaframe.checkpoint.convert import dcp  # noqa: E402
-from megaframe.checkpoint.convert.dcp.folder import STATE  # noqa: E402
+from megaframe.checkpoint.convert.dcp.dcp_folder import STATE  # noqa: E402
 from megaframe.checkpoint.convert.dcp.metadata import read_metadata  # noqa: E402
-from megaframe.checkpoint.convert.dcp.pickled import describe  # noqa: E402
+from megaframe.checkpoint.convert.dcp.pickle_parser import describe  # noqa: E402
 from megaframe.checkpoint.manifest import DTYPES  # noqa: E402
-from megaframe.checkpoint.train_state import read_state  # noqa: E402
+from megaframe.checkpoint.train_state import read_train_state  # noqa: E402
 from megaframe.config import RunConfig  # noqa: E402
 from megaframe.errors import UserError  # noqa: E402
 from megaframe.pipeline_parallel.stage import model_specs  # noqa: E402
@@ -79,8 +79,8 @@ def test_what_is_exported_loads_in_torch_and_comes_back(data):
     state = {"loss": data.draw(st.floats(allow_nan=False)), "text": data.draw(st.text())}
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
-        patch.setattr(shard_file, "PIECE_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
-        patch.setattr(dcp.folder, "FILE_BYTES", data.draw(st.sampled_from([16, 1 << 20])))
+        patch.setattr(shard_file, "MAX_ENTRY_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
+        patch.setattr(dcp.dcp_folder, "FILE_BYTES", data.draw(st.sampled_from([16, 1 << 20])))
         with open_checkpoint(save(folder / "ours", ranks, step=7, state=state)) as source:
             dcp.export(source, folder / "dcp")
         wanted = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()} | {STATE: ""}
@@ -138,7 +138,7 @@ def test_what_ranks_of_torch_saved_is_imported(pool, tmp_path, threads):
     pool.run(2, save_as_rank, str(tmp_path / "dcp"), threads)
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) >= 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_file, "PIECE_BYTES", 64)
+        patch.setattr(shard_file, "MAX_ENTRY_BYTES", 64)
         done = dcp.load(tmp_path / "dcp", tmp_path / "ours")
     full = whole_tensors()
     full["nested.columns"] = full.pop("columns")
@@ -382,7 +382,7 @@ def test_a_config_makes_foreign_weights_those_of_a_run(config, tmp_path):
     same(held(done.path), weights)
     with open_checkpoint(done.path) as checkpoint:
         assert checkpoint.step == 0
-        assert read_state(checkpoint).config.model.hidden == 16
+        assert read_train_state(checkpoint).config.model.hidden == 16
     name, weight = weights.popitem()
     weights["other"] = weights.pop(next(iter(weights)))
     torch_dcp.save(weights, checkpoint_id=tmp_path / "less", no_dist=True)
@@ -401,7 +401,7 @@ def test_no_secret_of_a_foreign_state_is_copied(where, tmp_path):
         dcp.export(checkpoint, tmp_path / "dcp")
     assert "hunter22" not in str(it.value) and not (tmp_path / "dcp").exists()
 
-    theirs = {name: torch.ones(2, 3), dcp.folder.STATE: json.dumps({"step": 1, "state": state})}
+    theirs = {name: torch.ones(2, 3), dcp.dcp_folder.STATE: json.dumps({"step": 1, "state": state})}
     torch_dcp.save(theirs, checkpoint_id=tmp_path / "theirs", no_dist=True)
     with pytest.raises(UserError, match="not copied") as it:
         dcp.load(tmp_path / "theirs", tmp_path / "back")
@@ -433,19 +433,19 @@ def test_the_tool_exports_and_imports(tmp_path, capsys, monkeypatch):
 
 
 def test_pieces_of_a_large_chunk_are_read_one_by_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_file, "PIECE_BYTES", 1 << 16)
-    monkeypatch.setattr(dcp.folder, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(shard_file, "MAX_ENTRY_BYTES", 1 << 16)
+    monkeypatch.setattr(dcp.dcp_folder, "MAX_ENTRY_BYTES", 1 << 16)
     full = torch.randn(1 << 9, 1 << 10)
     torch_dcp.save({"a": full}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     sizes = []
-    read = dcp.folder.DataFile.read
+    read = dcp.dcp_folder.DataFile.read
 
     def counted(*arguments):
         found = read(*arguments)
         sizes.append(len(found))
         return found
 
-    monkeypatch.setattr(dcp.folder.DataFile, "read", counted)
+    monkeypatch.setattr(dcp.dcp_folder.DataFile, "read", counted)
     done = dcp.load(tmp_path / "dcp", tmp_path / "ours")
     assert (len(sizes), max(sizes)) == (32, 1 << 16)
     target = torch.zeros(3, 5)

@@ -19,7 +19,7 @@ from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.sentencepiece_model import PieceType, parse
 from megaframe.checkpoint.convert.huggingface.tokenizer import export_tokenizer
-from megaframe.checkpoint.manifest import decode, encode
+from megaframe.checkpoint.manifest import decode_manifest, encode_manifest
 from megaframe.data.preprocessing.input_shards import Reading
 from megaframe.data.preprocessing.train_tokenizer import train_sentencepiece
 from megaframe.data.tokenizer import load_tokenizer
@@ -249,9 +249,9 @@ def imported(tmp_path):
 
 def record(manifest, tokenizer):
     """Make a checkpoint name a tokenizer, with the right checksum."""
-    found = decode(manifest.read_bytes(), manifest)
+    found = decode_manifest(manifest.read_bytes(), manifest)
     found.state["config"]["data"]["tokenizer"] = tokenizer
-    manifest.write_bytes(encode(found))
+    manifest.write_bytes(encode_manifest(found))
     return manifest.parent
 
 

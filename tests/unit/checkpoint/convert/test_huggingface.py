@@ -10,11 +10,11 @@ from tokenizers.models import WordLevel
 from tolerances import assert_near
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaframe.architecture.windows import windows
+from megaframe.architecture.attention import windows
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.families import ARCHITECTURES, config_of, model_of
-from megaframe.checkpoint.inspect import damage
+from megaframe.checkpoint.inspect import find_damage
 from megaframe.config import ModelConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.errors import UserError
@@ -160,7 +160,7 @@ def assert_same_logits(checkpoint, folder):
 def test_logits_are_the_same_both_ways(name, tmp_path):
     wanted = made(name, tmp_path / "theirs")
     checkpoint = folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
-    assert list(damage(checkpoint)) == []
+    assert list(find_damage(checkpoint)) == []
     assert_same_logits(checkpoint, tmp_path / "theirs")
     with open_checkpoint(checkpoint) as opened:
         folders.export(opened, tmp_path / "again", "fp32")
@@ -226,7 +226,7 @@ def test_layer_types_that_mean_nothing_here_are_refused(name, keys, message):
 def test_large_models_are_several_files(tmp_path, monkeypatch):
     wanted = made("qwen3_moe", tmp_path / "theirs")
     monkeypatch.setattr(folders, "FILE_BYTES", 10_000)
-    monkeypatch.setattr(folders, "PIECE_BYTES", 600)
+    monkeypatch.setattr(folders, "MAX_ENTRY_BYTES", 600)
     checkpoint = folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
     assert len(list(checkpoint.glob("*.safetensors"))) > 3
     with open_checkpoint(checkpoint) as opened:

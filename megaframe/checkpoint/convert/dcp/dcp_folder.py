@@ -32,14 +32,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megaframe.checkpoint import Checkpoint, Place
+from megaframe.checkpoint import Checkpoint, StorePath
 from megaframe.checkpoint.convert.dcp.metadata import METADATA, Chunk, Contents, read_metadata
 from megaframe.checkpoint.convert.dcp.payload import DataFile
-from megaframe.checkpoint.inspect import assemble, grouped, refuse_secrets
 from megaframe.checkpoint.manifest import DTYPES, SavedSlice, SavedTensor
-from megaframe.checkpoint.shard_file import PIECE_BYTES, Piece, Unplaced
-from megaframe.checkpoint.slices import Shape, pieces
-from megaframe.checkpoint.train_state import initial_state
+from megaframe.checkpoint.reshard import assemble_checkpoint, group_by_bytes, refuse_secrets
+from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, FileEntry, TensorBox
+from megaframe.checkpoint.slices import Shape, split_into_runs
+from megaframe.checkpoint.train_state import initial_train_state
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.io.untrusted import parsed_json
@@ -90,7 +90,7 @@ def _write_files(checkpoint: Checkpoint, folder: Path) -> _Stored:
         for piece in tensor.slices
     ]
     stored: _Stored = {}
-    for number, group in enumerate(grouped(slices, lambda one: one[1], FILE_BYTES)):
+    for number, group in enumerate(group_by_bytes(slices, lambda one: one[1], FILE_BYTES)):
         wanted: dict[str, list[SavedSlice]] = {}
         for name, _, piece in group:
             wanted.setdefault(name, []).append(piece)
@@ -137,12 +137,12 @@ class Imported:
     whether it has a run state, so that a run can start from it.
     """
 
-    path: Place
+    path: StorePath
     left_out: list[str]
     has_state: bool
 
 
-def load(folder: Path, to: Place, config: RunConfig | None = None) -> Imported:
+def load(folder: Path, to: StorePath, config: RunConfig | None = None) -> Imported:
     """Import a folder of torch.distributed.checkpoint as a checkpoint in the folder `to`.
 
     config: config of a run that has these weights, for a folder that `export` did not write. The
@@ -159,20 +159,20 @@ def load(folder: Path, to: Place, config: RunConfig | None = None) -> Imported:
     if not kept:
         raise UserError(f"{folder} holds no tensors of floating-point numbers")
     refuse_secrets(folder, [*kept], state)
-    boxes: list[Unplaced] = []
+    boxes: list[TensorBox] = []
     origin: dict[tuple[str, Shape], Chunk] = {}
     for name, stored in kept.items():
         assert stored.dtype is not None
-        limit = max(1, PIECE_BYTES // DTYPES[stored.dtype].itemsize)
+        limit = max(1, MAX_ENTRY_BYTES // DTYPES[stored.dtype].itemsize)
         for chunk in stored.chunks:
-            for offset, shape in pieces((chunk.offset, chunk.shape), limit):
-                boxes.append(Unplaced(name, stored.shape, offset, shape, stored.dtype))
+            for offset, shape in split_into_runs((chunk.offset, chunk.shape), limit):
+                boxes.append(TensorBox(name, stored.shape, offset, shape, stored.dtype))
                 origin[name, offset] = chunk
     boxes.sort(key=lambda box: -DTYPES[box.dtype].itemsize)  # so that each starts aligned
     reader = _Reader(folder, origin)
     try:
-        groups = grouped(boxes, lambda box: box.bytes, FILE_BYTES)
-        path = assemble(to, step, state, groups, reader.bytes_of)
+        groups = group_by_bytes(boxes, lambda box: box.bytes, FILE_BYTES)
+        path = assemble_checkpoint(to, step, state, groups, reader.bytes_of)
     finally:
         reader.close()
     left_out = [*(contents.tensors.keys() - kept.keys()), *(contents.others.keys() - {STATE})]
@@ -189,7 +189,7 @@ class _Reader:
         self._folder, self._origin = folder, origin
         self._file: DataFile | None = None
 
-    def bytes_of(self, piece: Piece) -> memoryview:
+    def bytes_of(self, piece: FileEntry) -> memoryview:
         chunk = self._origin[piece.name, piece.offset]
         path = self._folder / chunk.extent.file
         if self._file is None or self._file.path != path:
@@ -215,7 +215,7 @@ def _state_of(
             more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
             shown = "\n  ".join(problems[:5])
             raise UserError(f"{folder} does not fit the config:\n  {shown}{more}")
-        return 0, initial_state(config).model_dump(mode="json")
+        return 0, initial_train_state(config).model_dump(mode="json")
     extent = contents.others.get(STATE)
     if extent is None:
         return 0, {}

@@ -5,16 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.errors import UserError
-from megaframe.schedule import Action, Kind, generate, parse_action, schedule_mistakes
-from megaframe.schedule import text as text_form
-from megaframe.schedule.text import parse_schedule, read_schedule
+from megaframe.schedule import Action, ActionKind, generate, parse_action, schedule_mistakes
+from megaframe.schedule import schedule as text_form
+from megaframe.schedule.schedule import parse_schedule, read_schedule
 
 
-@given(st.sampled_from(Kind), st.integers(0, 999), st.integers(0, 999))
+@given(st.sampled_from(ActionKind), st.integers(0, 999), st.integers(0, 999))
 def test_text_form_round_trips(kind, stage, microbatch):
     action = Action(
         kind,
-        None if kind is Kind.UPDATE else stage,
+        None if kind is ActionKind.UPDATE else stage,
         microbatch if kind.per_microbatch else None,
     )
     assert parse_action(str(action)) == action
@@ -29,7 +29,7 @@ def test_anything_else_is_refused(text):
 
 
 def test_lanes():
-    lanes = [kind.lane for kind in Kind]
+    lanes = [kind.lane for kind in ActionKind]
     assert lanes == [*["compute"] * 3, "send", "recv", "send", "recv", "grad", "compute"]
 
 

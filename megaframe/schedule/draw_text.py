@@ -11,53 +11,53 @@ import math
 from collections.abc import Iterator
 
 from megaframe.schedule.costs import Seconds
-from megaframe.schedule.simulate import Interval, Timeline
+from megaframe.schedule.simulate import ActionInterval, Timeline
 
 _MOST_BANDS = 4
 _IDLE = "."
 
 
-def label(timeline: Timeline, interval: Interval) -> str:
+def label_action(timeline: Timeline, interval: ActionInterval) -> str:
     """Return the label of an action in drawings. It includes the stage only if ranks have several
     stages."""
-    action, ranks = interval.action, len(timeline.program.steps)
-    stage = action.stage if len(timeline.program.rank_of) > ranks else ""
+    action, ranks = interval.action, len(timeline.encoded.steps)
+    stage = action.stage if len(timeline.encoded.rank_of) > ranks else ""
     return f"{stage}{action.kind.value}{action.microbatch}"
 
 
-def summary(timeline: Timeline) -> str:
+def summarize_timeline(timeline: Timeline) -> str:
     """Return size, time, bubble and memory in one line."""
-    program = timeline.program
-    ranks, stages = len(program.steps), len(program.rank_of)
+    encoded = timeline.encoded
+    ranks, stages = len(encoded.steps), len(encoded.rank_of)
     return (
-        f"{ranks} ranks, {stages} stages, {program.microbatches} microbatches; "
-        f"time {short(timeline.time)}, bubble {float(timeline.bubble):.2%}, "
-        f"activations {short(max(timeline.peak_activations))}"
+        f"{ranks} ranks, {stages} stages, {encoded.microbatches} microbatches; "
+        f"time {format_number(timeline.time)}, bubble {float(timeline.bubble):.2%}, "
+        f"activations {format_number(max(timeline.peak_activations))}"
     )
 
 
-def short(value: Seconds) -> str:
+def format_number(value: Seconds) -> str:
     """Format a number with up to 6 digits."""
     return f"{float(value):.6g}"
 
 
 def draw_text(timeline: Timeline, width: int = 120) -> str:
     """Draw the timeline in lines of about `width` characters."""
-    names = [f"rank {rank}" for rank in range(len(timeline.program.steps))]
+    names = [f"rank {rank}" for rank in range(len(timeline.encoded.steps))]
     margin = max(map(len, names)) + 1
     space = max(20, width - margin)
-    rows = [[label(timeline, one) for one in intervals] for intervals in timeline.compute]
+    rows = [[label_action(timeline, one) for one in intervals] for intervals in timeline.compute]
     cell = 1 + max(len(text) for row in rows for text in row)
     per_band = space // cell
     columns = timeline.time / timeline.tick if timeline.tick else math.inf
     if columns > per_band * _MOST_BANDS:
-        lines = [f"a column is {short(timeline.time / space)} s, {_IDLE} is waiting"]
+        lines = [f"a column is {format_number(timeline.time / space)} s, {_IDLE} is waiting"]
         lines += [f"{n:<{margin}}{_scaled(timeline, r, space)}" for r, n in enumerate(names)]
         return "\n".join(lines)
     grid = [list(_cells(timeline, rank, row, cell)) for rank, row in enumerate(rows)]
     lines = []
     for start in range(0, max(1, int(columns)), per_band):
-        lines.append(f"from {short(start * (timeline.tick or 0))} s")
+        lines.append(f"from {format_number(start * (timeline.tick or 0))} s")
         for name, cells in zip(names, grid, strict=True):
             lines.append(f"{name:<{margin}}{''.join(cells[start : start + per_band])}".rstrip())
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from megaframe.layout import Layout
 from megaframe.model.forward_context import RunContext
 from megaframe.parameters.spec import EXPERT_AXES, copies_of
 from megaframe.pipeline_parallel.stage import build_stages
-from megaframe.planner.parameter_counts import held
+from megaframe.planner.parameter_counts import count_parameters
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 LAYOUTS = [
@@ -24,7 +24,7 @@ LAYOUTS = [
 
 def counted(config, layout, plan):
     """Return the same numbers as `by_specs`, from the plan."""
-    found = held(config, layout, [plan])
+    found = count_parameters(config, layout, [plan])
     parts = (
         (*found.tables, found.positions),
         found.blocks,

@@ -20,33 +20,33 @@ from torch import Tensor
 
 from megaframe.checkpoint.manifest import (
     DTYPES,
+    SAVED_TENSORS,
     SavedFile,
     SavedSlice,
     SavedTensor,
-    Tensors,
     checksum,
 )
-from megaframe.checkpoint.shard_file import MAX_HEADER_BYTES, PIECE_BYTES, key
-from megaframe.checkpoint.stores.aligned_buffer import ALIGNMENT, aligned
-from megaframe.checkpoint.stores.store import Place, store_of
+from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, MAX_HEADER_BYTES, entry_name
+from megaframe.checkpoint.stores.direct_io import ALIGNMENT, allocate_aligned
+from megaframe.checkpoint.stores.store import StorePath, store_of
 from megaframe.errors import UnreadableFile
 
-_ROOM_BYTES = 2 * PIECE_BYTES
+_READ_AHEAD_BYTES = 2 * MAX_ENTRY_BYTES
 """Memory for slices that are read ahead. There is always room for one slice, whatever its size."""
 
 
-class _Entry(BaseModel):
+class _HeaderEntry(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     dtype: str
     shape: list[int]
     data_offsets: list[int]
 
 
-Wanted = tuple[str, SavedTensor, SavedSlice]
+SliceRequest = tuple[str, SavedTensor, SavedSlice]
 """A tensor's name, the tensor, and the slice of it to be read."""
 
 
-class Reader:
+class ShardReader:
     """A file of a checkpoint, open for reading. Its header is checked before it is parsed.
 
     fresh, alone: see `Store.open`. Raises UnreadableFile that names the file and, if one is
@@ -55,7 +55,7 @@ class Reader:
     """
 
     def __init__(
-        self, path: Place, saved: SavedFile, *, fresh: bool = False, alone: bool = False
+        self, path: StorePath, saved: SavedFile, *, fresh: bool = False, alone: bool = False
     ) -> None:
         self.path = path
         try:
@@ -69,7 +69,7 @@ class Reader:
             raise
         self._data_bytes = saved.bytes - self._data_start
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> ShardReader:
         return self
 
     def __exit__(
@@ -115,17 +115,17 @@ class Reader:
         metadata = self._header.get("__metadata__")
         try:
             text = metadata["tensors"] if isinstance(metadata, dict) else None
-            return Tensors.validate_json(text)  # type: ignore[arg-type]
+            return SAVED_TENSORS.validate_json(text)  # type: ignore[arg-type]
         except (KeyError, ValidationError):
             raise UnreadableFile(f"{self.path} is damaged: it does not say what it holds") from None
 
     def read_all(
-        self, wanted: Iterable[Wanted], rooms: Sequence[Tensor]
-    ) -> Iterator[tuple[Wanted, Tensor]]:
+        self, wanted: Iterable[SliceRequest], rooms: Sequence[Tensor]
+    ) -> Iterator[tuple[SliceRequest, Tensor]]:
         """Read slices in order. Each is yielded as a view of one of the rooms (see `read`) and is
         valid until the next iteration. Meanwhile later slices are read and checked in the other
         rooms."""
-        left, ahead = iter(wanted), deque[tuple[Wanted, Tensor, Future[Tensor]]]()
+        left, ahead = iter(wanted), deque[tuple[SliceRequest, Tensor, Future[Tensor]]]()
         with ThreadPoolExecutor(self._file.at_once) as pool:
 
             def begin(room: Tensor) -> None:
@@ -160,8 +160,8 @@ class Reader:
 
     def _position(self, name: str, tensor: SavedTensor, piece: SavedSlice, size: int) -> int:
         try:
-            found = self._header[key(name, piece.offset, piece.shape)]
-            entry = _Entry.model_validate(found)
+            found = self._header[entry_name(name, piece.offset, piece.shape)]
+            entry = _HeaderEntry.model_validate(found)
             start, stop = entry.data_offsets
         except (KeyError, ValueError):
             raise UnreadableFile(
@@ -180,23 +180,24 @@ class Reader:
         return start
 
 
-def rooms_for(wanted: Iterable[Wanted]) -> list[Tensor]:
+def allocate_buffers(wanted: Iterable[SliceRequest]) -> list[Tensor]:
     """Allocate rooms (tensors of bytes) for reading slices, each large enough for the largest
-    slice: as many as fit into `_ROOM_BYTES`, at least one, but no more than there are slices."""
+    slice: as many as fit into `_READ_AHEAD_BYTES`, at least one, but no more than there are
+    slices."""
     sizes = [tensor.bytes_of(piece.shape) for _, tensor, piece in wanted]
-    count = min(len(sizes), max(1, _ROOM_BYTES // max([1, *sizes])))
+    count = min(len(sizes), max(1, _READ_AHEAD_BYTES // max([1, *sizes])))
     size = ALIGNMENT * (1 + -(-max(sizes, default=0) // ALIGNMENT))
-    room = torch.from_numpy(aligned(count * size))
+    room = torch.from_numpy(allocate_aligned(count * size))
     return list(room.view(count, size)) if count else []
 
 
-def verify(path: Place, saved: SavedFile) -> dict[str, SavedTensor]:
+def verify_shard_file(path: StorePath, saved: SavedFile) -> dict[str, SavedTensor]:
     """Read a whole file back and check it, with the code that loads it. Returns the tensors in it.
     Raises UnreadableFile."""
     # Bypass the page cache; otherwise only memory would be verified.
-    with Reader(path, saved, fresh=True) as reader:
+    with ShardReader(path, saved, fresh=True) as reader:
         tensors = reader.tensors()
         slices = [(name, one, piece) for name, one in tensors.items() for piece in one.slices]
-        for _ in reader.read_all(slices, rooms_for(slices)):
+        for _ in reader.read_all(slices, allocate_buffers(slices)):
             pass
         return tensors

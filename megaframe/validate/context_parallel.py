@@ -1,22 +1,13 @@
-"""How context ranks divide attention, and checks of the config keys that say so."""
+"""Checks of context parallelism: context ranks that can share a layer's heads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaframe.architecture.attention import exchanging_ranks
 from megaframe.config.model import ModelConfig
-from megaframe.config.schema import ParallelConfig, RunConfig
+from megaframe.config.schema import RunConfig
 from megaframe.errors import divisors, join_or
-
-
-def exchanging_ranks(parallel: ParallelConfig) -> int:
-    """Return how many neighbours on the context axis exchange heads for tokens. The groups of such
-    neighbours form a ring."""
-    if parallel.context_kind == "ring":
-        return 1
-    if parallel.context_kind == "all_to_all":
-        return parallel.context
-    return parallel.context_heads or 1
 
 
 def context_mistakes(config: RunConfig) -> Iterator[str]:

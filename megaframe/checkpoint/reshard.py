@@ -1,0 +1,118 @@
+"""Writes checkpoints from other sources than a run: one with other files, or an imported one."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from megaframe.checkpoint.folder import list_checkpoints
+from megaframe.checkpoint.load import Checkpoint
+from megaframe.checkpoint.manifest import DTYPES
+from megaframe.checkpoint.save import commit_checkpoint
+from megaframe.checkpoint.shard_file import (
+    FileEntry,
+    TensorBox,
+    assign_byte_ranges,
+    split_into_files,
+    write_shard_file,
+)
+from megaframe.checkpoint.shard_reader import verify_shard_file
+from megaframe.checkpoint.stores.store import StorePath, checkpoint_name, store_of
+from megaframe.errors import UserError
+from megaframe.io.untrusted import without_secrets
+
+T = TypeVar("T")
+
+
+def reshard_checkpoint(source: Checkpoint, folder: StorePath, files: int) -> StorePath:
+    """Rewrite a checkpoint into `files` files of about equal size, as `folder`/step-... (see
+    `assemble_checkpoint`). Raises `UserError` as `refuse_secrets` does."""
+    refuse_secrets(source, [*source.tensors], source.state)
+    saved = {
+        (name, piece.offset): piece
+        for name, tensor in source.tensors.items()
+        for piece in tensor.slices
+    }
+    boxes = [
+        TensorBox(name, tensor.shape, piece.offset, piece.shape, tensor.dtype)
+        for name, tensor in source.tensors.items()
+        for piece in tensor.slices
+    ]
+    boxes.sort(key=lambda box: -DTYPES[box.dtype].itemsize)  # so that each starts aligned
+
+    def bytes_of(piece: FileEntry) -> memoryview:
+        wanted = saved[piece.name, piece.offset]
+        ((_, _, found),) = source.read({piece.name: [wanted]})
+        return as_bytes(found)
+
+    total = sum(box.bytes for box in boxes)
+    groups = group_by_bytes(boxes, lambda box: box.bytes, -(-total // files))
+    return assemble_checkpoint(folder, source.step, source.state, groups, bytes_of)
+
+
+def refuse_secrets(source: object, names: Sequence[str], state: Mapping[str, JsonValue]) -> None:
+    """Raise `UserError` if there is a secret in what would be copied from a source: the names of
+    its tensors and its state. No run saves one."""
+    text = json.dumps([names, dict(state)])
+    if without_secrets(text) != text:
+        raise UserError(f"{source} has a password or key in its state; it is not copied")
+
+
+def group_by_bytes(items: Iterable[T], bytes_of: Callable[[T], int], size: int) -> list[list[T]]:
+    """Group consecutive items. Group n ends with the item whose end reaches n * `size` bytes,
+    counted from the first item."""
+    groups: list[list[T]] = []
+    done = 0
+    for one in items:
+        if done >= size * len(groups):
+            groups.append([])
+        groups[-1].append(one)
+        done += bytes_of(one)
+    return groups
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor that is in host memory."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def assemble_checkpoint(
+    folder: StorePath,
+    step: int,
+    state: Mapping[str, JsonValue],
+    groups: Sequence[Sequence[TensorBox]],
+    bytes_of: Callable[[FileEntry], memoryview],
+) -> StorePath:
+    """Write a checkpoint as `folder`/step-... with one file per group, or several if the store
+    limits the size of files.
+
+    bytes_of: returns the bytes of a piece. Every file is verified before the checkpoint is
+    committed, and nothing remains of one that fails. Returns the checkpoint's place. Raises
+    UserError if it already exists or cannot be written.
+    """
+    store, final = store_of(folder), folder / checkpoint_name(step)
+    attempt = secrets.token_hex(4)
+    draft = store.draft(folder, step, attempt)
+    try:
+        if final in list_checkpoints(folder):
+            raise UserError(f"{final} already exists; remove it or give another folder")
+        store.begin(draft)
+        saved = {}
+        for number, group in enumerate(groups):
+            for part, planned in enumerate(
+                split_into_files(assign_byte_ranges(group), store.file_bytes)
+            ):
+                name = store.file_name(number, part, attempt)
+                saved[name] = write_shard_file(draft / name, planned, bytes_of)
+                verify_shard_file(draft / name, saved[name])
+        return commit_checkpoint(draft, folder, step, state, saved, attempt)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or draft}: {error.strerror}") from None
+    finally:
+        store.discard(draft, attempt)
