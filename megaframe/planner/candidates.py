@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megaframe.architecture.context import context_mistakes
-from megaframe.architecture.experts import expert_mistakes
 from megaframe.config.schema import RunConfig
 from megaframe.errors import divisors
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array, LayoutSizes
 from megaframe.schedule.limits import SCHEDULE_LIMITS
+from megaframe.validate.context_parallel import context_mistakes
+from megaframe.validate.experts import expert_mistakes
 from megaframe.validate.tensor_parallel import tensor_mistakes
 
 PARALLEL_KEYS = (

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.matrices import head_widths
+from megaframe.architecture.attention import head_widths
 from megaframe.planner.collective_times import hop_seconds
 from megaframe.planner.machine import Machine, PassTimes
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from megaframe.architecture.attention import latent_width
 from megaframe.architecture.experts import has_mlp
-from megaframe.architecture.matrices import latent_width
 from megaframe.architecture.stages import StagePlan, stage_layers
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH

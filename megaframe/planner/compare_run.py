@@ -18,7 +18,7 @@ from megaframe.layout import Layout
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.layout_search import LayoutChoice, describe_candidate, search
 from megaframe.planner.prediction import predict
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 _SIMULATED = 8
 """Number of layouts that are simulated; few, so that a report is quick."""
@@ -90,7 +90,7 @@ def compare_run(
         raise UserError("model.vocab is not set in the run's config")
     name = cluster or run_config.parallel.cluster
     run_cluster = load_cluster(name) if name else _cluster_of_device(environment)
-    check(run_config, ranks, data=False)
+    validate_config(run_config, ranks, data=False)
     layout = Layout.from_parallel(run_config.parallel, ranks)
     prediction = predict(run_config, layout, run_cluster, cluster_constants(run_cluster))
     return RunComparison(LayoutChoice(run_config, layout, prediction), run_cluster)

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.buckets import balanced_count
+from megaframe.architecture.buckets import balanced_bucket_count
 from megaframe.architecture.experts import has_experts
-from megaframe.architecture.matrices import Matrix, attention_matrices, matrices
+from megaframe.architecture.matrices import MatrixShape, attention_matrix_elements, block_matrices
 from megaframe.architecture.stages import stage_plans
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH
@@ -88,7 +88,7 @@ def block_load(machine: Machine, layer: int) -> ParameterLoad:
     moe = model.moe
     muon, longest_matrix = layer_muon_seconds(machine, layer)
     num_matrices = 3 if model.activation == "swiglu" else 2
-    attention = attention_matrices(model) / sizes.tensor
+    attention = attention_matrix_elements(model) / sizes.tensor
     if moe is None or not has_experts(moe, layer):
         dense = attention + num_matrices * model.hidden * model.ffn / sizes.tensor
         return ParameterLoad(dense, muon_total=muon, muon_longest=longest_matrix)
@@ -124,9 +124,9 @@ def overlapping_passes(sizes: LayoutSizes, is_looped: Number) -> Number:
 def num_buckets(machine: Machine, matrices: Number, chunks: Number, blocks: Number) -> Number:
     """Return the number of buckets in which a rank exchanges the matrices of its blocks.
 
-    It follows from `Software.gradients_of`. By the rule it is `balanced_count`, for all collectives
-    of a bucket together, but at least one per chunk (at ZeRO 2 and 3, one per block) and at most
-    two per block.
+    It follows from `Software.gradients_of`. By the rule it is `balanced_bucket_count`, for all
+    collectives of a bucket together, but at least one per chunk (at ZeRO 2 and 3, one per block)
+    and at most two per block.
 
     Args:
         machine: the links, and the layout.
@@ -141,7 +141,7 @@ def num_buckets(machine: Machine, matrices: Number, chunks: Number, blocks: Numb
     if bucket_size == "auto":
         latency = exchange_times(machine, 0.0, 1.0).total_at(machine.sizes.zero)
         transfer = exchange_times(machine.without_latency(), matrices, 1.0)
-        balanced = balanced_count(transfer.total_at(machine.sizes.zero), latency)
+        balanced = balanced_bucket_count(transfer.total_at(machine.sizes.zero), latency)
         fewest = np.where(machine.sizes.zero >= 2, np.maximum(fewest, blocks), fewest)
     else:
         balanced = matrices / bucket_size
@@ -289,7 +289,7 @@ def layer_muon_seconds(machine: Machine, layer: int) -> tuple[float, float]:
     those of the matrix that takes longest; zeros under other optimizers."""
     if machine.config.optim.name != "muon":
         return 0.0, 0.0
-    layer_matrices = matrices(machine.config.model, layer)
+    layer_matrices = block_matrices(machine.config.model, layer)
     seconds = [newton_schulz_seconds(machine.rate, matrix) for matrix in layer_matrices]
     total = sum(
         seconds_of_one * matrix.number
@@ -298,7 +298,7 @@ def layer_muon_seconds(machine: Machine, layer: int) -> tuple[float, float]:
     return total, max(seconds, default=0.0)
 
 
-def newton_schulz_seconds(rate: KernelRates, matrix: Matrix) -> float:
+def newton_schulz_seconds(rate: KernelRates, matrix: MatrixShape) -> float:
     """Return the seconds to orthogonalise one matrix (a single one, whatever its `number`)."""
     rows, columns = sorted((matrix.outputs, matrix.inputs))
     products = ((rows, rows, columns), (rows, rows, rows), (rows, columns, rows))

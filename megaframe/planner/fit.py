@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.config.describe import format_value
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
@@ -31,7 +31,7 @@ from megaframe.planner.peak_memory import (
 )
 from megaframe.planner.prediction import predict
 from megaframe.planner.vectorized import estimate
-from megaframe.validate.run import mistakes
+from megaframe.validate.run import find_mistakes
 
 _GIB = 2.0**30
 _AXES = ("tensor", "context", "pipeline", "expert", "expert_tensor", "data_replicate")
@@ -81,7 +81,9 @@ def compute_fit(config: RunConfig, layout: Layout, chip: Chip) -> MemoryFit:
     """Return whether the ranks of a run fit on devices of this kind. The config must have passed
     `check`, with numbers for `train.recompute_blocks`."""
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
-    memories = compute_pipeline_memory(config, layout, step_schedule(config, microbatches), chip)
+    memories = compute_pipeline_memory(
+        config, layout, build_step_schedule(config, microbatches), chip
+    )
     stage, memory = max(memories.items(), key=lambda item: item[1].total)
     return MemoryFit(layout.rank(pipeline=stage), memory.kinds, chip)
 
@@ -152,7 +154,7 @@ def _describe_change(
 ) -> str | None:
     """Return the offer of `changed` instead of `config` in words, with its step if `timed`; None if
     it cannot run or does not fit either."""
-    if mistakes(changed, gpus, data=False):
+    if find_mistakes(changed, gpus, data=False):
         return None
     layout = Layout.from_parallel(changed.parallel, gpus)
     prediction = predict(

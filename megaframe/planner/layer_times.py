@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.attention import head_widths, latent_width, mean_keys, window_of
 from megaframe.architecture.experts import has_experts, has_mlp
-from megaframe.architecture.matrices import head_widths, latent_width
-from megaframe.architecture.windows import mean_keys, window_of
 from megaframe.config.model import ModelConfig
 from megaframe.planner.communication_times import (
     context_parallel_times,

@@ -29,7 +29,7 @@ from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array
 from megaframe.planner.peak_memory import fits_with_margin, resolve_recompute_blocks
 from megaframe.planner.prediction import Prediction, predict
 from megaframe.planner.vectorized import Estimates, estimate
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 SIMULATED = 24
 """Number of layouts that are simulated."""
@@ -147,18 +147,14 @@ def _simulate_best(
         simulated_per_kind[kind] += 1
         simulated += 1
         candidate = apply_candidate(config, candidates, index)
-        check(candidate, gpus, data=False)
+        validate_config(candidate, gpus, data=False)
         layout = Layout.from_parallel(candidate.parallel, gpus)
         for variant in _with_fewer_recomputed(candidate, config, layout, cluster):
             prediction = predict(variant, layout, cluster, constants)
             if fits_with_margin(sum(prediction.memory_bytes.values()), cluster.chip):
                 choices.append(LayoutChoice(variant, layout, prediction, index))
-    return tuple(
-        sorted(
-            choices,
-            key=lambda candidate: candidate.prediction.step_seconds * penalty[candidate.index],
-        )
-    )
+    choices.sort(key=lambda choice: choice.prediction.step_seconds * penalty[choice.index])
+    return tuple(choices)
 
 
 def _with_fewer_recomputed(

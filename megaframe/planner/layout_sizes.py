@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.stages import block_work, end_work
+from megaframe.architecture.stages import block_work, output_work
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
 
@@ -127,7 +127,7 @@ def _head_weight(config: RunConfig, sizes: LayoutSizes) -> Array:
     works = [block_work(config, layer) for layer in range(config.model.layers)]
     forward = sum(work.forward for work in works) / len(works)
     others = sum(work.backward + work.weight for work in works) / len(works)
-    end = end_work(config)
+    end = output_work(config)
     twice = np.where(sizes.recompute == 2, 2.0, 1.0)
     head = end.forward + end.backward + end.weight
     return head / np.maximum(twice * forward + others, 1e-30)

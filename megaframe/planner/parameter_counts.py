@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megaframe.architecture.buckets import Blocks, bucket_blocks
+from megaframe.architecture.attention import head_widths, latent_width
+from megaframe.architecture.buckets import BucketBlocks, group_blocks_into_buckets
 from megaframe.architecture.experts import has_experts
-from megaframe.architecture.matrices import head_widths, latent_width
-from megaframe.architecture.stages import StagePlan, join_matrix
+from megaframe.architecture.stages import StagePlan, predictor_projection_elements
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
@@ -87,15 +87,15 @@ class RankParameters:
         """The elements of each kind of matrices, for each part of a block."""
         return [*zip(self.split, self.experts, self.whole, self.shared, strict=True)]
 
-    def group_blocks(self, config: RunConfig, plans: Sequence[StagePlan]) -> list[Blocks]:
+    def group_blocks(self, config: RunConfig, plans: Sequence[StagePlan]) -> list[BucketBlocks]:
         """Return which of the rank's blocks, counted over its stages, share buckets."""
         halves = [sum(sizes) for sizes in self._parts]
         sizes = [*zip(halves[1::2], halves[::2], strict=True)]
         least, start, groups = config.parallel.bucket_size, 0, []
         for plan in plans:
             stage_sizes = sizes[start : start + len(plan.blocks)]
-            for group in bucket_blocks(stage_sizes, 1 if least == "auto" else least):
-                groups.append(Blocks(start + group.start, start + group.stop, group.halves))
+            for group in group_blocks_into_buckets(stage_sizes, 1 if least == "auto" else least):
+                groups.append(BucketBlocks(start + group.start, start + group.stop, group.halves))
             start += len(plan.blocks)
         return groups
 
@@ -285,7 +285,7 @@ def _count_predictor(
     model: ModelConfig, index: int, layout: Layout
 ) -> tuple[_PartCounts, _PartCounts]:
     attention, late = _count_block(model, model.layers + index, layout)
-    attention.whole += join_matrix(model)
+    attention.whole += predictor_projection_elements(model)
     attention.vectors += 2 * _norm_elements(model)
     return attention, late
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import Chip
@@ -93,7 +93,7 @@ def min_recomputed_blocks(config: RunConfig, layout: Layout, chip: Chip) -> tupl
     rank if even that does not suffice."""
     plain = _with_blocks(config, 0)
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
-    schedule = lower(step_schedule(plain, microbatches))
+    schedule = lower(build_step_schedule(plain, microbatches))
     counts = [0] * len(stage_plans(plain))
     for rank in range(layout.pipeline):
         for stage, count in _min_blocks_of_rank(plain, layout, chip, schedule, rank).items():

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from megaframe.architecture.pipeline import step_schedule
-from megaframe.architecture.stages import StagePlan, block_work, end_work, stage_plans
+from megaframe.architecture.pipeline import build_step_schedule
+from megaframe.architecture.stages import StagePlan, block_work, output_work, stage_plans
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
@@ -107,7 +107,7 @@ def predict(
     plans = stage_plans(config)
     blocks = _map_layers(machine, block_times)
     stage_times = [_stage_times(machine, plan, blocks) for plan in plans]
-    schedule = step_schedule(config, int(machine.sizes.microbatches))
+    schedule = build_step_schedule(config, int(machine.sizes.microbatches))
     timeline = simulate(schedule, _schedule_costs(machine, stage_times))
     breakdown = _breakdown(machine, plans, stage_times, schedule, timeline)
     memory = compute_peak_memory(config, layout, schedule, cluster.chip)
@@ -224,7 +224,7 @@ def model_flops(config: RunConfig) -> tuple[float, float]:
     recompute."""
     plans = stage_plans(config)
     block_flops = [block_work(config, layer) for layer in range(config.model.layers)]
-    head_flops = end_work(config)
+    head_flops = output_work(config)
     model = sum(w.forward + w.backward + w.weight for w in block_flops)
     for flops in (head_flops.forward, head_flops.backward, head_flops.weight):
         model += flops

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megaframe.architecture.context import exchanging_ranks
+from megaframe.architecture.attention import exchanging_ranks
 from megaframe.config.schema import RunConfig
 from megaframe.layout import AXIS_SETS, DATA_PARTS, EXPERT_SETS, axis_sizes
 

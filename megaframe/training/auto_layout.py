@@ -15,7 +15,7 @@ import torch
 
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
-from megaframe.distributed.device import hidden_gpu, host_memory
+from megaframe.distributed.device import explain_hidden_gpu, host_memory
 from megaframe.distributed.mesh import ranks_on_this_node
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import DEFAULT, Cluster, device_cluster, load_cluster
@@ -126,7 +126,7 @@ def _of_machine(config: RunConfig) -> list[str]:
         return []
     notes = list(cluster_of(config).notes)
     if config.run.device in ("auto", "shared") and not torch.cuda.is_available():
-        hidden = hidden_gpu()
+        hidden = explain_hidden_gpu()
         notes += [f"run.device={config.run.device} is the CPU: {hidden}"] if hidden else []
     return notes
 

@@ -46,7 +46,7 @@ from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.errors import UserError
 from megaframe.parameters.spec import Constant, ParamSpec
 from megaframe.pipeline_parallel.stage import model_specs
-from megaframe.validate.run import mistakes
+from megaframe.validate.run import find_mistakes
 
 _Origin = tuple[Theirs | ParamSpec, int]
 """Where a box comes from: a tensor of the Hugging Face model and the index of the part in it, or a
@@ -157,7 +157,7 @@ def load(folder: Path, to: StorePath) -> StorePath:
     run = RunConfig(
         model=model, data=DataConfig(tokenizer=_tokenizer_in(folder)), train=_train(config, model)
     )
-    if wrong := mistakes(run, 1, data=False):
+    if wrong := find_mistakes(run, 1, data=False):
         raise UserError(f"{folder}: {wrong[0]}")
     specs = model_specs(run)
     theirs = _matched(folder, tensors_of(model, specs), headers, model.tie_embeddings)
