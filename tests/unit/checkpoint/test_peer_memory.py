@@ -53,7 +53,7 @@ def train(keys, memory, stop=False, node_size=2):
     def train_step():
         step()
         if stop and trainer.step == 9:
-            trainer.checkpointer._memory.wait()
+            trainer.checkpointer._memory_writer.wait()
             raise Stopped
 
     trainer._train_step = train_step
