@@ -20,7 +20,7 @@ from megaframe.config.describe import WIDTH
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 from megaframe.layout import Layout
 from megaframe.resilience.elastic import fitted
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 _USAGE = """pretrain_gpt.py --config FILE [--dry-run [--gpus N]] [--force] [section.key=value ...]
 
@@ -42,8 +42,8 @@ def main() -> None:
     # Imported objects are never freed; collecting garbage during imports is 1/7 of the start time.
     gc.disable()
     from megaframe.distributed.mesh import global_rank, world_size
-    from megaframe.distributed.nccl_settings import set_up
-    from megaframe.planner.streams import streams
+    from megaframe.distributed.nccl_settings import configure_nccl
+    from megaframe.planner.streams import count_streams
     from megaframe.resilience.signals import record_flights
     from megaframe.training.auto_layout import cluster_of, with_blocks, with_buckets, with_layout
     from megaframe.training.dry_run import describe
@@ -64,11 +64,13 @@ def main() -> None:
             config, world = planned(config, arguments.gpus)
         else:
             config, world = resolve(config), world_size()
-            nccl = set_up(streams(config, world)) if config.run.device != "cpu" else None
+            nccl = (
+                configure_nccl(count_streams(config, world)) if config.run.device != "cpu" else None
+            )
         config, notes = with_layout(config, world)
         if config.faults.elastic:
             config, world = fitted(config, world)
-        check(config, world, data=not arguments.dry_run)
+        validate_config(config, world, data=not arguments.dry_run)
         for decide in (with_buckets, with_blocks):
             config, more = decide(config, world)
             notes += more

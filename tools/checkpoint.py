@@ -33,7 +33,7 @@ from megaframe.checkpoint.inspect import compare_checkpoints, find_damage
 from megaframe.checkpoint.reshard import reshard_checkpoint
 from megaframe.config import load as load_config
 from megaframe.errors import UserError, report_errors
-from megaframe.io.untrusted import showable
+from megaframe.io.untrusted import sanitize_text
 
 EXIT_DIFFERENT = 1
 """Exit status if something is damaged, or two checkpoints differ."""
@@ -71,13 +71,13 @@ def _summary(checkpoint: Checkpoint) -> Table:
     for title in ("", "tensors", "elements", "GB"):
         table.add_column(title, justify="left" if not title else "right")
     for kind, (tensors, elements, size) in kinds.items():
-        table.add_row(showable(kind), f"{tensors:,}", f"{elements:,}", f"{size / 1e9:,.3f}")
+        table.add_row(sanitize_text(kind), f"{tensors:,}", f"{elements:,}", f"{size / 1e9:,.3f}")
     config: Any = checkpoint.state.get("config")
     for section in ("model", "parallel"):
         values = config.get(section) if isinstance(config, dict) else None
         if isinstance(values, dict):
             shown = ", ".join(f"{key}={value}" for key, value in values.items() if value)
-            table.caption = f"{table.caption or ''}{section}: {showable(shown)}\n"
+            table.caption = f"{table.caption or ''}{section}: {sanitize_text(shown)}\n"
     return table
 
 
@@ -87,7 +87,7 @@ def _tensors(checkpoint: Checkpoint) -> Table:
         table.add_column(title, no_wrap=True)
     for name, tensor in checkpoint.tensors.items():
         sizes = str(list(tensor.shape)), tensor.dtype, str(len(tensor.slices))
-        table.add_row(showable(name), *sizes)
+        table.add_row(sanitize_text(name), *sizes)
     return table
 
 

@@ -18,8 +18,8 @@ from megaframe.dashboard.serve import Server
 from megaframe.dashboard.wandb_workspace import save_workspace, upload_page
 from megaframe.errors import UserError, report_errors
 from megaframe.io.http import LOOPBACK
-from megaframe.io.untrusted import whole_number
-from megaframe.planner.compare_run import beside_or_why
+from megaframe.io.untrusted import integer_parser
+from megaframe.planner.compare_run import compare_run_or_reason
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def predicted(runs: list[Run], arguments: argparse.Namespace) -> dict | None:
     is none."""
     if arguments.prediction or len(runs) > 1:
         return read_prediction(arguments.prediction)
-    found, why = beside_or_why(runs[0].folder, runs[0].environment, arguments.cluster)
+    found, why = compare_run_or_reason(runs[0].folder, runs[0].environment, arguments.cluster)
     if found is None:
         print(why)
     return found.record() if found else None
@@ -102,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
         "reach it"
     )  # fmt: skip
     parser.add_argument(
-        "--port", type=whole_number(0, 65535), default=0, help="default: any free one"
+        "--port", type=integer_parser(0, 65535), default=0, help="default: any free one"
     )  # fmt: skip
     return parser.parse_args()
 

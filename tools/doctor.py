@@ -101,7 +101,7 @@ def judge_software() -> Iterator[Finding]:
     import torch
     from megaframe_kernels.installed import versions
 
-    from megaframe.distributed.device import hidden_gpu, unusable_gpu
+    from megaframe.distributed.device import explain_hidden_gpu, explain_unusable_gpu
 
     found = ", ".join(f"{name} {version}" for name, version in versions().items())
     yield Finding("software", f"Python {platform.python_version()}, {found}")
@@ -117,10 +117,10 @@ def judge_software() -> Iterator[Finding]:
             said = f"torch {torch.__version__} sees {seen} of {len(known)} GPUs"
             yield Finding("torch", said, "error" if seen else "warning")
     if not seen:
-        if reason := unusable_gpu():
+        if reason := explain_unusable_gpu():
             yield Finding("torch", f"no GPU that a run can use: {reason}", "error")
             return
-        hidden = f" ({reason})" if (reason := hidden_gpu()) else ""
+        hidden = f" ({reason})" if (reason := explain_hidden_gpu()) else ""
         yield Finding("torch", f"no GPU: a run uses the CPU, {os.cpu_count()} cores{hidden}")
         return
     for index in range(seen):

@@ -31,28 +31,25 @@ from megaframe.data.indexed import TokenFileWriter
 from megaframe.distributed.collectives import (
     Group,
     all_gather,
+    all_gather_uneven,
     all_reduce,
     all_to_all,
+    all_to_all_uneven,
     barrier,
-    pass_on,
     receive,
     reduce_scatter,
+    reduce_scatter_uneven,
     send,
+    shift_ring,
 )
 from megaframe.distributed.flight_recorder import write_flight_record
 from megaframe.distributed.mesh import Mesh, global_rank, ranks_on_this_node, world_size
-from megaframe.distributed.nccl_communicators import allow_abort
-from megaframe.distributed.nccl_settings import Settings, set_up
-from megaframe.distributed.variable_size import (
-    all_gather_uneven,
-    all_to_all_uneven,
-    reduce_scatter_uneven,
-)
+from megaframe.distributed.nccl_settings import NcclSettings, allow_abort, configure_nccl
 from megaframe.errors import LostRanks, report_errors
 from megaframe.layout import Layout
 from megaframe.planner.collective_times import bus_bandwidth
 from megaframe.training.restart import train
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 _ALL_PAIRS = 8
 """Ranks up to which every pair of them is measured; with more, only neighbours."""
@@ -90,7 +87,7 @@ class Doctor:
     folder: Path
     part: str = ""
     large: int = 1 << 24
-    nccl: Settings | None = None
+    nccl: NcclSettings | None = None
     latest: Mesh | None = None
 
     def __post_init__(self) -> None:
@@ -111,14 +108,14 @@ class Doctor:
         layout, limit = Layout(**sizes), 2 * self.timeout
         mesh = Mesh(layout, device=self.device, timeout=limit, nccl=self.nccl)
         mesh.watch_steps(self.timeout, self.folder)
-        mesh.place.begin(self.part)
+        mesh.progress.begin_activity(self.part)
         self.latest = mesh
         return mesh
 
     def begin(self, mesh: Mesh, what: str) -> None:
         """Announce what comes next, which must end within the timeout."""
         barrier(mesh.world)
-        mesh.place.begin(f"{self.part}, {what}")
+        mesh.progress.begin_activity(f"{self.part}, {what}")
 
 
 def seconds(mesh: Mesh, work: Callable[[], object], times: int) -> float:
@@ -171,7 +168,7 @@ def settings(doctor: Doctor) -> None:
         }
     every: list[Any] = [None] * doctor.world
     if doctor.world > 1:
-        dist.all_gather_object(every, mine, group=mesh.beside().handle)
+        dist.all_gather_object(every, mine, group=mesh.new_control_group().handle)
     for name in ("torch", "megaframe", "device", "cuda", "nccl", "variables"):
         values = [one.get(name) for one in every]
         if not any(values):
@@ -236,11 +233,11 @@ def rings(doctor: Doctor) -> None:
         x = torch.full((doctor.large // 16,), float(doctor.rank), device=mesh.device)
         wrong = []
         for step in range(1, doctor.world + 1):
-            x = pass_on(x, torch.empty_like(x), ring, back=back).wait()
+            x = shift_ring(x, torch.empty_like(x), ring, back=back).wait()
             source = (doctor.rank + (step if back else -step)) % doctor.world
             if not bool((x == source).all()):
                 wrong.append(step)
-        turn = partial(pass_on, x, torch.empty_like(x), ring, back=back)
+        turn = partial(shift_ring, x, torch.empty_like(x), ring, back=back)
         taken = seconds(mesh, lambda: turn().wait(), 3)  # noqa: B023
         said = f"{x.nbytes / taken / 1e9:.2f} GB/s" if not wrong else f"wrong after steps {wrong}"
         doctor.find(name, not wrong, said, rate=x.nbytes / taken)
@@ -357,7 +354,7 @@ def layout(name: str, doctor: Doctor) -> None:
         world = 1 if alone else doctor.world
         path = doctor.folder / folder / "metrics.jsonl"
         if not (alone and (doctor.rank or path.exists())):
-            check(config, world)
+            validate_config(config, world)
             train(config, Layout.from_parallel(config.parallel, world), nccl=doctor.nccl)
         if doctor.rank:
             return None
@@ -385,7 +382,7 @@ def abort(doctor: Doctor) -> None:
         mesh.store.set("started", "")
     mesh.store.wait(["started"])
     began = time.monotonic()
-    wrong = mesh.cut()
+    wrong = mesh.end_transfers()
     taken = time.monotonic() - began
     del hung  # its memory was in use until the abort
     mesh.close()
@@ -445,7 +442,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with report_errors(global_rank()):
-        nccl = set_up(None) if given.device != "cpu" else None  # before CUDA starts
+        nccl = configure_nccl(None) if given.device != "cpu" else None  # before CUDA starts
         doctor = Doctor(given.device, given.timeout, given.folder, nccl=nccl)
         run(json.loads(given.parts), given.first, doctor)
 

@@ -16,16 +16,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from megaframe.errors import UserError, report_errors
-from megaframe.io.untrusted import parsed_json, read_file, whole_number
+from megaframe.io.untrusted import integer_parser, parse_json, read_file
 from megaframe.planner.goodput import (
     MIXES,
     PUBLISHED,
-    Costs,
-    Mix,
+    FailureCosts,
+    FailureMix,
     best_interval,
-    effective,
-    room,
-    table,
+    effective_share,
+    max_restart_seconds,
+    table_lines,
 )
 
 MOST_BYTES = 1 << 20
@@ -39,7 +39,7 @@ def main() -> None:
     arguments = parse_arguments()
     with report_errors():
         known = measured(arguments.measured) if arguments.measured is not None else {}
-        costs = replace(PUBLISHED if arguments.published else Costs(), **known)
+        costs = replace(PUBLISHED if arguments.published else FailureCosts(), **known)
         costs = changed(costs, arguments.costs)
         mix, sizes = MIXES[arguments.mix], arguments.ranks or SIZES
         check(mix, sizes, costs, arguments.target)
@@ -47,20 +47,20 @@ def main() -> None:
         said = {name for name, value in known.items() if getattr(costs, name) == value}
         print(f"  measured: {shown(costs, said) or 'none'}")
         print(f"  assumed:  {shown(costs, {field.name for field in fields(costs)} - said)}")
-        for line in table(mix, costs, sizes):
+        for line in table_lines(mix, costs, sizes):
             print(line)
         for ranks in sizes if arguments.target is not None else ():
-            seconds = room(mix, ranks, costs, arguments.target)
+            seconds = max_restart_seconds(mix, ranks, costs, arguments.target)
             print(f"{arguments.target:.1%} at {ranks:,} ranks: restart may be {seconds:,.0f} s")
 
 
-def check(mix: Mix, sizes: Sequence[int], costs: Costs, target: float | None) -> None:
+def check(mix: FailureMix, sizes: Sequence[int], costs: FailureCosts, target: float | None) -> None:
     """Raise `UserError` for a target that is no share, and for ranks that fail so often that no run
     gets anywhere: it could not be simulated either."""
     if target is not None and not 0 < target < 1:
         raise UserError(f"--target {target} is not a share between 0 and 1, such as 0.93")
     for ranks in sizes:
-        share = effective(mix, ranks, costs, best_interval(mix, ranks, costs))
+        share = effective_share(mix, ranks, costs, best_interval(mix, ranks, costs))
         if not share > _LEAST_SHARE:
             raise UserError(
                 f"--ranks {ranks:,}: one fails every {1 / mix.rate(ranks):.3g} s, and at these "
@@ -73,7 +73,7 @@ def measured(path: Path) -> dict[str, float]:
     time to notice a crash is a part of `restart`, which begins with the last step. Raises
     `UserError` if the file is not from a chaos test."""
     try:
-        found = parsed_json(read_file(path, MOST_BYTES))
+        found = parse_json(read_file(path, MOST_BYTES))
         kill = {cause: float(found["kill"][cause]) for cause in ("restart", "load", "again")}
         costs = {"crash": 0.0, **kill, "stall": float(found["whole"]["stall"])}
         if not all(0 <= seconds < 1e9 for seconds in costs.values()):
@@ -86,7 +86,7 @@ def measured(path: Path) -> dict[str, float]:
         ) from None
 
 
-def changed(costs: Costs, text: str) -> Costs:
+def changed(costs: FailureCosts, text: str) -> FailureCosts:
     """Return the costs with some of them set from NAME=SECONDS,... Raises `UserError` for unknown
     names and invalid numbers."""
     names = [field.name for field in fields(costs)]
@@ -104,7 +104,7 @@ def changed(costs: Costs, text: str) -> Costs:
     return costs
 
 
-def shown(costs: Costs, names: set[str] | None = None) -> str:
+def shown(costs: FailureCosts, names: set[str] | None = None) -> str:
     """Return the costs in the format of --costs. names: which of them; None for all."""
     chosen = [field.name for field in fields(costs) if names is None or field.name in names]
     return ", ".join(f"{name}={getattr(costs, name):g}" for name in chosen)
@@ -117,9 +117,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--mix", choices=sorted(MIXES), default="llama3", help="whose failures")
     parser.add_argument(
-        "--ranks", type=whole_number(1), nargs="*", help="numbers of ranks; default: several"
+        "--ranks", type=integer_parser(1), nargs="*", help="numbers of ranks; default: several"
     )
-    parser.add_argument("--costs", default="", help=f"NAME=SECONDS,...: {shown(Costs())}")
+    parser.add_argument("--costs", default="", help=f"NAME=SECONDS,...: {shown(FailureCosts())}")
     parser.add_argument(
         "--published", action="store_true", help="start from costs as they were when published"
     )

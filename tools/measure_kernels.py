@@ -29,7 +29,7 @@ from megaframe.hardware.chips import CHIPS, Chip, nearest_chips
 from megaframe.hardware.cluster import Cluster, device_cluster, load_cluster, write_cluster
 from megaframe.ops.matmul import product
 from megaframe.planner.constants import Constants, constants_of
-from megaframe.planner.kernel_times import product_seconds, rates
+from megaframe.planner.kernel_times import kernel_rates, product_seconds
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MEASURED = ("product", "start", "attention", "memory", "launch")
@@ -85,7 +85,7 @@ def explained(
     for start in (0.0, *np.geomspace(4, 1024, 33)):
         for share in np.geomspace(0.02, 1.5, 120):
             tried = replace(at, product=float(share), start=float(start))
-            rate = rates(chip, tried, kind)
+            rate = kernel_rates(chip, tried, kind)
             errors = [
                 float(product_seconds(rate, *size)) / seconds - 1
                 for size, seconds in zip(sizes, taken, strict=True)

@@ -16,14 +16,14 @@ from megaframe.config import RunConfig, dump, load
 from megaframe.errors import UserError, report_errors
 from megaframe.hardware.cluster import DEFAULT, Cluster, cluster_names, load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.advice import alternatives, decision, said
-from megaframe.planner.candidates import FREE, Fixed
+from megaframe.planner.advice import describe_alternatives, describe_decision, describe_prediction
+from megaframe.planner.candidates import SEARCHED_KEYS, FixedKeys
 from megaframe.planner.constants import Constants, cluster_constants
-from megaframe.planner.fit import instead
-from megaframe.planner.layout_search import Choice, Found, in_words, search
-from megaframe.planner.peak_memory import settled
+from megaframe.planner.fit import suggest_changes
+from megaframe.planner.layout_search import LayoutChoice, SearchResult, describe_candidate, search
+from megaframe.planner.peak_memory import resolve_recompute_blocks
 from megaframe.planner.prediction import predict
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 _GIB = 2.0**30
 _ROWS = 12
@@ -47,7 +47,7 @@ class Question:
     gpus: int
     cluster: Cluster
     constants: Constants
-    fixed: Fixed
+    fixed: FixedKeys
 
 
 def main() -> None:
@@ -102,22 +102,24 @@ def asked(arguments: argparse.Namespace) -> Question:
     given = {text.partition("=")[0] for text in arguments.overrides}
     fixed: dict[str, Any] = {}
     for section, keys in ((parallel, "parallel"), (config.train, "train")):
-        for name in FREE:
+        for name in SEARCHED_KEYS:
             if f"{keys}.{name}" in given and getattr(section, name) is not None:
                 fixed[name] = getattr(section, name)
     return Question(config, gpus, cluster, cluster_constants(cluster), fixed)
 
 
-def predicted(question: Question) -> Choice:
+def predicted(question: Question) -> LayoutChoice:
     """Return the config's own layout with its prediction."""
     config, gpus = question.config, question.gpus
-    check(config, gpus, data=False)
+    validate_config(config, gpus, data=False)
     layout = Layout.from_parallel(config.parallel, gpus)
-    config = settled(config, layout, question.cluster.chip)
-    return Choice(config, layout, predict(config, layout, question.cluster, question.constants))
+    config = resolve_recompute_blocks(config, layout, question.cluster.chip)
+    return LayoutChoice(
+        config, layout, predict(config, layout, question.cluster, question.constants)
+    )
 
 
-def show(question: Question, choice: Choice, found: Found | None) -> None:
+def show(question: Question, choice: LayoutChoice, found: SearchResult | None) -> None:
     """Print the plan: words first, tables second."""
     console, cluster = Console(highlight=False, soft_wrap=True), question.cluster
     console.print(
@@ -125,26 +127,26 @@ def show(question: Question, choice: Choice, found: Found | None) -> None:
         f"{choice.layout}[/bold]"
     )
     if found is not None:
-        for line in decision(found, cluster):
+        for line in describe_decision(found, cluster):
             console.print(line)
     else:
-        for line in said(choice, cluster):
+        for line in describe_prediction(choice, cluster):
             console.print(line)
         if not choice.prediction.fits:
             console.print("[bold]Instead[/bold]")
-            for line in instead(choice.config, question.gpus, cluster, question.constants):
+            for line in suggest_changes(choice.config, question.gpus, cluster, question.constants):
                 console.print(f"  {line}")
     for line in choice.prediction.reasons:
         console.print(f"  - {line}")
     console.print(_table(choice))
     if found is not None:
         console.print("[bold]Other choices, each with the best values of everything else[/bold]")
-        for line in alternatives(found, cluster):
+        for line in describe_alternatives(found, cluster):
             console.print(f"  {line}")
         console.print(_ranked(found))
 
 
-def _table(choice: Choice) -> Table:
+def _table(choice: LayoutChoice) -> Table:
     prediction = choice.prediction
     table = Table("seconds of a step", "", "GiB on the fullest GPU", "", box=None, pad_edge=False)
     times = [(name, f"{value:.4g}") for name, value in prediction.breakdown.items() if value > 1e-9]
@@ -158,7 +160,7 @@ def _table(choice: Choice) -> Table:
     return table
 
 
-def _ranked(found: Found) -> Table:
+def _ranked(found: SearchResult) -> Table:
     table = Table("seconds", "MFU", "GiB", "layout", box=None, pad_edge=False)
     for choice in found.choices[:_ROWS]:
         prediction = choice.prediction
@@ -166,12 +168,14 @@ def _ranked(found: Found) -> Table:
             f"{prediction.step_seconds:.4g}",
             "-" if prediction.mfu is None else f"{prediction.mfu:.1%}",
             f"{sum(prediction.memory_bytes.values()) / _GIB:.1f}",
-            in_words(found.candidates, choice.place),
+            describe_candidate(found.candidates, choice.place),
         )
     return table
 
 
-def record(question: Question, choice: Choice, found: Found | None) -> dict[str, object]:
+def record(
+    question: Question, choice: LayoutChoice, found: SearchResult | None
+) -> dict[str, object]:
     """Return the plan for JSON."""
     prediction = choice.prediction
     whole: dict[str, object] = {
@@ -192,8 +196,8 @@ def record(question: Question, choice: Choice, found: Found | None) -> dict[str,
     if found is not None:
         whole["considered"] = len(found.candidates)
         whole["seconds"] = found.seconds
-        whole["decision"] = list(decision(found, question.cluster))
-        whole["alternatives"] = list(alternatives(found, question.cluster))
+        whole["decision"] = list(describe_decision(found, question.cluster))
+        whole["alternatives"] = list(describe_alternatives(found, question.cluster))
         whole["choices"] = [
             {
                 "layout": layout_keys(one),
@@ -205,11 +209,11 @@ def record(question: Question, choice: Choice, found: Found | None) -> dict[str,
     return whole
 
 
-def layout_keys(choice: Choice) -> dict[str, object]:
+def layout_keys(choice: LayoutChoice) -> dict[str, object]:
     """Return the keys of the config that determine its layout, with their values."""
     parallel = {
         name: getattr(choice.config.parallel, name)
-        for name in FREE
+        for name in SEARCHED_KEYS
         if hasattr(choice.config.parallel, name)
     }
     parallel["data"] = choice.layout.data
@@ -217,13 +221,13 @@ def layout_keys(choice: Choice) -> dict[str, object]:
     return {**parallel, "microbatch": train.microbatch, "recompute": train.recompute}
 
 
-def write(path: Path, choice: Choice) -> None:
+def write(path: Path, choice: LayoutChoice) -> None:
     """Write the config with the layout, ready for pretrain_gpt.py."""
     head = f"# {choice.layout}: {choice.prediction.step_seconds:.3g} s a step by the plan.\n"
     path.write_text(head + dump(choice.config), encoding="utf-8")
 
 
-def dry_run(choice: Choice, rank: int, *, as_json: bool) -> None:
+def dry_run(choice: LayoutChoice, rank: int, *, as_json: bool) -> None:
     """Rehearse one rank alone, and print what it counts next to the plan."""
     from megaframe.training.meta_step import rehearse
     from megaframe.training.meta_step.compare import compared

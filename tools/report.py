@@ -13,7 +13,7 @@ from megaframe.dashboard.panels import read_prediction
 from megaframe.dashboard.report import REPORT_FILES, html, report
 from megaframe.dashboard.run_folder import Run
 from megaframe.errors import report_errors
-from megaframe.planner.compare_run import beside_or_why
+from megaframe.planner.compare_run import compare_run_or_reason
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with report_errors():
         run = Run(arguments.run)
-        found, why = beside_or_why(run.folder, run.environment, arguments.cluster)
+        found, why = compare_run_or_reason(run.folder, run.environment, arguments.cluster)
         prediction = read_prediction(arguments.prediction) or (found.record() if found else None)
         text = report(run, prediction, [*found.tries()] if found else [why])
         folder = arguments.output or arguments.run

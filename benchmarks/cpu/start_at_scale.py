@@ -3,7 +3,7 @@ all is well, and the time until every rank knows who is lost, hung or slow, and 
 right.
 
 Every rank is a client with its real connections to a real store, its real rendezvous
-(`distributed/rendezvous.py`), its real place and its real watch; only the training is left out.
+(`distributed/rendezvous.py`), its real progress and its real watchdog; only training is left out.
 Hundreds of clients share a process, as threads, so that one machine holds thousands. Rank 0, which
 has the store, and the victim have a process each, which is killed or stopped for real. Each fault
 has a world of its own:
@@ -44,10 +44,10 @@ from harness import commit, machine
 from torch.distributed import PrefixStore, Store
 
 from megaframe.distributed import rendezvous
-from megaframe.distributed.failure_verdict import Verdict
-from megaframe.distributed.rank_progress import Place
+from megaframe.distributed.failure_verdict import FailureVerdict
+from megaframe.distributed.rank_progress import RankProgress
 from megaframe.distributed.rendezvous import fresh_store, launcher_store
-from megaframe.distributed.watchdog import Watch
+from megaframe.distributed.watchdog import Watchdog
 from megaframe.errors import LostRanks
 from megaframe.layout import Layout
 
@@ -244,20 +244,20 @@ class CountingStore:
         return counted
 
 
-class RecordingWatch(Watch):
+class RecordingWatchdog(Watchdog):
     """A watch that notes when it ends its rank, and with which verdict."""
 
     judged: tuple[float, tuple[int, ...]]
     has_left = False
 
-    def _end(self, verdict: Verdict, lost: LostRanks | None = None) -> NoReturn:
+    def _exit(self, verdict: FailureVerdict, lost: LostRanks | None = None) -> NoReturn:
         self.judged = time.monotonic(), verdict.ranks
         try:
-            super()._end(verdict, lost)
+            super()._exit(verdict, lost)
         finally:
             self.has_left = True
 
-    def _dump_stacks(self, verdict: Verdict) -> None:
+    def _dump_stacks(self, verdict: FailureVerdict) -> None:
         """Write nothing: this process has the stacks of hundreds of ranks."""
 
 
@@ -267,7 +267,7 @@ class _EndlessWait:
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
 
-    def waits_for(self) -> str:
+    def describe_wait(self) -> str:
         return f"all_reduce over data with {len(self._ranks)} ranks"
 
 
@@ -277,7 +277,7 @@ def clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: floa
     sys.setswitchinterval(1.0)  # by default every thread that waits for its turn asks every 5 ms
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # what every rank would print
     counts: Counter[int] = Counter()
-    watches: dict[int, tuple[RecordingWatch, Place]] = {}
+    watches: dict[int, tuple[RecordingWatchdog, RankProgress]] = {}
     leave_process = os._exit
     os._exit = _end_of_thread  # a client ends as a thread
 
@@ -285,8 +285,11 @@ def clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: floa
         store, *_ = launcher_store(rank, layout.world, _SLACK)
         counted = CountingStore(store, counts, rank)
         found = fresh_store(counted, rank, layout.world, _SLACK)  # type: ignore[arg-type]
-        place = Place()
-        watches[rank] = RecordingWatch(found, layout, rank, timeout, place, lambda: ""), place
+        progress = RankProgress()
+        watches[rank] = (
+            RecordingWatchdog(found, layout, rank, timeout, progress, lambda: ""),
+            progress,
+        )
 
     def prefixed(prefix: str, counted: Any) -> Any:
         return CountingStore(PrefixStore(prefix, counted.store), counts, counted.rank)
@@ -314,20 +317,20 @@ def _suffer(
     fault: str,
     victim: int,
     noticed: float,
-    watches: dict[int, tuple[RecordingWatch, Place]],
+    watches: dict[int, tuple[RecordingWatchdog, RankProgress]],
     layout: Layout,
     timeout: float,
 ) -> None:
     """Let the ranks of this process meet a fault: wait, and lose contact when they would."""
     groups = [("tensor",), ("data",), ("pipeline",)]
-    for rank, (one, place) in watches.items():
-        place.begin("step 7")
+    for rank, (one, progress) in watches.items():
+        progress.begin_activity("step 7")
         if fault == "slow":
             one.limit = timeout
         if rank != victim:
-            place.wait(_EndlessWait(layout.members(rank, "data")))
+            progress.begin_wait(_EndlessWait(layout.members(rank, "data")))
         else:
-            place.act("data", None)
+            progress.begin_part("data", None)
 
     def lost(rank: int) -> None:
         around = [layout.members(rank, *axes) for axes in groups]

@@ -272,7 +272,7 @@ class MegaframeRank:
         start = time.perf_counter()
         tokens, targets = draw(self.shape, RANKS)
         microbatch = Microbatch(tokens, targets, torch.arange(len(tokens)))
-        valid = all_reduce(torch.tensor(targets.numel()), self.mesh.aside).wait()
+        valid = all_reduce(torch.tensor(targets.numel()), self.mesh.data_control_group).wait()
         outcome = self.pipeline.train([microbatch], 0, 1 / int(valid))
         float(outcome.loss)
         return time.perf_counter() - start

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaframe.architecture.buckets import bucket_blocks
+from megaframe.architecture.buckets import group_blocks_into_buckets
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
 from megaframe.config.load import config_path
@@ -28,16 +28,16 @@ from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.data_parallel_times import (
-    block_owned,
-    exchange_seconds,
-    table_owned,
-    update_seconds,
-    with_bucket_size,
+    block_load,
+    exchange_times,
+    optimizer_seconds,
+    resolve_bucket_size,
+    table_elements,
 )
-from megaframe.planner.layer_times import block, head
+from megaframe.planner.layer_times import block_times, head_times
 from megaframe.planner.layout_sizes import sizes_of
 from megaframe.planner.machine import Machine
-from megaframe.planner.parameter_counts import held
+from megaframe.planner.parameter_counts import count_parameters
 
 RANKS = (64, 256, 1024, 4096, 16384)
 LATENCIES = (5.0, 10.0, 20.0, 50.0)
@@ -144,13 +144,13 @@ def simulate(
     known = cluster_constants(cluster)
     software = replace(known.software, exchange_in_steps=variant.in_steps)
     constants = replace(known, software=software)
-    config = with_bucket_size(config, layout, cluster)
+    config = resolve_bucket_size(config, layout, cluster)
     machine = Machine(config, cluster, constants, sizes_of(config, layout))
-    here = held(config, layout, stage_plans(config))
+    here = count_parameters(config, layout, stage_plans(config))
     halves = [*zip(here.blocks[1::2], here.blocks[::2], strict=True)]
     least = config.parallel.bucket_size
-    groups = bucket_blocks(halves, 1 if least == "auto" else least)
-    one, end = block(machine, 0).whole, head(machine).whole
+    groups = group_blocks_into_buckets(halves, 1 if least == "auto" else least)
+    one, end = block_times(machine, 0).whole, head_times(machine).whole
     forward, backward = float(one.forward), float(one.backward + one.weight)
     ends, layers = float(end.total), config.model.layers
 
@@ -181,9 +181,9 @@ def simulate(
     back = last_computed(gathered, [0.0, 0.0, *blocks, *(0.0 for _ in tables[1:])])
 
     owned = replace(
-        block_owned(machine, 0).times(layers), tables=len(tables) * table_owned(machine)
+        block_load(machine, 0).times(layers), tables=len(tables) * table_elements(machine)
     )
-    update = float(update_seconds(machine, owned))
+    update = float(optimizer_seconds(machine, owned))
     many = int(machine.sizes.microbatches)
     passes = many * (layers * (forward + backward) + ends) + update
     step = passes + (sent - whole) + (back - sum(blocks))
@@ -203,7 +203,7 @@ def simulate(
 
 
 def _seconds(machine: Machine, size: float) -> Any:
-    return exchange_seconds(machine, size, 1.0)
+    return exchange_times(machine, size, 1.0)
 
 
 def _with(config: RunConfig, **parallel: Any) -> RunConfig:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from megaframe.distributed.failure_verdict import spaced
+from megaframe.distributed.failure_verdict import polling_interval
 from megaframe.errors import UserError
 
 Message = dict[str, Any]
@@ -104,7 +104,7 @@ class SaveCoordinator:
         while time.monotonic() < deadline:
             time.sleep(pause)
             longest = min(_LAST_PAUSE, _PAUSE_PER_RANK * self._world)
-            pause = min(2 * pause, spaced(longest, _REQUESTS * self._world))
+            pause = min(2 * pause, polling_interval(longest, _REQUESTS * self._world))
             yield
 
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megaframe.checkpoint.stores.store import LOCK, LOCK_BYTES, StorePath, store_of
 from megaframe.errors import UserError
-from megaframe.io.process import has_ended, namespace, started
+from megaframe.io.process import has_ended, namespace, read_start_time
 
 LEASE_SECONDS = 30.0
 """Seconds after its last renewal for which a lock holds on other hosts. Clocks of hosts that share
@@ -59,7 +59,7 @@ class LockHolder(BaseModel):
     def this() -> LockHolder:
         """Return this process as a holder from now on."""
         number, now = os.getpid(), time.time()
-        start = started(number) or 0
+        start = read_start_time(number) or 0
         host = os.uname().nodename
         return LockHolder(
             host=host,

@@ -31,8 +31,8 @@ from megaframe.checkpoint.stores.peer_memory import MemoryFolder, PeerMemoryWrit
 from megaframe.checkpoint.stores.peer_memory_load import PeerMemoryCheckpoint, open_peer_memory
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import Group, all_reduce
-from megaframe.distributed.gather_json import gather_json
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
+from megaframe.distributed.object_collectives import gather_json
 from megaframe.errors import UserError
 
 _LONG_WAIT = 1.0
@@ -57,7 +57,7 @@ class CheckpointManager:
         self._notes: list[str] = []
         self._agreements = 0
         if config.checkpoint.memory_every:
-            self._memory_group = mesh.beside()
+            self._memory_group = mesh.new_control_group()
             self._memory_folder = MemoryFolder.of(
                 Path(config.checkpoint.memory_dir), self._run_folder
             )

@@ -25,7 +25,7 @@ from megaframe.checkpoint.shard_file import (
 from megaframe.checkpoint.shard_reader import verify_shard_file
 from megaframe.checkpoint.stores.store import StorePath, checkpoint_name, store_of
 from megaframe.errors import UserError
-from megaframe.io.untrusted import without_secrets
+from megaframe.io.untrusted import mask_secrets
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ def refuse_secrets(source: object, names: Sequence[str], state: Mapping[str, Jso
     """Raise `UserError` if there is a secret in what would be copied from a source: the names of
     its tensors and its state. No run saves one."""
     text = json.dumps([names, dict(state)])
-    if without_secrets(text) != text:
+    if mask_secrets(text) != text:
         raise UserError(f"{source} has a password or key in its state; it is not copied")
 
 

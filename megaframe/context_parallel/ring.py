@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from megaframe.distributed.collectives import Ring, pass_on
+from megaframe.distributed.collectives import Ring, shift_ring
 from megaframe.ops.attention_tiles import AttentionMask, Tile, attend, attend_backward, merge
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.ops.local_attention import spans_of, tile_backward_by_kernel, tile_by_kernel
@@ -243,7 +243,7 @@ class _RingAttention(torch.autograd.Function):
             if step:
                 before = (there - 1) % mask.ring.size
                 into = _room(kv, _added(mask, before, step), lse.dtype)
-                coming = pass_on(d_kv, into, mask.ring)
+                coming = shift_ring(d_kv, into, mask.ring)
             else:
                 own = d_kv
         assert coming is not None
@@ -276,7 +276,7 @@ def _around(kv: Tensor, mask: RingMask, *, back: bool) -> Iterator[tuple[int, in
         coming = None
         if step + 1 < size:
             into = _room(kv, left(after, step + 1), kv.dtype)
-            coming = pass_on(kv[:, : left(there, step + 1)], into, ring, back=back)
+            coming = shift_ring(kv[:, : left(there, step + 1)], into, ring, back=back)
         yield there, step, kv
         if coming is not None:
             kv = coming.wait()

@@ -22,8 +22,7 @@ from megaframe.data_parallel.buffers import Buffers
 from megaframe.data_parallel.gradient_reducer import Wire
 from megaframe.data_parallel.partition import Division
 from megaframe.data_parallel.reducer_choice import PLAIN, Wiring
-from megaframe.distributed.collectives import Group, Pending
-from megaframe.distributed.flat_buffer import all_gather_, part
+from megaframe.distributed.collectives import Group, Pending, all_gather_, own_part
 from megaframe.optim.rule import Rule, Step
 from megaframe.optim.state_offload import STAYS, Route
 from megaframe.parameters.initialization import fill
@@ -125,7 +124,7 @@ class Bucket:
     @property
     def own_sums(self) -> Tensor:
         """This rank's part of the sums; the parts of all ranks together have each element once."""
-        return self.sums if self.sharing.stage else part(self.sums, self.sharing.shard)
+        return self.sums if self.sharing.stage else own_part(self.sums, self.sharing.shard)
 
     def initialise(self, seed: int) -> None:
         """Begin with the initial weights."""
@@ -260,7 +259,7 @@ class Bucket:
 
     def _keep(self, grads: Tensor) -> None:
         """Add this rank's part to its sums, and give back the buffer."""
-        own = part(grads, self.sharing.shard)
+        own = own_part(grads, self.sharing.shard)
         if self._summed:
             self.sums.add_(own)
         else:

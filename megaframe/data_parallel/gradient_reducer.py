@@ -22,8 +22,15 @@ from torch import Tensor
 
 from megaframe.data_parallel.buffers import Buffers
 from megaframe.data_parallel.compression import Codec
-from megaframe.distributed.collectives import Group, Pending, all_reduce
-from megaframe.distributed.flat_buffer import all_gather_, exchange, part, reduce_scatter_
+from megaframe.distributed.collectives import (
+    Group,
+    Pending,
+    all_gather_,
+    all_reduce,
+    exchange_messages,
+    own_part,
+    reduce_scatter_,
+)
 
 Transfers = Generator[Pending[Tensor], None, None]
 """Transfers, each of which must be done before the next one is asked for."""
@@ -44,7 +51,7 @@ class Wire:
 
     def sum_part(self, flat: Tensor) -> Transfers:
         """Replace this rank's part by its sum; the other parts become undefined."""
-        if self._buffers is None or not self.group.in_pairs(flat):
+        if self._buffers is None or not self.group.sends_pairwise(flat):
             yield reduce_scatter_(flat, self.group)
             return
         others = len(flat) - len(flat) // self.group.size
@@ -73,12 +80,12 @@ class CodedWire(Wire):
 
     def sum_part(self, flat: Tensor) -> Transfers:
         total = yield from self._scatter(flat)
-        part(flat, self.group).copy_(total)
+        own_part(flat, self.group).copy_(total)
         if self.residual is not None:
             total.zero_()
 
     def spread(self, flat: Tensor) -> Transfers:
-        yield from self._gather(part(flat, self.group), flat)
+        yield from self._gather(own_part(flat, self.group), flat)
 
     def _scatter(self, flat: Tensor) -> Generator[Pending[Tensor], None, Tensor]:
         """Return the sum of this rank's part, padded to the length of a part."""
@@ -95,7 +102,7 @@ class CodedWire(Wire):
         here, codec = group.index, self.codec
         others = [rows[:, rank] for rank in range(group.size) if rank != here]
         messages = torch.stack([codec.encode(other.reshape(-1)) for other in others])
-        coming = exchange(messages, group)
+        coming = exchange_messages(messages, group)
         for other, message in zip(others, messages, strict=True):
             self._leave(other, message)
         yield coming

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaframe.distributed.group import ALONE, Group, Ring, gather_single, scatter_single
-from megaframe.distributed.pending import Pending, started
-from megaframe.distributed.traffic import Traffic, Waits
+from megaframe.distributed.pending import Pending, start_pending
+from megaframe.distributed.traffic import Traffic, WaitTimer
 
 __all__ = [
     "ALONE",
@@ -28,18 +28,25 @@ __all__ = [
     "Reduction",
     "Ring",
     "Traffic",
-    "Waits",
+    "WaitTimer",
     "all_gather",
+    "all_gather_",
+    "all_gather_uneven",
     "all_reduce",
     "all_to_all",
+    "all_to_all_uneven",
     "barrier",
-    "collective",
-    "pass_on",
+    "exchange_messages",
+    "exchange_pairwise",
+    "own_part",
     "receive",
     "reduce_scatter",
+    "reduce_scatter_",
+    "reduce_scatter_uneven",
     "send",
+    "shift_ring",
+    "start_collective",
     "sum_into",
-    "to_each",
 ]
 
 Reduction = Literal["sum", "max", "min"]
@@ -52,7 +59,7 @@ def all_reduce(tensor: Tensor, group: Group, how: Reduction = "sum") -> Pending[
         return Pending(tensor)
     group.traffic.count(2 * tensor.nbytes * (group.size - 1) // group.size)
     operation = _OPERATIONS[how]
-    return collective(
+    return start_collective(
         tensor,
         group,
         lambda: dist.all_reduce(tensor, operation, group.handle, async_op=True),
@@ -67,11 +74,13 @@ def all_gather(tensor: Tensor, group: Group) -> Pending[Tensor]:
     tensor = tensor.contiguous()
     out = tensor.new_empty((group.size * tensor.shape[0], *tensor.shape[1:]))
     group.traffic.count(tensor.nbytes * (group.size - 1))
-    if group.in_pairs(tensor):
+    if group.sends_pairwise(tensor):
         parts = out.view(group.size, *tensor.shape)
         parts[group.index].copy_(tensor)
-        return to_each(out, [tensor] * group.size, parts, group, kind="all_gather", like=out)
-    return collective(
+        return exchange_pairwise(
+            out, [tensor] * group.size, parts, group, kind="all_gather", like=out
+        )
+    return start_collective(
         out,
         group,
         lambda: gather_single(out, tensor, group.handle, async_op=True),
@@ -86,13 +95,13 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Pending[Tensor]:
     tensor = tensor.contiguous()
     out = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
     group.traffic.count(out.nbytes * (group.size - 1))
-    if group.in_pairs(tensor):
+    if group.sends_pairwise(tensor):
         leaving = tensor.view(group.size, *out.shape)
         coming = list(torch.empty_like(leaving))
         coming[group.index] = leaving[group.index]
         add = partial(sum_into, out, coming)
-        return to_each(out, leaving, coming, group, add, kind="reduce_scatter", like=out)
-    return collective(
+        return exchange_pairwise(out, leaving, coming, group, add, kind="reduce_scatter", like=out)
+    return start_collective(
         out,
         group,
         lambda: scatter_single(out, tensor, group=group.handle, async_op=True),
@@ -108,7 +117,7 @@ def all_to_all(tensor: Tensor, group: Group) -> Pending[Tensor]:
     tensor = tensor.contiguous()
     out = torch.empty_like(tensor)
     group.traffic.count(tensor.nbytes // group.size * (group.size - 1))
-    return collective(
+    return start_collective(
         out,
         group,
         lambda: dist.all_to_all_single(out, tensor, group=group.handle, async_op=True),
@@ -124,7 +133,7 @@ def sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
     out.copy_(total)
 
 
-def to_each(
+def exchange_pairwise(
     out: Tensor,
     leaving: Sequence[Tensor] | Tensor,
     coming: Sequence[Tensor] | Tensor,
@@ -140,21 +149,21 @@ def to_each(
 
     out: the result, ready after all transfers and the call of `last`.
     kind: name of the collective.
-    like: a tensor whose type and shape are the same on all ranks, for `Group.begin`.
+    like: a tensor whose type and shape are the same on all ranks, for `Group.check_collective`.
     """
-    group.begin(kind, like)
-    size = group.traffic.latest()
+    group.check_collective(kind, like)
+    size = group.traffic.take_latest()
     others = [(group.index + step) % group.size for step in range(1, group.size)]
     receives = [(there, coming[there]) for there in reversed(others) if coming[there].numel()]
     sends = [(there, leaving[there]) for there in others if leaving[there].numel()]
-    messages = _started_as_one(out, group, receives, sends, kind)
-    pending = Pending(out, too=messages, last=last, waits=group.traffic.waits, size=size)
+    messages = _start_batched(out, group, receives, sends, kind)
+    pending = Pending(out, too=messages, last=last, waits=group.traffic.collective_timer, size=size)
     if group.serial:
         pending.wait()
     return pending
 
 
-def _started_as_one(
+def _start_batched(
     out: Tensor,
     group: Group,
     receives: Sequence[tuple[int, Tensor]],
@@ -176,14 +185,14 @@ def _started_as_one(
         partial(dist.isend, tensor, group=group.handle, group_dst=rank) for rank, tensor in sends
     ]
     pending: Pending[Tensor] | None = None
-    if starts and group.in_groups(out):
-        starts = [partial(_grouped, starts, group, out.device)]
+    if starts and group.batches_messages(out):
+        starts = [partial(_batched_work, starts, group, out.device)]
     for start in starts:
-        pending = started(out, group, start, kind, pending)
+        pending = start_pending(out, group, start, kind, pending)
     return pending
 
 
-def _grouped(
+def _batched_work(
     starts: Sequence[Callable[[], dist.Work | None]], group: Group, device: torch.device
 ) -> dist.Work:
     """Start sends and receives of a group as one operation of NCCL, and return its work."""
@@ -195,7 +204,7 @@ def _grouped(
     return work
 
 
-def collective(
+def start_collective(
     out: Tensor,
     group: Group,
     start: Callable[[], dist.Work | None],
@@ -209,9 +218,11 @@ def collective(
     kind: its name.
     uneven: the shape of `out` differs between ranks.
     """
-    group.begin(kind, None if uneven else out)
+    group.check_collective(kind, None if uneven else out)
     traffic = group.traffic
-    pending = started(out, group, start, kind, waits=traffic.waits, size=traffic.latest())
+    pending = start_pending(
+        out, group, start, kind, waits=traffic.collective_timer, size=traffic.take_latest()
+    )
     if group.serial:
         pending.wait()
     return pending
@@ -222,33 +233,33 @@ def send(tensor: Tensor, link: Group, to: int | None = None) -> Pending[Tensor]:
     until the send is done."""
     link.traffic.count(tensor.nbytes)
     other = 1 - link.index if to is None else to
-    link.begin_message(tensor, link.index, other)
+    link.check_message(tensor, link.index, other)
     start = partial(dist.isend, tensor, group=link.handle, group_dst=other)
-    return started(tensor, link, start, "send", waits=link.traffic.messages)
+    return start_pending(tensor, link, start, "send", waits=link.traffic.message_timer)
 
 
 def receive(into: Tensor, link: Group, source: int | None = None) -> Pending[Tensor]:
     """Receive from the other rank of a link, or from rank `source` of any group, in the order in
     which it sends."""
     other = 1 - link.index if source is None else source
-    link.begin_message(into, other, link.index)
+    link.check_message(into, other, link.index)
     start = partial(dist.irecv, into, group=link.handle, group_src=other)
-    messages = link.traffic.messages
-    return started(into, link, start, "receive", waits=messages, size=into.nbytes)
+    messages = link.traffic.message_timer
+    return start_pending(into, link, start, "receive", waits=messages, size=into.nbytes)
 
 
-def pass_on(tensor: Tensor, into: Tensor, ring: Ring, *, back: bool = False) -> Pending[Tensor]:
+def shift_ring(tensor: Tensor, into: Tensor, ring: Ring, *, back: bool = False) -> Pending[Tensor]:
     """Send to the next rank of a ring of at least two and receive from the one before, or with
     `back` the other way round, as one operation. In a serial ring both are done when this
     returns."""
     group, tensor = ring.group, tensor.contiguous()
     to, source = (ring.before, ring.next) if back else (ring.next, ring.before)
-    group.begin("pass_on back" if back else "pass_on", None)
-    group.begin_message(tensor, group.index, to)
-    group.begin_message(into, source, group.index)
+    group.check_collective("shift_ring back" if back else "shift_ring", None)
+    group.check_message(tensor, group.index, to)
+    group.check_message(into, source, group.index)
     group.traffic.count(tensor.nbytes)
-    messages = _started_as_one(into, group, [(source, into)], [(to, tensor)], "pass_on")
-    pending = Pending(into, too=messages, waits=group.traffic.waits, size=into.nbytes)
+    messages = _start_batched(into, group, [(source, into)], [(to, tensor)], "shift_ring")
+    pending = Pending(into, too=messages, waits=group.traffic.collective_timer, size=into.nbytes)
     if group.serial:
         pending.wait()
     return pending
@@ -257,6 +268,142 @@ def pass_on(tensor: Tensor, into: Tensor, ring: Ring, *, back: bool = False) -> 
 def barrier(group: Group) -> None:
     """Wait until every rank of the group has called this. Raises `LostRanks` if one does not."""
     if group.handle is not None:
-        group.begin("barrier", None)
+        group.check_collective("barrier", None)
         start = partial(dist.barrier, group.handle, async_op=True)
-        started(None, group, start, "barrier", waits=group.traffic.waits).wait()
+        start_pending(None, group, start, "barrier", waits=group.traffic.collective_timer).wait()
+
+
+def own_part(flat: Tensor, group: Group) -> Tensor:
+    """Return this rank's part of `flat`, a view."""
+    length = len(flat) // group.size
+    return flat[group.index * length :][:length]
+
+
+def reduce_scatter_(flat: Tensor, group: Group, room: Tensor | None = None) -> Pending[Tensor]:
+    """Reduce-scatter in place: this rank's part becomes its sum over the ranks, and is the result.
+    The content of the other parts becomes undefined.
+
+    room: buffer for the parts that arrive on a CPU, with the length of all parts but one; None to
+    allocate it.
+    """
+    own = own_part(flat, group)
+    if group.handle is None:
+        return Pending(own)
+    group.traffic.count(own.nbytes * (group.size - 1))
+    if not group.sends_pairwise(flat):
+        return start_collective(
+            own,
+            group,
+            lambda: scatter_single(own, flat, group=group.handle, async_op=True),
+            "reduce_scatter",
+        )
+    parts = flat.view(group.size, -1)
+    arriving = list(torch.empty_like(parts[1:]) if room is None else room.view_as(parts[1:]))
+
+    def add() -> None:
+        for other in arriving:
+            own.add_(other)
+
+    coming = [*arriving[: group.index], own, *arriving[group.index :]]
+    return exchange_pairwise(own, parts, coming, group, add, kind="reduce_scatter", like=own)
+
+
+def all_gather_(flat: Tensor, group: Group) -> Pending[Tensor]:
+    """All-gather in place: fill each other part from its rank. The result is all of `flat`."""
+    if group.handle is None:
+        return Pending(flat)
+    own = own_part(flat, group)
+    group.traffic.count(own.nbytes * (group.size - 1))
+    if not group.sends_pairwise(flat):
+        return start_collective(
+            flat,
+            group,
+            lambda: gather_single(flat, own, group.handle, async_op=True),
+            "all_gather",
+        )
+    parts = flat.view(group.size, -1)
+    return exchange_pairwise(flat, [own] * group.size, parts, group, kind="all_gather", like=flat)
+
+
+def exchange_messages(messages: Tensor, group: Group) -> Pending[Tensor]:
+    """Send one message to each other rank and receive one from each. `messages` and the result are
+    [size - 1, ...], in the order of ranks without this one."""
+    if group.handle is None:
+        return Pending(messages)
+    out = torch.empty_like(messages)
+    splits = [int(other != group.index) for other in range(group.size)]
+    group.traffic.count(messages.nbytes)
+    return start_collective(
+        out,
+        group,
+        lambda: dist.all_to_all_single(
+            out, messages, splits, splits, group=group.handle, async_op=True
+        ),
+        "exchange",
+    )
+
+
+def all_to_all_uneven(
+    parts: Tensor, leaving: Sequence[int], coming: Sequence[int], group: Group
+) -> Pending[Tensor]:
+    """Exchange parts of any sizes: the first leaving[0] rows of `parts` go to rank 0 of the group,
+    and so on. The first coming[0] rows of the result come from rank 0, and so on."""
+    if group.handle is None:
+        return Pending(parts)
+    parts = parts.contiguous()
+    out = parts.new_empty((sum(coming), *parts.shape[1:]))
+    size = parts.nbytes // max(1, len(parts))
+    group.traffic.count((len(parts) - leaving[group.index]) * size)
+    group.check_parts(parts, leaving, coming)
+    return start_collective(
+        out,
+        group,
+        lambda: dist.all_to_all_single(
+            out, parts, list(coming), list(leaving), group.handle, async_op=True
+        ),
+        "all_to_all",
+        uneven=True,
+    )
+
+
+def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
+    """Gather the tensors of all ranks, concatenated. That of rank i has sizes[i] rows."""
+    if group.handle is None:
+        return Pending(tensor)
+    tensor = tensor.contiguous()
+    out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
+    parts = list(out.split(list(sizes)))
+    group.traffic.count(tensor.nbytes * (group.size - 1))
+    if not group.sends_pairwise(tensor):
+        return start_collective(
+            out,
+            group,
+            lambda: dist.all_gather(parts, tensor, group.handle, async_op=True),
+            "all_gather",
+        )
+    parts[group.index].copy_(tensor)
+    return exchange_pairwise(out, [tensor] * group.size, parts, group, kind="all_gather", like=out)
+
+
+def reduce_scatter_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
+    """Sum the tensors of all ranks; the result is this rank's part. The first sizes[0] rows belong
+    to rank 0, and so on."""
+    if group.handle is None:
+        return Pending(tensor)
+    tensor = tensor.contiguous()
+    leaving = list(tensor.split(list(sizes)))
+    own = leaving[group.index]
+    out = torch.empty_like(own)
+    group.traffic.count(tensor.nbytes - own.nbytes)
+    if not group.sends_pairwise(tensor):
+        return start_collective(
+            out,
+            group,
+            lambda: dist.reduce_scatter(out, leaving, group=group.handle, async_op=True),
+            "reduce_scatter",
+            uneven=True,
+        )
+    coming = [torch.empty_like(own) for _ in leaving]
+    coming[group.index] = own
+    add = partial(sum_into, out, coming)
+    return exchange_pairwise(out, leaving, coming, group, add, kind="reduce_scatter", like=tensor)

@@ -18,25 +18,27 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from megaframe.distributed.rank_progress import Place
+from megaframe.distributed.rank_progress import RankProgress
 from megaframe.errors import CollectiveMismatch
 
-_KEPT = 512
+_STORED_ENTRIES = 512
 """Entries of a group or of a pair of ranks to keep in the store; members are never this many
 operations apart."""
-_COMM = Path(__file__).parent
-_ROOT = _COMM.parent.parent
+_PACKAGE = Path(__file__).parent
+_ROOT = _PACKAGE.parent.parent
 
 
-class Order:
+class DesyncCheck:
     """This rank's side of the comparison. store: shared by all ranks."""
 
-    def __init__(self, store: Store, rank: int, place: Place) -> None:
+    def __init__(self, store: Store, rank: int, progress: RankProgress) -> None:
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        self._rank, self._place = rank, place
+        self._rank, self._progress = rank, progress
         self._begun: Counter[str] = Counter()
 
-    def begin(self, group: str, axes: str, kind: str, tensor: Tensor | None, first: bool) -> None:
+    def check_collective(
+        self, group: str, axes: str, kind: str, tensor: Tensor | None, first: bool
+    ) -> None:
         """Compare a collective that this rank is about to start on a group.
 
         group: the name of the group, the same on all members.
@@ -47,15 +49,15 @@ class Order:
         Raises `CollectiveMismatch` if a member has started something else.
         """
         # All members are in the same action when they start a collective.
-        what = "any shape" if tensor is None else described(tensor.dtype, tensor.shape)
-        terms = [kind, what, self._place.action]
+        what = "any shape" if tensor is None else describe_tensor(tensor.dtype, tensor.shape)
+        terms = [kind, what, self._progress.action]
         self._compare(group, axes, f"{kind} of {what}", terms, first)
 
-    def begin_message(self, group: str, axes: str, what: str, source: int, target: int) -> None:
+    def check_message(self, group: str, axes: str, what: str, source: int, target: int) -> None:
         """Compare a send or a receive between the ranks `source` and `target`, one of which is this
         rank, with the other end.
 
-        what: type and shape. For the other arguments see `begin`.
+        what: type and shape. For the other arguments see `check_collective`.
         Raises `CollectiveMismatch` if the other end expects a message of another type or shape, or
         at another place between the collectives of the group.
         """
@@ -80,13 +82,13 @@ class Order:
         """
         number = self._begun[channel]
         self._begun[channel] += 1
-        action = self._place.action
-        call += f" in action {action}" * bool(action) + f" at {_line()}"
+        action = self._progress.action
+        call += f" in action {action}" * bool(action) + f" at {_call_site()}"
         mine = json.dumps([terms, self._rank, call])
         key = f"order/{channel}/{number}"
         theirs = self._store.compare_set(key, "", mine).decode()
-        if first and number >= _KEPT:
-            self._store.delete_key(f"order/{channel}/{number - _KEPT}")
+        if first and number >= _STORED_ENTRIES:
+            self._store.delete_key(f"order/{channel}/{number - _STORED_ENTRIES}")
         other, rank, started = json.loads(theirs)
         if other != list(terms):
             raise CollectiveMismatch(
@@ -96,15 +98,15 @@ class Order:
             )
 
 
-def described(dtype: torch.dtype, shape: Sequence[int]) -> str:
+def describe_tensor(dtype: torch.dtype, shape: Sequence[int]) -> str:
     """Return type and shape in words: `torch.float32 [4, 8]`."""
     return f"{dtype} {[*shape]}"
 
 
-def _line() -> str:
+def _call_site() -> str:
     """Return file and line of the call into this package, relative to the project."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == _COMM:
+    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == _PACKAGE:
         frame = frame.f_back
     path = Path(frame.f_code.co_filename)
     inside = path.is_relative_to(_ROOT)

@@ -32,7 +32,7 @@ _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 (c10/core/impl/alloc_cpu.cpp). A user who sets it to 0 keeps small ones."""
 
 
-def launched(name: str, default: int, least: int = 0) -> int:
+def read_launcher_number(name: str, default: int, least: int = 0) -> int:
     """Return a number from the environment that a launcher has set. Raises `UserError` if it is not
     a whole number from `least` on."""
     text = os.environ.get(name, str(default))
@@ -44,7 +44,7 @@ def launched(name: str, default: int, least: int = 0) -> int:
     return int(text)
 
 
-def device_of(wanted: str) -> torch.device:
+def select_device(wanted: str) -> torch.device:
     """Return the torch device of this process and make it current.
 
     wanted: `cpu`, `cuda` or `auto` (a GPU for each local rank), or `shared` (the first GPU for all
@@ -55,7 +55,7 @@ def device_of(wanted: str) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        reason = unusable_gpu()
+        reason = explain_unusable_gpu()
         if wanted == "cuda":
             why = f": {reason}" if reason else ""
             raise UserError(
@@ -67,7 +67,7 @@ def device_of(wanted: str) -> torch.device:
                 f"{reason}; or use run.device=cpu to train on the CPU"
             )
         return torch.device("cpu")
-    local, count = launched("LOCAL_RANK", 0), torch.cuda.device_count()
+    local, count = read_launcher_number("LOCAL_RANK", 0), torch.cuda.device_count()
     if wanted == "shared":
         local = 0
     if local >= count:
@@ -81,9 +81,9 @@ def device_of(wanted: str) -> torch.device:
     return device
 
 
-def unusable_gpu(root: Path = Path("/")) -> str | None:
+def explain_unusable_gpu(root: Path = Path("/")) -> str | None:
     """Return why torch cannot use a GPU that this machine has, and what to do; None if the machine
-    has none, or if the user hides it (`hidden_gpu`).
+    has none, or if the user hides it (`explain_hidden_gpu`).
 
     Only device files count: a driver alone may be that of the host of a container, which was given
     none of its GPUs. Call it if torch sees no GPU.
@@ -91,8 +91,8 @@ def unusable_gpu(root: Path = Path("/")) -> str | None:
     Args:
         root: the root of the file system.
     """
-    makers = list(_makers(root))
-    if not makers or _hiding() is not None:
+    makers = list(_gpu_makers(root))
+    if not makers or _hiding_variable() is not None:
         return None
     version = torch.__version__
     built = {"NVIDIA": torch.version.cuda, "AMD": torch.version.hip}
@@ -103,7 +103,7 @@ def unusable_gpu(root: Path = Path("/")) -> str | None:
             f"torch {version} is built for {other or 'CPUs only'}, and this is a GPU of "
             f"{makers[0]}; install torch's {kind} build (pytorch.org/get-started)"
         )
-    driver, cuda = _driver(root), torch.version.cuda
+    driver, cuda = _driver_version(root), torch.version.cuda
     if "NVIDIA" in makers and driver and cuda:
         least = _DRIVERS.get(int(cuda.partition(".")[0]), max(_DRIVERS.values()))
         if int(driver.partition(".")[0]) < least:
@@ -111,17 +111,17 @@ def unusable_gpu(root: Path = Path("/")) -> str | None:
                 f"the NVIDIA driver {driver} is too old for CUDA {cuda} of torch {version}, which "
                 f"needs driver {least} or later; install one, or a torch built with an older CUDA"
             )
-    return f"torch {version} cannot start it: {_torch_says()}"
+    return f"torch {version} cannot start it: {_torch_error()}"
 
 
-def hidden_gpu(root: Path = Path("/")) -> str | None:
+def explain_hidden_gpu(root: Path = Path("/")) -> str | None:
     """Return why a run uses the CPU beside a GPU that torch is not meant to see, or None: the user
     hides it by a variable, or only its driver is here, as in a container without GPUs. root: as for
-    `unusable_gpu`."""
-    hiding = _hiding()
-    if hiding is not None and any(_makers(root)):
+    `explain_unusable_gpu`."""
+    hiding = _hiding_variable()
+    if hiding is not None and any(_gpu_makers(root)):
         return f"{hiding}={os.environ[hiding]} hides the GPUs of this machine"
-    if not any(_makers(root)) and (driver := _driver(root)):
+    if not any(_gpu_makers(root)) and (driver := _driver_version(root)):
         return (
             f"the NVIDIA driver {driver} is loaded, but there is no GPU among the devices; a "
             "container needs to be given GPUs (docker run --gpus all)"
@@ -132,7 +132,7 @@ def hidden_gpu(root: Path = Path("/")) -> str | None:
 _MAKER = {"CUDA": "NVIDIA", "ROCm": "AMD"}
 
 
-def _makers(root: Path) -> Iterator[str]:
+def _gpu_makers(root: Path) -> Iterator[str]:
     """Yield the makers of GPUs whose device files are there. In WSL NVIDIA's is `dxg`, next to a
     library of the driver."""
     if any(re.fullmatch(r"nvidia\d+", path.name) for path in root.glob("dev/nvidia*")) or (
@@ -143,12 +143,12 @@ def _makers(root: Path) -> Iterator[str]:
         yield "AMD"
 
 
-def _hiding() -> str | None:
+def _hiding_variable() -> str | None:
     """Return the variable with which the user hides all GPUs, or None."""
     return next((name for name in _HIDING if os.environ.get(name) in ("", "-1", "none")), None)
 
 
-def _driver(root: Path) -> str | None:
+def _driver_version(root: Path) -> str | None:
     """Return the version of the loaded NVIDIA driver, or None."""
     try:
         text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8")
@@ -158,7 +158,7 @@ def _driver(root: Path) -> str | None:
     return found[1] if found else None
 
 
-def _torch_says() -> str:
+def _torch_error() -> str:
     """Return why torch cannot initialise CUDA, in the first line of its own words."""
     try:
         torch.cuda.init()
@@ -169,7 +169,7 @@ def _torch_says() -> str:
 
 def host_memory(root: Path = Path("/")) -> int:
     """Return the bytes of this machine's memory, or of its container's limit if that is less. root:
-    as for `unusable_gpu`."""
+    as for `explain_unusable_gpu`."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # ValueError: there is no limit
@@ -177,7 +177,7 @@ def host_memory(root: Path = Path("/")) -> int:
     return found
 
 
-def brought(x: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return x on a device. A copy to a GPU goes through pinned memory, because the host would wait
     for a copy from pageable memory."""
     if device.type == "cuda":
@@ -185,7 +185,7 @@ def brought(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device, non_blocking=True)
 
 
-def be_deterministic() -> None:
+def set_deterministic() -> None:
     """Make torch use deterministic algorithms only. Call it before anything is created that reads
     this setting once, such as a cuBLAS handle or an NCCL group."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -212,7 +212,7 @@ def tune_host_allocator() -> None:
         mallopt(_TRIM_THRESHOLD, 128 << 20)
 
 
-def finish_before_others() -> None:
+def use_batch_scheduling() -> None:
     """On Linux, use batch scheduling, so that a process that wakes up waits until this one pauses
     or its time slice ends. Threads and processes that this thread starts later inherit the policy.
 

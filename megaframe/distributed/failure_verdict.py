@@ -1,5 +1,5 @@
-"""Hearing: what ranks tell each other through the store when one of them is lost or late, and how
-they agree on one verdict.
+"""Failure verdict: what ranks tell each other through the store when one of them is lost or late,
+and how they agree on one verdict.
 
 The store is one process, so the cost to it is what limits the number of ranks. Every rank writes a
 few short lines and then looks at one key, that of the verdict. One rank at a time, the judge, reads
@@ -16,69 +16,71 @@ from dataclasses import asdict, dataclass
 
 from torch.distributed import Store
 
-from megaframe.distributed.rank_progress import Sight
+from megaframe.distributed.rank_progress import RankStatus
 
-LOOKS = 16384
+MAX_REQUESTS_PER_SECOND = 16384
 """Requests per second with which all ranks together look at the store at most. A store answers
 several times as many (docs/guides/faults.md)."""
 _ALARM, _LOST, _ANSWERED, _VERDICT = "alarm", "lost", "answered", "verdict"
-_LEFT, _ALL_LEFT = "left", "all left"
+_READY, _ALL_READY = "left", "all left"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FailureVerdict:
     """Who is at fault and what to say about it; the same on every rank that can reach the store.
 
     late: the fault is that something took too long.
-    again: all ranks restart in their processes.
+    restart: all ranks restart in their processes.
     silent: those at fault that did not answer, for whom nobody waits.
     """
 
     ranks: tuple[int, ...]
     text: str
     late: bool = False
-    again: bool = False
+    restart: bool = False
     silent: tuple[int, ...] = ()
 
     def encode(self) -> str:
         """Return the verdict as text."""
-        runs = {"ranks": runs_of(self.ranks), "silent": runs_of(self.silent)}
+        runs = {"ranks": encode_ranks(self.ranks), "silent": encode_ranks(self.silent)}
         return json.dumps({**asdict(self), **runs})
 
     @staticmethod
-    def decode(text: str) -> Verdict:
+    def decode(text: str) -> FailureVerdict:
         """Return the verdict that `encode` made this text from."""
-        known = json.loads(text)
-        runs = {name: ranks_in(known[name]) for name in ("ranks", "silent")}
-        return Verdict(**{**known, **runs})
+        fields = json.loads(text)
+        runs = {name: decode_ranks(fields[name]) for name in ("ranks", "silent")}
+        return FailureVerdict(**{**fields, **runs})
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the ranks have told so far, as they wrote it: `Hearing.report` and `Hearing.answer`."""
+class FailureReports:
+    """What the ranks have written to the store so far, as text."""
 
-    reported: str = ""
-    answered: str = ""
+    losses: str = ""
+    statuses: str = ""
 
-    def reports(self) -> dict[int, Collection[int]]:
+    def decode_losses(self) -> dict[int, Collection[int]]:
         """Return the ranks that each rank lost, by the rank that has given up."""
-        known: dict[str, Collection[int]] = {}
+        decoded: dict[str, Collection[int]] = {}
         lost: dict[int, Collection[int]] = {}
-        for line in self.reported.splitlines():
+        for line in self.losses.splitlines():
             rank, runs = json.loads(line)
             text = str(runs)
-            if text not in known:
-                known[text] = ranks_in(runs)
-            lost[rank] = known[text]
+            if text not in decoded:
+                decoded[text] = decode_ranks(runs)
+            lost[rank] = decoded[text]
         return lost
 
-    def answers(self) -> dict[int, Sight]:
+    def decode_statuses(self) -> dict[int, RankStatus]:
         """Return what each rank that answers is doing."""
-        sights = map(Sight.decode, self.answered.splitlines())
-        return {sight.rank: sight for sight in sights}
+        statuses = map(RankStatus.decode, self.statuses.splitlines())
+        return {status.rank: status for status in statuses}
 
 
-def at_fault(lost: Mapping[int, Collection[int]], answered: Collection[int]) -> tuple[int, ...]:
+def blame_for_loss(
+    lost: Mapping[int, Collection[int]], answered: Collection[int]
+) -> tuple[int, ...]:
     """Return the ranks to blame, ascending: those that some rank lost and that reported no loss
     themselves. If any of these do not answer, only those. Empty if all lost ranks reported losses
     too, as in a network that is cut in two.
@@ -92,13 +94,13 @@ def at_fault(lost: Mapping[int, Collection[int]], answered: Collection[int]) -> 
     return tuple(sorted(suspected - set(answered) or suspected))
 
 
-def spaced(seconds: float, requests: int) -> float:
+def polling_interval(seconds: float, requests: int) -> float:
     """Return the seconds between two looks at the store: those given, or more if a look of all
-    ranks makes so many requests that they would exceed `LOOKS` per second."""
-    return max(seconds, requests / LOOKS)
+    ranks makes so many requests that they would exceed `MAX_REQUESTS_PER_SECOND` per second."""
+    return max(seconds, requests / MAX_REQUESTS_PER_SECOND)
 
 
-def runs_of(ranks: Iterable[int]) -> list[list[int]]:
+def encode_ranks(ranks: Iterable[int]) -> list[list[int]]:
     """Return ranks in ascending order as runs [first, step, number]. The groups of a layout have
     few runs, however many ranks they have."""
     runs: list[list[int]] = []
@@ -113,15 +115,15 @@ def runs_of(ranks: Iterable[int]) -> list[list[int]]:
     return runs
 
 
-def ranks_in(runs: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """Return the ranks that `runs_of` made these runs of."""
+def decode_ranks(runs: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """Return the ranks that `encode_ranks` made these runs of."""
     return tuple(
         rank for first, step, number in runs for rank in range(first, first + step * number, step)
     )
 
 
-class Hearing:
-    """One rank's access to what the ranks have told each other.
+class FailureStore:
+    """One rank's access to what the ranks tell each other through the store.
 
     store: used by nothing else, because others may block on theirs.
     """
@@ -129,59 +131,59 @@ class Hearing:
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self._store, self._rank, self._world = store, rank, world
 
-    def called(self) -> bool:
+    def is_alarmed(self) -> bool:
         """Return whether some rank was lost or is late, so that every rank is to answer."""
         return self._store.check([_ALARM])
 
-    def call(self) -> None:
+    def raise_alarm(self) -> None:
         """Ask every rank to answer."""
         self._store.set(_ALARM, "")
 
-    def report(self, lost: Collection[int]) -> None:
+    def report_loss(self, lost: Collection[int]) -> None:
         """Say that this rank has given up because it lost contact with other ranks."""
         # With itself, a rank reports the same as the other members of the group.
-        text = json.dumps([self._rank, runs_of({*lost, self._rank})])
+        text = json.dumps([self._rank, encode_ranks({*lost, self._rank})])
         self._append(_LOST, f"{text}\n")
-        self.call()
+        self.raise_alarm()
 
-    def answer(self, sight: Sight) -> None:
+    def report_status(self, status: RankStatus) -> None:
         """Say what this rank is doing. The last answer counts."""
-        self._append(_ANSWERED, sight.encode() + "\n")
+        self._append(_ANSWERED, status.encode() + "\n")
 
-    def is_judge(self, number: int) -> bool:
+    def try_become_judge(self, number: int) -> bool:
         """Return whether this rank judges in a round: it is the first to ask. Each rank may ask
         once per round."""
         return self._store.add(f"judge/{number}", 1) == 1
 
-    def told(self) -> Told:
-        """Return what all ranks have told so far. For the judge."""
-        return Told(self._read(_LOST), self._read(_ANSWERED))
+    def read_reports(self) -> FailureReports:
+        """Return what all ranks have written so far. For the judge."""
+        return FailureReports(self._read(_LOST), self._read(_ANSWERED))
 
-    def verdict(self) -> Verdict | None:
+    def read_verdict(self) -> FailureVerdict | None:
         """Return the verdict if there is one."""
         text = self._read(_VERDICT)
-        return Verdict.decode(text) if text else None
+        return FailureVerdict.decode(text) if text else None
 
-    def publish(self, mine: Verdict) -> Verdict:
+    def publish_verdict(self, mine: FailureVerdict) -> FailureVerdict:
         """Publish a verdict unless there is one. Returns the one that was published first."""
         text = mine.encode()
-        said = self._store.compare_set(_VERDICT, "", text).decode()
-        return Verdict.decode(said)
+        first = self._store.compare_set(_VERDICT, "", text).decode()
+        return FailureVerdict.decode(first)
 
-    def leave(self, verdict: Verdict) -> int:
+    def announce_exit(self, verdict: FailureVerdict) -> int:
         """Say that this rank is ready to end because of a verdict. Returns how many ranks are."""
-        left = self._store.add(_LEFT, int(self._rank not in verdict.silent))
-        if left == self._world - len(verdict.silent):
-            self._store.set(_ALL_LEFT, "")
-        return left
+        ready = self._store.add(_READY, int(self._rank not in verdict.silent))
+        if ready == self._world - len(verdict.silent):
+            self._store.set(_ALL_READY, "")
+        return ready
 
-    def left(self) -> int:
+    def count_ready(self) -> int:
         """Return how many ranks are ready to end. For rank 0."""
-        return self._store.add(_LEFT, 0)
+        return self._store.add(_READY, 0)
 
-    def all_left(self) -> bool:
+    def are_all_ready(self) -> bool:
         """Return whether all ranks but those at fault that did not answer are ready to end."""
-        return self._store.check([_ALL_LEFT])
+        return self._store.check([_ALL_READY])
 
     def _append(self, key: str, text: str) -> None:
         self._store.append(key, text)  # type: ignore[attr-defined]  # not in torch's stubs

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Done(dist.Work):
+class FinishedWork(dist.Work):
     """Work that is already done."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -26,35 +26,35 @@ class Done(dist.Work):
         return True
 
 
-class Alike(dist.ProcessGroup):
+class FakeGroup(dist.ProcessGroup):
     """Rank `index` of `size` ranks that all do the same."""
 
     def __init__(self, index: int, size: int) -> None:
         super().__init__(index, size)  # type: ignore[call-arg]  # the stubs know another one only
         self._arriving: dict[int, list[Tensor]] = {}
 
-    def allreduce(self, *given: Any, **options: Any) -> Done:
+    def allreduce(self, *given: Any, **options: Any) -> FinishedWork:
         """Leave the tensor as it is: a sum or maximum over equal tensors, up to a factor."""
-        return Done()
+        return FinishedWork()
 
-    def _allgather_base(self, out: Tensor, given: Tensor, opts: object = None) -> Done:
+    def _allgather_base(self, out: Tensor, given: Tensor, opts: object = None) -> FinishedWork:
         for part in out.chunk(self.size()):
             part.copy_(given)
-        return Done()
+        return FinishedWork()
 
-    def allgather(self, *given: Any, **options: Any) -> Done:
+    def allgather(self, *given: Any, **options: Any) -> FinishedWork:
         """Fill every part with this rank's tensor."""
         (parts,), (own,) = given[:2]
         for part in parts:
             _fill(part, own)
-        return Done()
+        return FinishedWork()
 
-    def _reduce_scatter_base(self, out: Tensor, given: Tensor, opts: object = None) -> Done:
-        return Done()
+    def _reduce_scatter_base(self, out: Tensor, given: Tensor, opts: object = None) -> FinishedWork:
+        return FinishedWork()
 
-    def reduce_scatter(self, *given: object) -> Done:
+    def reduce_scatter(self, *given: object) -> FinishedWork:
         """Do nothing: no code reads these sums."""
-        return Done()
+        return FinishedWork()
 
     def alltoall_base(
         self,
@@ -63,30 +63,30 @@ class Alike(dist.ProcessGroup):
         coming: list[int],
         leaving: list[int],
         opts: object = None,
-    ) -> Done:
+    ) -> FinishedWork:
         """Fill the part from each rank with what this rank sends to itself."""
         if not out.is_meta:
             even = [len(given) // self.size()] * self.size()
             own = given.split(leaving or even)[self.rank()]
             for part in out.split(coming or even):
                 _fill(part, own)
-        return Done()
+        return FinishedWork()
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Done:
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> FinishedWork:
         """Remember the tensor; it is filled when this rank sends to the same rank."""
         if not tensors[0].is_meta:
             self._arriving.setdefault(source, []).append(tensors[0])
-        return Done()
+        return FinishedWork()
 
-    def send(self, tensors: list[Tensor], target: int, tag: int) -> Done:
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> FinishedWork:
         """Fill all tensors that are to be received from `target` with the one sent."""
         for into in self._arriving.pop(target, []):
             _fill(into, tensors[0])
-        return Done()
+        return FinishedWork()
 
-    def barrier(self, opts: object = None) -> Done:
+    def barrier(self, opts: object = None) -> FinishedWork:
         """Return at once."""
-        return Done()
+        return FinishedWork()
 
 
 def _fill(into: Tensor, given: Tensor) -> None:

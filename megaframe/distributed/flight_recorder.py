@@ -1,8 +1,9 @@
-"""Flight record: what NCCL's flight recorder knows, written before the watch ends a rank.
+"""Flight recorder: what NCCL's flight recorder knows, written before the watchdog ends a rank.
 
 torch keeps the latest collectives of every rank and writes them when its own watchdog sees a
-timeout. The watch is earlier by design (`mesh._WATCHED`), so it asks for the record itself, in the
-format and under the name that torch's analyser takes: `torchfrtrace RUN/faults -p nccl-rank-`.
+timeout. Ours is earlier by design (`mesh._NCCL_EXTRA_SECONDS`), so it asks for the record itself,
+in the format and under the name that torch's analyser takes:
+`torchfrtrace RUN/faults -p nccl-rank-`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from torch._C import _distributed_c10d
 
-PREFIX = "nccl-rank-"
+RECORD_PREFIX = "nccl-rank-"
 """What the name of a record begins with; the rank follows, and nothing else, as torch demands."""
 _SECONDS = 10.0
 """After which a process that cannot be asked is ended. Reading the record queries CUDA's events
@@ -30,7 +31,7 @@ def write_flight_record(folder: Path, rank: int) -> str:
         return "no flight record: this torch has none of NCCL"
     if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
         return "no flight record: TORCH_FR_BUFFER_SIZE=0"
-    path = folder / f"{PREFIX}{rank}"
+    path = folder / f"{RECORD_PREFIX}{rank}"
     faulthandler.dump_traceback_later(_SECONDS, exit=True)
     try:
         record = dump(includeCollectives=True, includeStackTraces=True, onlyActive=False)
@@ -40,10 +41,11 @@ def write_flight_record(folder: Path, rank: int) -> str:
         return f"no flight record: {(str(error).splitlines() or [''])[0]}"
     finally:
         faulthandler.cancel_dump_traceback_later()
-    return f"flight record in {path}; torchfrtrace {folder} -p {PREFIX} compares those of all ranks"
+    command = f"torchfrtrace {folder} -p {RECORD_PREFIX}"
+    return f"flight record in {path}; {command} compares those of all ranks"
 
 
-def forget_flights() -> None:
+def reset_flight_recorder() -> None:
     """Empty the flight recorder, because new groups count their collectives from the beginning."""
     reset = getattr(_distributed_c10d, "_reset_fr_recording_nccl", None)
     if reset is not None:

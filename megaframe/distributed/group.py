@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from megaframe.distributed.desync_check import Order, described
-from megaframe.distributed.rank_progress import Place
+from megaframe.distributed.desync_check import DesyncCheck, describe_tensor
+from megaframe.distributed.rank_progress import RankProgress
 from megaframe.distributed.traffic import Traffic
 
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,9 +25,10 @@ class Group:
     handle: torch's process group, None if the group is this rank alone.
     serial: finish every collective before its call returns.
     traffic: counts bytes, and says what waits are charged to.
-    place: records every wait.
-    order: compares what the ranks start; None to compare nothing.
-    ferried: the handle is a `Ferry`, which supports the collectives of GPUs for host tensors too.
+    progress: records every wait.
+    desync_check: compares what the ranks start; None to compare nothing.
+    host_staged: the handle is a `HostStagedGroup`, which has the collectives of GPUs for host
+    tensors too.
     control: for small values. A rank connects to few of the others, and only when it sends to them.
     steps: the groups over which these ranks exchange parts one after the other; empty: all at once.
     """
@@ -38,9 +39,9 @@ class Group:
     handle: dist.ProcessGroup | None
     serial: bool = False
     traffic: Traffic = field(default_factory=Traffic)
-    place: Place = field(default_factory=Place)
-    order: Order | None = None
-    ferried: bool = False
+    progress: RankProgress = field(default_factory=RankProgress)
+    desync_check: DesyncCheck | None = None
+    host_staged: bool = False
     control: bool = False
     steps: tuple[Group, ...] = ()
 
@@ -54,39 +55,41 @@ class Group:
         """All ranks but this one."""
         return self.ranks[: self.index] + self.ranks[self.index + 1 :]
 
-    def in_pairs(self, tensor: Tensor) -> bool:
+    def sends_pairwise(self, tensor: Tensor) -> bool:
         """Return whether all-gather and reduce-scatter of this tensor are made of messages between
         all pairs of ranks."""
-        return tensor.device.type == "cpu" and not self.ferried and not self.control
+        return tensor.device.type == "cpu" and not self.host_staged and not self.control
 
-    def in_groups(self, tensor: Tensor) -> bool:
+    def batches_messages(self, tensor: Tensor) -> bool:
         """Return whether several sends and receives of such tensors are one operation, as in a
         group of NCCL's calls."""
-        return tensor.is_cuda and not self.ferried
+        return tensor.is_cuda and not self.host_staged
 
-    def begin(self, kind: str, tensor: Tensor | None) -> None:
+    def check_collective(self, kind: str, tensor: Tensor | None) -> None:
         """Call before starting a collective, so that ranks can be compared.
 
         kind: its name.
         tensor: a tensor whose type and shape must be the same on all ranks; None for any shape.
         Raises `CollectiveMismatch` if ranks are compared and differ.
         """
-        if self.order is not None and self.handle is not None:
-            self.order.begin(self.handle.group_name, self._over, kind, tensor, self.index == 0)
+        if self.desync_check is not None and self.handle is not None:
+            self.desync_check.check_collective(
+                self.handle.group_name, self._over, kind, tensor, self.index == 0
+            )
 
-    def begin_message(self, tensor: Tensor, source: int, target: int) -> None:
+    def check_message(self, tensor: Tensor, source: int, target: int) -> None:
         """Call before starting a send or a receive, so that both ends can be compared.
 
         tensor: what is sent, or where it is received; type and shape must be the same.
         source, target: indices of the ranks, one of which is this rank.
         Raises `CollectiveMismatch` if ranks are compared and differ.
         """
-        if self.order is not None and self.handle is not None:
+        if self.desync_check is not None and self.handle is not None:
             ends = self.ranks[source], self.ranks[target]
-            name, what = self.handle.group_name, described(tensor.dtype, tensor.shape)
-            self.order.begin_message(name, self._over, what, *ends)
+            name, what = self.handle.group_name, describe_tensor(tensor.dtype, tensor.shape)
+            self.desync_check.check_message(name, self._over, what, *ends)
 
-    def begin_parts(self, tensor: Tensor, leaving: Sequence[int], coming: Sequence[int]) -> None:
+    def check_parts(self, tensor: Tensor, leaving: Sequence[int], coming: Sequence[int]) -> None:
         """Call before starting an exchange of parts of any sizes, so that both ends of each part
         can be compared.
 
@@ -94,14 +97,14 @@ class Group:
         leaving, coming: rows of the part to and from each rank.
         Raises `CollectiveMismatch` if ranks are compared and differ.
         """
-        if self.order is None or self.handle is None:
+        if self.desync_check is None or self.handle is None:
             return
         me, name = self.ranks[self.index], self.handle.group_name
         for other, out, home in zip(self.ranks, leaving, coming, strict=True):
             for rows, ends in ((out, (me, other)), (home, (other, me))):
-                what = described(tensor.dtype, (rows, *tensor.shape[1:]))
+                what = describe_tensor(tensor.dtype, (rows, *tensor.shape[1:]))
                 if other != me:
-                    self.order.begin_message(name, self._over, what, *ends)
+                    self.desync_check.check_message(name, self._over, what, *ends)
 
     @property
     def _over(self) -> str:
@@ -115,7 +118,7 @@ ALONE = Group((), (0,), 0, None)
 @dataclass(frozen=True)
 class Ring:
     """A ring of ranks: this rank's index, their number, and the group of all of them, which is
-    one group because a rank sends and receives in one operation (`pass_on`)."""
+    one group because a rank sends and receives in one operation (`shift_ring`)."""
 
     index: int = 0
     size: int = 1
@@ -131,5 +134,5 @@ class Ring:
         """Index in the group of the rank before this one."""
         return self._at(self.index - 1)
 
-    def _at(self, place: int) -> int:
-        return place % self.size
+    def _at(self, offset: int) -> int:
+        return offset % self.size

@@ -18,7 +18,7 @@ from torch import Tensor
 from megaframe.distributed.group import gather_single, scatter_single
 
 
-class Crossing(dist.Work):
+class HostStagedWork(dist.Work):
     """Work of gloo on host tensors, whose results `wait` then copies to their destination.
 
     coming: (destination, host tensor) of each result.
@@ -41,7 +41,7 @@ class Crossing(dist.Work):
         return self._work.is_completed()
 
 
-class Ferry(dist.ProcessGroup):
+class HostStagedGroup(dist.ProcessGroup):
     """The ranks of the gloo group `over`. Only those forms of torch's collectives are implemented
     that this package calls."""
 
@@ -54,46 +54,46 @@ class Ferry(dist.ProcessGroup):
         """The name of the gloo group."""
         return self._over.group_name
 
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> Crossing:  # type: ignore[override]
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> HostStagedWork:  # type: ignore[override]
         """Reduce one tensor in place."""
         (tensor,) = tensors
-        host = _leaving(tensor)
+        host = _copy_to_host(tensor)
         work = dist.all_reduce(host, opts.reduceOp, self._over, async_op=True)
-        return Crossing(work, [(tensor, host)])
+        return HostStagedWork(work, [(tensor, host)])
 
-    def all_gather_single(self, out: Tensor, given: Tensor, opts: object = None) -> Crossing:
+    def all_gather_single(self, out: Tensor, given: Tensor, opts: object = None) -> HostStagedWork:
         """Gather parts of equal size into one tensor."""
-        host, own = _arriving(out), _leaving(given)
+        host, own = _empty_on_host(out), _copy_to_host(given)
         work = gather_single(host, own, self._over, async_op=True)
-        return Crossing(work, [(out, host)])
+        return HostStagedWork(work, [(out, host)])
 
     def allgather(  # type: ignore[override]
         self, outs: list[list[Tensor]], given: list[Tensor], opts: object
-    ) -> Crossing:
+    ) -> HostStagedWork:
         """Gather parts of any sizes, by gloo's all-to-all, its only collective that allows them."""
         (parts,), (own,) = outs, given
         coming, leaving = [part.numel() for part in parts], [own.numel()] * self.size()
-        flat = _leaving(own).flatten().repeat(self.size())
+        flat = _copy_to_host(own).flatten().repeat(self.size())
         whole = flat.new_empty(sum(coming))
         work = dist.all_to_all_single(whole, flat, coming, leaving, self._over, async_op=True)
         found = zip(parts, whole.split(coming), strict=True)
-        return Crossing(work, [(part, flat.view_as(part)) for part, flat in found])
+        return HostStagedWork(work, [(part, flat.view_as(part)) for part, flat in found])
 
-    def reduce_scatter_single(self, out: Tensor, given: Tensor, opts: Any) -> Crossing:
+    def reduce_scatter_single(self, out: Tensor, given: Tensor, opts: Any) -> HostStagedWork:
         """Sum, and scatter parts of equal size."""
-        host, all_of_it = _arriving(out), _leaving(given)
+        host, all_of_it = _empty_on_host(out), _copy_to_host(given)
         work = scatter_single(host, all_of_it, opts.reduceOp, self._over, async_op=True)
-        return Crossing(work, [(out, host)])
+        return HostStagedWork(work, [(out, host)])
 
     def reduce_scatter(  # type: ignore[override]
         self, outs: list[Tensor], given: list[list[Tensor]], opts: Any
-    ) -> Crossing:
+    ) -> HostStagedWork:
         """Sum, and scatter parts of any sizes, by an all-reduce of all parts."""
         (out,), (parts,) = outs, given
-        flat = torch.cat([_leaving(part).flatten() for part in parts])
+        flat = torch.cat([_copy_to_host(part).flatten() for part in parts])
         work = dist.all_reduce(flat, opts.reduceOp, self._over, async_op=True)
         found = flat.split([part.numel() for part in parts])[self.rank()]
-        return Crossing(work, [(out, found.view_as(out))])
+        return HostStagedWork(work, [(out, found.view_as(out))])
 
     def all_to_all_single(
         self,
@@ -102,44 +102,44 @@ class Ferry(dist.ProcessGroup):
         coming: list[int],
         leaving: list[int],
         opts: object = None,
-    ) -> Crossing:
+    ) -> HostStagedWork:
         """Exchange parts with the given sizes, or of equal size if the lists are empty."""
-        host, own = _arriving(out), _leaving(given)
+        host, own = _empty_on_host(out), _copy_to_host(given)
         work = dist.all_to_all_single(
             host, own, coming or None, leaving or None, self._over, async_op=True
         )
-        return Crossing(work, [(out, host)])
+        return HostStagedWork(work, [(out, host)])
 
     # The names before torch 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
-    def send(self, tensors: list[Tensor], target: int, tag: int) -> Crossing:
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> HostStagedWork:
         """Send to one rank."""
         (tensor,) = tensors
-        work = dist.isend(_leaving(tensor), group=self._over, group_dst=target, tag=tag)
+        work = dist.isend(_copy_to_host(tensor), group=self._over, group_dst=target, tag=tag)
         assert work is not None, "this rank is one of the group's"
-        return Crossing(work)
+        return HostStagedWork(work)
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Crossing:
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> HostStagedWork:
         """Receive from one rank."""
         (tensor,) = tensors
-        host = _arriving(tensor)
+        host = _empty_on_host(tensor)
         work = dist.irecv(host, group=self._over, group_src=source, tag=tag)
         assert work is not None, "this rank is one of the group's"
-        return Crossing(work, [(tensor, host)])
+        return HostStagedWork(work, [(tensor, host)])
 
-    def barrier(self, opts: object = None) -> Crossing:
+    def barrier(self, opts: object = None) -> HostStagedWork:
         """Wait for all ranks of the group."""
-        return Crossing(dist.barrier(self._over, async_op=True))
+        return HostStagedWork(dist.barrier(self._over, async_op=True))
 
 
-def _leaving(tensor: Tensor) -> Tensor:
+def _copy_to_host(tensor: Tensor) -> Tensor:
     """Return a copy on the host, also if the tensor is already there."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _arriving(like: Tensor) -> Tensor:
+def _empty_on_host(like: Tensor) -> Tensor:
     """Return an empty host tensor of the same shape and type."""
     return torch.empty(like.shape, dtype=like.dtype)

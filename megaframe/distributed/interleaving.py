@@ -1,4 +1,4 @@
-"""Turns: two pieces of work, one of which computes while the other waits for a transfer.
+"""Interleaving: two pieces of work, one of which computes while the other waits for a transfer.
 
 They never run at the same time, and each hands over at fixed points of its work, whatever has
 arrived. All ranks therefore start their transfers in the same order, and results do not depend on
@@ -18,73 +18,78 @@ HandOver = Callable[[], None]
 """Lets the other piece of work continue. Returns when that hands over in turn or is done."""
 
 
-class Turn:
-    """Called by layers before they wait for a transfer. Does nothing unless other work runs beside
-    them."""
+class InterleaveHook:
+    """Called by layers before they wait for a transfer. Does nothing unless other work is
+    interleaved with theirs.
+
+    switch: lets the other piece of work continue; None if there is none.
+    """
 
     def __init__(self) -> None:
-        self.hand_over: HandOver | None = None
+        self.switch: HandOver | None = None
 
-    def pass_on(self) -> None:
+    def hand_over(self) -> None:
         """Let the other piece of work continue, if there is one."""
-        if self.hand_over is not None:
-            self.hand_over()
+        if self.switch is not None:
+            self.switch()
 
 
-class Pair:
+class InterleavedRunner:
     """Runs two pieces of work in turns, the second one in a thread of its own, which is reused."""
 
     def run(self, first: Callable[[HandOver], None], second: Callable[[HandOver], None]) -> None:
         """Return when both are done. Raises what either raises, once the other has ended."""
-        baton = _Baton()
-        beside = self._thread.submit(baton.work, 1, second)
+        turns = _Alternation()
+        result = self._thread.submit(turns.work, 1, second)
         try:
-            baton.work(0, first)
+            turns.work(0, first)
         finally:
-            beside.result()
+            result.result()
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
         # Two settings belong to each thread: how many threads an operator uses, which determines
         # the order of sums, and the GPU that is used if none is named.
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        given = torch.get_num_threads(), gpu
-        return ThreadPoolExecutor(1, "beside", initializer=_like_another, initargs=given)
+        settings = torch.get_num_threads(), gpu
+        return ThreadPoolExecutor(
+            1, "interleaved", initializer=_set_thread_settings, initargs=settings
+        )
 
 
-def _like_another(threads: int, gpu: int | None) -> None:
-    """Give this thread the same number of operator threads and current GPU as another one."""
+def _set_thread_settings(threads: int, gpu: int | None) -> None:
+    """Set the number of operator threads and the current GPU of this thread."""
     torch.set_num_threads(threads)
     if gpu is not None:
         torch.cuda.set_device(gpu)
 
 
-class _Baton:
-    """Only the holder of the baton works."""
+class _Alternation:
+    """Only one of two threads, 0 and 1, works at a time; 0 begins."""
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._holder = 0
+        self._turn = 0
         self._working = {0, 1}
 
-    def work(self, me: int, what: Callable[[HandOver], None]) -> None:
-        self._wait(me)
+    def work(self, thread: int, work: Callable[[HandOver], None]) -> None:
+        self._await_turn(thread)
         try:
-            what(lambda: self._hand_over(me))
+            work(lambda: self._hand_over(thread))
         finally:
             with self._changed:
-                self._working.discard(me)
-                self._holder = 1 - me
+                self._working.discard(thread)
+                self._turn = 1 - thread
                 self._changed.notify_all()
 
-    def _hand_over(self, me: int) -> None:
-        if 1 - me not in self._working:
+    def _hand_over(self, thread: int) -> None:
+        if 1 - thread not in self._working:
             return
         with self._changed:
-            self._holder = 1 - me
+            self._turn = 1 - thread
             self._changed.notify_all()
-        self._wait(me)
+        self._await_turn(thread)
 
-    def _wait(self, me: int) -> None:
+    def _await_turn(self, thread: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._holder == me)
+            self._changed.wait_for(lambda: self._turn == thread)

@@ -1,10 +1,10 @@
-"""Communicators: the NCCL communicators of one mesh, how a rank learns that one has failed, and the
-way to end their transfers so that the ranks can restart in their processes.
+"""NCCL communicators of one mesh: how they are made and connected, how a rank learns that one has
+failed, and how their transfers are ended so that the ranks can restart in their processes.
 
 Over NCCL the device waits for other ranks and not the host. `abort` makes the kernels that wait
 return, whatever they have not received yet. Nothing tells the host that what follows them is
-computed from it. Therefore `Place.ended` is set before, and ends the work of the host at its next
-transfer.
+computed from it. Therefore `RankProgress.transfers_ended` is set before, and ends the work of the
+host at its next transfer.
 
 An abort of one communicator frees device memory, which waits for all kernels of the device, those
 of other communicators too (pytorch/pytorch issue 119797). So all must have been told to end before
@@ -19,65 +19,129 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from queue import Empty, SimpleQueue
 
 import torch
 import torch.distributed as dist
 
-_SECONDS = 20.0
+from megaframe.distributed.collectives import Group, Ring, all_to_all, receive, send, shift_ring
+from megaframe.distributed.nccl_settings import NcclSettings
+from megaframe.errors import UserError
+
+Ranks = tuple[int, ...]
+_ABORT_SECONDS = 20.0
 """Within which NCCL must have aborted all communicators, and the device must have finished what is
 in its queue. NCCL's proxy threads look for an abort every few milliseconds."""
-_SETTINGS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
-}
-"""What torch's own watchdogs would do when a communicator fails: end the process, write the flight
-record (and end the process afterwards, or keep its group for 8 minutes), and block the group for
-four times the last of these. The watch does the first two (torch 2.13, `Watchdog::runLoop` and
-`HeartbeatMonitor::runLoop` in ProcessGroupNCCL.cpp)."""
 
 
-def allow_abort() -> None:
-    """Tell torch to leave it to this process what happens when a communicator fails. Call this
-    before process groups are made. Values that the environment already has are kept."""
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
+class NcclCommunicators:
+    """The NCCL communicators of a mesh on one device, in the order in which they were made.
 
+    settings: what is set for all of them.
+    timeout: seconds that a transfer may take before torch gives it up.
+    """
 
-def abortable() -> bool:
-    """Return whether torch leaves failed communicators to this process."""
-    return all(
-        os.environ.get(name) == value
-        for name, value in _SETTINGS.items()
-        if name != "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
-    )
-
-
-class Communicators:
-    """The NCCL communicators of a mesh on one device, in the order in which they were made."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, settings: NcclSettings, device: torch.device, timeout: float) -> None:
+        self.settings = settings
+        self._device, self._timeout = device, timeout
         self._handles: list[dist.ProcessGroup] = []
         self._aborting = threading.Lock()
-        self._wrong: str | None = None
+        self._abort_failure: str | None = None
 
-    def add(self, handle: dist.ProcessGroup) -> None:
-        """Add a process group over NCCL."""
+    def start(self, store: dist.Store, rank: int, world: int) -> None:
+        """Make torch's default group, from whose communicator the others are split.
+
+        Args:
+            store: Shared by all ranks.
+            rank: That of this process.
+            world: The number of ranks.
+        """
+        options = self._options()
+        dist.init_process_group(
+            "nccl",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=options._timeout,
+            pg_options=options,
+            device_id=self._device,
+        )
+        _bind(None)
+
+    def split(self, members: Sequence[Ranks], name: str) -> dist.ProcessGroup | None:
+        """Split the default group's communicator into one for each tuple of ranks, of which no two
+        have a rank in common. All ranks of the world must call this.
+
+        It takes one call of `ncclCommSplit`, where `dist.new_group` would need one for each tuple.
+        The name of a group depends on how many groups a rank has (`_hash_ranks_to_str` in torch's
+        distributed_c10d.py), so all ranks must be in equally many: those over axes are.
+
+        Args:
+            members: The same on all ranks.
+            name: For NCCL's flight recorder.
+
+        Returns:
+            The group with this rank, if there is one.
+
+        Raises:
+            UserError: The communicator has other ranks.
+        """
+        if not members:
+            return None
+        options = self._options()
+        _bind(self._device)
+        try:
+            handle = dist.split_group(
+                split_ranks=[list(ranks) for ranks in members],
+                timeout=options._timeout,
+                pg_options=options,
+                group_desc=name,
+            )
+        finally:
+            _bind(None)
+        if handle is not None:
+            _check_size(handle, handle.size(), self._device)
+            self._handles.append(handle)
+        return handle
+
+    def new_link(self, rank: int, ranks: Ranks) -> dist.ProcessGroup | None:
+        """Make a communicator for the two ranks of a link; see `split`. All ranks of the world must
+        call this. Ranks have different numbers of links, so these are not split off."""
+        options = self._options()
+        if self.settings.link_ctas is not None:
+            options.config.max_ctas = self.settings.link_ctas
+        # The communicator is made at once. Otherwise torch would make it at the first message.
+        handle = dist.new_group(
+            ranks,
+            timeout=options._timeout,
+            pg_options=options,
+            group_desc="link",
+            device_id=self._device,
+        )
+        if rank not in ranks:
+            return None  # torch returns a number
         self._handles.append(handle)
+        return handle
+
+    def _options(self) -> dist.ProcessGroupNCCL.Options:
+        # Do not warn that messages run one after another: a link has one direction, so they should.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.settings.high_priority)
+        options._timeout = timedelta(seconds=self._timeout)
+        return options
 
     def error(self) -> str:
         """Return what NCCL reports about the first communicator that has failed, such as
         `COMM_ERROR in group 5`; empty if none has."""
         for handle in self._handles:
-            asked = getattr(handle._get_backend(self._device), "get_error", None)
-            if asked is not None and (found := asked()).name != "SUCCESS":
-                return f"{found.name} in group {handle.group_name}"
+            get_error = getattr(handle._get_backend(self._device), "get_error", None)
+            if get_error is not None and (result := get_error()).name != "SUCCESS":
+                return f"{result.name} in group {handle.group_name}"
         return ""
 
-    def usable(self) -> bool:
+    def is_device_usable(self) -> bool:
         """Return whether the device has no error that only the end of the process clears, such as
         an access to memory that it does not have."""
         try:
@@ -91,15 +155,15 @@ class Communicators:
         by several threads; all get the result of the first. Returns why this process cannot go on
         with its device, empty if it can."""
         with self._aborting:
-            if self._wrong is None:
-                self._wrong = self._abort()
-        return self._wrong
+            if self._abort_failure is None:
+                self._abort_failure = self._abort()
+        return self._abort_failure
 
     def _abort(self) -> str:
-        deadline = time.monotonic() + _SECONDS
+        deadline = time.monotonic() + _ABORT_SECONDS
         results: SimpleQueue[str] = SimpleQueue()
 
-        def call(what: str, end: Callable[[], object]) -> None:
+        def report(what: str, end: Callable[[], object]) -> None:
             try:
                 end()
             except RuntimeError as error:
@@ -109,15 +173,103 @@ class Communicators:
 
         def run(what: str, *ends: Callable[[], object]) -> str:
             for end in ends:
-                threading.Thread(target=call, args=(what, end), daemon=True).start()
+                threading.Thread(target=report, args=(what, end), daemon=True).start()
+            failures = []
             try:
-                found = [results.get(timeout=max(0.0, deadline - time.monotonic())) for _ in ends]
+                for _ in ends:
+                    failures.append(results.get(timeout=max(0.0, deadline - time.monotonic())))
             except Empty:
-                return f"{what} takes more than {_SECONDS:g} s"
-            return next(filter(None, found), "")
+                return f"{what} takes more than {_ABORT_SECONDS:g} s"
+            return next(filter(None, failures), "")
 
-        every = [*self._handles, dist.group.WORLD]  # the default group, from which they are split
-        aborts = [one.abort for one in every if one is not None]
+        handles = [*self._handles, dist.group.WORLD]  # the default group, from which they are split
+        aborts = [handle.abort for handle in handles if handle is not None]
         return run("the abort of its communicators", *aborts) or run(
             "its device", lambda: torch.cuda.synchronize(self._device)
         )
+
+
+def allocate(
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group,
+    settings: NcclSettings | None,
+) -> torch.Tensor:
+    """Return zeros [length] for transfers over the group, in memory that is registered with its
+    communicator if the settings ask for it and torch can do it on this device. What a CUDA graph
+    allocates is in the graph's own memory."""
+    if settings is not None and settings.register and group.handle is not None:
+        backend, recorded = group.handle._get_backend(device), _is_recording(device)
+        if backend.supports_tensor_alloc(device) and not recorded:
+            return backend.allocate_tensor(length, dtype=dtype, device=device).zero_()
+    return torch.zeros(length, dtype=dtype, device=device)
+
+
+def _is_recording(device: torch.device) -> bool:
+    """Return whether work on the device is recorded as a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _bind(device: torch.device | None) -> None:
+    """Bind torch's default group to a device, or to none.
+
+    torch splits only communicators of a group that is bound. While it is, `dist.new_group` splits
+    it too, also for a group of gloo, where ranks that are not in the group then wait forever
+    (pytorch/pytorch issue 145376).
+    """
+    default = dist.group.WORLD
+    assert default is not None, "there is a default group"
+    default.bound_device_id = device
+
+
+def _check_size(handle: dist.ProcessGroup, size: int, device: torch.device) -> None:
+    """Raise `UserError` if a communicator has not `size` ranks. torch tells the parts of a split
+    apart by a hash of 31 bits, which may be the same for two of thousands of them."""
+    ones = torch.ones(1, device=device)
+    dist.all_reduce(ones, group=handle)
+    if int(ones) != size:
+        raise UserError(
+            f"torch made a communicator of {int(ones)} ranks instead of {size}, as the hashes of "
+            "two groups are the same; change the number of ranks or a size in parallel"
+        )
+
+
+def connect_link(link: Group, device: torch.device, *, sends: bool) -> None:
+    """Send a first message over a link. Both of its ranks must call this, and all ranks must
+    connect their links in the same order.
+
+    NCCL connects two ranks at the first message from one to the other, and the host waits until
+    both have started it (src/transport.cc, `ncclTransportP2pSetup`). In a step, a rank would wait
+    there for another one that has yet to send something else. Over gloo this does nothing, because
+    a group is connected when it is made.
+
+    Args:
+        link: A group of two ranks.
+        device: Where its messages are.
+        sends: This rank is the one that sends.
+    """
+    message = torch.zeros(1, device=device)
+    if link.batches_messages(message):
+        (send if sends else receive)(message, link).wait()
+        link.traffic.take()
+
+
+def connect_ring(ring: Ring, device: torch.device) -> None:
+    """Pass a first message around a ring, in both directions; see `connect_link`. All ranks of the
+    ring must call this."""
+    message = torch.zeros(1, device=device)
+    if ring.size > 1 and ring.group.batches_messages(message):
+        for back in (False, True):
+            shift_ring(message, torch.empty_like(message), ring, back=back).wait()
+        ring.group.traffic.take()
+
+
+def connect_pairs(group: Group, device: torch.device) -> None:
+    """Send a first message from each rank of a group to each other one; see `connect_link`. For
+    groups that exchange parts of any sizes, of which some may be empty for many steps. All ranks of
+    the group must call this."""
+    messages = torch.zeros(group.size, device=device)
+    if group.size > 1 and group.batches_messages(messages):
+        all_to_all(messages, group).wait()
+        group.traffic.take()

@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from megaframe.distributed.device import launched
+from megaframe.distributed.device import read_launcher_number
 from megaframe.distributed.mesh import ranks_on_this_node
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261}
@@ -31,7 +31,7 @@ _PREFERRED = 1
 
 
 @dataclass(frozen=True)
-class Binding:
+class NumaBinding:
     """Where the ranks of a machine are put. nodes: NUMA node of each local rank, None if it is not
     known. cores: those of each local rank, empty if it is not bound."""
 
@@ -45,17 +45,19 @@ class Binding:
         for node in sorted({node for node in self.nodes if node is not None}):
             ranks = [rank for rank, of in enumerate(self.nodes) if of == node and self.cores[rank]]
             if ranks:
-                shares = [in_ranges(cores) for cores in dict.fromkeys(self.cores[r] for r in ranks)]
+                shares = [
+                    format_ranges(cores) for cores in dict.fromkeys(self.cores[r] for r in ranks)
+                ]
                 more = ", ..." if len(shares) > 2 else ""
                 shown = " and ".join(shares[:2]) if not more else shares[0] + more
                 plural = "s" if len(ranks) > 1 else ""
                 parts.append(
-                    f"local rank{plural} {in_ranges(ranks)} on node {node} (cores {shown})"
+                    f"local rank{plural} {format_ranges(ranks)} on node {node} (cores {shown})"
                 )
         return ", ".join(parts)
 
 
-def bind(
+def bind_to_numa_node(
     wanted: Literal["auto", "node", "off"],
     device: torch.device,
     *,
@@ -74,9 +76,9 @@ def bind(
         return []
     if device.type != "cuda" and wanted == "auto":
         return []
-    here, count = launched("LOCAL_RANK", 0), ranks_on_this_node()
+    here, count = read_launcher_number("LOCAL_RANK", 0), ranks_on_this_node()
     allowed = os.sched_getaffinity(0)
-    if allowed != _of_parent(allowed):
+    if allowed != _cores_of_parent(allowed):
         return ["run.numa_binding: the launcher has bound this process, so it is left as it is"]
     known = node_cores(root)
     if device.type == "cuda":
@@ -84,7 +86,7 @@ def bind(
         nodes = [_node_of_gpu(gpu, known, root) for gpu in gpus]
     else:
         nodes = nodes_by_rank(count, known, allowed)
-    binding = divide(nodes, known, allowed, root)
+    binding = divide_cores(nodes, known, allowed, root)
     node = nodes[here] if here < count else None
     if node is None or not binding.cores[here]:
         return [f"run.numa_binding: local rank {here} is not bound: {_reason(node, known)}"]
@@ -92,7 +94,7 @@ def bind(
     try:
         _set_cores(cores)
     except OSError as error:
-        why = f"cores {in_ranges(cores)} of NUMA node {node}: {error.strerror}"
+        why = f"cores {format_ranges(cores)} of NUMA node {node}: {error.strerror}"
         return [f"run.numa_binding: local rank {here} is not bound: {why}"]
     if torch.get_num_threads() > len(cores):
         torch.set_num_threads(len(cores))
@@ -106,7 +108,7 @@ def node_cores(root: Path) -> dict[int, frozenset[int]]:
     memory are left out."""
     found = {}
     for path in sorted(root.glob("sys/devices/system/node/node[0-9]*")):
-        cores = _numbers(path / "cpulist")
+        cores = _read_numbers(path / "cpulist")
         if cores:
             found[int(path.name.removeprefix("node"))] = frozenset(cores)
     return found
@@ -135,12 +137,12 @@ def nodes_by_rank(
     return [nodes[rank * len(nodes) // count] if nodes else None for rank in range(count)]
 
 
-def divide(
+def divide_cores(
     nodes: Sequence[int | None],
     known: dict[int, frozenset[int]],
     allowed: Iterable[int],
     root: Path,
-) -> Binding:
+) -> NumaBinding:
     """Return the cores of each local rank: an equal share of its node's allowed cores. Hardware
     threads of one core stay together. If a node has fewer cores than ranks, they share all of
     them."""
@@ -148,15 +150,15 @@ def divide(
     for rank, node in enumerate(nodes):
         ranks = [other for other, of in enumerate(nodes) if of == node]
         cores = known.get(node, frozenset()) if node is not None else frozenset()
-        threads = _by_core(sorted(cores.intersection(allowed)), root)
+        threads = _group_by_core(sorted(cores.intersection(allowed)), root)
         if len(threads) >= len(ranks):
             place, many = ranks.index(rank), len(ranks)
             threads = threads[place * len(threads) // many : (place + 1) * len(threads) // many]
         found.append(tuple(sorted(number for core in threads for number in core)))
-    return Binding(tuple(nodes), tuple(found))
+    return NumaBinding(tuple(nodes), tuple(found))
 
 
-def in_ranges(numbers: Iterable[int]) -> str:
+def format_ranges(numbers: Iterable[int]) -> str:
     """Return numbers in the kernel's form: `0-3,8`."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
@@ -167,7 +169,7 @@ def in_ranges(numbers: Iterable[int]) -> str:
     return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in ranges)
 
 
-def _numbers(path: Path) -> list[int]:
+def _read_numbers(path: Path) -> list[int]:
     """Return the numbers in a file of the kernel's form; none if there is no such file."""
     try:
         text = path.read_text(encoding="ascii").strip()
@@ -180,12 +182,12 @@ def _numbers(path: Path) -> list[int]:
     return found
 
 
-def _by_core(numbers: Sequence[int], root: Path) -> list[tuple[int, ...]]:
+def _group_by_core(numbers: Sequence[int], root: Path) -> list[tuple[int, ...]]:
     """Group hardware threads by the core that they belong to, in order of their first."""
     cores: dict[tuple[int, ...], None] = {}
     for number in numbers:
         path = root / f"sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list"
-        siblings = {number, *_numbers(path)}.intersection(numbers)
+        siblings = {number, *_read_numbers(path)}.intersection(numbers)
         cores[tuple(sorted(siblings))] = None
     return [*cores]
 
@@ -207,10 +209,10 @@ def _reason(node: int | None, known: dict[int, frozenset[int]]) -> str:
         return "the system does not say which cores a NUMA node has"
     if node is None:
         return "the system does not say which NUMA node its GPU is on"
-    return f"none of the cores {in_ranges(known[node])} of NUMA node {node} is allowed here"
+    return f"none of the cores {format_ranges(known[node])} of NUMA node {node} is allowed here"
 
 
-def _of_parent(default: set[int]) -> set[int]:
+def _cores_of_parent(default: set[int]) -> set[int]:
     """Return the cores that the process that has started this one may use."""
     try:
         return os.sched_getaffinity(os.getppid())

@@ -9,16 +9,18 @@ wait while the host does not.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megaframe.distributed.group import Group
-from megaframe.distributed.rank_progress import named
-from megaframe.distributed.traffic import UNWATCHED, Waits
+from megaframe.distributed.rank_progress import name_ranks
+from megaframe.distributed.traffic import NO_WAIT_TIMER, WaitTimer
 from megaframe.errors import LostRanks
 
 T = TypeVar("T")
@@ -47,7 +49,7 @@ class Pending(Generic[T]):
         last: Callable[[], object] | None = None,
         *,
         kind: str = "",
-        waits: Waits = UNWATCHED,
+        waits: WaitTimer = NO_WAIT_TIMER,
         size: int = 0,
     ) -> None:
         self._value = value
@@ -63,24 +65,26 @@ class Pending(Generic[T]):
         """Wait for the result and return it. Raises `LostRanks` if the transfer fails."""
         if self._work is self._too is self._last is None:
             return self._value
-        late = not (self._waits.asks and self.arrived())
+        late = not (self._waits.checks_arrival and self.is_complete())
         with self._waits:
             self._finish()
-        self._waits.landed(self._started, self._size, late)
+        self._waits.record_arrival(self._started, self._size, late)
         return self._value
 
     def _finish(self) -> None:
         if self._work is not None:
             assert self._group is not None, "work belongs to a group"
-            place = self._group.place
-            begun = place.wait(self)
+            progress = self._group.progress
+            begun = progress.begin_wait(self)
             try:
                 self._work.wait()
             except RuntimeError as error:
-                raise _lost(self._group, error) from error
-            place.go_on(begun)
-            place.check()
-            place.left(_Waiting(self._kind, self._group), self._work.is_completed)
+                raise _lost_ranks(self._group, error) from error
+            progress.end_wait(begun)
+            progress.check_not_ended()
+            progress.record_device_wait(
+                _DeviceWait(self._kind, self._group), self._work.is_completed
+            )
             self._work = None
         if self._too is not None:
             self._too.wait()
@@ -89,60 +93,95 @@ class Pending(Generic[T]):
             self._last()
             self._last = None
 
-    def waits_for(self) -> str:
+    def describe_wait(self) -> str:
         """Return what `wait()` waits for, in words."""
         assert self._group is not None, "work belongs to a group"
-        return _in_words(self._kind, self._group)
+        return _describe_wait(self._kind, self._group)
 
-    def arrived(self) -> bool:
+    def is_complete(self) -> bool:
         """Return whether all transfers are done, so that `wait()` would not block."""
         here = self._work is None or self._work.is_completed()
-        return here and (self._too is None or self._too.arrived())
+        return here and (self._too is None or self._too.is_complete())
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class _DeviceWait:
     """What a device waits for, without a reference to the result."""
 
     kind: str
     group: Group
 
-    def waits_for(self) -> str:
-        """Return the same as `Pending.waits_for`."""
-        return _in_words(self.kind, self.group)
+    def describe_wait(self) -> str:
+        """Return the same as `Pending.describe_wait`."""
+        return _describe_wait(self.kind, self.group)
 
 
-def started(
+def start_pending(
     value: T,
     group: Group,
     start: Callable[[], dist.Work | None],
     kind: str,
     too: Pending[Tensor] | None = None,
     *,
-    waits: Waits = UNWATCHED,
+    waits: WaitTimer = NO_WAIT_TIMER,
     size: int = 0,
 ) -> Pending[T]:
     """Start an operation on a group by calling `start`, and return its pending result. Raises
     `LostRanks` if it fails at once, for example over a connection that is known to be broken, or
     if transfers were ended. For the other arguments see `Pending`."""
-    group.place.check()
+    group.progress.check_not_ended()
     try:
         work = start()
     except RuntimeError as error:
-        raise _lost(group, error) from error
+        raise _lost_ranks(group, error) from error
     return Pending(value, work, group, too, kind=kind, waits=waits, size=size)
 
 
-def _in_words(kind: str, group: Group) -> str:
+def _describe_wait(kind: str, group: Group) -> str:
     """Describe a wait: `all_reduce over data with rank 2`, `receive over pipeline from rank 1`."""
     preposition = {"send": "to", "receive": "from"}.get(kind, "with")
-    return f"{kind} over {' x '.join(group.axes)} {preposition} {named(group.others)}"
+    return f"{kind} over {' x '.join(group.axes)} {preposition} {name_ranks(group.others)}"
 
 
-def _lost(group: Group, error: RuntimeError) -> LostRanks:
+def _lost_ranks(group: Group, error: RuntimeError) -> LostRanks:
     reason = _NOISE.sub("", str(error).strip())
     return LostRanks(
         f"rank {group.ranks[group.index]} lost contact over {' x '.join(group.axes)} "
-        f"with {named(group.others)}: {reason}",
+        f"with {name_ranks(group.others)}: {reason}",
         group.others,
     )
+
+
+def copy_to_host(
+    pending: Sequence[Pending[Tensor]], device: torch.device
+) -> Callable[[], list[Tensor]]:
+    """Start copying tensors to the host as soon as they are ready. Returns a function that waits
+    for the copies and returns them.
+
+    On a GPU the copies run on a separate stream. Waiting for a copy on the compute stream could
+    also mean waiting for the next step, which is queued there.
+    """
+    if device.type != "cuda":
+        return lambda: [one.wait() for one in pending]
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    host = []
+    with torch.cuda.stream(stream):
+        for tensor in (one.wait() for one in pending):
+            tensor.record_stream(stream)
+            landing = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host.append(landing.copy_(tensor, non_blocking=True))
+        event = stream.record_event()
+
+    def landed() -> list[Tensor]:
+        event.synchronize()
+        return host
+
+    return landed
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one stream for all copies. Torch has a pool of only 32 streams, which NCCL's
+    groups use too."""
+    return torch.cuda.Stream(device)

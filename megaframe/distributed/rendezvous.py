@@ -15,10 +15,10 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, rendezvous
 
-from megaframe.distributed.failure_verdict import spaced
-from megaframe.distributed.rank_progress import named
+from megaframe.distributed.failure_verdict import polling_interval
+from megaframe.distributed.rank_progress import name_ranks
 
-_PAUSES = 0.001, 0.05
+_PAUSE_RANGE = 0.001, 0.05
 """Seconds between two looks into the store: at first, and at most, unless there are very many
 ranks."""
 _REQUESTS = 4
@@ -61,56 +61,56 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float) -> Store:
     """
     mine = secrets.token_hex(8)
     if rank == 0:
-        return _first_rank(store, mine, world, timeout)
+        return _collect_answers(store, mine, world, timeout)
     answered = ""
-    for pause in _pauses(timeout, _REQUESTS * world):
+    for pause in _poll_pauses(timeout, _REQUESTS * world):
         name = store.get("start").decode() if store.check(["start"]) else ""
         if name != answered:
             # Like `multi_set`, not in torch's stubs.
-            store.append(_answered(name), f"{rank} {mine}\n")  # type: ignore[attr-defined]
+            store.append(_answered_key(name), f"{rank} {mine}\n")  # type: ignore[attr-defined]
             answered = name
-        heard = _heard(name, rank)
+        heard = _heard_key(name, rank)
         if name and store.check([heard]) and store.get(heard).decode() == mine:
             return PrefixStore(f"start-{name}", store)
         time.sleep(pause)
     raise RuntimeError(f"rank 0 did not answer within {timeout:g} s")
 
 
-def _first_rank(store: Store, name: str, world: int, timeout: float) -> Store:
+def _collect_answers(store: Store, name: str, world: int, timeout: float) -> Store:
     """Do rank 0's part of `fresh_store`."""
     others = range(1, world)
     answers: dict[int, str] = {}
     store.set("start", name)
-    for pause in _pauses(timeout, 1):
-        answers = _answers(store, name)
+    for pause in _poll_pauses(timeout, 1):
+        answers = _read_answers(store, name)
         if answers.keys() >= set(others):
-            keys = [_heard(name, rank) for rank in others]
+            keys = [_heard_key(name, rank) for rank in others]
             store.multi_set(keys, [answers[rank] for rank in others])  # type: ignore[attr-defined]
             return PrefixStore(f"start-{name}", store)
         time.sleep(pause)
     missing = [rank for rank in others if rank not in answers]
-    raise RuntimeError(f"{named(missing)} did not answer within {timeout:g} s")
+    raise RuntimeError(f"{name_ranks(missing)} did not answer within {timeout:g} s")
 
 
-def _pauses(timeout: float, requests: int) -> Iterator[float]:
+def _poll_pauses(timeout: float, requests: int) -> Iterator[float]:
     """Yield the seconds to pause before the next look into the store, twice as long each time,
     until `timeout` seconds have passed. requests: how many the looks of all ranks make."""
-    deadline, pause = time.monotonic() + timeout, _PAUSES[0]
+    deadline, pause = time.monotonic() + timeout, _PAUSE_RANGE[0]
     while time.monotonic() < deadline:
-        yield min(pause, spaced(_PAUSES[1], requests))
+        yield min(pause, polling_interval(_PAUSE_RANGE[1], requests))
         pause *= 2
 
 
-def _answers(store: Store, name: str) -> dict[int, str]:
+def _read_answers(store: Store, name: str) -> dict[int, str]:
     """Return the number of each rank that has answered to a name."""
-    key = _answered(name)
+    key = _answered_key(name)
     lines = store.get(key).decode().splitlines() if store.check([key]) else []
     return {int(rank): number for rank, number in map(str.split, lines)}
 
 
-def _answered(name: str) -> str:
+def _answered_key(name: str) -> str:
     return f"start/{name}/answered"
 
 
-def _heard(name: str, rank: int) -> str:
+def _heard_key(name: str, rank: int) -> str:
     return f"start/{name}/{rank}"

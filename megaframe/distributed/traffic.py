@@ -3,19 +3,25 @@ them are charged to. That is a protocol here, because a step is timed on a highe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
+from megaframe.distributed.rank_progress import RankProgress, Waitable
 
-class Waits(Protocol):
-    """What waits for transfers are charged to: a context that each wait runs in. asks: a wait must
-    first check whether it has to wait at all."""
 
-    asks: bool
+class WaitTimer(Protocol):
+    """What waits for transfers are charged to: a context that each wait runs in.
+
+    checks_arrival: a wait must first check whether it has to wait at all.
+    """
+
+    checks_arrival: bool
 
     def start(self) -> Any:
-        """Return the time at which a transfer starts, to be passed to `landed`."""
+        """Return the time at which a transfer starts, to be passed to `record_arrival`."""
 
     def __enter__(self) -> None: ...
 
@@ -26,15 +32,15 @@ class Waits(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
 
-    def landed(self, started: Any, size: int, late: bool) -> None:
+    def record_arrival(self, started: Any, size: int, late: bool) -> None:
         """Record that the wait that just ended was for `size` bytes. late: as far as is known, they
         had not arrived before the wait."""
 
 
-class Unwatched:
+class NoWaitTimer:
     """Charges waits to nothing."""
 
-    asks = False
+    checks_arrival = False
 
     def start(self) -> None: ...
 
@@ -42,24 +48,24 @@ class Unwatched:
 
     def __exit__(self, *error: object) -> None: ...
 
-    def landed(self, started: Any, size: int, late: bool) -> None: ...
+    def record_arrival(self, started: Any, size: int, late: bool) -> None: ...
 
 
-UNWATCHED = Unwatched()
+NO_WAIT_TIMER = NoWaitTimer()
 
 
 @dataclass
 class Traffic:
     """What one rank has handed to the collectives of a group since the last `take()`.
 
-    waits: what waits for collectives are charged to.
-    messages: what waits for single sends and receives are charged to.
+    collective_timer: what waits for collectives are charged to.
+    message_timer: what waits for single sends and receives are charged to.
     """
 
     bytes: int = 0
     calls: int = 0
-    waits: Waits = UNWATCHED
-    messages: Waits = UNWATCHED
+    collective_timer: WaitTimer = NO_WAIT_TIMER
+    message_timer: WaitTimer = NO_WAIT_TIMER
     _latest: int = 0
 
     def count(self, size: int) -> None:
@@ -73,7 +79,7 @@ class Traffic:
         self.bytes += size
         self.calls += calls
 
-    def latest(self) -> int:
+    def take_latest(self) -> int:
         """Return the bytes of the last counted call, and zero until another call is counted."""
         size, self._latest = self._latest, 0
         return size
@@ -83,3 +89,45 @@ class Traffic:
         taken = self.bytes, self.calls
         self.bytes = self.calls = 0
         return taken
+
+
+@dataclass
+class CapturedTransfers:
+    """The transfers of recorded work.
+
+    name: name of the work, for the watch.
+    waits: its waits for other ranks.
+    moved: bytes and calls of each traffic.
+    """
+
+    name: str
+    progress: RankProgress
+    waits: Sequence[Waitable]
+    moved: Sequence[tuple[Traffic, int, int]] = ()
+
+    def replay(self, launch: Callable[[], None]) -> None:
+        """Run the work by calling `launch`, and report its transfers."""
+        self.progress.begin_part(self.name, None, "F")
+        launch()
+        for waiting in self.waits:
+            self.progress.record_device_wait(waiting)
+        for traffic, size, calls in self.moved:
+            traffic.add(size, calls)
+
+
+@contextmanager
+def capture_transfers(
+    name: str, progress: RankProgress, traffics: Sequence[Traffic]
+) -> Iterator[CapturedTransfers]:
+    """Return a context in which transfers over these traffics are recorded and not counted; each
+    call of `CapturedTransfers.replay` reports them."""
+    before = [(traffic.bytes, traffic.calls) for traffic in traffics]
+    with progress.capture_waits() as waits:
+        made = CapturedTransfers(name, progress, waits)
+        yield made
+    made.moved = [
+        (traffic, traffic.bytes - size, traffic.calls - calls)
+        for traffic, (size, calls) in zip(traffics, before, strict=True)
+    ]
+    for traffic, size, calls in made.moved:
+        traffic.add(-size, -calls)

@@ -68,7 +68,9 @@ class Meter:
         self._profiler = Profiler(config, mesh, start_step)
         self._start = start_step
         free = free_seconds(config, mesh)
-        mesh.charge(self._timer.waits, lambda ends: self._timer.messages(ends, free.get(ends, 0.0)))
+        mesh.charge_waits(
+            self._timer.waits, lambda ends: self._timer.messages(ends, free.get(ends, 0.0))
+        )
         self._records = Records()
         self._due: deque[tuple[int, Records, Split]] = deque()
         self._flight: tuple[int, Reduction] | None = None

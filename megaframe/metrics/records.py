@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megaframe.distributed.collectives import Group, Pending, all_reduce
-from megaframe.distributed.device import brought
-from megaframe.distributed.device_to_host import land
+from megaframe.distributed.device import copy_to_device
+from megaframe.distributed.pending import copy_to_host
 
 How = Literal["last", "sum", "mean", "max", "min"]
 Value = float | Tensor
@@ -76,7 +76,7 @@ class Reduction:
             how: sorted(name for name, entry in entries.items() if entry.how == how)
             for how in ("last", "sum", "mean", "max", "min")
         }
-        self._index, self._place = group.index, group.place
+        self._index, self._progress = group.index, group.progress
         values = {how: [entries[name].value for name in self._names[how]] for how in self._names}
         counts = [float(entries[name].count) for name in self._names["mean"]]
         self._lengths = {
@@ -90,7 +90,7 @@ class Reduction:
         infinite = torch.nan_to_num(
             _vector(largest, device), nan=math.inf, posinf=math.inf, neginf=-math.inf
         )
-        self._landed = land(
+        self._landed = copy_to_host(
             [
                 Pending(_vector(values["last"], device)),
                 all_reduce(_vector([*values["sum"], *values["mean"], *counts], device), group),
@@ -103,7 +103,7 @@ class Reduction:
         """Return the reduced values by name, rows as lists. Raises `RuntimeError` if ranks recorded
         different names, and `LostRanks` if the transfers were ended meanwhile."""
         landed = self._landed()
-        self._place.check()
+        self._progress.check_not_ended()
         last, sums, largest = (iter(vector.tolist()) for vector in landed)
         if next(largest) != -next(largest):
             raise RuntimeError(
@@ -168,7 +168,7 @@ def _vector(values: Sequence[Value], device: torch.device) -> Tensor:
             places.append((slice(len(numbers), len(numbers) + value.numel()), value))
             numbers.extend([0.0] * value.numel())
     numbers.extend([0.0] * (-len(numbers) % _PADDING))
-    vector = brought(torch.tensor(numbers, dtype=torch.float64), device)
-    for place, value in places:
-        vector[place].copy_(value.reshape(-1))
+    vector = copy_to_device(torch.tensor(numbers, dtype=torch.float64), device)
+    for position, value in places:
+        vector[position].copy_(value.reshape(-1))
     return vector

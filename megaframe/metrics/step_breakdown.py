@@ -31,7 +31,7 @@ class SplitMeter:
         self, config: RunConfig, mesh: Mesh, more: Callable[[], Mapping[str, float]] = dict
     ) -> None:
         self._more = more
-        self._axes = mesh.counted_axes
+        self._axes = mesh.traffic_axes
         self._parts = [*PARTS, *(COMMUNICATION + axes for axes in self._axes)]
         self._place, self._rank = mesh.coordinate["pipeline"], mesh.rank
         self._world, self._stages = mesh.layout.world, mesh.layout.pipeline

@@ -135,7 +135,7 @@ class StepTimer:
     def __init__(self, clock: Clock = time.perf_counter_ns, between: Between | None = None) -> None:
         self.clock = clock
         self._between = between or _passed
-        self.asks = between is None
+        self.checks_arrival = between is None
         self._charged: str = "other"
         self._open: list[tuple[str, Any]] = []
         self._waited: Any = None
@@ -238,13 +238,13 @@ class Wait(Span):
     """The timer of waits over some axes. Waits within an evaluation or a checkpoint are charged to
     that part instead of these axes."""
 
-    __slots__ = ("_axes", "asks")
+    __slots__ = ("_axes", "checks_arrival")
 
     def __init__(self, timer: StepTimer, part: str, axes: str) -> None:
         super().__init__(timer, part)
         self._axes = axes
         # The host cannot tell whether a GPU will have to wait, and must not ask during capture.
-        self.asks = timer.asks
+        self.checks_arrival = timer.checks_arrival
 
     def start(self) -> Any:
         """Return the time at which a transfer starts, as `landed` takes it."""
@@ -254,7 +254,7 @@ class Wait(Span):
         charged = self._timer._charged
         self._timer._enter(charged if charged in _WHOLE else self._part)
 
-    def landed(self, started: Any, size: int, late: bool) -> None:
+    def record_arrival(self, started: Any, size: int, late: bool) -> None:
         """Note a transfer that was waited for; see `comm.traffic.Waits`."""
         timer = self._timer
         if size and (late or timer.following) and timer._charged not in _WHOLE:

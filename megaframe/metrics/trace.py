@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.config import RunConfig
-from megaframe.distributed.gather_bytes import clock_offset, collect
 from megaframe.distributed.mesh import Mesh
+from megaframe.distributed.object_collectives import gather_bytes, measure_clock_offset
 from megaframe.metrics.sinks import cannot_write
 from megaframe.metrics.timers import Split, StepTimer
 from megaframe.schedule import ActionKind
@@ -54,12 +54,12 @@ class Tracer:
         if not splits:
             return
         world, device = self._mesh.world, self._mesh.device
-        offset = clock_offset(world, device)
+        offset = measure_clock_offset(world, device)
         base = self._timer.clock()
         splits[0][1].between(base, base)  # waits until a GPU has come here
         host = time.perf_counter_ns() + offset
         mine = [one for step, kept in splits for one in _slices(kept, step, base, host)]
-        found = collect(json.dumps(mine).encode(), world, device)
+        found = gather_bytes(json.dumps(mine).encode(), world, device)
         if found:
             self._write([json.loads(one) for one in found])
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.distributed.device import brought
+from megaframe.distributed.device import copy_to_device
 
 _BITS = 31
 
@@ -35,7 +35,7 @@ class DropoutKeys:
         if self._numbers:
             here = [*self._numbers.values()]
             made = torch.tensor([self._made(place) for place in self._numbers])
-            torch._foreach_copy_(here, [*brought(made, here[0].device).unbind()])
+            torch._foreach_copy_(here, [*copy_to_device(made, here[0].device).unbind()])
 
     def of(self, place: str, device: torch.device) -> Tensor:
         """Return the key of a place in the model, an int64 scalar."""

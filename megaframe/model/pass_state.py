@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.distributed.interleaving import Turn
+from megaframe.distributed.interleaving import InterleaveHook
 from megaframe.ops.workspace import Workspace
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
@@ -104,11 +104,11 @@ class PassState:
         workspace: Memory for tensors that end with a layer, of the whole stage.
         boundary: Crossed between the two halves of a block.
         deferred: Computes or keeps the weight gradients of this microbatch.
-        turn: Layers call it before they wait for a transfer.
+        interleave_hook: Layers call it before they wait for a transfer.
     """
 
     statistics: LayerStatistics = field(default_factory=LayerStatistics)
     workspace: Workspace = field(default_factory=Workspace)
     boundary: BlockBoundary = field(default_factory=BlockBoundary)
     deferred: DeferredGradients = field(default_factory=DeferredGradients)
-    turn: Turn = field(default_factory=Turn)
+    interleave_hook: InterleaveHook = field(default_factory=InterleaveHook)

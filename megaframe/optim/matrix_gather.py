@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaframe.distributed.collectives import Group, Pending
-from megaframe.distributed.variable_size import all_to_all_uneven
+from megaframe.distributed.collectives import Group, Pending, all_to_all_uneven
 from megaframe.parameters.spec import Box
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.partition import Division
 from megaframe.distributed.collectives import Group
-from megaframe.distributed.nccl_settings import connect_pairs
+from megaframe.distributed.nccl_communicators import connect_pairs
 from megaframe.optim.elementwise import Change, Descent, Elementwise, MomentumOptions, Speed
 from megaframe.optim.matrix_gather import Boxes, Exchange, Piece, deal
 from megaframe.optim.optimizer_state import Keeping

@@ -24,8 +24,8 @@ from megaframe.data_parallel.grouping import TABLES, VECTORS, bucket_units
 from megaframe.data_parallel.parameter_prefetch import Residents
 from megaframe.data_parallel.reducer_choice import PLAIN, Wiring
 from megaframe.distributed.collectives import Group, Pending, all_reduce
-from megaframe.distributed.device_to_host import land
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
+from megaframe.distributed.pending import copy_to_host
 from megaframe.layout import EXPERT_SETS
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.optim.loss_scale import LossScale
@@ -335,7 +335,9 @@ class Optimizer:
                 pass  # each does the part that comes next
             for bucket in buckets:
                 bucket.gather()
-        self._last = Update(norm, lr, land([Pending(norm), Pending(pieces)], self._mesh.device))
+        self._last = Update(
+            norm, lr, copy_to_host([Pending(norm), Pending(pieces)], self._mesh.device)
+        )
         return self._last
 
     def _hear(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import Pending, receive, send
-from megaframe.distributed.interleaving import HandOver, Pair
+from megaframe.distributed.interleaving import HandOver, InterleavedRunner
 from megaframe.distributed.mesh import Mesh
 from megaframe.metrics import Part
 from megaframe.model.output_head import UnitDone
@@ -70,7 +70,7 @@ class Engine:
         self.follow: Follower = lambda action, kind: nullcontext()
         self.rank = mesh.coordinate["pipeline"]
         self.graph: Graph | None = None
-        self.pair = Pair()
+        self.pair = InterleavedRunner()
         self.sent: deque[Pending[Tensor]] = deque()
         """Sends in flight to other ranks."""
 
@@ -139,10 +139,10 @@ class Engine:
         passes = _Passes(self, schedule, microbatches, scale)
         for stage in self.stages.values():
             stage.look = passes.look if by_block else None
-        place = self.mesh.place
+        progress = self.mesh.progress
         actions = iter(self._with_following(schedule.ranks[self.rank]))
         for action, following in actions:
-            place.act("", action, action.kind.value if action.kind in _PASSES else None)
+            progress.begin_part("", action, action.kind.value if action.kind in _PASSES else None)
             if action in paired:
                 backward, following = next(actions)
                 with self.follow(action, "F"), self.follow(backward, "BW"):
@@ -156,11 +156,11 @@ class Engine:
 
     def _update(self, action: Action) -> Update:
         """Run the update, the last action of a list."""
-        self.mesh.place.act("", action, action.kind.value)
+        self.mesh.progress.begin_part("", action, action.kind.value)
         with self.follow(action, action.kind.value), self.time("optimizer"):
             self.optimizer.wait()
             update = self.optimizer.update()
-        self.mesh.place.act("", None)
+        self.mesh.progress.begin_part("", None)
         return update
 
     def _with_following(self, actions: Sequence[Action]) -> list[tuple[Action, Module | None]]:
@@ -325,7 +325,7 @@ class _Passes:
         link = self._engine.mesh.link(self._engine.rank, self._rank_of[other])
         sent = self._engine.sent
         sent.append(send(made, link))
-        while sent and sent[0].arrived():
+        while sent and sent[0].is_complete():
             sent.popleft()
 
     def _receive(self, kind: ActionKind, stage: int, microbatch: int, other: int) -> None:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megaframe.architecture.context import exchanging_ranks
+from megaframe.architecture.attention import exchanging_ranks, head_widths, latent_width
 from megaframe.architecture.experts import has_experts
-from megaframe.architecture.matrices import head_widths, latent_width
 from megaframe.architecture.stages import StagePlan, stage_layers
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.schedule import Action, ActionKind
 
 
-def activations(
+def peak_activations(
     config: RunConfig, plans: Sequence[StagePlan], actions: Sequence[Action]
 ) -> tuple[int, int]:
     """Return the largest number of bytes kept at any time, and how much messages add to it.
@@ -26,8 +25,8 @@ def activations(
     the end of its consumer, or to its send. plans: the stages of this rank. actions: its list.
     """
     size = {plan.number: _stage_bytes(config, plan) for plan in plans}
-    left = {plan.number: _stage_left(config, plan) for plan in plans}
-    again = {plan.number: _again_bytes(config, plan) for plan in plans}
+    left = {plan.number: _stage_weight_pass_bytes(config, plan) for plan in plans}
+    again = {plan.number: _recompute_bytes(config, plan) for plan in plans}
     stream = config.train.microbatch * config.train.seq * config.model.hidden
     stream *= WIDTH[config.train.precision]
     listed = {(action.kind, action.stage, action.microbatch) for action in actions}
@@ -59,7 +58,7 @@ def activations(
     return most, together - most
 
 
-def _again_bytes(config: RunConfig, plan: StagePlan) -> int:
+def _recompute_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the largest number of bytes of a stage's recomputed block while it is recomputed, 0 if
     none is; with the inputs that offload has brought back for up to two blocks."""
     blocks = [block_bytes(config, layer) for layer in plan.blocks[: plan.recomputed]]
@@ -102,31 +101,31 @@ def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     return streams * stream + whole + predictors
 
 
-def _stage_left(config: RunConfig, plan: StagePlan) -> int:
+def _stage_weight_pass_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the bytes that a stage's backward of one microbatch leaves for its weight pass."""
     model = config.model
     joins = 3 * model.mtp_depth * plan.last * model.hidden * WIDTH[config.train.precision]
     joins *= config.train.microbatch * config.train.seq
     rotary = config.parallel.tensor * rotary_bytes(config)
-    return left_bytes(config, stage_layers(model, plan)) + joins + rotary
+    return weight_pass_bytes(config, stage_layers(model, plan)) + joins + rotary
 
 
-def left_bytes(config: RunConfig, layers: Sequence[int]) -> int:
+def weight_pass_bytes(config: RunConfig, layers: Sequence[int]) -> int:
     """Return the bytes of one microbatch that the backward of the blocks of `layers` leaves for
     their weight pass: the inputs of all linears, and the gradients of their outputs."""
     if config.model.emulate is not None:
         return 0
     tokens = config.train.microbatch * config.train.seq
-    return tokens * sum(_block_left(config, layer) for layer in layers)
+    return tokens * sum(_block_weight_pass_bytes(config, layer) for layer in layers)
 
 
-def _block_left(config: RunConfig, layer: int) -> int:
+def _block_weight_pass_bytes(config: RunConfig, layer: int) -> int:
     """Return the bytes per token that the backward of one block leaves for its weight pass."""
     model, width = config.model, WIDTH[config.train.precision]
     hidden, latent = model.hidden, model.latent
     query, value = head_widths(model)
     if latent is None:
-        heads = _queries_keys_values(config)
+        heads = _qkv_elements(config)
     else:
         # Under selective recompute the queries' product normalises its input again.
         again = model.hidden * (config.train.recompute == "selective")
@@ -186,7 +185,7 @@ def block_bytes(config: RunConfig, layer: int) -> int:
     model, width = config.model, WIDTH[config.train.precision]
     tokens = config.train.microbatch * config.train.seq
     selective = config.train.recompute == "selective"
-    keeps = _attention_keeps if model.latent is None else _latent_attention_keeps
+    keeps = _attention_elements if model.latent is None else _mla_elements
     elements, statistics = keeps(config)
     experts = model.moe is not None and has_experts(model.moe, layer)
     norms = (0 if selective else 1) + (experts or not selective)
@@ -229,7 +228,7 @@ def _expert_bytes(config: RunConfig, up: int, inner: int) -> int:
     return elements * width + scores * max(4, width) + 8 * moe.top_k + balanced
 
 
-def _attention_keeps(config: RunConfig) -> tuple[int, int]:
+def _attention_elements(config: RunConfig) -> tuple[int, int]:
     """Return the elements and the statistics per token that attention keeps.
 
     These are its inputs and its output, with one log-sum-exp per head. The output of the product
@@ -251,12 +250,12 @@ def _attention_keeps(config: RunConfig) -> tuple[int, int]:
     else:
         elements = queries * made + keys * (turned or normed) + keys * turned
         seen = normed or not turned
-    elements += _queries_keys_values(config) * seen + queries * (apart and normed)
+    elements += _qkv_elements(config) * seen + queries * (apart and normed)
     elements += queries * (1 + (sharing > 1))  # the output, before and after the exchange back
     return elements, model.heads + normed * (model.heads + groups)
 
 
-def _queries_keys_values(config: RunConfig) -> int:
+def _qkv_elements(config: RunConfig) -> int:
     """Return the elements per token of queries, keys and values, summed over tensor ranks. With
     fewer groups than tensor ranks, neighbouring ranks compute the same group."""
     model = config.model
@@ -264,9 +263,9 @@ def _queries_keys_values(config: RunConfig) -> int:
     return groups * (model.heads // model.kv_heads + 2) * model.head_dim
 
 
-def _latent_attention_keeps(config: RunConfig) -> tuple[int, int]:
-    """Return what `_attention_keeps` does, for latent attention: with the latents, and unless these
-    are recomputed, with the normalised latents and a statistic for each."""
+def _mla_elements(config: RunConfig) -> tuple[int, int]:
+    """Return what `_attention_elements` does, for latent attention: with the latents, and unless
+    these are recomputed, with the normalised latents and a statistic for each."""
     model, latent = config.model, config.model.latent
     assert latent is not None
     query, value = head_widths(model)

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from megaframe.hardware.cluster import Cluster
-from megaframe.planner.goodput import goodput
-from megaframe.planner.layout_search import Choice, Found, in_words
+from megaframe.planner.goodput import predict_goodput
+from megaframe.planner.layout_search import LayoutChoice, SearchResult, describe_candidate
 from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array
-from megaframe.planner.peak_memory import leaves_room
+from megaframe.planner.peak_memory import fits_with_margin
 
 _GIB = 2.0**30
 _AXES = (
@@ -33,11 +33,11 @@ _NOTHING = 0.0005
 """Share of a step below which a difference is ignored."""
 
 
-def decision(found: Found, cluster: Cluster) -> Iterator[str]:
+def describe_decision(found: SearchResult, cluster: Cluster) -> Iterator[str]:
     """Yield a few sentences about the best layout of a search."""
     every = found.candidates
-    yield f"Use {in_words(every, found.best.place)}."
-    yield from said(found.best, cluster)
+    yield f"Use {describe_candidate(every, found.best.place)}."
+    yield from describe_prediction(found.best, cluster)
     yield (
         f"{len(every):,} layouts estimated in {found.estimated_seconds:.2g} s, "
         f"{int(found.estimates.fits.sum()):,} fit, {len(found.choices)} of the best simulated; "
@@ -45,7 +45,7 @@ def decision(found: Found, cluster: Cluster) -> Iterator[str]:
     )
 
 
-def said(choice: Choice, cluster: Cluster) -> Iterator[str]:
+def describe_prediction(choice: LayoutChoice, cluster: Cluster) -> Iterator[str]:
     """Yield the prediction of a layout in words, and the duration and cost of the run."""
     prediction, train = choice.prediction, choice.config.train
     used = sum(prediction.memory_bytes.values()) / _GIB
@@ -59,7 +59,7 @@ def said(choice: Choice, cluster: Cluster) -> Iterator[str]:
     tokens = train.steps * train.global_batch * train.seq
     state = prediction.host_bytes
     state += sum(prediction.memory_bytes.get(kind, 0) for kind in ("weights", "optimizer"))
-    run = goodput(cluster, choice.layout.world, prediction.tokens_per_second, tokens, state)
+    run = predict_goodput(cluster, choice.layout.world, prediction.tokens_per_second, tokens, state)
     yield (
         f"{tokens:.3g} tokens take {run.days:.3g} days and ${run.dollars:,.0f}, with "
         f"{run.failures_a_day:.2g} failures a day and {run.share:.1%} of the time left for "
@@ -67,23 +67,23 @@ def said(choice: Choice, cluster: Cluster) -> Iterator[str]:
     )
 
 
-def alternatives(found: Found, cluster: Cluster) -> Iterator[str]:
+def describe_alternatives(found: SearchResult, cluster: Cluster) -> Iterator[str]:
     """Yield what other values of each axis would cost: the nearest ones on either side, or all of
     schedule and recompute; and whether more memory would help."""
     every, estimates, best = found.candidates, found.estimates, found.best.place
-    fits = leaves_room(estimates.memory_bytes, cluster.chip)
+    fits = fits_with_margin(estimates.memory_bytes, cluster.chip)
     for name in _AXES:
         column = getattr(every, name)
         chosen = int(column[best])
         values = np.unique(column)
-        near = values if name in _NAMES else _beside(values, chosen)
+        near = values if name in _NAMES else _adjacent_values(values, chosen)
         if name == "tensor":
             near = np.union1d(near, values[values > cluster.node][:1])
         for value in near.tolist():
             if value != chosen:
-                text = _compared(found, cluster, name, value, (column == value) & fits)
+                text = _compare_value(found, cluster, name, value, (column == value) & fits)
                 if text is None:
-                    text = _too_large(found, cluster, name, value, column == value)
+                    text = _describe_too_large(found, cluster, name, value, column == value)
                 yield text
     faster = np.where(fits, np.inf, estimates.step_seconds)
     place = int(np.argmin(faster))
@@ -91,17 +91,19 @@ def alternatives(found: Found, cluster: Cluster) -> Iterator[str]:
         gain = 1 - float(faster[place] / estimates.step_seconds[best])
         yield (
             f"with {estimates.memory_bytes[place] / _GIB:.0f} GiB a GPU a step would be {gain:.1%} "
-            f"shorter: {in_words(every, place)}"
+            f"shorter: {describe_candidate(every, place)}"
         )
 
 
-def _beside(values: Array, chosen: int) -> Array:
+def _adjacent_values(values: Array, chosen: int) -> Array:
     """Return the next smaller and the next larger value."""
     below, above = values[values < chosen][-1:], values[values > chosen][:1]
     return np.concatenate([below, above])
 
 
-def _compared(found: Found, cluster: Cluster, name: str, value: int, which: Array) -> str | None:
+def _compare_value(
+    found: SearchResult, cluster: Cluster, name: str, value: int, which: Array
+) -> str | None:
     """Return how much longer the best layout with this value takes; None if none fits.
 
     which: mask of the candidates with this value that fit.
@@ -125,18 +127,20 @@ def _compared(found: Found, cluster: Cluster, name: str, value: int, which: Arra
     part = max(changes, key=lambda one: changes[one] if more > 0 else -changes[one])
     why = f" ({part} {changes[part]:+.2g} s)" if abs(more) > _NOTHING else ""
     by = "" if simulated else ", estimated" if more < 0 else ""
-    return f"{_called(name, value, cluster)}: {more:+.1%}{by}{why}"
+    return f"{_describe_value(name, value, cluster)}: {more:+.1%}{by}{why}"
 
 
-def _too_large(found: Found, cluster: Cluster, name: str, value: int, which: Array) -> str:
+def _describe_too_large(
+    found: SearchResult, cluster: Cluster, name: str, value: int, which: Array
+) -> str:
     memory = np.where(which, found.estimates.memory_bytes, np.inf)
     return (
-        f"{_called(name, value, cluster)}: needs {memory.min() / _GIB:.0f} GiB a GPU of "
+        f"{_describe_value(name, value, cluster)}: needs {memory.min() / _GIB:.0f} GiB a GPU of "
         f"{cluster.chip.memory / _GIB:.0f}"
     )
 
 
-def _called(name: str, value: int, cluster: Cluster) -> str:
+def _describe_value(name: str, value: int, cluster: Cluster) -> str:
     text = f"{name} {_NAMES[name][value] if name in _NAMES else value}"
     if name == "tensor" and value > cluster.node:
         text += f" crosses nodes of {cluster.node}"

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.context import context_mistakes
-from megaframe.architecture.experts import expert_mistakes
 from megaframe.config.schema import RunConfig
 from megaframe.errors import divisors
 from megaframe.hardware.cluster import Cluster
-from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array, Sizes
+from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array, LayoutSizes
 from megaframe.schedule.limits import SCHEDULE_LIMITS
+from megaframe.validate.context_parallel import context_mistakes
+from megaframe.validate.experts import expert_mistakes
 from megaframe.validate.tensor_parallel import tensor_mistakes
 
-PARALLEL = (
+PARALLEL_KEYS = (
     "tensor",
     "context",
     "pipeline",
@@ -36,9 +36,9 @@ PARALLEL = (
     "zero",
 )
 """Numeric keys of `parallel` that a search chooses."""
-FREE = (*PARALLEL, "recompute", "microbatch", "schedule")
+SEARCHED_KEYS = (*PARALLEL_KEYS, "recompute", "microbatch", "schedule")
 """All keys that a search chooses. `fixed` gives values for some of them."""
-Fixed = Mapping[str, Any]
+FixedKeys = Mapping[str, Any]
 _CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _LEAST_TOKENS = 1024
@@ -76,15 +76,15 @@ class Candidates:
         """Return the candidates at these indices, or where this mask is true."""
         return Candidates(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
 
-    def sizes(self, config: RunConfig) -> Sizes:
+    def sizes(self, config: RunConfig) -> LayoutSizes:
         """Return the sizes for the cost arithmetic."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "schedule"}
         microbatches = config.train.global_batch // (self.microbatch * self.data)
-        return Sizes(**given, microbatches=microbatches)
+        return LayoutSizes(**given, microbatches=microbatches)
 
 
 @dataclass(frozen=True)
-class _Base:
+class _AxisSizes:
     """What rows of candidates with different schedules, ZeRO and recompute have in common."""
 
     tensor: int
@@ -97,36 +97,36 @@ class _Base:
     microbatch: int
 
 
-def candidates(
-    config: RunConfig, gpus: int, cluster: Cluster, fixed: Fixed | None = None
+def enumerate_candidates(
+    config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys | None = None
 ) -> Candidates:
     """Return all valid layouts on `gpus` GPUs, possibly none.
 
-    fixed: values of keys of `FREE` that are given.
+    fixed: values of keys of `SEARCHED_KEYS` that are given.
     """
     fixed = fixed or {}
     rows = [
         (*base, schedule, chunks)
-        for base in map(_as_tuple, _bases(config, gpus, cluster, fixed))
-        for schedule, chunks in _schedules(config, base[2], base[3] * base[7], fixed)
+        for base in map(_as_tuple, _enumerate_axes(config, gpus, cluster, fixed))
+        for schedule, chunks in _schedules_with_chunks(config, base[2], base[3] * base[7], fixed)
     ]
     table = np.asarray(rows, dtype=np.int64).reshape(-1, 10)
-    zero = _given(fixed, "zero", (0, 1, 2, 3))
+    zero = _fixed_or(fixed, "zero", (0, 1, 2, 3))
     # Offload moves the inputs of recomputed blocks, so it needs full recompute.
     again = (RECOMPUTE.index("full"),) if config.train.offload else tuple(range(len(RECOMPUTE)))
-    recompute = _given(fixed, "recompute", again)
+    recompute = _fixed_or(fixed, "recompute", again)
     many = len(zero) * len(recompute)
     columns = [np.repeat(column, many) for column in table.T]
     t, c, p, d, r, e, et, mb, schedule, chunks = columns
     zeros = np.tile(np.repeat(zero, len(recompute)), len(table))
     recomputes = np.tile(np.asarray(recompute), len(zero) * len(table))
     found = Candidates(t, c, p, chunks, d, r, e, et, zeros, recomputes, mb, schedule)
-    return found.taken(_useful(found, fixed))
+    return found.taken(_mask_useful_zero(found, fixed))
 
 
-def configured(config: RunConfig, one: Candidates, place: int) -> RunConfig:
+def apply_candidate(config: RunConfig, one: Candidates, place: int) -> RunConfig:
     """Return the config with the layout of candidate number `place`."""
-    parallel = {name: int(getattr(one, name)[place]) for name in PARALLEL}
+    parallel = {name: int(getattr(one, name)[place]) for name in PARALLEL_KEYS}
     given = config.parallel
     changed = {
         **parallel,
@@ -152,39 +152,41 @@ def configured(config: RunConfig, one: Candidates, place: int) -> RunConfig:
     )
 
 
-def _useful(c: Candidates, fixed: Fixed) -> Array:
+def _mask_useful_zero(c: Candidates, fixed: FixedKeys) -> Array:
     """Return the mask of candidates without ZeRO, with other ranks to share with, or with ZeRO as
     given."""
     alone = (c.data // c.data_replicate) * c.context == 1
     return (c.zero == 0) | ~alone | ("zero" in fixed)
 
 
-def _bases(config: RunConfig, gpus: int, cluster: Cluster, fixed: Fixed) -> Iterator[_Base]:
+def _enumerate_axes(
+    config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys
+) -> Iterator[_AxisSizes]:
     ramp, train = config.train.batch_ramp, config.train
     batch = train.global_batch
     if ramp is not None:
         batch = gcd(batch, ramp.start, ramp.increment)
-    for tensor in _tensors(config, gpus, cluster, fixed):
-        for context in _contexts(config, gpus // tensor, tensor, fixed):
+    for tensor in _tensor_sizes(config, gpus, cluster, fixed):
+        for context in _context_sizes(config, gpus // tensor, tensor, fixed):
             rest = gpus // (tensor * context)
-            for pipeline in _given(fixed, "pipeline", divisors(rest)):
+            for pipeline in _fixed_or(fixed, "pipeline", divisors(rest)):
                 if rest % pipeline or pipeline > config.model.layers:
                     continue
                 data = rest // pipeline
                 if batch % data or fixed.get("data", data) != data:
                     continue
                 sizes = [m for m in _MICROBATCHES if batch // data % m == 0]
-                for replicas in _replicas(tensor * context, data, cluster, fixed):
+                for replicas in _replica_counts(tensor * context, data, cluster, fixed):
                     stage = tensor * context * data // replicas
-                    for expert, inside in _experts(config, tensor, stage, fixed):
-                        for size in _given(fixed, "microbatch", tuple(sizes)):
+                    for expert, inside in _expert_sizes(config, tensor, stage, fixed):
+                        for size in _fixed_or(fixed, "microbatch", tuple(sizes)):
                             if batch // data % size == 0:
-                                yield _Base(
+                                yield _AxisSizes(
                                     tensor, context, pipeline, data, replicas, expert, inside, size
                                 )
 
 
-def _as_tuple(base: _Base) -> tuple[int, ...]:
+def _as_tuple(base: _AxisSizes) -> tuple[int, ...]:
     return (
         base.tensor,
         base.context,
@@ -197,30 +199,35 @@ def _as_tuple(base: _Base) -> tuple[int, ...]:
     )
 
 
-def _tensors(config: RunConfig, gpus: int, cluster: Cluster, fixed: Fixed) -> list[int]:
+def _tensor_sizes(config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys) -> list[int]:
     most = min(_MOST_TENSOR, 2 * cluster.node)
-    wanted = _given(fixed, "tensor", tuple(d for d in divisors(gpus) if d <= most))
+    wanted = _fixed_or(fixed, "tensor", tuple(d for d in divisors(gpus) if d <= most))
     return [
-        t for t in wanted if gpus % t == 0 and not any(tensor_mistakes(_with(config, tensor=t)))
+        t
+        for t in wanted
+        if gpus % t == 0 and not any(tensor_mistakes(_with_sizes(config, tensor=t)))
     ]
 
 
-def _contexts(config: RunConfig, rest: int, tensor: int, fixed: Fixed) -> list[int]:
+def _context_sizes(config: RunConfig, rest: int, tensor: int, fixed: FixedKeys) -> list[int]:
     most = max(1, min(_MOST_CONTEXT, config.train.seq // _LEAST_TOKENS))
     if config.parallel.context_kind == "nested":
         most = 1
-    wanted = _given(fixed, "context", tuple(d for d in divisors(rest) if d <= most))
+    wanted = _fixed_or(fixed, "context", tuple(d for d in divisors(rest) if d <= most))
     return [
         context
         for context in wanted
         if rest % context == 0
         and (
-            context == 1 or not any(context_mistakes(_with(config, tensor=tensor, context=context)))
+            context == 1
+            or not any(context_mistakes(_with_sizes(config, tensor=tensor, context=context)))
         )
     ]
 
 
-def _replicas(together: int, data: int, cluster: Cluster, fixed: Fixed) -> tuple[int, ...]:
+def _replica_counts(
+    together: int, data: int, cluster: Cluster, fixed: FixedKeys
+) -> tuple[int, ...]:
     """Return the numbers of replicas to try. Each copy of the model is on whole nodes."""
     if "data_replicate" in fixed:
         return (fixed["data_replicate"],) if data % fixed["data_replicate"] == 0 else ()
@@ -228,23 +235,25 @@ def _replicas(together: int, data: int, cluster: Cluster, fixed: Fixed) -> tuple
     return (1, *fits[: -_REPLICAS - 1 : -1][::-1])
 
 
-def _experts(config: RunConfig, tensor: int, stage: int, fixed: Fixed) -> Iterator[tuple[int, int]]:
+def _expert_sizes(
+    config: RunConfig, tensor: int, stage: int, fixed: FixedKeys
+) -> Iterator[tuple[int, int]]:
     """Yield pairs (expert, expert_tensor). stage: ranks of a stage that hold one copy."""
     moe = config.model.moe
     if moe is None:
         yield 1, 1
         return
-    inner = _given(fixed, "expert_tensor", tuple(sorted({1, tensor})))
-    outer = _given(fixed, "expert", divisors(moe.experts))
+    inner = _fixed_or(fixed, "expert_tensor", tuple(sorted({1, tensor})))
+    outer = _fixed_or(fixed, "expert", divisors(moe.experts))
     for inside in inner:
         for expert in outer:
-            sizes = _with(config, expert=expert, expert_tensor=inside, expert_overlap=False)
+            sizes = _with_sizes(config, expert=expert, expert_tensor=inside, expert_overlap=False)
             if stage % (expert * inside) == 0 and not any(expert_mistakes(sizes)):
                 yield expert, inside
 
 
-def _schedules(
-    config: RunConfig, pipeline: int, together: int, fixed: Fixed
+def _schedules_with_chunks(
+    config: RunConfig, pipeline: int, together: int, fixed: FixedKeys
 ) -> Iterator[tuple[int, int]]:
     """Yield pairs (schedule, chunks) for a pipeline.
 
@@ -256,25 +265,25 @@ def _schedules(
         return
     ramp = config.train.batch_ramp
     least = (config.train.global_batch if ramp is None else ramp.start) // together
-    names = _given(fixed, "schedule", SCHEDULES[1:])
+    names = _fixed_or(fixed, "schedule", SCHEDULES[1:])
     for name in names:
         limits = SCHEDULE_LIMITS[name]
         if limits.needs_full_pipeline and least < pipeline:
             continue
         # Interleaved, or 1F1B without chunks, takes as long and keeps less.
         beaten = name == "breadth-first" and least >= pipeline and "schedule" not in fixed
-        for chunks in _given(fixed, "chunks", _CHUNKS[name == "breadth-first" :]):
+        for chunks in _fixed_or(fixed, "chunks", _CHUNKS[name == "breadth-first" :]):
             possible = limits.nearest_chunks(chunks) == chunks
             if possible and not beaten and pipeline * chunks <= config.model.layers:
                 yield SCHEDULES.index(name), chunks
 
 
-def _given(fixed: Fixed, name: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
+def _fixed_or(fixed: FixedKeys, name: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
     if name not in fixed:
         return otherwise
     value = fixed[name]
     return (RECOMPUTE.index(value),) if name == "recompute" else (value,)
 
 
-def _with(config: RunConfig, **sizes: Any) -> RunConfig:
+def _with_sizes(config: RunConfig, **sizes: Any) -> RunConfig:
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)})

@@ -1,9 +1,9 @@
 """Collectives: seconds by message size, group and algorithm, given each tier's alpha and bandwidth.
 
 A message of n bytes takes alpha + n / bandwidth on one tier; beta is 1 / bandwidth. A group is a
-list of `Level`s from the innermost tier: how many of its members (or of the groups inside) meet on
-each tier. Formulas take numbers or numpy arrays. n is always the whole buffer: what each rank ends
-with (all-gather, all-reduce, broadcast), begins with (reduce-scatter) or sends in total
+list of `GroupLevel`s from the innermost tier: how many of its members (or of the groups inside)
+meet on each tier. Formulas take numbers or numpy arrays. n is always the whole buffer: what each
+rank ends with (all-gather, all-reduce, broadcast), begins with (reduce-scatter) or sends in total
 (all-to-all). Formulas: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH"; the tree is the double binary tree of Sanders, Speck and Traeff
 2009, which keeps both directions of a link busy.
@@ -25,7 +25,7 @@ Number = Any
 
 
 @dataclass(frozen=True)
-class Level:
+class GroupLevel:
     """The part of a group that meets on one tier. members: how many meet there. alpha: seconds per
     message. bandwidth: bytes/s of each rank in one direction. rails: whether only ranks with the
     same number in their nodes are connected. reduces: whether the switches can sum."""
@@ -37,14 +37,14 @@ class Level:
     reduces: bool = False
 
 
-def on_tier(shares: Sequence[float], number: int) -> float:
+def share_on_tier(shares: Sequence[float], number: int) -> float:
     """Return the share of tier `number`; the last share applies to all further tiers."""
     return shares[min(number, len(shares) - 1)]
 
 
-def levels(
+def group_levels(
     cluster: Cluster, stride: Number, size: Number, shares: Sequence[float] = (1.0,)
-) -> list[Level]:
+) -> list[GroupLevel]:
     """Return the levels of a group of `size` ranks that are `stride` apart: one for each tier of
     the cluster, with one member where the group does not use the tier.
 
@@ -58,18 +58,18 @@ def levels(
         if tier is cluster.tiers[-1]:
             reached = np.asarray(size, dtype=float)
         members = np.maximum(1.0, np.ceil(reached / inside))
-        bandwidth = np.full_like(members, tier.bandwidth * on_tier(shares, number))
+        bandwidth = np.full_like(members, tier.bandwidth * share_on_tier(shares, number))
         if tier.kind == "torus":
             side = tier.size ** (1.0 / tier.dims)
             used = np.clip(np.ceil(np.log(np.maximum(members, 2)) / np.log(side)), 1, tier.dims)
             bandwidth = bandwidth * used / tier.dims
         rails = tier.kind == "rail"
-        found.append(Level(members, tier.latency, bandwidth, rails, tier.reduces))
+        found.append(GroupLevel(members, tier.latency, bandwidth, rails, tier.reduces))
         inside = inside * members
     return found
 
 
-def members(group: Sequence[Level]) -> Number:
+def group_size(group: Sequence[GroupLevel]) -> Number:
     """Return the number of ranks of a group."""
     product: Number = 1.0
     for level in group:
@@ -77,7 +77,7 @@ def members(group: Sequence[Level]) -> Number:
     return product
 
 
-def _flat(group: Sequence[Level]) -> tuple[Number, Number, Number]:
+def _flat(group: Sequence[GroupLevel]) -> tuple[Number, Number, Number]:
     """Return (ranks, alpha, bandwidth) of a group taken as one ring.
 
     The slowest hop determines the bandwidth; alpha is the mean latency of the hops. Every member
@@ -98,18 +98,18 @@ def _flat(group: Sequence[Level]) -> tuple[Number, Number, Number]:
     return count, (latency + closing) / count, bandwidth
 
 
-def naive_all_reduce(size: Number, group: Sequence[Level]) -> Number:
+def naive_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """All ranks send to one rank in turn, which sends the sum back: 2 (p-1) (alpha + n beta)."""
     p, alpha, bandwidth = _slowest(group)
     return 2 * (p - 1) * (alpha + size / bandwidth)
 
 
-def ring_all_reduce(size: Number, group: Sequence[Level]) -> Number:
+def ring_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Reduce-scatter and all-gather on a ring: 2 (p-1) alpha + 2 n beta (p-1)/p."""
     return 2 * ring_all_gather(size, group)
 
 
-def tree_all_reduce(size: Number, group: Sequence[Level]) -> Number:
+def tree_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Up and down a double binary tree: 2 log2(p) alpha + 2 n beta. On several tiers it is a tree
     of trees, with the latency of each tier."""
     p, _, bandwidth = _flat(group)
@@ -117,7 +117,7 @@ def tree_all_reduce(size: Number, group: Sequence[Level]) -> Number:
     return np.where(p > 1, 2 * latency + 2 * size / bandwidth, 0.0)
 
 
-def halving_doubling_all_reduce(size: Number, group: Sequence[Level]) -> Number:
+def halving_doubling_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Recursive halving and doubling: 2 log2(p) alpha + 2 n beta (p-1)/p. If p is not a power of
     two, each surplus rank sends its whole buffer to another rank and gets the result back:
     2 (alpha + n beta) more. Everything is charged to the slowest tier, because in half of the
@@ -128,13 +128,13 @@ def halving_doubling_all_reduce(size: Number, group: Sequence[Level]) -> Number:
     return core + np.where(below < p, 2 * (alpha + size / bandwidth), 0.0)
 
 
-def hierarchical_all_reduce(size: Number, group: Sequence[Level]) -> Number:
+def hierarchical_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Reduce-scatter on each tier from the innermost, then all-gather back: each tier carries only
     what the tiers inside it have left of the message."""
     return 2 * hierarchical_all_gather(size, group)
 
 
-def in_network_all_reduce(size: Number, group: Sequence[Level]) -> Number:
+def in_network_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Reduction in the switches: every rank sends and receives its message once, 2 alpha + n beta.
     Infinite if the switches of a tier cannot sum."""
     total: Number = 0.0
@@ -147,19 +147,19 @@ def in_network_all_reduce(size: Number, group: Sequence[Level]) -> Number:
     return total
 
 
-def ring_all_gather(size: Number, group: Sequence[Level]) -> Number:
+def ring_all_gather(size: Number, group: Sequence[GroupLevel]) -> Number:
     """All-gather on a ring: (p-1) alpha + n beta (p-1)/p. Reduce-scatter takes as long."""
     p, alpha, bandwidth = _flat(group)
     return (p - 1) * alpha + size / bandwidth * (p - 1) / p
 
 
-def doubling_all_gather(size: Number, group: Sequence[Level]) -> Number:
+def doubling_all_gather(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Recursive doubling: ceil(log2 p) alpha + n beta (p-1)/p on the slowest tier."""
     p, alpha, bandwidth = _slowest(group)
     return _log2(p) * alpha + size / bandwidth * (p - 1) / p
 
 
-def hierarchical_all_gather(size: Number, group: Sequence[Level]) -> Number:
+def hierarchical_all_gather(size: Number, group: Sequence[GroupLevel]) -> Number:
     """All-gather tier by tier from the outermost, among ranks of the same number; the innermost
     tier comes last and carries the whole buffer."""
     total: Number = 0.0
@@ -171,14 +171,14 @@ def hierarchical_all_gather(size: Number, group: Sequence[Level]) -> Number:
     return total
 
 
-def pairwise_all_to_all(size: Number, group: Sequence[Level]) -> Number:
+def pairwise_all_to_all(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Every rank sends 1/p of its n bytes to each other rank: (p-1) alpha, and on each tier the
     time of the bytes for ranks that are reached over it. On rails, bytes for ranks of another
     number first go to the neighbour of that number, on the tier inside."""
-    p = members(group)
+    p = group_size(group)
     total: Number = 0.0
     inside: Number = 1.0
-    before: Level | None = None
+    before: GroupLevel | None = None
     for level in group:
         over = (level.members - 1) * inside
         total = total + over * level.alpha + size * over / p / level.bandwidth
@@ -190,7 +190,7 @@ def pairwise_all_to_all(size: Number, group: Sequence[Level]) -> Number:
     return total
 
 
-def hierarchical_all_to_all(size: Number, group: Sequence[Level]) -> Number:
+def hierarchical_all_to_all(size: Number, group: Sequence[GroupLevel]) -> Number:
     """All-to-all tier by tier: each tier exchanges everything that goes elsewhere on it, in one
     message per member: (m-1) alpha + n beta (m-1)/m on a tier of m members."""
     total: Number = 0.0
@@ -200,31 +200,31 @@ def hierarchical_all_to_all(size: Number, group: Sequence[Level]) -> Number:
     return total
 
 
-def stepped_exchange(size: Number, group: Sequence[Level]) -> Number:
+def stepped_exchange(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Every rank sends each other one its part, n / p, of a sum in steps (`exchange_steps`):
     neighbours of a node add up what the ranks outside get from them, before two steps among nodes,
     each over the slowest tier. (a-1) alpha + n beta (a-1)/a for a step of a ranks, where n is what
     the steps before have left: n / a."""
     p, alpha, bandwidth = _slowest(group)
     node, near, far = _exchange_steps(p, group[0].members)
-    steps = [Level(near, alpha, bandwidth), Level(far, alpha, bandwidth)]
+    steps = [GroupLevel(near, alpha, bandwidth), GroupLevel(far, alpha, bandwidth)]
     return hierarchical_all_gather(size, [replace(group[0], members=node), *steps])
 
 
-def tree_broadcast(size: Number, group: Sequence[Level]) -> Number:
+def tree_broadcast(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Broadcast down a binomial tree: ceil(log2 p) (alpha + n beta)."""
     p, alpha, bandwidth = _slowest(group)
     return _log2(p) * (alpha + size / bandwidth)
 
 
-def scatter_broadcast(size: Number, group: Sequence[Level]) -> Number:
+def scatter_broadcast(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Broadcast as a scatter down a tree and an all-gather on a ring (van de Geijn):
     (log2 p + p - 1) alpha + 2 n beta (p-1)/p."""
     p, alpha, bandwidth = _flat(group)
     return (_log2(p) + p - 1) * alpha + 2 * size / bandwidth * (p - 1) / p
 
 
-Formula = Callable[[Number, Sequence[Level]], Number]
+Formula = Callable[[Number, Sequence[GroupLevel]], Number]
 
 
 ALGORITHMS: Mapping[str, Mapping[str, Formula]] = {
@@ -252,7 +252,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Formula]] = {
 """Formula of each algorithm, by operation."""
 
 
-def hop_seconds(size: Number, group: Sequence[Level]) -> Number:
+def hop_seconds(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Return the seconds of a message from one member to the next over the slowest tier of the
     group: alpha + n beta; 0 for a group of one rank."""
     p, alpha, bandwidth = _slowest(group)
@@ -260,7 +260,7 @@ def hop_seconds(size: Number, group: Sequence[Level]) -> Number:
 
 
 def collective_seconds(
-    operation: str, size: Number, group: Sequence[Level], known: Sequence[str] = ()
+    operation: str, size: Number, group: Sequence[GroupLevel], known: Sequence[str] = ()
 ) -> Number:
     """Return the seconds of `operation` by the fastest algorithm for this size and group; 0 for a
     group of one rank. known: names of the algorithms to choose from; empty for all."""
@@ -278,7 +278,7 @@ def bus_bandwidth(operation: str, size: float, members: int, seconds: float) -> 
     return factor * size * (members - 1) / members / seconds
 
 
-def _slowest(group: Sequence[Level]) -> tuple[Number, Number, Number]:
+def _slowest(group: Sequence[GroupLevel]) -> tuple[Number, Number, Number]:
     """Return (ranks, alpha, bandwidth) as if the slowest tier in use carried every message."""
     count: Number = 1.0
     alpha: Number = 0.0

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.matrices import head_widths
+from megaframe.architecture.attention import head_widths
 from megaframe.planner.collective_times import hop_seconds
-from megaframe.planner.machine import Machine, Passes
+from megaframe.planner.machine import Machine, PassTimes
 
 Number = Any
 """A float, or a numpy array of them."""
 
 
-def tensor_traffic(machine: Machine, linears: Passes, sums: int) -> Passes:
+def tensor_parallel_times(machine: Machine, linears: PassTimes, sums: int) -> PassTimes:
     """Return the exposed transfers of the tensor axis in one block.
 
     sums: how often the stream is summed in forward, and again in backward: 2 if the MLP follows
@@ -32,19 +32,19 @@ def tensor_traffic(machine: Machine, linears: Passes, sums: int) -> Passes:
     one = machine.seconds("all_gather", size, "tensor")
     if not software.sequence_parallel:
         half = machine.seconds("all_reduce", size, "tensor")
-        return Passes(2 * half, 2 * half, 0.0)
+        return PassTimes(2 * half, 2 * half, 0.0)
     delay = 0.0 if software.copy_engines else machine.delay(4 * size, "tensor")
-    forward = hidden_by(4 * one, linears.forward, parts, delay)
+    forward = exposed_seconds(4 * one, linears.forward, parts, delay)
     if not software.overlap_tensor:
-        return Passes(np.where(sizes.tensor > 1, forward, 0.0), 4 * one, 0.0)
+        return PassTimes(np.where(sizes.tensor > 1, forward, 0.0), 4 * one, 0.0)
     # Gathers of gradients are exposed; scatters and gathers of saved inputs overlap with products.
     waiting = 2 * one / parts
     room = linears.weight + linears.backward / 2
-    rest = hidden_by(4 * one, room, 16.0, delay)
-    return Passes(forward, waiting + rest, 0.0)
+    rest = exposed_seconds(4 * one, room, 16.0, delay)
+    return PassTimes(forward, waiting + rest, 0.0)
 
 
-def hidden_by(moved: Number, compute: Number, parts: float, delay: Number) -> Number:
+def exposed_seconds(moved: Number, compute: Number, parts: float, delay: Number) -> Number:
     """Return the seconds that a transfer costs when it is cut into `parts`, each of which overlaps
     with the compute of another.
 
@@ -57,7 +57,7 @@ def hidden_by(moved: Number, compute: Number, parts: float, delay: Number) -> Nu
     return exposed + np.minimum(hidden, delay * hidden / np.maximum(moved, 1e-30))
 
 
-def context_traffic(machine: Machine, attention: Passes) -> Passes:
+def context_parallel_times(machine: Machine, attention: PassTimes) -> PassTimes:
     """Return the exposed transfers of the context axis: keys and values on the ring, each
     overlapped with a tile; or the exchange of heads for tokens."""
     model, sizes = machine.config.model, machine.sizes
@@ -67,7 +67,7 @@ def context_traffic(machine: Machine, attention: Passes) -> Passes:
         rows = machine.tokens * (model.heads + model.kv_heads) * (query + value)
         size = width * rows / sizes.tensor
         one = machine.seconds("all_to_all", size, "context")
-        return Passes(one, 2 * one, 0.0)
+        return PassTimes(one, 2 * one, 0.0)
     heads = np.maximum(1.0, model.kv_heads / sizes.tensor)
     size = width * machine.tokens * heads * (query + value)
     # Keys in forward, and gradients of keys in backward, have half the size in half of the hops.
@@ -75,10 +75,10 @@ def context_traffic(machine: Machine, attention: Passes) -> Passes:
     rounds = sizes.context - 1
     forward = rounds * np.maximum(0.0, most - attention.forward / sizes.context)
     backward = rounds * np.maximum(0.0, whole + most - attention.backward / sizes.context)
-    return Passes(forward, backward, 0.0)
+    return PassTimes(forward, backward, 0.0)
 
 
-def expert_traffic(machine: Machine) -> Passes:
+def expert_parallel_times(machine: Machine) -> PassTimes:
     """Return the exposed transfers of tokens to their experts and back, in forward and backward.
     `parallel.expert_overlap` is assumed to hide half of them."""
     model, sizes = machine.config.model, machine.sizes
@@ -88,27 +88,27 @@ def expert_traffic(machine: Machine) -> Passes:
     one = machine.seconds("all_to_all", own, "expert")
     one = one + machine.seconds("all_gather", own * sizes.expert_tensor, "expert_tensor")
     hidden = 0.5 if machine.config.parallel.expert_overlap else 0.0
-    return Passes(2 * one * (1 - hidden), 2 * one * (1 - hidden), 0.0)
+    return PassTimes(2 * one * (1 - hidden), 2 * one * (1 - hidden), 0.0)
 
 
-def waiting_seconds(machine: Machine) -> Number:
+def pipeline_wait_seconds(machine: Machine) -> Number:
     """Return the seconds that a transfer to the next stage adds to the pass before it. If transfers
     overlap with compute it is the delay of that compute, otherwise the transfer itself and the
     launch of the first kernels after it."""
     software, alone = machine.software, machine.sizes.pipeline == 1
     if software.overlap_pipeline:
-        return np.where(alone, 0.0, machine.hop_delay(_sent(machine)))
+        return np.where(alone, 0.0, machine.hop_delay(_bytes_to_next_stage(machine)))
     host = software.pass_kernels * machine.rate.launch
-    return np.where(alone, 0.0, stage_seconds(machine) + host)
+    return np.where(alone, 0.0, stage_transfer_seconds(machine) + host)
 
 
-def stage_seconds(machine: Machine) -> Number:
+def stage_transfer_seconds(machine: Machine) -> Number:
     """Return the seconds from the end of a stage's pass until the next stage has its result, which
     includes a gather if tensor ranks each sent a part and need the whole. A rank at the border of a
     node has one neighbour inside the node and one outside, so the mean of both counts; all other
     ranks keep pace with it."""
     sizes, software = machine.sizes, machine.software
-    sent, groups = _sent(machine), machine.groups
+    sent, groups = _bytes_to_next_stage(machine), machine.groups
     near, far = (hop_seconds(sent, groups[name]) for name in ("next_stage", "pipeline"))
     seconds = (near + far) / 2
     if software.scatter_pipeline and not software.sequence_parallel:
@@ -117,7 +117,7 @@ def stage_seconds(machine: Machine) -> Number:
     return np.where(sizes.pipeline > 1, seconds, 0.0)
 
 
-def _sent(machine: Machine) -> Number:
+def _bytes_to_next_stage(machine: Machine) -> Number:
     """Return the bytes that a rank sends to the next stage per microbatch."""
     model, software = machine.config.model, machine.software
     if model.emulate is not None:

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from megaframe.architecture.attention import latent_width
 from megaframe.architecture.experts import has_mlp
-from megaframe.architecture.matrices import latent_width
 from megaframe.architecture.stages import StagePlan, stage_layers
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.layout import Layout
-from megaframe.planner.parameter_counts import held
+from megaframe.planner.parameter_counts import count_parameters
 from megaframe.schedule import Action, ActionKind
 
 _SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 
 
-def moved(
+def communication_bytes(
     config: RunConfig, layout: Layout, plans: Sequence[StagePlan], actions: Sequence[Action]
 ) -> Mapping[str, float]:
     """Return the bytes over `tensor`, `data` and `pipeline` of a rank with these stages and lowered
@@ -40,17 +40,18 @@ def moved(
     share = (tensor - 1) / tensor
     later = Counter(action.stage for action in actions if action.kind is ActionKind.W)
     rows = sum(
-        many * _of_stage(config, plan) + later[plan.number] * _for_weights(config, plan)
+        many * _tensor_elements_of_stage(config, plan)
+        + later[plan.number] * _tensor_elements_of_weight_pass(config, plan)
         for plan in plans
     )
     return {
         "tensor": share * rows * tokens * width,
         "pipeline": sent * stream / tensor,
-        "data": _data(config, layout, plans, many),
+        "data": _data_bytes(config, layout, plans, many),
     }
 
 
-def _of_stage(config: RunConfig, plan: StagePlan) -> float:
+def _tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float:
     """Return the elements per token that a stage moves over tensor ranks, for one microbatch.
 
     Attention and the MLP have two linears each. Each linear moves the stream once in forward and
@@ -69,14 +70,14 @@ def _of_stage(config: RunConfig, plan: StagePlan) -> float:
     return len(layers) * attention + sum(mlps) * 5 * model.hidden + again + ends
 
 
-def _for_weights(config: RunConfig, plan: StagePlan) -> int:
+def _tensor_elements_of_weight_pass(config: RunConfig, plan: StagePlan) -> int:
     """Return the elements per token that a separate weight pass gathers again: the output gradients
     of one linear of attention and of one of the MLP."""
     model = config.model
     return model.hidden * sum(1 + has_mlp(model, layer) for layer in stage_layers(model, plan))
 
 
-def _data(
+def _data_bytes(
     config: RunConfig, layout: Layout, plans: Sequence[StagePlan], microbatches: int
 ) -> float:
     """Return the bytes of gradients, reduced in master precision or `parallel.reduce_precision`,
@@ -84,7 +85,7 @@ def _data(
     ranks, zero = layout.data_shard * layout.context, config.parallel.zero
     width = WIDTH[config.train.precision]
     wire = 2 if config.parallel.reduce_precision == "bf16" else max(4, width)
-    here = held(config, layout, plans)
+    here = count_parameters(config, layout, plans)
     # Left out: what tensor ranks have whole is also reduced over them, so not over `data` alone.
     whole = sum(here.whole) + here.positions * (layout.tensor > 1)
     vectors, rest = here.vectors, here.dense - here.vectors - whole

@@ -16,9 +16,9 @@ from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster, device_cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import cluster_constants
-from megaframe.planner.layout_search import Choice, in_words, search
+from megaframe.planner.layout_search import LayoutChoice, describe_candidate, search
 from megaframe.planner.prediction import predict
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 _SIMULATED = 8
 """Number of layouts that are simulated; few, so that a report is quick."""
@@ -27,10 +27,10 @@ _WORTH = 0.02
 
 
 @dataclass(frozen=True)
-class Beside:
+class RunComparison:
     """The layout of a run with its prediction, and the cluster that it is for."""
 
-    choice: Choice
+    choice: LayoutChoice
     cluster: Cluster
 
     def record(self) -> dict[str, Any]:
@@ -56,24 +56,26 @@ class Beside:
             )
             return
         yield (
-            f"{in_words(found.candidates, found.best.place)}: {best.step_seconds:.3g} s a step by "
-            f"the planner, instead of the {now:.3g} s that it predicts for this layout"
+            f"{describe_candidate(found.candidates, found.best.place)}: {best.step_seconds:.3g} s "
+            f"a step by the planner, instead of the {now:.3g} s that it predicts for this layout"
         )
         yield from best.reasons
 
 
-def beside_or_why(
+def compare_run_or_reason(
     folder: Path, environment: Mapping[str, Any], cluster: str | None = None
-) -> tuple[Beside | None, str]:
-    """Return the result of `beside` for a run's folder and an empty text, or None and the reason
-    why there is no prediction."""
+) -> tuple[RunComparison | None, str]:
+    """Return the result of `compare_run` for a run's folder and an empty text, or None and the
+    reason why there is no prediction."""
     try:
-        return beside(folder / "config.yaml", environment, cluster), ""
+        return compare_run(folder / "config.yaml", environment, cluster), ""
     except UserError as error:
         return None, f"no prediction: {error}"
 
 
-def beside(config: Path, environment: Mapping[str, Any], cluster: str | None = None) -> Beside:
+def compare_run(
+    config: Path, environment: Mapping[str, Any], cluster: str | None = None
+) -> RunComparison:
     """Return the prediction for a run with this config file and environment.
 
     cluster: name of the cluster to assume, if given. Raises `UserError` if there can be no
@@ -86,14 +88,14 @@ def beside(config: Path, environment: Mapping[str, Any], cluster: str | None = N
     if given.model.vocab is None:
         raise UserError("model.vocab is not set in the run's config")
     name = cluster or given.parallel.cluster
-    machine = load_cluster(name) if name else _of_device(environment)
-    check(given, ranks, data=False)
+    machine = load_cluster(name) if name else _cluster_of_device(environment)
+    validate_config(given, ranks, data=False)
     layout = Layout.from_parallel(given.parallel, ranks)
     prediction = predict(given, layout, machine, cluster_constants(machine))
-    return Beside(Choice(given, layout, prediction), machine)
+    return RunComparison(LayoutChoice(given, layout, prediction), machine)
 
 
-def _of_device(environment: Mapping[str, Any]) -> Cluster:
+def _cluster_of_device(environment: Mapping[str, Any]) -> Cluster:
     """Return the likely cluster of the device that a run's environment names."""
     device, memory = str(environment.get("device", "")), environment.get("memory of the device")
     try:

@@ -14,7 +14,7 @@ from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.chips import UNKNOWN
 from megaframe.hardware.cluster import Cluster
-from megaframe.planner.collective_times import on_tier
+from megaframe.planner.collective_times import share_on_tier
 
 NCCL = ("ring", "tree", "in_network", "pairwise", "scatter")
 """Algorithms that NCCL has for collectives, as named in `collectives.ALGORITHMS`."""
@@ -139,7 +139,7 @@ class Constants:
 
     def link(self, tier: int) -> float:
         """Return the share of its bandwidth that collectives reach on tier number `tier`."""
-        return on_tier(self.links, tier)
+        return share_on_tier(self.links, tier)
 
 
 # NCCL's all-reduce of large messages reaches 233 of 300 GB/s on 8 A100 (VIA-Research/vTrain,

@@ -13,21 +13,25 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.config.describe import format_value
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.chips import Chip
 from megaframe.hardware.cluster import DEFAULT, Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.candidates import Candidates, Fixed, candidates
+from megaframe.planner.candidates import Candidates, FixedKeys, enumerate_candidates
 from megaframe.planner.constants import Constants, cluster_constants
-from megaframe.planner.layout_search import search, ways
+from megaframe.planner.layout_search import search, suggest_alternatives
 from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array
-from megaframe.planner.peak_memory import leaves_room, pipeline_memory, settled
+from megaframe.planner.peak_memory import (
+    compute_pipeline_memory,
+    fits_with_margin,
+    resolve_recompute_blocks,
+)
 from megaframe.planner.prediction import predict
 from megaframe.planner.vectorized import estimate
-from megaframe.validate.run import mistakes
+from megaframe.validate.run import find_mistakes
 
 _GIB = 2.0**30
 _AXES = ("tensor", "context", "pipeline", "expert", "expert_tensor", "data_replicate")
@@ -38,7 +42,7 @@ few, because each takes up to a second."""
 
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryFit:
     """What the rank that needs most memory needs, and what its device has.
 
     rank: the first rank with its pipeline coordinate. kinds: bytes by kind. there: bytes of the
@@ -62,7 +66,7 @@ class Fit:
     @property
     def is_tight(self) -> bool:
         """Whether so little is left that the plan may be wrong about what fits."""
-        return not leaves_room(self.needed, self.chip)
+        return not fits_with_margin(self.needed, self.chip)
 
     def __str__(self) -> str:
         largest = sorted(self.kinds.items(), key=lambda item: -item[1])
@@ -73,16 +77,16 @@ class Fit:
         )
 
 
-def fit(config: RunConfig, layout: Layout, chip: Chip) -> Fit:
+def compute_fit(config: RunConfig, layout: Layout, chip: Chip) -> MemoryFit:
     """Return whether the ranks of a run fit on devices of this kind. The config must have passed
     `check`, with numbers for `train.recompute_blocks`."""
     many = config.train.global_batch // (config.train.microbatch * layout.data)
-    memories = pipeline_memory(config, layout, step_schedule(config, many), chip)
+    memories = compute_pipeline_memory(config, layout, build_step_schedule(config, many), chip)
     stage, worst = max(memories.items(), key=lambda item: item[1].total)
-    return Fit(layout.rank(pipeline=stage), worst.kinds, chip)
+    return MemoryFit(layout.rank(pipeline=stage), worst.kinds, chip)
 
 
-def overrides(config: RunConfig, changed: RunConfig) -> dict[str, str]:
+def diff_overrides(config: RunConfig, changed: RunConfig) -> dict[str, str]:
     """Return the overrides that make `changed` of `config`, by key, of the sections that determine
     memory."""
     found = {}
@@ -96,7 +100,9 @@ def overrides(config: RunConfig, changed: RunConfig) -> dict[str, str]:
     return found
 
 
-def instead(config: RunConfig, gpus: int, cluster: Cluster, constants: Constants) -> Iterator[str]:
+def suggest_changes(
+    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants
+) -> Iterator[str]:
     """Yield the nearest changes with which a config that does not fit does: overrides for its
     command line, with the memory and the step that they lead to. If there are none on as many GPUs,
     yield what a search would suggest.
@@ -115,25 +121,25 @@ def instead(config: RunConfig, gpus: int, cluster: Cluster, constants: Constants
     offers: dict[frozenset[str], str] = {}
     tries = 0
     for changed in (
-        *_on_the_same_axes(config, gpus, cluster, constants),
+        *_change_on_same_axes(config, gpus, cluster, constants),
         *_with_smaller_state(config),
     ):
-        keys = frozenset(overrides(config, changed))
+        keys = frozenset(diff_overrides(config, changed))
         # What a smaller change achieves alone needs no larger one that includes it.
         if tries < _TRIES and keys and not any(smaller <= keys for smaller in offers):
-            text = _offered(config, changed, gpus, cluster, constants, timed=known)
+            text = _describe_change(config, changed, gpus, cluster, constants, timed=known)
             offers |= {} if text is None else {keys: text}
             tries += 1
     found = dict.fromkeys(offers.values())
     for changed in _fastest(config, gpus, cluster, constants):
-        text = _offered(config, changed, gpus, cluster, constants, timed=known)
+        text = _describe_change(config, changed, gpus, cluster, constants, timed=known)
         found |= {} if text is None else {text: None}
     yield from found
     if known and not found:
-        yield from ways(config, gpus, cluster, constants, None)
+        yield from suggest_alternatives(config, gpus, cluster, constants, None)
 
 
-def _offered(
+def _describe_change(
     config: RunConfig,
     changed: RunConfig,
     gpus: int,
@@ -144,25 +150,27 @@ def _offered(
 ) -> str | None:
     """Return the offer of `changed` instead of `config` in words, with its step if `timed`; None if
     it cannot run or does not fit either."""
-    if mistakes(changed, gpus, data=False):
+    if find_mistakes(changed, gpus, data=False):
         return None
     layout = Layout.from_parallel(changed.parallel, gpus)
-    prediction = predict(settled(changed, layout, cluster.chip), layout, cluster, constants)
+    prediction = predict(
+        resolve_recompute_blocks(changed, layout, cluster.chip), layout, cluster, constants
+    )
     needed = sum(prediction.memory_bytes.values())
-    if not leaves_room(needed, cluster.chip):
+    if not fits_with_margin(needed, cluster.chip):
         return None
-    given = overrides(config, changed).items()
-    text = " ".join(f"{key}={_quoted(value)}" for key, value in given)
+    given = diff_overrides(config, changed).items()
+    text = " ".join(f"{key}={_quote_for_shell(value)}" for key, value in given)
     step = f", {prediction.step_seconds:.3g} s a step" if timed else ""
     return f"{text}: {needed / _GIB:.1f} GiB{step}"
 
 
-def _quoted(value: str) -> str:
+def _quote_for_shell(value: str) -> str:
     """Return a value as a shell takes it."""
     return f'"{value}"' if " " in value else value
 
 
-def _on_the_same_axes(
+def _change_on_same_axes(
     config: RunConfig, gpus: int, cluster: Cluster, constants: Constants
 ) -> Iterator[RunConfig]:
     """Yield the config with more recompute, a higher ZeRO stage and a smaller microbatch, where
@@ -181,7 +189,7 @@ def _on_the_same_axes(
     found = []
     now = (parallel.zero, RECOMPUTE.index(train.recompute), train.microbatch)
     for same in ({**fixed, "microbatch": train.microbatch}, fixed):
-        every, seconds = _that_fit(config, gpus, cluster, constants, same)
+        every, seconds = _fitting_candidates(config, gpus, cluster, constants, same)
         columns = (every.zero, every.recompute, every.microbatch, seconds)
         for zero, recompute, microbatch, step in zip(*(c.tolist() for c in columns), strict=True):
             if zero >= now[0] and recompute >= now[1] and microbatch <= now[2]:
@@ -213,13 +221,13 @@ def _fastest(
         yield search(config, gpus, cluster, constants, simulated=_SIMULATED).best.config
 
 
-def _that_fit(
-    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: Fixed
+def _fitting_candidates(
+    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: FixedKeys
 ) -> tuple[Candidates, Array]:
     """Return the layouts that are estimated to fit, and their seconds of a step."""
-    every = candidates(config, gpus, cluster, fixed)
+    every = enumerate_candidates(config, gpus, cluster, fixed)
     if not len(every):
         return every, np.zeros(0)
     estimates = estimate(config, cluster, constants, every)
-    fits = leaves_room(estimates.memory_bytes, cluster.chip)
+    fits = fits_with_margin(estimates.memory_bytes, cluster.chip)
     return every.taken(fits), estimates.step_seconds[fits]

@@ -3,7 +3,7 @@
 Published mixes of failures are replayed with measured costs: how long each kind of failure takes to
 be noticed, and how long restart, reload and saves take. Failures are memoryless, so there is a
 closed form for every interval between saves (Daly 2006); the simulation checks it. A plan uses the
-short form, `goodput`, with the figures of its cluster.
+short form, `predict_goodput`, with the figures of its cluster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from megaframe.hardware.cluster import Cluster
 
-Kind = Literal["crash", "hang", "silent", "planned"]
+FailureKind = Literal["crash", "hang", "silent", "planned"]
 """crash: a process or node dies, which its neighbours and the launcher notice. hang: nothing moves
 until a timeout. silent: numbers are wrong until somebody compares. planned: there is time to save.
 """
@@ -27,69 +27,69 @@ Number = Any
 
 
 @dataclass(frozen=True)
-class Cause:
+class FailureCause:
     """A cause of failures. count: how often it occurred. spare: whether the node must be
     replaced."""
 
     name: str
     count: int
-    kind: Kind = "crash"
+    kind: FailureKind = "crash"
     spare: bool = True
 
 
 @dataclass(frozen=True)
-class Mix:
+class FailureMix:
     """The failures of a run with `ranks` ranks that took `days` days. All ranks are assumed to fail
     equally often."""
 
     name: str
     ranks: int
     days: float
-    causes: tuple[Cause, ...]
+    causes: tuple[FailureCause, ...]
 
     def rate(self, ranks: int) -> float:
         """Return the failures per second of a run with `ranks` ranks."""
         return sum(cause.count for cause in self.causes) / (self.days * _DAY) * ranks / self.ranks
 
 
-LLAMA3 = Mix(
+LLAMA3 = FailureMix(
     "llama3",
     16384,
     54,
     (
-        Cause("faulty GPU", 148),
-        Cause("GPU HBM3 memory", 72),
-        Cause("software bug", 54, spare=False),
-        Cause("network switch or cable", 35),
-        Cause("host maintenance, not planned", 32),
-        Cause("GPU SRAM memory", 19),
-        Cause("GPU system processor", 17),
-        Cause("network card", 7),
-        Cause("NCCL watchdog timeout", 7, "hang", spare=False),
-        Cause("silent data corruption", 6, "silent"),
-        Cause("GPU thermal interface and sensor", 6),
-        Cause("SSD", 3),
-        Cause("power supply", 3),
-        Cause("server chassis", 2),
-        Cause("IO expansion board", 2),
-        Cause("dependency", 2, spare=False),
-        Cause("CPU", 2),
-        Cause("system memory", 2),
-        Cause("planned", 47, "planned", spare=False),
+        FailureCause("faulty GPU", 148),
+        FailureCause("GPU HBM3 memory", 72),
+        FailureCause("software bug", 54, spare=False),
+        FailureCause("network switch or cable", 35),
+        FailureCause("host maintenance, not planned", 32),
+        FailureCause("GPU SRAM memory", 19),
+        FailureCause("GPU system processor", 17),
+        FailureCause("network card", 7),
+        FailureCause("NCCL watchdog timeout", 7, "hang", spare=False),
+        FailureCause("silent data corruption", 6, "silent"),
+        FailureCause("GPU thermal interface and sensor", 6),
+        FailureCause("SSD", 3),
+        FailureCause("power supply", 3),
+        FailureCause("server chassis", 2),
+        FailureCause("IO expansion board", 2),
+        FailureCause("dependency", 2, spare=False),
+        FailureCause("CPU", 2),
+        FailureCause("system memory", 2),
+        FailureCause("planned", 47, "planned", spare=False),
     ),
 )
 """The Llama 3 Herd of Models (2024), table 5 and section 3.3.4: 466 interruptions, of which 47 were
 planned; above 90% effective. The paper names causes only; their kinds are assigned here."""
 
 
-MEGASCALE = Mix("megascale", 12288, 28, (Cause("any", 100, "crash"),))
+MEGASCALE = FailureMix("megascale", 12288, 28, (FailureCause("any", 100, "crash"),))
 """MegaScale (Jiang et al. 2024), section 6.3: over 100 recoveries in several weeks on more than
 10,000 GPUs, above 90% effective. Taken as four weeks on the 12,288 GPUs of its tables."""
 MIXES = {mix.name: mix for mix in (LLAMA3, MEGASCALE)}
 
 
 @dataclass(frozen=True)
-class Costs:
+class FailureCosts:
     """Costs of failures and saves, in seconds.
 
     crash, hang, silent: time until such a failure is noticed. restart: from then until loading.
@@ -107,14 +107,14 @@ class Costs:
     stall: float = 1.0
     again: float = 10.0
 
-    def down(self, cause: Cause) -> float:
+    def down(self, cause: FailureCause) -> float:
         """Return the seconds from a failure to the next step."""
         noticed = 0.0 if cause.kind == "planned" else getattr(self, cause.kind)
         replaced = self.swap if cause.spare else 0.0
         return noticed + replaced + self.restart + self.load + self.again
 
 
-PUBLISHED = Costs(
+PUBLISHED = FailureCosts(
     crash=60, hang=1800, silent=3600, restart=300, load=120, swap=120, stall=10, again=60
 )
 """Rough costs of published large runs: a collective timeout of half an hour, minutes to start."""
@@ -130,7 +130,7 @@ def daly_interval(stall: float, mean_between: float) -> float:
     return math.sqrt(2 * stall * mean_between) * (1 + ratio / 3 + ratio**2 / 9) - stall
 
 
-def effective(mix: Mix, ranks: int, costs: Costs, interval: float) -> float:
+def effective_share(mix: FailureMix, ranks: int, costs: FailureCosts, interval: float) -> float:
     """Return the expected share of time in which a run on `ranks` ranks does lasting work, with a
     save after every `interval` seconds of work.
 
@@ -158,13 +158,13 @@ def _grown(x: float) -> float:
     return math.expm1(min(x, 700.0)) / x if x > 0 else 1.0
 
 
-def best_interval(mix: Mix, ranks: int, costs: Costs) -> float:
+def best_interval(mix: FailureMix, ranks: int, costs: FailureCosts) -> float:
     """Return the interval in seconds with the largest effective share, by golden-section search."""
     low, high = 1e-3, 10 / mix.rate(ranks)
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(100):
         left, right = high - ratio * (high - low), low + ratio * (high - low)
-        if effective(mix, ranks, costs, left) < effective(mix, ranks, costs, right):
+        if effective_share(mix, ranks, costs, left) < effective_share(mix, ranks, costs, right):
             low = left
         else:
             high = right
@@ -172,7 +172,7 @@ def best_interval(mix: Mix, ranks: int, costs: Costs) -> float:
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulatedGoodput:
     """Result of a simulation. effective: share of time with lasting work. lost: shares of time that
     were lost, by cause. failures: how many were simulated."""
 
@@ -181,9 +181,15 @@ class Simulated:
     failures: int
 
 
-def simulate(
-    mix: Mix, ranks: int, costs: Costs, interval: float, *, failures: int = 10000, seed: int = 0
-) -> Simulated:
+def simulate_failures(
+    mix: FailureMix,
+    ranks: int,
+    costs: FailureCosts,
+    interval: float,
+    *,
+    failures: int = 10000,
+    seed: int = 0,
+) -> SimulatedGoodput:
     """Replay `failures` random failures one after the other, with a save after every `interval`
     seconds of work."""
     draw = random.Random(seed)
@@ -211,11 +217,18 @@ def simulate(
         down = _downtime(mix, costs, cause, rate, weights, draw)
         lost["down"] += down
         total += down
-    return Simulated(worked / total, {name: time / total for name, time in lost.items()}, failures)
+    return SimulatedGoodput(
+        worked / total, {name: time / total for name, time in lost.items()}, failures
+    )
 
 
 def _downtime(
-    mix: Mix, costs: Costs, cause: Cause, rate: float, weights: Sequence[int], draw: random.Random
+    mix: FailureMix,
+    costs: FailureCosts,
+    cause: FailureCause,
+    rate: float,
+    weights: Sequence[int],
+    draw: random.Random,
 ) -> float:
     """Return the seconds from a failure to the next step. Another failure meanwhile starts the
     downtime anew; a planned stop waits."""
@@ -231,12 +244,12 @@ def _downtime(
         cause = other
 
 
-def gains(mix: Mix, ranks: int, costs: Costs) -> list[tuple[str, float]]:
+def gains_of_halving(mix: FailureMix, ranks: int, costs: FailureCosts) -> list[tuple[str, float]]:
     """Return how much halving each cost would add to the effective share at the best interval,
     largest gain first."""
 
-    def share(costs: Costs) -> float:
-        return effective(mix, ranks, costs, best_interval(mix, ranks, costs))
+    def share(costs: FailureCosts) -> float:
+        return effective_share(mix, ranks, costs, best_interval(mix, ranks, costs))
 
     now = share(costs)
     found = [
@@ -246,13 +259,13 @@ def gains(mix: Mix, ranks: int, costs: Costs) -> list[tuple[str, float]]:
     return sorted(found, key=lambda gain: -gain[1])
 
 
-def room(mix: Mix, ranks: int, costs: Costs, share: float) -> float:
+def max_restart_seconds(mix: FailureMix, ranks: int, costs: FailureCosts, share: float) -> float:
     """Return how many seconds a restart may take to reach the effective share `share` at the best
     interval, by bisection; 0 if no restart time reaches it."""
 
     def reached(restart: float) -> bool:
         now = replace(costs, restart=restart)
-        return effective(mix, ranks, now, best_interval(mix, ranks, now)) >= share
+        return effective_share(mix, ranks, now, best_interval(mix, ranks, now)) >= share
 
     low, high = 0.0, 10 / mix.rate(ranks)
     for _ in range(40):
@@ -261,18 +274,20 @@ def room(mix: Mix, ranks: int, costs: Costs, share: float) -> float:
     return low
 
 
-def table(mix: Mix, costs: Costs, sizes: Sequence[int], seed: int = 0) -> Iterator[str]:
+def table_lines(
+    mix: FailureMix, costs: FailureCosts, sizes: Sequence[int], seed: int = 0
+) -> Iterator[str]:
     """Yield the lines of a table: for each number of ranks the time between failures, the best
     interval and Daly's, the effective share by formula and by simulation, and what to improve
     first."""
     head = ("ranks", "between failures", "save every", "Daly", "effective", "simulated", "next")
-    yield _row(head)
+    yield _format_row(head)
     for ranks in sizes:
         interval, rate = best_interval(mix, ranks, costs), mix.rate(ranks)
-        share = effective(mix, ranks, costs, interval)
-        simulated = simulate(mix, ranks, costs, interval, seed=seed).effective
-        name, gain = gains(mix, ranks, costs)[0]
-        yield _row(
+        share = effective_share(mix, ranks, costs, interval)
+        simulated = simulate_failures(mix, ranks, costs, interval, seed=seed).effective
+        name, gain = gains_of_halving(mix, ranks, costs)[0]
+        yield _format_row(
             (
                 f"{ranks:,}",
                 f"{1 / rate / 60:,.1f} min",
@@ -285,13 +300,13 @@ def table(mix: Mix, costs: Costs, sizes: Sequence[int], seed: int = 0) -> Iterat
         )
 
 
-def _row(cells: Sequence[str]) -> str:
+def _format_row(cells: Sequence[str]) -> str:
     widths = (8, 17, 11, 9, 10, 10)
     padded = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)]
     return " ".join([*padded, f" {cells[-1]}"])
 
 
-def jitter(cluster: Cluster, ranks: Number) -> Number:
+def straggler_share(cluster: Cluster, ranks: Number) -> Number:
     """Return the share by which a step is longer on `ranks` ranks than on one. The largest of n
     random delays grows with the root of the logarithm of n."""
     return cluster.jitter * np.sqrt(np.log(np.maximum(ranks, 1.0)) / np.log(1000.0))
@@ -310,7 +325,7 @@ class Goodput:
     dollars: float
 
 
-def goodput(
+def predict_goodput(
     cluster: Cluster, ranks: int, tokens_per_second: float, tokens: float, checkpoint_bytes: float
 ) -> Goodput:
     """Return what a run of `tokens` tokens loses and costs.

@@ -25,7 +25,7 @@ _TILE = 128 * 256
 
 
 @dataclass(frozen=True)
-class Rates:
+class KernelRates:
     """What kernels reach. flops: FLOP/s of infinitely large products. start: overhead of a tile, in
     terms of its sum. wave: elements wasted in the last wave of tiles, on average half a wave.
     attention: FLOP/s of fused attention. memory: bytes/s of elementwise kernels. read: bytes/s at
@@ -42,7 +42,7 @@ class Rates:
     width: int
 
 
-def rates(chip: Chip, constants: Constants, kind: str) -> Rates:
+def kernel_rates(chip: Chip, constants: Constants, kind: str) -> KernelRates:
     """Return the rates of a chip in the type `kind`. Raises `UserError` if the chip lacks it, or if
     nothing is known of the chip's speed."""
     if not chip.has_rates:
@@ -53,7 +53,7 @@ def rates(chip: Chip, constants: Constants, kind: str) -> Rates:
             f"train.precision={kind}: chip {chip.name} has no figure for it; use "
             f"{', '.join(sorted(chip.peaks))}"
         )
-    return Rates(
+    return KernelRates(
         flops=sustained * constants.product,
         start=constants.start,
         wave=0.5 * chip.units * _TILE if chip.units > 1 else 0.0,
@@ -65,7 +65,7 @@ def rates(chip: Chip, constants: Constants, kind: str) -> Rates:
     )
 
 
-def product_seconds(rate: Rates, rows: Number, outputs: Number, terms: Number) -> Number:
+def product_seconds(rate: KernelRates, rows: Number, outputs: Number, terms: Number) -> Number:
     """Return the seconds of a product of [rows, terms] and [terms, outputs]: the time of
     2 (terms + start) (rows outputs + wave) operations, or of moving the operands if longer."""
     computing = 2.0 * (terms + rate.start) * (rows * outputs + rate.wave) / rate.flops
@@ -74,7 +74,7 @@ def product_seconds(rate: Rates, rows: Number, outputs: Number, terms: Number) -
 
 
 def grouped_product_seconds(
-    rate: Rates, groups: Number, rows: Number, outputs: Number, terms: Number
+    rate: KernelRates, groups: Number, rows: Number, outputs: Number, terms: Number
 ) -> Number:
     """Return the seconds of `groups` products of the same size in one kernel, which has only one
     last wave."""
@@ -83,8 +83,8 @@ def grouped_product_seconds(
     return np.maximum(computing, moved / rate.read)
 
 
-def three_products(
-    rate: Rates, rows: Number, outputs: Number, terms: Number, groups: Number = 1.0
+def linear_seconds(
+    rate: KernelRates, rows: Number, outputs: Number, terms: Number, groups: Number = 1.0
 ) -> tuple[Number, Number, Number]:
     """Return the seconds of a linear layer's forward, input gradient and weight gradient.
 
@@ -97,7 +97,7 @@ def three_products(
     )
 
 
-def moving_seconds(rate: Rates, size: Number) -> Number:
+def elementwise_seconds(rate: KernelRates, size: Number) -> Number:
     """Return the seconds of elementwise kernels that read and write `size` bytes in total."""
     return size / rate.memory
 

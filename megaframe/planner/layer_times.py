@@ -9,22 +9,21 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.attention import head_widths, latent_width, mean_keys, window_of
 from megaframe.architecture.experts import has_experts, has_mlp
-from megaframe.architecture.matrices import head_widths, latent_width
-from megaframe.architecture.windows import mean_keys, window_of
 from megaframe.config.model import ModelConfig
 from megaframe.planner.communication_times import (
-    context_traffic,
-    expert_traffic,
-    tensor_traffic,
+    context_parallel_times,
+    expert_parallel_times,
+    tensor_parallel_times,
 )
 from megaframe.planner.kernel_times import (
-    Rates,
+    KernelRates,
+    elementwise_seconds,
     grouped_product_seconds,
-    moving_seconds,
-    three_products,
+    linear_seconds,
 )
-from megaframe.planner.machine import Machine, Part, Passes
+from megaframe.planner.machine import CostBreakdown, Machine, PassTimes
 
 Number = Any
 """A float, or a numpy array of them."""
@@ -33,7 +32,7 @@ _CAST_BYTES = 6.0
 (2 bytes each), and write it in 8 bits twice, as it is and transposed."""
 
 
-def kinds(model: ModelConfig) -> list[tuple[bool, int | None]]:
+def layer_kinds(model: ModelConfig) -> list[tuple[bool, int | None]]:
     """Return for each layer what its costs depend on: whether it has experts, and its window in
     tokens."""
     moe = model.moe
@@ -43,36 +42,40 @@ def kinds(model: ModelConfig) -> list[tuple[bool, int | None]]:
     ]
 
 
-def block(machine: Machine, layer: int) -> Part:
+def block_times(machine: Machine, layer: int) -> CostBreakdown:
     """Return the seconds of the block of a layer."""
     model, sizes, rate = machine.config.model, machine.sizes, machine.rate
     emulated = model.emulate
     if emulated is not None:
-        return Part(Passes(emulated.forward, emulated.backward, emulated.weight))
+        return CostBreakdown(PassTimes(emulated.forward, emulated.backward, emulated.weight))
     moe = model.moe
     experts = moe is not None and has_experts(moe, layer)
-    attention = _attention(machine, layer)
+    attention = _attention_times(machine, layer)
     joined = machine.software.parallel_block and model.latent is None and not experts
     if joined:
-        linears = _joined_linears(machine)
+        linears = _parallel_block_linears(machine)
     else:
         linears = _attention_linears(machine)
-        linears = linears + (_expert_mlp(machine) if experts else _mlp(machine, model.ffn))
-    stream = _elementwise(machine)
-    again = Passes(0.0, _again(machine, linears, attention, stream), 0.0)
+        linears = linears + (_expert_times(machine) if experts else _mlp_times(machine, model.ffn))
+    stream = _elementwise_times(machine)
+    again = PassTimes(0.0, _recompute_seconds(machine, linears, attention, stream), 0.0)
     compute = linears + attention + stream + again
-    expert = expert_traffic(machine) if experts else Passes()
+    expert = expert_parallel_times(machine) if experts else PassTimes()
     sums = 1 if joined or not has_mlp(model, layer) else 2
-    tensor = tensor_traffic(machine, linears, sums)
+    tensor = tensor_parallel_times(machine, linears, sums)
     full = sizes.recompute == 2
-    tensor = tensor + Passes(0.0, np.where(full, tensor.forward, 0.0), 0.0)
-    context = context_traffic(machine, attention)
+    tensor = tensor + PassTimes(0.0, np.where(full, tensor.forward, 0.0), 0.0)
+    context = context_parallel_times(machine, attention)
     # Launches of the host are compared with the whole pass, exposed transfers included: while the
     # device waits for a transfer, the host catches up.
-    return Part(_hosted(machine, compute, tensor, rate), tensor, context, expert)
+    return CostBreakdown(
+        _extend_to_launches(machine, compute, tensor, rate), tensor, context, expert
+    )
 
 
-def _hosted(machine: Machine, compute: Passes, tensor: Passes, rate: Rates) -> Passes:
+def _extend_to_launches(
+    machine: Machine, compute: PassTimes, tensor: PassTimes, rate: KernelRates
+) -> PassTimes:
     """Return the compute of each pass, extended to what the host's launches take beyond the exposed
     transfers if that is longer."""
     software = machine.software
@@ -81,47 +84,49 @@ def _hosted(machine: Machine, compute: Passes, tensor: Passes, rate: Rates) -> P
     backward = forward * (software.backward_kernels + extra)
     device = compute.backward + compute.weight
     lacking = np.maximum(0.0, backward - device - tensor.backward - tensor.weight)
-    return Passes(
+    return PassTimes(
         np.maximum(compute.forward, forward - tensor.forward),
         compute.backward + lacking,
         compute.weight,
     )
 
 
-def _three(
+def _linear_times(
     machine: Machine, outputs: Number, inputs: Number, rows: Number = None, groups: Number = 1.0
-) -> Passes:
+) -> PassTimes:
     rows = machine.tokens if rows is None else rows
-    forward, backward, weight = three_products(machine.linear, rows, outputs, inputs, groups)
+    forward, backward, weight = linear_seconds(machine.linear, rows, outputs, inputs, groups)
     adding = machine.software.accumulate_bytes * groups * outputs * inputs
-    made = Passes(forward, backward, weight + moving_seconds(machine.rate, adding))
+    made = PassTimes(forward, backward, weight + elementwise_seconds(machine.rate, adding))
     if machine.software.products != "fp8":
         return made
     operands = groups * (rows * inputs + outputs * inputs)
-    one = moving_seconds(machine.rate, _CAST_BYTES)
-    return made + Passes(one * operands, one * groups * rows * outputs, 0.0)
+    one = elementwise_seconds(machine.rate, _CAST_BYTES)
+    return made + PassTimes(one * operands, one * groups * rows * outputs, 0.0)
 
 
-def _attention_linears(machine: Machine) -> Passes:
+def _attention_linears(machine: Machine) -> PassTimes:
     """Return the seconds of the projections before and after attention."""
     model, tensor = machine.config.model, machine.sizes.tensor
     latent = model.latent
     if latent is None:
         queries = model.heads * model.head_dim / tensor
         keys = 2 * model.head_dim * np.maximum(1.0, model.kv_heads / tensor)
-        return _three(machine, queries + keys, model.hidden) + _three(
+        return _linear_times(machine, queries + keys, model.hidden) + _linear_times(
             machine, model.hidden, queries
         )
     query, value = head_widths(model)
     own = machine.tokens / tensor  # a rank computes the latents of its own rows
-    parts = _three(machine, latent_width(latent), model.hidden, own)
-    parts = parts + _three(machine, model.heads * query / tensor, latent.query_rank or model.hidden)
+    parts = _linear_times(machine, latent_width(latent), model.hidden, own)
+    parts = parts + _linear_times(
+        machine, model.heads * query / tensor, latent.query_rank or model.hidden
+    )
     heads = model.heads * (latent.head_dim + value) / tensor
-    parts = parts + _three(machine, heads, latent.kv_rank)
-    return parts + _three(machine, model.hidden, model.heads * value / tensor)
+    parts = parts + _linear_times(machine, heads, latent.kv_rank)
+    return parts + _linear_times(machine, model.hidden, model.heads * value / tensor)
 
 
-def _joined_linears(machine: Machine) -> Passes:
+def _parallel_block_linears(machine: Machine) -> PassTimes:
     """Return the seconds of the linears of a block whose attention and MLP start from the same
     rows: two products in total."""
     model, tensor = machine.config.model, machine.sizes.tensor
@@ -129,18 +134,20 @@ def _joined_linears(machine: Machine) -> Passes:
     queries = model.heads * model.head_dim / tensor
     keys = 2 * model.head_dim * np.maximum(1.0, model.kv_heads / tensor)
     inner = model.ffn / tensor
-    into = _three(machine, queries + keys + up * inner, model.hidden)
-    return into + _three(machine, model.hidden, queries + inner)
+    into = _linear_times(machine, queries + keys + up * inner, model.hidden)
+    return into + _linear_times(machine, model.hidden, queries + inner)
 
 
-def _mlp(machine: Machine, width: Number) -> Passes:
+def _mlp_times(machine: Machine, width: Number) -> PassTimes:
     model, tensor = machine.config.model, machine.sizes.tensor
     up = 2 if model.activation == "swiglu" else 1
     inner = width / tensor
-    return _three(machine, up * inner, model.hidden) + _three(machine, model.hidden, inner)
+    return _linear_times(machine, up * inner, model.hidden) + _linear_times(
+        machine, model.hidden, inner
+    )
 
 
-def _expert_mlp(machine: Machine) -> Passes:
+def _expert_times(machine: Machine) -> PassTimes:
     """Return the seconds of the experts, assumed to be equally loaded, with the router, the shared
     experts, and the permutation of rows."""
     model, sizes = machine.config.model, machine.sizes
@@ -152,17 +159,17 @@ def _expert_mlp(machine: Machine) -> Passes:
     # Rows per expert: those of all ranks that send to this one, spread over all experts.
     own = machine.tokens / sizes.tensor
     rows = own * moe.top_k * sizes.expert * sizes.expert_tensor / moe.experts
-    found = _three(machine, up * width, model.hidden, rows, here)
-    found = found + _three(machine, model.hidden, width, rows, here)
-    found = found + _three(machine, moe.experts, model.hidden, own)
+    found = _linear_times(machine, up * width, model.hidden, rows, here)
+    found = found + _linear_times(machine, model.hidden, width, rows, here)
+    found = found + _linear_times(machine, moe.experts, model.hidden, own)
     if moe.shared:
-        found = found + _mlp(machine, moe.shared * (moe.ffn or model.ffn))
+        found = found + _mlp_times(machine, moe.shared * (moe.ffn or model.ffn))
     moved = machine.rate.width * own * moe.top_k * 8 * model.hidden  # sorted, sent and summed
-    moving = moving_seconds(machine.rate, moved)
-    return found + Passes(moving, moving, 0.0)
+    moving = elementwise_seconds(machine.rate, moved)
+    return found + PassTimes(moving, moving, 0.0)
 
 
-def _attention(machine: Machine, layer: int) -> Passes:
+def _attention_times(machine: Machine, layer: int) -> PassTimes:
     """Return the seconds of attention itself: the scores and the weighted sum of values."""
     model, sizes, rate = machine.config.model, machine.sizes, machine.rate
     software, seq = machine.software, machine.config.train.seq
@@ -173,17 +180,17 @@ def _attention(machine: Machine, layer: int) -> Passes:
         flops = 2.0 * machine.tokens * keys * heads * (query + value)
         forward = flops / (rate.attention * software.attention_speed)
         # Backward recomputes the scores: five products instead of two (Dao 2023, section 3.1).
-        return Passes(forward, 2.5 * forward, 0.0)
+        return PassTimes(forward, 2.5 * forward, 0.0)
     groups = sizes.microbatch * heads
     rows, keys = seq / sizes.context, float(seq)
     products = grouped_product_seconds(rate, groups, rows, keys, query)
     products = products + grouped_product_seconds(rate, groups, rows, value, keys)
-    one = moving_seconds(rate, groups * rows * keys)
+    one = elementwise_seconds(rate, groups * rows * keys)
     backward = 2 * products + software.score_backward_bytes * one
-    return Passes(products + software.score_bytes * one, backward, 0.0)
+    return PassTimes(products + software.score_bytes * one, backward, 0.0)
 
 
-def _elementwise(machine: Machine) -> Passes:
+def _elementwise_times(machine: Machine) -> PassTimes:
     """Return the seconds of norms, residuals and activations."""
     model, sizes, software = machine.config.model, machine.sizes, machine.software
     divided = sizes.tensor if software.sequence_parallel else 1.0
@@ -193,11 +200,15 @@ def _elementwise(machine: Machine) -> Passes:
         width = (moe.top_k + moe.shared) * (moe.ffn or model.ffn)
     up = 1.5 if model.activation == "swiglu" else 1.0
     inner = software.inner_passes * up * width / sizes.tensor
-    forward = moving_seconds(machine.rate, machine.rate.width * machine.tokens * (stream + inner))
-    return Passes(forward, 2 * forward, 0.0)
+    forward = elementwise_seconds(
+        machine.rate, machine.rate.width * machine.tokens * (stream + inner)
+    )
+    return PassTimes(forward, 2 * forward, 0.0)
 
 
-def _again(machine: Machine, linears: Passes, attention: Passes, stream: Passes) -> Number:
+def _recompute_seconds(
+    machine: Machine, linears: PassTimes, attention: PassTimes, stream: PassTimes
+) -> Number:
     """Return the seconds of what backward recomputes."""
     recompute = machine.sizes.recompute
     of_attention = machine.software.selective == "attention"
@@ -206,29 +217,33 @@ def _again(machine: Machine, linears: Passes, attention: Passes, stream: Passes)
     return np.where(recompute == 2, whole, np.where(recompute == 1, part, 0.0))
 
 
-def head(machine: Machine) -> Part:
+def head_times(machine: Machine) -> CostBreakdown:
     """Return the seconds of the output head and its loss. Its gradients are computed in forward, or
     in backward if the software does so (`head_backward`)."""
     model, sizes, rate = machine.config.model, machine.sizes, machine.rate
     if model.emulate is not None:
-        return Part(Passes())
+        return CostBreakdown(PassTimes())
     vocab = np.ceil((model.vocab or 0) / sizes.tensor)
-    products = three_products(rate, machine.tokens, vocab, model.hidden)
-    loss = moving_seconds(rate, machine.software.logit_bytes * machine.tokens * vocab)
+    products = linear_seconds(rate, machine.tokens, vocab, model.hidden)
+    loss = elementwise_seconds(rate, machine.software.logit_bytes * machine.tokens * vocab)
     size = rate.width * machine.tokens * model.hidden
     gather = machine.seconds("all_gather", size, "tensor")
     many = 1.0 + model.mtp_depth
     if machine.software.head_backward:
         forward, backward, weight = products
-        compute = _launched(machine, forward + 0.7 * loss, backward + 0.3 * loss, weight)
-        return Part(compute.times(many), Passes(gather, gather, 0.0).times(many))
-    compute = _launched(machine, sum(products) + loss, 0.0, 0.0)
-    return Part(compute.times(many), Passes(2 * gather).times(many))
+        compute = _extend_head_to_launches(
+            machine, forward + 0.7 * loss, backward + 0.3 * loss, weight
+        )
+        return CostBreakdown(compute.times(many), PassTimes(gather, gather, 0.0).times(many))
+    compute = _extend_head_to_launches(machine, sum(products) + loss, 0.0, 0.0)
+    return CostBreakdown(compute.times(many), PassTimes(2 * gather).times(many))
 
 
-def _launched(machine: Machine, forward: Number, backward: Number, weight: Number) -> Passes:
+def _extend_head_to_launches(
+    machine: Machine, forward: Number, backward: Number, weight: Number
+) -> PassTimes:
     """Return the passes, extended to the time that the host needs to launch them if longer."""
     software = machine.software
     host = software.end_kernels * machine.rate.launch
     lacking = np.maximum(0.0, host * software.backward_kernels - backward - weight)
-    return Passes(np.maximum(forward, host), backward + lacking, weight)
+    return PassTimes(np.maximum(forward, host), backward + lacking, weight)

@@ -18,13 +18,18 @@ from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster, cluster_names, load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.candidates import Candidates, Fixed, candidates, configured
+from megaframe.planner.candidates import (
+    Candidates,
+    FixedKeys,
+    apply_candidate,
+    enumerate_candidates,
+)
 from megaframe.planner.constants import Constants, cluster_constants
 from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array
-from megaframe.planner.peak_memory import leaves_room, settled
+from megaframe.planner.peak_memory import fits_with_margin, resolve_recompute_blocks
 from megaframe.planner.prediction import Prediction, predict
 from megaframe.planner.vectorized import Estimates, estimate
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 SIMULATED = 24
 """Number of layouts that are simulated."""
@@ -41,7 +46,7 @@ _GIB = 2.0**30
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """A layout, the config that has it, and its prediction. place: its index among the candidates
     of a search, -1 outside of one."""
 
@@ -52,19 +57,19 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search. choices: simulated layouts that fit, best first. candidates, estimates:
     all layouts that were considered. estimated_seconds, seconds: how long the estimates and the
     whole search took."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[LayoutChoice, ...]
     candidates: Candidates
     estimates: Estimates
     estimated_seconds: float
     seconds: float
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> LayoutChoice:
         """The best layout."""
         return self.choices[0]
 
@@ -74,9 +79,9 @@ def search(
     gpus: int,
     cluster: Cluster,
     constants: Constants,
-    fixed: Fixed | None = None,
+    fixed: FixedKeys | None = None,
     simulated: int = SIMULATED,
-) -> Found:
+) -> SearchResult:
     """Return the best layouts for `gpus` GPUs.
 
     fixed: values of keys that the search may not choose (`valid.FREE`). simulated: number of
@@ -89,20 +94,20 @@ def search(
             f"{gpus} GPUs are more than the {cluster.size} of cluster {cluster.name}; use "
             f"{cluster.size} or fewer"
         )
-    every = candidates(config, gpus, cluster, fixed)
+    every = enumerate_candidates(config, gpus, cluster, fixed)
     if not len(every):
-        raise UserError(_none_valid(config, gpus, cluster, fixed))
+        raise UserError(_describe_no_valid_layout(config, gpus, cluster, fixed))
     before = time.perf_counter()
     estimates = estimate(config, cluster, constants, every)
     between = time.perf_counter()
-    choices = _simulated(config, gpus, cluster, constants, every, estimates, simulated)
+    choices = _simulate_best(config, gpus, cluster, constants, every, estimates, simulated)
     if not choices:
-        raise UserError(nothing_fits(config, gpus, cluster, constants, every, estimates, fixed))
+        raise UserError(describe_no_fit(config, gpus, cluster, constants, every, estimates, fixed))
     end = time.perf_counter()
-    return Found(choices, every, estimates, between - before, end - begin)
+    return SearchResult(choices, every, estimates, between - before, end - begin)
 
 
-def _simulated(
+def _simulate_best(
     config: RunConfig,
     gpus: int,
     cluster: Cluster,
@@ -110,16 +115,16 @@ def _simulated(
     every: Candidates,
     estimates: Estimates,
     most: int,
-) -> tuple[Choice, ...]:
+) -> tuple[LayoutChoice, ...]:
     """Simulate the best candidates by estimate, and return those that fit, best first.
 
     most: number of candidates to simulate.
     """
-    fits = leaves_room(estimates.memory_bytes, cluster.chip)
+    fits = fits_with_margin(estimates.memory_bytes, cluster.chip)
     penalty = _penalty(every)
     order = np.argsort(np.where(fits, estimates.step_seconds * penalty, np.inf), kind="stable")
     kinds: Counter[tuple[int, ...]] = Counter()
-    found: list[Choice] = []
+    found: list[LayoutChoice] = []
     looked = 0
     passes = every.sizes(config).microbatches * every.pipeline * every.chunks * 3
     for place in order.tolist():
@@ -130,17 +135,17 @@ def _simulated(
             continue
         kinds[kind] += 1
         looked += 1
-        one = configured(config, every, place)
-        check(one, gpus, data=False)
+        one = apply_candidate(config, every, place)
+        validate_config(one, gpus, data=False)
         layout = Layout.from_parallel(one.parallel, gpus)
-        for each in _with_fewer(one, config, layout, cluster):
+        for each in _with_fewer_recomputed(one, config, layout, cluster):
             prediction = predict(each, layout, cluster, constants)
-            if leaves_room(sum(prediction.memory_bytes.values()), cluster.chip):
-                found.append(Choice(each, layout, prediction, place))
+            if fits_with_margin(sum(prediction.memory_bytes.values()), cluster.chip):
+                found.append(LayoutChoice(each, layout, prediction, place))
     return tuple(sorted(found, key=lambda one: one.prediction.step_seconds * penalty[one.place]))
 
 
-def _with_fewer(
+def _with_fewer_recomputed(
     one: RunConfig, asked: RunConfig, layout: Layout, cluster: Cluster
 ) -> Iterator[RunConfig]:
     """Yield the config of a candidate. If `asked` has `train.recompute_blocks=auto` and the
@@ -148,7 +153,9 @@ def _with_fewer(
     yield one
     if asked.train.recompute_blocks == "auto" and one.train.recompute == "full":
         train = one.train.model_copy(update={"recompute": "selective", "recompute_blocks": "auto"})
-        yield settled(one.model_copy(update={"train": train}), layout, cluster.chip)
+        yield resolve_recompute_blocks(
+            one.model_copy(update={"train": train}), layout, cluster.chip
+        )
 
 
 def _penalty(every: Candidates) -> Array:
@@ -160,9 +167,13 @@ def _penalty(every: Candidates) -> Array:
     return found
 
 
-def _none_valid(config: RunConfig, gpus: int, cluster: Cluster, fixed: Fixed | None) -> str:
+def _describe_no_valid_layout(
+    config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys | None
+) -> str:
     train, model = config.train, config.model
-    near = [n for n in range(gpus, 0, -1) if len(candidates(config, n, cluster, fixed))][:1]
+    near = [n for n in range(gpus, 0, -1) if len(enumerate_candidates(config, n, cluster, fixed))][
+        :1
+    ]
     given = "".join(f", {key}={value}" for key, value in (fixed or {}).items())
     return (
         f"no layout divides model.layers={model.layers}, model.heads={model.heads} and "
@@ -172,14 +183,14 @@ def _none_valid(config: RunConfig, gpus: int, cluster: Cluster, fixed: Fixed | N
     )
 
 
-def nothing_fits(
+def describe_no_fit(
     config: RunConfig,
     gpus: int,
     cluster: Cluster,
     constants: Constants,
     every: Candidates,
     estimates: Estimates,
-    fixed: Fixed | None = None,
+    fixed: FixedKeys | None = None,
 ) -> str:
     """Return the message if nothing fits: the least memory that the model needs, the layout that
     needs it, and what would work."""
@@ -188,13 +199,13 @@ def nothing_fits(
     asked = "".join(f", {key}={value}" for key, value in (fixed or {}).items())
     lines = [
         f"no layout on {gpus} GPUs of {cluster.name}{asked} leaves a GPU with less than "
-        f"{needed:.1f} GiB of its {there:.0f} GiB: {in_words(every, place)}",
-        *ways(config, gpus, cluster, constants, fixed),
+        f"{needed:.1f} GiB of its {there:.0f} GiB: {describe_candidate(every, place)}",
+        *suggest_alternatives(config, gpus, cluster, constants, fixed),
     ]
     return "\n  ".join(lines)
 
 
-def in_words(every: Candidates, place: int) -> str:
+def describe_candidate(every: Candidates, place: int) -> str:
     """Return the layout of candidate number `place` in words."""
     axes = ("tensor", "context", "pipeline", "chunks", "data", "expert", "expert_tensor")
     sizes = {name: int(getattr(every, name)[place]) for name in axes}
@@ -210,43 +221,43 @@ def in_words(every: Candidates, place: int) -> str:
     return ", ".join(named)
 
 
-def ways(
-    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: Fixed | None
+def suggest_alternatives(
+    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: FixedKeys | None
 ) -> Iterator[str]:
     """Yield what would work if no layout fits: without the given keys, more GPUs, optimizer state
     in 8 bits, a chip with more memory."""
     if fixed:
-        free = _fitting(config, gpus, cluster, constants)
+        free = _describe_fastest(config, gpus, cluster, constants)
         if free:
             yield f"without the given keys: {free}"
-    more = _more(config, gpus, cluster, constants, fixed)
+    more = _suggest_more_gpus(config, gpus, cluster, constants, fixed)
     if more:
         yield more
     if config.optim.state == "master":
         fewer = config.model_copy(
             update={"optim": config.optim.model_copy(update={"state": "int8"})}
         )
-        small = _fitting(fewer, gpus, cluster, constants, fixed)
+        small = _describe_fastest(fewer, gpus, cluster, constants, fixed)
         if small:
             yield f"with optim.state=int8: {small}"
     for name in cluster_names():
         other = load_cluster(name)
         larger = other.chip.memory > cluster.chip.memory and other.size >= gpus
         if larger and other.chip.family in ("h100", "b200"):
-            found = _fitting(config, gpus, other, cluster_constants(other), fixed)
+            found = _describe_fastest(config, gpus, other, cluster_constants(other), fixed)
             if found:
                 yield f"{gpus} GPUs of {name}: {found}"
                 return
 
 
-def _more(
-    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: Fixed | None
+def _suggest_more_gpus(
+    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: FixedKeys | None
 ) -> str | None:
     """Return the smallest number of GPUs, doubled repeatedly, on which the model fits, with its
     layout; None if there is none."""
     times = 2
     while times <= _MOST_TIMES and gpus * times <= cluster.size:
-        found = _fitting(config, gpus * times, cluster, constants, fixed)
+        found = _describe_fastest(config, gpus * times, cluster, constants, fixed)
         if found:
             kind = "ranks" if cluster.chip.is_host else "GPUs"
             return f"{gpus * times} {kind} of {cluster.name}: {found}"
@@ -254,36 +265,40 @@ def _more(
     return None
 
 
-def fastest(
-    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: Fixed | None = None
+def find_fastest(
+    config: RunConfig,
+    gpus: int,
+    cluster: Cluster,
+    constants: Constants,
+    fixed: FixedKeys | None = None,
 ) -> tuple[Candidates, int, float] | None:
     """Return all candidates, the index of the one with the shortest estimated step that fits, and
     its seconds; None if no layout is valid and fits."""
-    every = candidates(config, gpus, cluster, fixed)
+    every = enumerate_candidates(config, gpus, cluster, fixed)
     if not len(every):
         return None
     found = estimate(config, cluster, constants, every)
-    fits = leaves_room(found.memory_bytes, cluster.chip)
+    fits = fits_with_margin(found.memory_bytes, cluster.chip)
     if not fits.any():
         return None
     place = int(np.argmin(np.where(fits, found.step_seconds, np.inf)))
     return every, place, float(found.step_seconds[place])
 
 
-def _fitting(
+def _describe_fastest(
     config: RunConfig,
     gpus: int,
     cluster: Cluster,
     constants: Constants,
-    fixed: Fixed | None = None,
+    fixed: FixedKeys | None = None,
 ) -> str | None:
     """Return the fastest layout that fits in words, with its step and price; None if none fits."""
-    found = fastest(config, gpus, cluster, constants, fixed)
+    found = find_fastest(config, gpus, cluster, constants, fixed)
     if found is None:
         return None
     every, place, step = found
     dollars = step * config.train.steps / 3600 * gpus * cluster.price
     return (
         f"{step:.3g} s a step, ${gpus * cluster.price:,.0f} an hour, ${dollars:,.0f} for "
-        f"train.steps={config.train.steps} ({in_words(every, place)})"
+        f"train.steps={config.train.steps} ({describe_candidate(every, place)})"
     )

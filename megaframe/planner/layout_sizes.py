@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.stages import block_work, end_work
+from megaframe.architecture.stages import block_work, output_work
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
 
@@ -31,12 +31,12 @@ SCHEDULES = (
     "v-half",
     "dualpipe-v",
 )
-CIRCLING = ("interleaved", "breadth-first")
+LOOPED_SCHEDULES = ("interleaved", "breadth-first")
 """Schedules that go through all ranks before they come to a rank's next stage."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayoutSizes:
     """Sizes of the axes, under their names, and what else a layout's costs depend on.
 
     chunks: stages per rank. zero: ZeRO stage. recompute: index into `RECOMPUTE`. microbatch:
@@ -67,10 +67,10 @@ class Sizes:
         return self.data * self.context // self.data_replicate
 
 
-def sizes_of(config: RunConfig, layout: Layout) -> Sizes:
+def sizes_of(config: RunConfig, layout: Layout) -> LayoutSizes:
     """Return the sizes of one run."""
     parallel, train = config.parallel, config.train
-    return Sizes(
+    return LayoutSizes(
         tensor=layout.tensor,
         context=layout.context,
         pipeline=layout.pipeline,
@@ -87,14 +87,14 @@ def sizes_of(config: RunConfig, layout: Layout) -> Sizes:
 
 
 @dataclass(frozen=True)
-class Division:
+class BlocksPerRank:
     """Blocks per rank. middle: of the rank that has most. end: of the rank with the last stage."""
 
     middle: Array
     end: Array
 
 
-def division(config: RunConfig, sizes: Sizes) -> Division:
+def blocks_per_rank(config: RunConfig, sizes: LayoutSizes) -> BlocksPerRank:
     """Return how the layers are divided, where the head counts as many blocks as it has work."""
     layers, stages = config.model.layers, sizes.pipeline * sizes.chunks
     weight = _head_weight(config, sizes)
@@ -112,15 +112,15 @@ def division(config: RunConfig, sizes: Sizes) -> Division:
     middle = sizes.chunks * low + np.minimum(more, sizes.chunks)
     end = (sizes.chunks - 1) * low + np.maximum(0.0, np.minimum(more, sizes.chunks) - 1) + last
     alone = sizes.pipeline == 1
-    return Division(np.where(alone, layers, middle), np.where(alone, layers, end))
+    return BlocksPerRank(np.where(alone, layers, middle), np.where(alone, layers, end))
 
 
-def _head_weight(config: RunConfig, sizes: Sizes) -> Array:
+def _head_weight(config: RunConfig, sizes: LayoutSizes) -> Array:
     """Return the work of the head in units of a block's work, as `plan.stages` counts it."""
     works = [block_work(config, layer) for layer in range(config.model.layers)]
     forward = sum(work.forward for work in works) / len(works)
     others = sum(work.backward + work.weight for work in works) / len(works)
-    end = end_work(config)
+    end = output_work(config)
     twice = np.where(sizes.recompute == 2, 2.0, 1.0)
     head = end.forward + end.backward + end.weight
     return head / np.maximum(twice * forward + others, 1e-30)

@@ -1,8 +1,8 @@
 """Machine: the kernel rates and rank groups that a layout gets on a cluster, and types for seconds.
 
-It works for one run or for arrays of layouts. Seconds are kept apart by pass (`Passes`: forward,
-input gradient, weight gradient), as a schedule needs them, and by cause (`Part`: compute, and the
-exposed communication of each axis).
+It works for one run or for arrays of layouts. Seconds are kept apart by pass (`PassTimes`: forward,
+input gradient, weight gradient), as a schedule needs them, and by cause (`CostBreakdown`: compute,
+and the exposed communication of each axis).
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from megaframe.config.schema import RunConfig
 from megaframe.hardware.cluster import Cluster, Tier
 from megaframe.layout import Layout
 from megaframe.planner.collective_times import (
-    Level,
+    GroupLevel,
     collective_seconds,
-    levels,
-    members,
+    group_levels,
+    group_size,
     pairwise_all_to_all,
     stepped_exchange,
 )
 from megaframe.planner.constants import Constants
-from megaframe.planner.kernel_times import Rates, rates
-from megaframe.planner.layout_sizes import Sizes
+from megaframe.planner.kernel_times import KernelRates, kernel_rates
+from megaframe.planner.layout_sizes import LayoutSizes
 
 Number = Any
 """A float, or a numpy array of them."""
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassTimes:
     """Seconds of the forward pass, of the input gradient and of the weight gradient."""
 
     forward: Number = 0.0
     backward: Number = 0.0
     weight: Number = 0.0
 
-    def __add__(self, other: Passes) -> Passes:
-        return Passes(
+    def __add__(self, other: PassTimes) -> PassTimes:
+        return PassTimes(
             self.forward + other.forward,
             self.backward + other.backward,
             self.weight + other.weight,
         )
 
-    def times(self, factor: Number) -> Passes:
+    def times(self, factor: Number) -> PassTimes:
         """Return these seconds multiplied by `factor`."""
-        return Passes(self.forward * factor, self.backward * factor, self.weight * factor)
+        return PassTimes(self.forward * factor, self.backward * factor, self.weight * factor)
 
     @property
     def total(self) -> Number:
@@ -58,26 +58,26 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Part:
+class CostBreakdown:
     """Seconds of a part of the model by cause: `compute`, and the exposed communication of the
     axes `tensor`, `context` and `expert`."""
 
-    compute: Passes
-    tensor: Passes = Passes()
-    context: Passes = Passes()
-    expert: Passes = Passes()
+    compute: PassTimes
+    tensor: PassTimes = PassTimes()
+    context: PassTimes = PassTimes()
+    expert: PassTimes = PassTimes()
 
-    def __add__(self, other: Part) -> Part:
-        return Part(
+    def __add__(self, other: CostBreakdown) -> CostBreakdown:
+        return CostBreakdown(
             self.compute + other.compute,
             self.tensor + other.tensor,
             self.context + other.context,
             self.expert + other.expert,
         )
 
-    def times(self, factor: Number) -> Part:
+    def times(self, factor: Number) -> CostBreakdown:
         """Return these seconds multiplied by `factor`."""
-        return Part(
+        return CostBreakdown(
             self.compute.times(factor),
             self.tensor.times(factor),
             self.context.times(factor),
@@ -85,11 +85,11 @@ class Part:
         )
 
     @property
-    def whole(self) -> Passes:
+    def whole(self) -> PassTimes:
         """Sum over all causes."""
         return self.compute + self.tensor + self.context + self.expert
 
-    def named(self) -> Mapping[str, Passes]:
+    def named(self) -> Mapping[str, PassTimes]:
         """Return the passes by cause: "compute", then the axes."""
         return {
             "compute": self.compute,
@@ -103,12 +103,12 @@ class Machine:
     """Kernel rates and rank groups of one cluster for given sizes. All cost formulas use it."""
 
     def __init__(
-        self, config: RunConfig, cluster: Cluster, constants: Constants, sizes: Sizes
+        self, config: RunConfig, cluster: Cluster, constants: Constants, sizes: LayoutSizes
     ) -> None:
         self.config, self.cluster, self.sizes = config, cluster, sizes
         self.constants, self.software = constants, constants.software
         self.tokens = sizes.microbatch * config.train.seq / sizes.context
-        self.groups: dict[str, list[Level]] = {
+        self.groups: dict[str, list[GroupLevel]] = {
             "tensor": self.group(1, sizes.tensor),
             "context": self.group(sizes.tensor, sizes.context),
             "shard": self.group(sizes.tensor, sizes.shard),
@@ -121,16 +121,16 @@ class Machine:
         }
 
     @cached_property
-    def rate(self) -> Rates:
+    def rate(self) -> KernelRates:
         """Rates of the kernels in the config's precision. Raises `UserError` if the chip has no
         such rates; the groups of ranks are known without them."""
-        return rates(self.cluster.chip, self.constants, self.config.train.precision)
+        return kernel_rates(self.cluster.chip, self.constants, self.config.train.precision)
 
     @cached_property
-    def linear(self) -> Rates:
+    def linear(self) -> KernelRates:
         """Rates of the matrix products. Raises as `rate` does."""
         kind = self.software.products or self.config.train.precision
-        return rates(self.cluster.chip, self.constants, kind)
+        return kernel_rates(self.cluster.chip, self.constants, kind)
 
     def without_latency(self) -> Machine:
         """Return the same machine with links on which messages take no time but that of their
@@ -142,10 +142,10 @@ class Machine:
         }
         return made
 
-    def group(self, stride: Number, size: Number) -> list[Level]:
+    def group(self, stride: Number, size: Number) -> list[GroupLevel]:
         """Return the levels of a group of `size` ranks that are `stride` apart; their bandwidth is
         the share of the link's that collectives reach."""
-        return levels(self.cluster, stride, size, self.constants.links)
+        return group_levels(self.cluster, stride, size, self.constants.links)
 
     def seconds(self, operation: str, size: Number, axis: str, times: Number = 1.0) -> Number:
         """Return the seconds of `times` equal collectives over the ranks of an axis, which move
@@ -162,7 +162,7 @@ class Machine:
 
     def delay(self, size: Number, axis: str) -> Number:
         """Return by how many seconds a concurrent collective of `size` bytes delays compute."""
-        many = members(self.groups[axis])
+        many = group_size(self.groups[axis])
         return self.hop_delay(size * (many - 1) / many)
 
     def hop_delay(self, size: Number) -> Number:
@@ -173,7 +173,7 @@ class Machine:
         return self.constants.contention * busy
 
 
-def span(axis: str, layout: Layout) -> tuple[int, int]:
+def axis_span(axis: str, layout: Layout) -> tuple[int, int]:
     """Return (distance between neighbours, number of ranks) of an axis."""
     inner = {
         "tensor": 1,
@@ -185,7 +185,7 @@ def span(axis: str, layout: Layout) -> tuple[int, int]:
     return inner, layout.sizes[axis]
 
 
-def outermost(cluster: Cluster, stride: int, size: int) -> Tier:
+def outermost_tier(cluster: Cluster, stride: int, size: int) -> Tier:
     """Return the outermost tier that a group of `size` ranks, `stride` apart, uses."""
     for tier in cluster.tiers:
         if stride * size <= tier.size:

@@ -23,14 +23,14 @@ from megaframe.architecture.stages import StagePlan
 from megaframe.config.schema import OptimConfig, ParallelConfig, RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.layout import Layout
-from megaframe.planner.activations import activations
-from megaframe.planner.parameter_counts import Held, held
+from megaframe.planner.activations import peak_activations
+from megaframe.planner.parameter_counts import RankParameters, count_parameters
 from megaframe.schedule import Action, Schedule
 from megaframe.schedule.zero_buffers import peak_zero_buffers
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes on one rank, by kind.
 
     weights: in master precision. values: what the model computes with, where it is not the weights
@@ -66,23 +66,23 @@ class Memory:
         return sum(self.kinds.values())
 
 
-def _in_use(sizes: Sequence[int]) -> int:
+def _buffer_elements(sizes: Sequence[int]) -> int:
     """Return the elements of the buffers that serve requests of these sizes in order, where two
     consecutive requests are active at a time and a buffer serves requests of its own size only."""
     windows = [sizes[i : i + 2] for i in range(max(1, len(sizes) - 1))]
     return sum(size * max(window.count(size) for window in windows) for size in set(sizes))
 
 
-def memory(
+def compute_memory(
     config: RunConfig,
-    held: Held,
+    held: RankParameters,
     ranks: int,
     plans: Sequence[StagePlan],
     actions: Sequence[Action],
     expert_ranks: int = 1,
     *,
     host: bool = False,
-) -> Memory:
+) -> RankMemory:
     """Return the memory of one rank.
 
     held: its parameters. ranks: how many ranks share one copy of the dense ones. expert_ranks: how
@@ -100,7 +100,7 @@ def memory(
         lent_values, lent_gradients = peak_zero_buffers(
             held.units(config, plans),
             actions,
-            _transfers(config.parallel),
+            _num_transfers(config.parallel),
             values=stage == 3,
             same_dtype=width == master,
         )
@@ -110,20 +110,23 @@ def memory(
     # apart.
     if width == master:
         values -= -(-held.vectors // ranks) if stage == 3 else own
-    unsent = _unsent(config.parallel, held, ranks, expert_ranks)
+    unsent = _residual_elements(config.parallel, held, ranks, expert_ranks)
     gradients += unsent
     tokens = config.train.microbatch * config.train.seq
     tensor = config.parallel.tensor
     vocab = -(-(config.model.vocab or 0) // tensor)
     chunk = min(tokens, max(1, max_logits_per_chunk(host=host) // max(1, vocab)))
-    state = state_bytes(config.optim, own, ends, master)
+    state = optimizer_state_bytes(config.optim, own, ends, master)
     away = config.optim.offload and not host
     rounded = away and width < master  # weights are on the host, rounded values on the device
     if rounded and stage == 3:
         values += own
     rooms = 0
     if host:
-        rooms = _rooms(held.in_buckets(config, plans), ranks, expert_ranks, stage) * master
+        rooms = (
+            _receive_buffer_elements(held.in_buckets(config, plans), ranks, expert_ranks, stage)
+            * master
+        )
     if away:
         dealt = (ranks, expert_ranks) if stage else (1, 1)
         most = held.in_buckets(config, plans).largest(*dealt)
@@ -131,14 +134,14 @@ def memory(
         rooms += math.ceil(OFFLOAD_BUFFERS * min(OFFLOAD_CHUNK, most) * width_on_device)
     # Context ranks divide the tokens; tensor ranks divide rows, heads and widths.
     divided = tensor * config.parallel.context
-    kept, messages = activations(config, plans, actions)
+    kept, messages = peak_activations(config, plans, actions)
     saved = 0
     if host and config.checkpoint.every:
         alone = held.own(ranks, expert_ranks)
         ends = held.own_ends(ranks)
         saved = (alone + unsent) * master
-        saved += state_bytes(config.optim, alone, ends, master, saved=True)
-    return Memory(
+        saved += optimizer_state_bytes(config.optim, alone, ends, master, saved=True)
+    return RankMemory(
         weights=0 if rounded else own * master,
         values=values * width,
         gradients=gradients * master,
@@ -149,19 +152,19 @@ def memory(
         rooms=rooms,
         checkpoint=saved,
         temporaries=max(
-            2 * tokens * widest(config) * width // divided,
+            2 * tokens * max_width_per_token(config) * width // divided,
             chunk * vocab * width if any(plan.last for plan in plans) else 0,
         ),
         host=(own * master if rounded else 0) + (state if away else 0),
     )
 
 
-def _transfers(parallel: ParallelConfig) -> int:
+def _num_transfers(parallel: ParallelConfig) -> int:
     """Return how many consecutive transfers a reduction takes until a rank has its part."""
     return 2 if parallel.compress == "powersgd" and parallel.data_replicate == 1 else 1
 
 
-def widest(config: RunConfig) -> int:
+def max_width_per_token(config: RunConfig) -> int:
     """Return the elements per token at the widest place of a block. Backward has two such tensors
     on top of the kept activations."""
     model = config.model
@@ -173,7 +176,9 @@ def widest(config: RunConfig) -> int:
     return max(up * model.ffn, up * experts)
 
 
-def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
+def _receive_buffer_elements(
+    held: RankParameters, ranks: int, expert_ranks: int, stage: int
+) -> int:
     """Return the elements of the buffers that receive the other ranks' parts of gradients."""
     if not stage:
         return 0
@@ -190,10 +195,12 @@ def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
     # One part is still in transit when the next one starts.
     rest = others((*held.tables, held.vectors), ranks)
     rest += others((held.positions,), ranks * held.tensor)
-    return sum(map(_in_use, parts)) + sum(set(rest))
+    return sum(map(_buffer_elements, parts)) + sum(set(rest))
 
 
-def _unsent(parallel: ParallelConfig, held: Held, ranks: int, expert_ranks: int) -> int:
+def _residual_elements(
+    parallel: ParallelConfig, held: RankParameters, ranks: int, expert_ranks: int
+) -> int:
     """Return the elements of the residuals that compression carries from step to step: one for each
     element of a matrix that a rank sends. Between replicas it sends only its own part."""
     if parallel.compress == "none":
@@ -209,7 +216,7 @@ def _unsent(parallel: ParallelConfig, held: Held, ranks: int, expert_ranks: int)
     return sum(sum(sizes) for among, sizes in sent if among > 1)
 
 
-def state_bytes(
+def optimizer_state_bytes(
     optim: OptimConfig, own: int, ends: int, master: int, *, saved: bool = False
 ) -> int:
     """Return the bytes of optimizer state of `own` parameters, `ends` of which are not matrices of
@@ -225,7 +232,7 @@ def state_bytes(
     return math.ceil(total)
 
 
-def away_width(optim: OptimConfig, precision: str) -> float:
+def host_bytes_per_element(optim: OptimConfig, precision: str) -> float:
     """Return the bytes per element that the host keeps under `optim.offload`: its state (under Muon
     that of matrices), and the weight in master precision if the model computes in another one."""
     width = WIDTH[precision]
@@ -233,7 +240,7 @@ def away_width(optim: OptimConfig, precision: str) -> float:
     return state_bytes_per_element(optim, master) + (master if width < master else 0)
 
 
-def rank_memory(
+def compute_rank_memory(
     config: RunConfig,
     layout: Layout,
     plans: Sequence[StagePlan],
@@ -241,16 +248,16 @@ def rank_memory(
     rank: int,
     *,
     host: bool = False,
-) -> Memory:
+) -> RankMemory:
     """Return the memory of the first of the ranks with pipeline coordinate `rank`.
 
     plans: all stages. schedule: if it is not lowered, messages are not counted. host: as in
-    `memory`.
+    `compute_memory`.
     """
     here = [plans[stage] for stage in schedule.stages(rank)]
-    return memory(
+    return compute_memory(
         config,
-        held(config, layout, here),
+        count_parameters(config, layout, here),
         layout.data_shard * layout.context,
         here,
         schedule.ranks[rank],

@@ -19,18 +19,18 @@ from megaframe.architecture.stages import StagePlan
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH, Chip
 from megaframe.layout import Layout
-from megaframe.planner.activations import block_bytes, left_bytes, rotary_bytes
-from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Sizes, division
-from megaframe.planner.memory import widest
-from megaframe.planner.parameter_counts import held
-from megaframe.planner.peak_memory import overhead
+from megaframe.planner.activations import block_bytes, rotary_bytes, weight_pass_bytes
+from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, LayoutSizes, blocks_per_rank
+from megaframe.planner.memory import max_width_per_token
+from megaframe.planner.parameter_counts import count_parameters
+from megaframe.planner.peak_memory import overhead_bytes
 
 Array = np.ndarray[Any, Any]
 _V_SHAPED = ("zb-v", "v-half", "dualpipe-v")
 """Schedules whose first rank also has the last stage."""
 
 
-def memory_bytes(config: RunConfig, chip: Chip, c: Sizes, schedule: Array) -> Array:
+def estimate_peak_memory(config: RunConfig, chip: Chip, c: LayoutSizes, schedule: Array) -> Array:
     """Estimate the bytes of the rank that needs most, for each candidate.
 
     It is the largest of three ranks: that with the first stage, that with the last stage, and the
@@ -38,23 +38,23 @@ def memory_bytes(config: RunConfig, chip: Chip, c: Sizes, schedule: Array) -> Ar
     as many blocks as the fullest rank. The result is within a few percent of `worst_memory`, which
     makes the final decision on what fits. schedule: indices into `SCHEDULES`.
     """
-    of, alone = _Blocks(config, c), c.pipeline == 1
-    v_shaped, nobody = _among(schedule, *_V_SHAPED), np.zeros(len(schedule), dtype=bool)
-    first = _held_first(c, schedule)
+    of, alone = _BlockTable(config, c), c.pipeline == 1
+    v_shaped, nobody = _has_schedule(schedule, *_V_SHAPED), np.zeros(len(schedule), dtype=bool)
+    first = _count_on_first_rank(c, schedule)
     ranks = (
-        _Rank(c, of, first, ~nobody, alone | v_shaped, True),
-        _Rank(c, of, _held_last(c, schedule, first), alone, ~nobody, False),
-        _Rank(c, of, _held_between(c, schedule, first), nobody, nobody, True),
+        _PipelineRank(c, of, first, ~nobody, alone | v_shaped, True),
+        _PipelineRank(c, of, _count_on_last_rank(c, schedule, first), alone, ~nobody, False),
+        _PipelineRank(c, of, _count_on_inner_rank(c, schedule, first), nobody, nobody, True),
     )
     return np.maximum.reduce([_rank_bytes(config, chip, rank) for rank in ranks])
 
 
-def _among(schedule: Array, *names: str) -> Array:
+def _has_schedule(schedule: Array, *names: str) -> Array:
     """Return the mask of the candidates whose schedule is one of `names`."""
     return np.array([name in names for name in SCHEDULES])[schedule]
 
 
-class _Live(NamedTuple):
+class _ActivationCounts(NamedTuple):
     """The most that a rank holds at once, in activations of one microbatch on one stage: `kept`
     for backward passes, `left` by backward passes for weight passes, and `either`, each of which
     counts as the larger of the two."""
@@ -65,25 +65,25 @@ class _Live(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _PipelineRank:
     """One rank of each candidate. first, last: whether it has the first and the last stage. full:
     whether it has as many blocks as the fullest rank; otherwise as many as the rank with the last
     stage."""
 
-    c: Sizes
-    of: _Blocks
-    live: _Live
+    c: LayoutSizes
+    of: _BlockTable
+    live: _ActivationCounts
     first: Array
     last: Array
     full: bool
 
 
-class _Blocks:
+class _BlockTable:
     """For each candidate, the elements of one block of each kind (with or without experts), and the
     bytes that it keeps per sample. They are computed once per distinct combination of the few sizes
     that they depend on, and then looked up."""
 
-    def __init__(self, config: RunConfig, c: Sizes) -> None:
+    def __init__(self, config: RunConfig, c: LayoutSizes) -> None:
         model = config.model
         kinds = [model.moe is not None and has_experts(model.moe, n) for n in range(model.layers)]
         self.layers = {kind: kinds.index(kind) for kind in set(kinds)}
@@ -100,9 +100,11 @@ class _Blocks:
                 expert=expert,
                 expert_tensor=expert_tensor,
             )
-            sizes = _with(config, tensor, context, expert, expert_tensor, RECOMPUTE[recompute])
+            sizes = _with_sizes(
+                config, tensor, context, expert, expert_tensor, RECOMPUTE[recompute]
+            )
             for kind, layer in self.layers.items():
-                one = held(config, layout, [StagePlan(1, 3, range(layer, layer + 1))])
+                one = count_parameters(config, layout, [StagePlan(1, 3, range(layer, layer + 1))])
                 found = {
                     "vectors": one.vectors,
                     "split": sum(one.blocks),
@@ -110,7 +112,7 @@ class _Blocks:
                     "shared": sum(one.shared),
                     "experts": sum(one.experts),
                     "keeps": 0 if recompute == 2 else block_bytes(sizes, layer),
-                    "left": left_bytes(sizes, [layer]),
+                    "left": weight_pass_bytes(sizes, [layer]),
                     "again": block_bytes(sizes, layer) if recompute == 2 else 0,
                     "copies": one.copies,
                 }
@@ -119,8 +121,8 @@ class _Blocks:
             tables.append(-(-(config.model.vocab or 0) // tensor) * config.model.hidden)
         self._of = {key: np.asarray(values, dtype=float)[place] for key, values in rows.items()}
         self.table = np.asarray(tables, dtype=float)[place]
-        self.rotary = float(rotary_bytes(_with(config, 1, 1, 1, 1, "none")))
-        divided = division(config, c)
+        self.rotary = float(rotary_bytes(_with_sizes(config, 1, 1, 1, 1, "none")))
+        divided = blocks_per_rank(config, c)
         self.here = {True: divided.middle, False: divided.end}
 
     def count(self, kind: bool, first: bool) -> Array:
@@ -138,7 +140,7 @@ class _Blocks:
         return np.maximum.reduce([self._of[kind, name] for kind in self.layers])
 
 
-def _rank_bytes(config: RunConfig, chip: Chip, rank: _Rank) -> Array:
+def _rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> Array:
     c, of, full = rank.c, rank.of, rank.full
     model, train = config.model, config.train
     width = WIDTH[train.precision]
@@ -174,11 +176,11 @@ def _rank_bytes(config: RunConfig, chip: Chip, rank: _Rank) -> Array:
     if config.parallel.compress != "none":
         gradients = gradients + np.where(c.data_replicate > 1, alone, total - vectors)
     static = own * kept + values * width + gradients * master
-    passing = _passing(config, rank, max_logits_per_chunk(host=chip.is_host))
-    return static + passing + overhead(chip)
+    passing = _transient_bytes(config, rank, max_logits_per_chunk(host=chip.is_host))
+    return static + passing + overhead_bytes(chip)
 
 
-def _passing(config: RunConfig, rank: _Rank, most: int) -> Array:
+def _transient_bytes(config: RunConfig, rank: _PipelineRank, most: int) -> Array:
     """Return the bytes that come and go within a step: activations, messages, logits (at most
     `most` of them at once), and temporaries."""
     c, of, last = rank.c, rank.of, rank.last
@@ -194,7 +196,7 @@ def _passing(config: RunConfig, rank: _Rank, most: int) -> Array:
         stage = stage + of.here[rank.full] / c.chunks * stream
     vocab = np.ceil((model.vocab or 0) / c.tensor)
     logits = np.minimum(rows, np.maximum(1, most // np.maximum(1, vocab))) * vocab * width
-    temporaries = np.maximum(2 * rows * widest(config) * width / dealt, logits * last)
+    temporaries = np.maximum(2 * rows * max_width_per_token(config) * width / dealt, logits * last)
     messages = np.where(c.pipeline > 1, 2 * stream / dealt, 0.0)
     inputs = 2 * stream * (last + train.offload)
     live = rank.live
@@ -203,10 +205,10 @@ def _passing(config: RunConfig, rank: _Rank, most: int) -> Array:
     return kept + messages + logits * last + temporaries
 
 
-def _held_first(c: Sizes, schedule: Array) -> _Live:
+def _count_on_first_rank(c: LayoutSizes, schedule: Array) -> _ActivationCounts:
     """Return what the first rank holds."""
     p, v, m = c.pipeline, c.chunks, c.microbatches
-    many = _chosen(
+    many = _select_by_schedule(
         c,
         schedule,
         {
@@ -221,40 +223,46 @@ def _held_first(c: Sizes, schedule: Array) -> _Live:
             "dualpipe-v": np.minimum(2 * p, m + 1),
         },
     )
-    either = _among(schedule, "zb-h1", "zb-h2", "zb-v", "dualpipe-v") * 1
-    either = (either + 2 * _among(schedule, "v-half")) * (p > 1)
-    return _Live(many - either, 0 * many, either)
+    either = _has_schedule(schedule, "zb-h1", "zb-h2", "zb-v", "dualpipe-v") * 1
+    either = (either + 2 * _has_schedule(schedule, "v-half")) * (p > 1)
+    return _ActivationCounts(many - either, 0 * many, either)
 
 
-def _held_last(c: Sizes, schedule: Array, first: _Live) -> _Live:
+def _count_on_last_rank(
+    c: LayoutSizes, schedule: Array, first: _ActivationCounts
+) -> _ActivationCounts:
     """Return what the rank with the last stage holds, where that is not the first rank. Under zb-h1
     and zb-h2 it is almost only what waits for weight passes. first: what the first rank holds."""
     p, v, m = c.pipeline, c.chunks, c.microbatches
-    waits = _among(schedule, "zb-h1", "zb-h2") & (p > 1)
+    waits = _has_schedule(schedule, "zb-h1", "zb-h2") & (p > 1)
     interleaved = np.minimum(m * v, (v - 1) * p + 1)
     kept = {"gpipe": m, "interleaved": interleaved, "breadth-first": m * v}
-    return _Live(_chosen(c, schedule, kept) * ~waits, first.kept * waits, waits * 1)
+    return _ActivationCounts(
+        _select_by_schedule(c, schedule, kept) * ~waits, first.kept * waits, waits * 1
+    )
 
 
-def _held_between(c: Sizes, schedule: Array, first: _Live) -> _Live:
+def _count_on_inner_rank(
+    c: LayoutSizes, schedule: Array, first: _ActivationCounts
+) -> _ActivationCounts:
     """Return what an inner rank holds: the one before the last under zb-h1 and zb-h2, and the last
     one under zb-v and dualpipe-v, whose stages are V-shaped. Under other schedules inner ranks hold
     less than the first one, and count as nothing. first: what the first rank holds."""
     p = c.pipeline
-    round_about = _among(schedule, "zb-h1", "zb-h2") & (p > 2)
-    zb_v, dualpipe_v = (_among(schedule, name) & (p > 1) for name in ("zb-v", "dualpipe-v"))
+    round_about = _has_schedule(schedule, "zb-h1", "zb-h2") & (p > 2)
+    zb_v, dualpipe_v = (_has_schedule(schedule, name) & (p > 1) for name in ("zb-v", "dualpipe-v"))
     left = (first.kept - 1) * round_about + (2 * p - 2) * zb_v + (p - 1) * dualpipe_v
-    return _Live(round_about * 1, left, round_about | zb_v | dualpipe_v)
+    return _ActivationCounts(round_about * 1, left, round_about | zb_v | dualpipe_v)
 
 
-def _chosen(c: Sizes, schedule: Array, by_name: Mapping[str, Array]) -> Array:
+def _select_by_schedule(c: LayoutSizes, schedule: Array, by_name: Mapping[str, Array]) -> Array:
     """Return for each candidate the entry of its schedule; 1 for schedules that are not named, and
     without a pipeline."""
     table = [by_name.get(name, 1) * np.ones_like(c.pipeline) for name in SCHEDULES]
     return np.where(c.pipeline > 1, np.stack(table)[schedule, np.arange(len(schedule))], 1)
 
 
-def _with(
+def _with_sizes(
     config: RunConfig, tensor: int, context: int, expert: int, expert_tensor: int, recompute: str
 ) -> RunConfig:
     """Return the config with these sizes and one sample per microbatch."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megaframe.architecture.buckets import Blocks, bucket_blocks
+from megaframe.architecture.attention import head_widths, latent_width
+from megaframe.architecture.buckets import BucketBlocks, group_blocks_into_buckets
 from megaframe.architecture.experts import has_experts
-from megaframe.architecture.matrices import head_widths, latent_width
-from megaframe.architecture.stages import StagePlan, join_matrix
+from megaframe.architecture.stages import StagePlan, predictor_projection_elements
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
@@ -21,7 +21,7 @@ from megaframe.schedule.zero_buffers import BucketSize, StageBuckets, UnitBucket
 
 
 @dataclass(frozen=True)
-class Held:
+class RankParameters:
     """Numbers of parameters of one rank, before ZeRO divides them.
 
     `blocks`, `experts`, `whole` and `shared` have an entry for each part of a block: attention, and
@@ -85,15 +85,15 @@ class Held:
         """The elements of each kind of matrices, for each part of a block."""
         return [*zip(self.blocks, self.experts, self.whole, self.shared, strict=True)]
 
-    def blocks_together(self, config: RunConfig, plans: Sequence[StagePlan]) -> list[Blocks]:
+    def blocks_together(self, config: RunConfig, plans: Sequence[StagePlan]) -> list[BucketBlocks]:
         """Return which of the rank's blocks, counted over its stages, share buckets."""
         halves = [sum(sizes) for sizes in self._parts]
         sizes = [*zip(halves[1::2], halves[::2], strict=True)]
         least, start, found = config.parallel.bucket_size, 0, []
         for plan in plans:
             here = sizes[start : start + len(plan.blocks)]
-            for of in bucket_blocks(here, 1 if least == "auto" else least):
-                found.append(Blocks(start + of.start, start + of.stop, of.halves))
+            for of in group_blocks_into_buckets(here, 1 if least == "auto" else least):
+                found.append(BucketBlocks(start + of.start, start + of.stop, of.halves))
             start += len(plan.blocks)
         return found
 
@@ -103,14 +103,14 @@ class Held:
         halves = [sum(sizes) for sizes in self._parts]
         return [rest + late for rest, late in zip(halves[::2], halves[1::2], strict=True)]
 
-    def in_buckets(self, config: RunConfig, plans: Sequence[StagePlan]) -> Held:
+    def in_buckets(self, config: RunConfig, plans: Sequence[StagePlan]) -> RankParameters:
         """Return the same parameters with an entry for each bucket instead of each part of a block.
         plans: the stages of this rank."""
         parts, found, stop = self._parts, [], 0
         for of in self.blocks_together(config, plans):
             stop = 2 * of.stop
             here = parts[2 * of.start : stop]
-            found += here if of.halves else [_summed(here)]
+            found += here if of.halves else [_sum_parts(here)]
         blocks, experts, whole, shared = (
             zip(*found, *parts[stop:], strict=True) if parts else ((),) * 4
         )
@@ -124,20 +124,23 @@ class Held:
             number = 2 * of.start
             if of.halves:
                 late, rest = (
-                    _buckets(number + 1, parts[number + 1]),
-                    _buckets(number, parts[number]),
+                    _make_buckets(number + 1, parts[number + 1]),
+                    _make_buckets(number, parts[number]),
                 )
                 blocks.append(UnitBuckets(late, rest))
                 continue
-            together = _buckets(number, _summed(parts[number : 2 * of.stop]))
+            together = _make_buckets(number, _sum_parts(parts[number : 2 * of.stop]))
             blocks += [
                 UnitBuckets(rest=together, ends=block == of.start)
                 for block in range(of.start, of.stop)
             ]
         for number in range(2 * len(blocks), len(parts), 2):
-            late, rest = _buckets(number + 1, parts[number + 1]), _buckets(number, parts[number])
+            late, rest = (
+                _make_buckets(number + 1, parts[number + 1]),
+                _make_buckets(number, parts[number]),
+            )
             blocks.append(UnitBuckets(late, rest))
-        tables = _buckets(-1, self.tables)
+        tables = _make_buckets(-1, self.tables)
         tokens, tied = tables[:1], config.model.tie_embeddings
         first = any(plan.first for plan in plans)
         layers = sum(len(plan.blocks) for plan in plans)
@@ -147,7 +150,7 @@ class Held:
             predictors[0] = replace(predictors[0], own=tokens)
         used = tokens if tied else tables[-1:]
         head = UnitBuckets(tables=used, own=() if tied and (first or predictors) else used)
-        embeddings = tokens + _buckets(-2, [self.positions])
+        embeddings = tokens + _make_buckets(-2, [self.positions])
         embedding = UnitBuckets(tables=embeddings, own=embeddings)
         found, start = {}, 0
         for plan in plans:
@@ -159,18 +162,18 @@ class Held:
         return found
 
 
-def _buckets(part: int, sizes: Sequence[int]) -> tuple[BucketSize, ...]:
+def _make_buckets(part: int, sizes: Sequence[int]) -> tuple[BucketSize, ...]:
     """Return the buckets of part number `part` of a rank; sizes: its elements of each kind."""
     return tuple(BucketSize((part, kind), size) for kind, size in enumerate(sizes) if size)
 
 
-def _summed(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _sum_parts(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the elements of each kind in all of these parts."""
     return tuple(map(sum, zip(*parts, strict=True)))
 
 
 @dataclass
-class _Count:
+class _PartCounts:
     """Elements of a part of a block, by how they are divided; fields as in `memory.Held`."""
 
     vectors: int = 0
@@ -180,27 +183,29 @@ class _Count:
     experts: int = 0
 
 
-def held(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
+def count_parameters(
+    config: RunConfig, layout: Layout, plans: Sequence[StagePlan]
+) -> RankParameters:
     """Return the parameters of a rank that has the stages of `plans`."""
     model = config.model
     if model.emulate is not None:
         counts = []
     else:
         layers = [layer for plan in plans for layer in plan.blocks]
-        counts = [part for layer in layers for part in _block(model, layer, layout)]
-    predictors: list[_Count] = []
+        counts = [part for layer in layers for part in _count_block(model, layer, layout)]
+    predictors: list[_PartCounts] = []
     tables: list[int] = []
     vectors = positions = 0
     first, last = any(plan.first for plan in plans), any(plan.last for plan in plans)
-    table = dealt(model.vocab or 0, layout.tensor) * model.hidden
+    table = largest_share(model.vocab or 0, layout.tensor) * model.hidden
     if first:
         tables.append(table)
         if model.position == "learned":
             positions = (model.positions or config.train.seq) * model.hidden
     if last:
         depths = range(model.mtp_depth)
-        predictors = [part for index in depths for part in _predictor(model, index, layout)]
-        vectors += (1 + model.mtp_depth) * _norm(model)
+        predictors = [part for index in depths for part in _count_predictor(model, index, layout)]
+        vectors += (1 + model.mtp_depth) * _norm_elements(model)
         if not first and (model.tie_embeddings or model.mtp_depth):
             tables.append(table)
         if not model.tie_embeddings:
@@ -209,8 +214,8 @@ def held(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
     if layout.tensor == 1:  # then whole and split matrices share a bucket
         for part in parts:
             part.split, part.whole = part.split + part.whole, 0
-    copies = _copies(model.kv_heads, layout.tensor) if model.latent is None else 1
-    return Held(
+    copies = _num_copies(model.kv_heads, layout.tensor) if model.latent is None else 1
+    return RankParameters(
         vectors + sum(part.vectors for part in parts),
         tuple(part.split for part in parts),
         tuple(tables),
@@ -223,41 +228,41 @@ def held(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
     )
 
 
-def _block(model: ModelConfig, layer: int, layout: Layout) -> tuple[_Count, _Count]:
+def _count_block(model: ModelConfig, layer: int, layout: Layout) -> tuple[_PartCounts, _PartCounts]:
     """Return the counts of attention with the block's two norms, and of the late part."""
-    found, late = _Count(vectors=2 * _norm(model)), _Count()
-    (_attention if model.latent is None else _latent)(model, layout.tensor, found)
+    found, late = _PartCounts(vectors=2 * _norm_elements(model)), _PartCounts()
+    (_count_attention if model.latent is None else _count_mla)(model, layout.tensor, found)
     moe = model.moe
     if moe is None or not has_experts(moe, layer):
-        _mlp(model, model.ffn, layout.tensor, late)
+        _count_mlp(model, model.ffn, layout.tensor, late)
         return found, late
     width = moe.ffn or model.ffn
     up = 2 if model.activation == "swiglu" else 1
-    here = dealt(moe.experts, layout.expert)
-    late.experts = here * (up + 1) * model.hidden * dealt(width, layout.expert_tensor)
+    here = largest_share(moe.experts, layout.expert)
+    late.experts = here * (up + 1) * model.hidden * largest_share(width, layout.expert_tensor)
     late.whole += moe.experts * model.hidden
     if moe.shared:
-        _mlp(model, moe.shared * width, layout.tensor, late)
+        _count_mlp(model, moe.shared * width, layout.tensor, late)
     return found, late
 
 
-def _attention(model: ModelConfig, tensor: int, found: _Count) -> None:
-    groups = dealt(model.kv_heads, tensor)
+def _count_attention(model: ModelConfig, tensor: int, found: _PartCounts) -> None:
+    groups = largest_share(model.kv_heads, tensor)
     width = groups * (model.heads // model.kv_heads + 2) * model.head_dim
-    if _copies(model.kv_heads, tensor) > 1:
+    if _num_copies(model.kv_heads, tensor) > 1:
         found.shared += width * model.hidden
     else:
         found.split += width * model.hidden
-    found.split += model.hidden * dealt(model.heads, tensor) * model.head_dim
+    found.split += model.hidden * largest_share(model.heads, tensor) * model.head_dim
     found.vectors += width * model.qkv_bias + model.hidden * model.bias
     found.vectors += 2 * model.head_dim * model.qk_norm
 
 
-def _latent(model: ModelConfig, tensor: int, found: _Count) -> None:
+def _count_mla(model: ModelConfig, tensor: int, found: _PartCounts) -> None:
     latent = model.latent
     assert latent is not None
     query, value = head_widths(model)
-    heads = dealt(model.heads, tensor)
+    heads = largest_share(model.heads, tensor)
     found.whole += latent_width(latent) * model.hidden
     found.split += heads * query * (latent.query_rank or model.hidden)
     found.split += heads * (latent.head_dim + value) * latent.kv_rank
@@ -265,29 +270,31 @@ def _latent(model: ModelConfig, tensor: int, found: _Count) -> None:
     found.vectors += latent.kv_rank + (latent.query_rank or 0) + model.hidden * model.bias
 
 
-def _mlp(model: ModelConfig, width: int, tensor: int, found: _Count) -> None:
+def _count_mlp(model: ModelConfig, width: int, tensor: int, found: _PartCounts) -> None:
     up = 2 if model.activation == "swiglu" else 1
-    inner = dealt(width, tensor)
+    inner = largest_share(width, tensor)
     found.split += (up + 1) * model.hidden * inner
     found.vectors += (up * inner + model.hidden) * model.bias
 
 
-def _predictor(model: ModelConfig, index: int, layout: Layout) -> tuple[_Count, _Count]:
-    found, late = _block(model, model.layers + index, layout)
-    found.whole += join_matrix(model)
-    found.vectors += 2 * _norm(model)
+def _count_predictor(
+    model: ModelConfig, index: int, layout: Layout
+) -> tuple[_PartCounts, _PartCounts]:
+    found, late = _count_block(model, model.layers + index, layout)
+    found.whole += predictor_projection_elements(model)
+    found.vectors += 2 * _norm_elements(model)
     return found, late
 
 
-def _norm(model: ModelConfig) -> int:
+def _norm_elements(model: ModelConfig) -> int:
     return model.hidden * (1 + (model.bias and model.norm == "layernorm"))
 
 
-def dealt(total: int, parts: int) -> int:
+def largest_share(total: int, parts: int) -> int:
     """Return how many of `total` things the first of `parts` ranks has."""
-    return -(-total // (parts // _copies(total, parts)))
+    return -(-total // (parts // _num_copies(total, parts)))
 
 
-def _copies(total: int, parts: int) -> int:
+def _num_copies(total: int, parts: int) -> int:
     """Return how many neighbouring ranks have the same thing, as `spec.copies_of` does."""
     return parts // total if 0 < total < parts else 1

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import Chip
 from megaframe.layout import Layout
-from megaframe.planner.memory import Memory, rank_memory
+from megaframe.planner.memory import RankMemory, compute_rank_memory
 from megaframe.schedule import Schedule, lower
 
 OVERHEAD = 2.0 * 2**30
@@ -28,73 +28,76 @@ _MANY = 32
 """Up to this many pipeline ranks all are counted; of more only the ends and the middle."""
 
 
-def room(chip: Chip) -> float:
+def usable_bytes(chip: Chip) -> float:
     """Return the bytes that a run may use. A CPU has no driver's context."""
     overhead = 0.0 if chip.units == 1 else OVERHEAD
     return (chip.memory - overhead) * (1 - FRAGMENTS)
 
 
-def leaves_room(needed: Any, chip: Chip) -> Any:
+def fits_with_margin(needed: Any, chip: Chip) -> Any:
     """Return whether a layout that needs so many bytes may be chosen, elementwise for an array."""
     return needed <= _CHOSEN * chip.memory
 
 
-def worst_memory(config: RunConfig, layout: Layout, schedule: Schedule, chip: Chip) -> Memory:
+def compute_peak_memory(
+    config: RunConfig, layout: Layout, schedule: Schedule, chip: Chip
+) -> RankMemory:
     """Return the memory of the rank that needs most, the chip's overhead included.
 
     schedule: that of one step, not lowered.
     """
-    memories = pipeline_memory(config, layout, schedule, chip)
+    memories = compute_pipeline_memory(config, layout, schedule, chip)
     return max(memories.values(), key=lambda one: one.total)
 
 
-def pipeline_memory(
+def compute_pipeline_memory(
     config: RunConfig, layout: Layout, schedule: Schedule, chip: Chip
-) -> dict[int, Memory]:
+) -> dict[int, RankMemory]:
     """Return the memory of the ranks of a pipeline by pipeline coordinate, the chip's overhead
-    included; of a long pipeline only of those that may need most. schedule: as in `worst_memory`.
+    included; of a long pipeline only of those that may need most. schedule: as in
+    `compute_peak_memory`.
     """
     plans, lowered, many = stage_plans(config), lower(schedule), len(schedule.ranks)
     ranks = range(many) if many <= _MANY else (0, 1, many // 2, many - 2, many - 1)
-    host, extra = chip.is_host, round(overhead(chip))
+    host, extra = chip.is_host, round(overhead_bytes(chip))
     memories = {
-        rank: rank_memory(config, layout, plans, lowered, rank, host=host) for rank in ranks
+        rank: compute_rank_memory(config, layout, plans, lowered, rank, host=host) for rank in ranks
     }
     return {rank: replace(memory, overhead=extra) for rank, memory in memories.items()}
 
 
-def overhead(chip: Chip) -> float:
+def overhead_bytes(chip: Chip) -> float:
     """Return the bytes of a chip that no run can use."""
-    return chip.memory - room(chip)
+    return chip.memory - usable_bytes(chip)
 
 
-def by_kind(of: Memory) -> dict[str, int]:
+def nonzero_kinds(of: RankMemory) -> dict[str, int]:
     """Return the bytes of each kind on the device, without the kinds that are 0."""
     return {kind: size for kind, size in of.kinds.items() if size}
 
 
-def settled(config: RunConfig, layout: Layout, chip: Chip) -> RunConfig:
+def resolve_recompute_blocks(config: RunConfig, layout: Layout, chip: Chip) -> RunConfig:
     """Return the config with numbers in place of `train.recompute_blocks=auto`."""
     if config.train.recompute_blocks != "auto":
         return config
-    return _with_blocks(config, fewest_again(config, layout, chip))
+    return _with_blocks(config, min_recomputed_blocks(config, layout, chip))
 
 
-def fewest_again(config: RunConfig, layout: Layout, chip: Chip) -> tuple[int, ...]:
+def min_recomputed_blocks(config: RunConfig, layout: Layout, chip: Chip) -> tuple[int, ...]:
     """Return the number of recomputed blocks of each stage: the fewest with which the planned
     memory of each rank leaves room on the chip (one fewer on any stage would not). All blocks of a
     rank if even that does not suffice."""
     plain = _with_blocks(config, 0)
     many = config.train.global_batch // (config.train.microbatch * layout.data)
-    schedule = lower(step_schedule(plain, many))
+    schedule = lower(build_step_schedule(plain, many))
     found = [0] * len(stage_plans(plain))
     for rank in range(layout.pipeline):
-        for stage, count in _of_rank(plain, layout, chip, schedule, rank).items():
+        for stage, count in _min_blocks_of_rank(plain, layout, chip, schedule, rank).items():
             found[stage] = count
     return tuple(found)
 
 
-def _of_rank(
+def _min_blocks_of_rank(
     config: RunConfig, layout: Layout, chip: Chip, schedule: Schedule, rank: int
 ) -> dict[int, int]:
     """Return the number for each stage of one rank: first the same for all stages, then fewer on
@@ -105,8 +108,8 @@ def _of_rank(
     def fits(counts: Mapping[int, int]) -> bool:
         tried = tuple(counts.get(stage, 0) for stage in range(len(plans)))
         stages = stage_plans(_with_blocks(config, tried))
-        needed = rank_memory(config, layout, stages, schedule, rank, host=chip.is_host)
-        return bool(leaves_room(needed.total + overhead(chip), chip))
+        needed = compute_rank_memory(config, layout, stages, schedule, rank, host=chip.is_host)
+        return bool(fits_with_margin(needed.total + overhead_bytes(chip), chip))
 
     counts = dict.fromkeys(blocks, 0)
     for limit in range(1, max(blocks.values()) + 1):

@@ -20,12 +20,12 @@ from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.planner.advice import alternatives, decision, said
+from megaframe.planner.advice import describe_alternatives, describe_decision, describe_prediction
 from megaframe.planner.constants import Constants
-from megaframe.planner.data_parallel_times import block_owned
-from megaframe.planner.layout_search import Choice, Found, fastest
+from megaframe.planner.data_parallel_times import block_load
+from megaframe.planner.layout_search import LayoutChoice, SearchResult, find_fastest
 from megaframe.planner.layout_sizes import sizes_of
-from megaframe.planner.machine import Machine, outermost, span
+from megaframe.planner.machine import Machine, axis_span, outermost_tier
 
 _GIB = 2.0**30
 _MOST_GPUS = 100_000
@@ -47,7 +47,11 @@ _SHOWN = {"responsive": True, "displayModeBar": False}
 
 
 def write_page(
-    path: Path, choice: Choice, found: Found | None, cluster: Cluster, constants: Constants
+    path: Path,
+    choice: LayoutChoice,
+    found: SearchResult | None,
+    cluster: Cluster,
+    constants: Constants,
 ) -> None:
     """Write the page to `path`. Raises `UserError` if plotly is not installed.
 
@@ -61,7 +65,11 @@ def write_page(
             "--html needs plotly, which is not installed; pip install 'megaframe[plan]'"
         ) from None
     title = f"{choice.layout.world} GPUs of {cluster.name}: {choice.layout}"
-    words = decision(found, cluster) if found is not None else said(choice, cluster)
+    words = (
+        describe_decision(found, cluster)
+        if found is not None
+        else describe_prediction(choice, cluster)
+    )
     figures = [
         graph.Figure(data=[getattr(graph, kind)(**trace) for kind, trace in drawn.traces])
         .update_layout(
@@ -73,19 +81,19 @@ def write_page(
             **drawn.axes,
         )
         .to_html(full_html=False, include_plotlyjs=False, config=_SHOWN)
-        for drawn in pictures(choice, cluster, constants)
+        for drawn in make_charts(choice, cluster, constants)
     ]
     parts = [
         _HEAD.format(title=html.escape(title), script=get_plotlyjs()),
         f"<h1>{html.escape(title)}</h1>",
         *(f"<p>{html.escape(line)}</p>" for line in words),
-        _listed("Why", choice.prediction.reasons),
+        _format_list("Why", choice.prediction.reasons),
         '<div class="grid">',
         *(f"<div>{figure}</div>" for figure in figures),
         "</div>",
-        _listed(
+        _format_list(
             "Other choices, each with the best values of everything else",
-            tuple(alternatives(found, cluster)),
+            tuple(describe_alternatives(found, cluster)),
         )
         if found is not None
         else "",
@@ -94,13 +102,13 @@ def write_page(
     path.write_text("\n".join(parts), encoding="utf-8")
 
 
-def _listed(title: str, lines: Sequence[str]) -> str:
+def _format_list(title: str, lines: Sequence[str]) -> str:
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     return f"<h2>{html.escape(title)}</h2><ul>{items}</ul>"
 
 
 @dataclass(frozen=True)
-class Picture:
+class Chart:
     """A chart. traces: what plotly draws, as (kind of trace, its data). axes: further arguments of
     plotly's layout."""
 
@@ -109,11 +117,11 @@ class Picture:
     axes: dict[str, Any]
 
 
-def pictures(choice: Choice, cluster: Cluster, constants: Constants) -> Iterator[Picture]:
+def make_charts(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> Iterator[Chart]:
     """Yield the charts: memory, step, roofline and scaling."""
     memory = choice.prediction.memory_bytes
     total = cluster.chip.memory / _GIB
-    yield Picture(
+    yield Chart(
         f"Memory of the fullest GPU, of {total:.0f} GiB",
         [_bar(kind, size / _GIB, "GiB") for kind, size in memory.items()],
         {
@@ -123,7 +131,7 @@ def pictures(choice: Choice, cluster: Cluster, constants: Constants) -> Iterator
         },
     )
     parts = {name: value for name, value in choice.prediction.breakdown.items() if value > 1e-9}
-    yield Picture(
+    yield Chart(
         f"A step of {choice.prediction.step_seconds:.3g} s",
         [_bar(name, seconds, "s") for name, seconds in parts.items()],
         {"barmode": "stack", "xaxis": {"title": "seconds"}},
@@ -155,7 +163,7 @@ def _line(x: float) -> dict[str, Any]:
     }
 
 
-def _roofline(choice: Choice, cluster: Cluster, constants: Constants) -> Picture:
+def _roofline(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> Chart:
     """Return the roofline: the work per byte that each axis moves, below the roof of the tier that
     it uses."""
     config = choice.config
@@ -176,7 +184,7 @@ def _roofline(choice: Choice, cluster: Cluster, constants: Constants) -> Picture
             *((tier.name, tier.bandwidth) for tier in cluster.tiers),
         ]
     ]
-    for one in balances(config, choice.layout, cluster, constants):
+    for one in communication_rooflines(config, choice.layout, cluster, constants):
         rate = next(tier.bandwidth for tier in cluster.tiers if tier.name == one.tier)
         roof = min(peak, one.intensity * rate) / 1e12
         point = {"x": [one.intensity], "y": [roof], "mode": "markers+text", "text": [one.axis]}
@@ -184,7 +192,7 @@ def _roofline(choice: Choice, cluster: Cluster, constants: Constants) -> Picture
         roofs.append(("Scatter", {**point, "marker": {"size": 11}}))
     reached = {"x": [1, 1e6], "y": [choice.prediction.tflops_per_gpu] * 2, "mode": "lines"}
     roofs.append(("Scatter", {**reached, "name": "predicted", "line": {"dash": "dot"}}))
-    return Picture(
+    return Chart(
         "Roofline: work for each byte that a GPU moves",
         roofs,
         {
@@ -194,7 +202,7 @@ def _roofline(choice: Choice, cluster: Cluster, constants: Constants) -> Picture
     )
 
 
-def _scaling(choice: Choice, cluster: Cluster, constants: Constants) -> Picture:
+def _scaling(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> Chart:
     """Return the speed per GPU for growing numbers of GPUs: with the same batch, and with a batch
     that grows in proportion."""
     sizes = [gpus for gpus in _doublings(choice.layout.world) if gpus <= cluster.size]
@@ -202,7 +210,7 @@ def _scaling(choice: Choice, cluster: Cluster, constants: Constants) -> Picture:
     for name, grows in (("the same batch", False), ("as many samples a GPU", True)):
         speeds = [_speed(choice, gpus, cluster, constants, grows=grows) for gpus in sizes]
         traces.append(("Scatter", {"x": sizes, "y": speeds, "mode": "lines+markers", "name": name}))
-    return Picture(
+    return Chart(
         "Scaling: the best layout at every size",
         traces,
         {
@@ -224,7 +232,7 @@ def _doublings(world: int) -> list[int]:
 
 
 def _speed(
-    choice: Choice, gpus: int, cluster: Cluster, constants: Constants, *, grows: bool
+    choice: LayoutChoice, gpus: int, cluster: Cluster, constants: Constants, *, grows: bool
 ) -> float | None:
     """Return the tokens per second and GPU of the fastest layout on `gpus` GPUs that has the
     choice's expert axes, recompute and ZeRO stage, without replicas. None if no such layout is
@@ -244,7 +252,7 @@ def _speed(
         "expert_tensor": parallel.expert_tensor,
         "data_replicate": 1,
     }
-    found = fastest(one, gpus, cluster, constants, fixed)
+    found = find_fastest(one, gpus, cluster, constants, fixed)
     return None if found is None else batch * config.train.seq / found[2] / gpus
 
 
@@ -254,7 +262,7 @@ def _with_batch(config: RunConfig, batch: int) -> RunConfig:
 
 
 @dataclass(frozen=True)
-class Balance:
+class CommunicationRoofline:
     """The roofline of one axis of a layout. tier: the tier of its transfers. intensity: operations
     of a rank per byte that it moves for this axis. ridge: operations in the time of one byte on the
     tier. The axis is bound by compute if intensity is at least ridge."""
@@ -270,9 +278,9 @@ class Balance:
         return self.intensity >= self.ridge
 
 
-def balances(
+def communication_rooflines(
     config: RunConfig, layout: Layout, cluster: Cluster, constants: Constants
-) -> Iterator[Balance]:
+) -> Iterator[CommunicationRoofline]:
     """Yield the communication roofline of each axis that has more than one rank.
 
     Bytes and operations are those of the last block for one microbatch. What data ranks exchange
@@ -284,7 +292,7 @@ def balances(
     rows = float(machine.tokens)
     flops = rows * (work.forward + work.backward + work.weight) / layout.tensor
     many = config.train.global_batch // (config.train.microbatch * layout.data)
-    own = block_owned(machine, model.layers - 1)
+    own = block_load(machine, model.layers - 1)
     stream = width * rows * model.hidden
     keys = 2 * model.kv_heads * model.head_dim / layout.tensor
     gathered = 2 * width if config.parallel.zero == 3 else 0
@@ -298,7 +306,7 @@ def balances(
     rate = machine.rate.flops
     for axis, size in moved.items():
         if layout.sizes[axis] > 1 and size > 0:
-            tier = outermost(cluster, *span(axis, layout))
+            tier = outermost_tier(cluster, *axis_span(axis, layout))
             share = constants.link(cluster.tiers.index(tier))
             ridge = rate / (tier.bandwidth * share)
-            yield Balance(axis, tier.name, flops / float(size), ridge)
+            yield CommunicationRoofline(axis, tier.name, flops / float(size), ridge)

@@ -17,29 +17,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from megaframe.architecture.pipeline import step_schedule
-from megaframe.architecture.stages import StagePlan, block_work, end_work, stage_plans
+from megaframe.architecture.pipeline import build_step_schedule
+from megaframe.architecture.stages import StagePlan, block_work, output_work, stage_plans
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.planner.communication_times import stage_seconds, waiting_seconds
+from megaframe.planner.communication_times import pipeline_wait_seconds, stage_transfer_seconds
 from megaframe.planner.constants import Constants
 from megaframe.planner.data_parallel_times import (
-    Owned,
-    block_owned,
-    bucket_count,
-    data_seconds,
-    passes_beside,
-    table_owned,
-    update_seconds,
-    with_bucket_size,
+    ParameterLoad,
+    block_load,
+    exposed_exchange_seconds,
+    num_buckets,
+    optimizer_seconds,
+    overlapping_passes,
+    resolve_bucket_size,
+    table_elements,
 )
-from megaframe.planner.goodput import jitter
-from megaframe.planner.layer_times import block, head, kinds
-from megaframe.planner.layout_sizes import CIRCLING, sizes_of
-from megaframe.planner.machine import Machine, Part, Passes, outermost, span
-from megaframe.planner.peak_memory import by_kind, worst_memory
+from megaframe.planner.goodput import straggler_share
+from megaframe.planner.layer_times import block_times, head_times, layer_kinds
+from megaframe.planner.layout_sizes import LOOPED_SCHEDULES, sizes_of
+from megaframe.planner.machine import CostBreakdown, Machine, PassTimes, axis_span, outermost_tier
+from megaframe.planner.peak_memory import compute_peak_memory, nonzero_kinds
 from megaframe.schedule import Schedule
 from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.simulate import Timeline, simulate
@@ -95,43 +95,45 @@ def predict(
             f"{layout.world} ranks are more than the {cluster.size} of cluster {cluster.name}; "
             f"use {cluster.size} or fewer"
         )
-    config = with_bucket_size(config, layout, cluster)
+    config = resolve_bucket_size(config, layout, cluster)
     machine = Machine(config, cluster, constants, sizes_of(config, layout))
     plans = stage_plans(config)
-    blocks = _by_layer(machine, block)
-    parts = [_stage(machine, plan, blocks) for plan in plans]
-    schedule = step_schedule(config, int(machine.sizes.microbatches))
+    blocks = _map_layers(machine, block_times)
+    parts = [_stage_times(machine, plan, blocks) for plan in plans]
+    schedule = build_step_schedule(config, int(machine.sizes.microbatches))
     timeline = simulate(schedule, _schedule_costs(machine, parts))
     breakdown = _breakdown(machine, plans, parts, schedule, timeline)
-    needed = worst_memory(config, layout, schedule, cluster.chip)
-    return _told(config, layout, machine, breakdown, by_kind(needed), needed.host)
+    needed = compute_peak_memory(config, layout, schedule, cluster.chip)
+    return _make_prediction(config, layout, machine, breakdown, nonzero_kinds(needed), needed.host)
 
 
-def _by_layer(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
+def _map_layers(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
     """Return `function` of every layer, called once for each kind of layer."""
-    every = kinds(machine.config.model)
+    every = layer_kinds(machine.config.model)
     known = {kind: function(machine, every.index(kind)) for kind in set(every)}
     return [known[kind] for kind in every]
 
 
-def _stage(machine: Machine, plan: StagePlan, blocks: Sequence[Part]) -> Part:
+def _stage_times(
+    machine: Machine, plan: StagePlan, blocks: Sequence[CostBreakdown]
+) -> CostBreakdown:
     """Return the seconds of a stage for one microbatch: its blocks, and the head if it is last."""
     parts = [blocks[layer] for layer in plan.blocks]
     if plan.last:
-        parts.append(head(machine))
-    whole = Part(Passes())
+        parts.append(head_times(machine))
+    whole = CostBreakdown(PassTimes())
     for number, part in enumerate(parts):
         whole = whole + part
         again = number < plan.recomputed and machine.config.train.recompute != "full"
         if again:
-            whole = whole + Part(Passes(0.0, part.whole.forward, 0.0))
+            whole = whole + CostBreakdown(PassTimes(0.0, part.whole.forward, 0.0))
     return whole
 
 
-def _schedule_costs(machine: Machine, parts: Sequence[Part]) -> ActionCosts:
+def _schedule_costs(machine: Machine, parts: Sequence[CostBreakdown]) -> ActionCosts:
     """Return the costs of every stage for the simulator. What a transfer adds to compute, by delay
     or by blocking it, is charged to the pass before it."""
-    waiting = float(waiting_seconds(machine))
+    waiting = float(pipeline_wait_seconds(machine))
     last = len(parts) - 1
     return ActionCosts(
         forward=tuple(
@@ -142,14 +144,14 @@ def _schedule_costs(machine: Machine, parts: Sequence[Part]) -> ActionCosts:
             float(part.whole.backward) + waiting * (number > 0) for number, part in enumerate(parts)
         ),
         weight=tuple(float(part.whole.weight) for part in parts),
-        comm=float(stage_seconds(machine)) if machine.software.overlap_pipeline else 0.0,
+        comm=float(stage_transfer_seconds(machine)) if machine.software.overlap_pipeline else 0.0,
     )
 
 
 def _breakdown(
     machine: Machine,
     plans: Sequence[StagePlan],
-    parts: Sequence[Part],
+    parts: Sequence[CostBreakdown],
     schedule: Schedule,
     timeline: Timeline,
 ) -> dict[str, float]:
@@ -157,7 +159,7 @@ def _breakdown(
     many = machine.sizes.microbatches
     rank = max(range(len(timeline.work)), key=lambda number: timeline.work[number])
     here = schedule.stages(rank)
-    whole = Part(Passes())
+    whole = CostBreakdown(PassTimes())
     for stage in here:
         whole = whole + parts[stage]
     found = {name: float(many * part.total) for name, part in whole.named().items()}
@@ -165,18 +167,18 @@ def _breakdown(
     if machine.software.steps_meet:
         step = float(max(timeline.spans))
     found["pipeline"] = max(0.0, work - sum(found.values()))
-    owned = _by_layer(machine, block_owned)
+    owned = _map_layers(machine, block_load)
     ends = []
     for number in range(len(timeline.work)):
         stages = schedule.stages(number)
         own = [plans[stage] for stage in stages]
-        window = sum((parts[stage].compute for stage in stages), Passes())
+        window = sum((parts[stage].compute for stage in stages), PassTimes())
         ends.append(_end_of_step(machine, own, owned, window))
     data, update = max(ends, key=sum)
     found["data"] = data
     found["bubble"] = step - work
     found["optimizer"] = update
-    slow = jitter(machine.cluster, float(machine.sizes.world))
+    slow = straggler_share(machine.cluster, float(machine.sizes.world))
     found["other"] = machine.software.step_kernels * machine.rate.launch + slow * (
         step + data + update
     )
@@ -184,7 +186,7 @@ def _breakdown(
 
 
 def _end_of_step(
-    machine: Machine, plans: Sequence[StagePlan], owned: Sequence[Owned], window: Passes
+    machine: Machine, plans: Sequence[StagePlan], owned: Sequence[ParameterLoad], window: PassTimes
 ) -> tuple[float, float]:
     """Return the seconds of the exposed exchange between data ranks and those of the update.
 
@@ -194,15 +196,15 @@ def _end_of_step(
     tied = machine.config.model.tie_embeddings
     layers = [layer for plan in plans for layer in plan.blocks]
     tables = sum(plan.first + (plan.last and not (plan.first and tied)) for plan in plans)
-    blocks = sum((owned[layer] for layer in layers), Owned())
+    blocks = sum((owned[layer] for layer in layers), ParameterLoad())
     held = replace(
         blocks,
-        tables=tables * table_owned(machine),
-        buckets=bucket_count(machine, blocks.total, len(plans), len(layers)),
+        tables=tables * table_elements(machine),
+        buckets=num_buckets(machine, blocks.total, len(plans), len(layers)),
     )
-    passes = passes_beside(machine.sizes, machine.config.parallel.schedule in CIRCLING)
-    data = float(data_seconds(machine, held, window, passes))
-    return data, float(update_seconds(machine, held))
+    passes = overlapping_passes(machine.sizes, machine.config.parallel.schedule in LOOPED_SCHEDULES)
+    data = float(exposed_exchange_seconds(machine, held, window, passes))
+    return data, float(optimizer_seconds(machine, held))
 
 
 def model_flops(config: RunConfig) -> tuple[float, float]:
@@ -210,14 +212,14 @@ def model_flops(config: RunConfig) -> tuple[float, float]:
     recompute."""
     plans = stage_plans(config)
     works = [block_work(config, layer) for layer in range(config.model.layers)]
-    end = end_work(config)
+    end = output_work(config)
     model = sum(w.forward + w.backward + w.weight for w in works) + end.forward + end.backward
     model += end.weight
     again = sum(works[layer].forward for plan in plans for layer in plan.blocks[: plan.recomputed])
     return model, model + again
 
 
-def _told(
+def _make_prediction(
     config: RunConfig,
     layout: Layout,
     machine: Machine,
@@ -241,11 +243,13 @@ def _told(
         memory_bytes=needed,
         fits=fits,
         host_bytes=host,
-        reasons=tuple(reasons(config, layout, cluster, machine.constants, breakdown, needed, host)),
+        reasons=tuple(
+            explain_step(config, layout, cluster, machine.constants, breakdown, needed, host)
+        ),
     )
 
 
-def reasons(
+def explain_step(
     config: RunConfig,
     layout: Layout,
     cluster: Cluster,
@@ -275,7 +279,7 @@ def reasons(
             f"{there / 2**30:.1f} GiB, mostly {most}"
         )
     if host:
-        yield _from_host(host, cluster, breakdown["optimizer"])
+        yield _explain_offload(host, cluster, breakdown["optimizer"])
     yield from cluster.notes
     if constants.unfitted:
         yield (
@@ -293,10 +297,12 @@ def reasons(
         share = breakdown[part] / step
         if part == "compute" or share < _WORTH_TELLING:
             continue
-        yield _of_part(part, share, config, layout, cluster)
+        yield _explain_part(part, share, config, layout, cluster)
 
 
-def _of_part(part: str, share: float, config: RunConfig, layout: Layout, cluster: Cluster) -> str:
+def _explain_part(
+    part: str, share: float, config: RunConfig, layout: Layout, cluster: Cluster
+) -> str:
     if part == "bubble":
         many = config.train.global_batch // (config.train.microbatch * layout.data)
         return (
@@ -305,7 +311,7 @@ def _of_part(part: str, share: float, config: RunConfig, layout: Layout, cluster
         )
     if part not in _AXES:
         return f"{part} is {share:.1%}"
-    tier = outermost(cluster, *span(part, layout))
+    tier = outermost_tier(cluster, *axis_span(part, layout))
     size = layout.sizes[part]
     what = f"{_AXES[part]} wait {share:.1%} of the step for transfers over {tier.name}"
     if part == "tensor" and tier is not cluster.tiers[0]:
@@ -313,7 +319,7 @@ def _of_part(part: str, share: float, config: RunConfig, layout: Layout, cluster
     return f"{what} ({part} {size})"
 
 
-def _from_host(host: int, cluster: Cluster, seconds: float) -> str:
+def _explain_offload(host: int, cluster: Cluster, seconds: float) -> str:
     link, name = cluster.chip.host_link, cluster.chip.name
     what = f"{host / 2**30:.1f} GiB of a GPU's weights and state are in host memory"
     if link is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megaframe.architecture.context import exchanging_ranks
+from megaframe.architecture.attention import exchanging_ranks
 from megaframe.config.schema import RunConfig
 from megaframe.layout import AXIS_SETS, DATA_PARTS, EXPERT_SETS, axis_sizes
 
@@ -18,38 +18,40 @@ _SUMMED = (("data_shard", "context"), ("data_shard", "context", "tensor"), ("dat
 """The axis sets over which gradients are summed, without those of experts and of copied heads."""
 
 
-def streams(config: RunConfig, world: int) -> int | None:
+def count_streams(config: RunConfig, world: int) -> int | None:
     """Return how many streams a rank uses at most, None if `parallel.auto` has yet to choose the
     layout."""
     if config.parallel.auto:
         return None
     copies = _COPIES + _OFFLOAD * (config.train.offload + config.optim.offload)
-    return 1 + copies + communicators(config, world)
+    return 1 + copies + count_communicators(config, world)
 
 
-def communicators(config: RunConfig, world: int) -> int:
+def count_communicators(config: RunConfig, world: int) -> int:
     """Return how many communicators a rank is in at most. The sizes of the axes need not form a
     layout, because this is asked before a config is checked."""
     parallel, model = config.parallel, config.model
     sizes = dict(axis_sizes(parallel, world)[0])
     sizes["data_shard"] = sizes["data"] // parallel.data_replicate
     sizes["expert_shard"] = world  # not known without a layout
-    sets = _wide(AXIS_SETS, sizes)
+    sets = _axis_sets_of_many_ranks(AXIS_SETS, sizes)
     if model.moe is not None:
-        sets |= _wide(EXPERT_SETS, sizes)
+        sets |= _axis_sets_of_many_ranks(EXPERT_SETS, sizes)
     heads = exchanging_ranks(parallel)
     has_copies = 1 <= model.kv_heads < parallel.tensor
     groups = [heads > 1, parallel.context > heads, has_copies]
     near_and_far = 2 * (model.moe is not None and parallel.expert > 1)
     # The gradients that are rounded may be summed in steps, each over a group of its own.
-    summed = len(_wide(_SUMMED, sizes)) + (model.moe is not None) + has_copies
+    summed = len(_axis_sets_of_many_ranks(_SUMMED, sizes)) + (model.moe is not None) + has_copies
     steps = _STEPS * summed * (parallel.reduce_precision == "bf16")
     # Two links to each neighbour; that of the embedding joins ranks with fewer of them.
     links = min(2 * (parallel.pipeline - 1), 4)
     return len(sets) + sum(groups) + near_and_far + steps + links
 
 
-def _wide(axis_sets: Iterable[tuple[str, ...]], sizes: Mapping[str, int]) -> set[frozenset[str]]:
+def _axis_sets_of_many_ranks(
+    axis_sets: Iterable[tuple[str, ...]], sizes: Mapping[str, int]
+) -> set[frozenset[str]]:
     """Return the axis sets without axes of one rank; those that are alike have the same ranks."""
     found = set()
     for axes in axis_sets:

@@ -16,22 +16,28 @@ import numpy as np
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.candidates import Candidates
-from megaframe.planner.communication_times import stage_seconds, waiting_seconds
+from megaframe.planner.communication_times import pipeline_wait_seconds, stage_transfer_seconds
 from megaframe.planner.constants import Constants
 from megaframe.planner.data_parallel_times import (
-    Owned,
-    block_owned,
-    bucket_count,
-    data_seconds,
-    passes_beside,
-    table_owned,
-    update_seconds,
+    ParameterLoad,
+    block_load,
+    exposed_exchange_seconds,
+    num_buckets,
+    optimizer_seconds,
+    overlapping_passes,
+    table_elements,
 )
-from megaframe.planner.goodput import jitter
-from megaframe.planner.layer_times import block, head, kinds
-from megaframe.planner.layout_sizes import CIRCLING, SCHEDULES, Array, Sizes, division
-from megaframe.planner.machine import Machine, Part, Passes
-from megaframe.planner.memory_estimates import memory_bytes
+from megaframe.planner.goodput import straggler_share
+from megaframe.planner.layer_times import block_times, head_times, layer_kinds
+from megaframe.planner.layout_sizes import (
+    LOOPED_SCHEDULES,
+    SCHEDULES,
+    Array,
+    LayoutSizes,
+    blocks_per_rank,
+)
+from megaframe.planner.machine import CostBreakdown, Machine, PassTimes
+from megaframe.planner.memory_estimates import estimate_peak_memory
 
 _AT_ONCE = 1 << 15
 """Candidates per round, few enough that their arrays stay in cache."""
@@ -53,7 +59,9 @@ def estimate(
 ) -> Estimates:
     """Estimate all candidates, at least 100,000 per second."""
     rounds = [
-        _estimate(config, cluster, constants, candidates.taken(slice(start, start + _AT_ONCE)))
+        _estimate_round(
+            config, cluster, constants, candidates.taken(slice(start, start + _AT_ONCE))
+        )
         for start in range(0, len(candidates), _AT_ONCE)
     ]
     step, memory, fits = (
@@ -65,63 +73,63 @@ def estimate(
     return Estimates(step, memory, fits, breakdown)
 
 
-def _estimate(
+def _estimate_round(
     config: RunConfig, cluster: Cluster, constants: Constants, candidates: Candidates
 ) -> Estimates:
     sizes, schedule = candidates.sizes(config), candidates.schedule
     machine = Machine(config, cluster, constants, sizes)
     one, owned = _mean_block(machine)
-    end = head(machine)
-    share = _share(machine, one, end)
+    end = head_times(machine)
+    share = _busiest_rank(machine, one, end)
     rank = one.times(share.blocks) + end.times(share.heads)
     blocks = owned.times(share.blocks)
     held = replace(
         blocks,
-        tables=table_owned(machine) * _tables(config, machine.sizes),
-        buckets=bucket_count(machine, blocks.total, sizes.chunks, share.blocks),
+        tables=table_elements(machine) * _num_tables(config, machine.sizes),
+        buckets=num_buckets(machine, blocks.total, sizes.chunks, share.blocks),
     )
     breakdown = _breakdown(machine, rank, held, schedule)
-    memory = memory_bytes(config, cluster.chip, sizes, schedule)
+    memory = estimate_peak_memory(config, cluster.chip, sizes, schedule)
     return Estimates(
         np.add.reduce(list(breakdown.values())), memory, memory <= cluster.chip.memory, breakdown
     )
 
 
-def _mean_block(machine: Machine) -> tuple[Part, Owned]:
+def _mean_block(machine: Machine) -> tuple[CostBreakdown, ParameterLoad]:
     """Return the mean costs and parameters of a layer."""
-    every = kinds(machine.config.model)
-    whole, owned = Part(Passes()), Owned()
+    every = layer_kinds(machine.config.model)
+    whole, owned = CostBreakdown(PassTimes()), ParameterLoad()
     for kind, number in Counter(every).items():
         layer, share = every.index(kind), number / len(every)
-        whole = whole + block(machine, layer).times(share)
-        owned = owned + block_owned(machine, layer).times(share)
+        whole = whole + block_times(machine, layer).times(share)
+        owned = owned + block_load(machine, layer).times(share)
     return whole, owned
 
 
 @dataclass(frozen=True)
-class Share:
+class BusiestRank:
     """What the rank with most work has. blocks: its blocks. heads: 1 if it has the head, else 0."""
 
     blocks: Array
     heads: Array
 
 
-def _share(machine: Machine, one: Part, end: Part) -> Share:
+def _busiest_rank(machine: Machine, one: CostBreakdown, end: CostBreakdown) -> BusiestRank:
     """Return what the rank with most work has: the most blocks, or fewer blocks and the head."""
-    divided = division(machine.config, machine.sizes)
+    divided = blocks_per_rank(machine.config, machine.sizes)
     middle, last = divided.middle, divided.end
     ends = last * one.whole.total + end.whole.total > middle * one.whole.total
     ends = ends | (machine.sizes.pipeline == 1)
-    return Share(np.where(ends, last, middle), ends * 1.0)
+    return BusiestRank(np.where(ends, last, middle), ends * 1.0)
 
 
-def _tables(config: RunConfig, sizes: Sizes) -> Array:
+def _num_tables(config: RunConfig, sizes: LayoutSizes) -> Array:
     """Return the number of vocabulary tables of the rank that has most of them."""
     both = 1.0 if config.model.tie_embeddings else 2.0
     return np.where(sizes.pipeline == 1, both, 1.0)
 
 
-def bubble(schedule: Array, sizes: Sizes, passes: Passes) -> Array:
+def bubble_seconds(schedule: Array, sizes: LayoutSizes, passes: PassTimes) -> Array:
     """Return the seconds that a rank is idle in a step, from its start to the end of the last rank.
 
     For zb-h2, zb-v and dualpipe-v this is more than in the papers, because ranks start and end at
@@ -148,19 +156,21 @@ def bubble(schedule: Array, sizes: Sizes, passes: Passes) -> Array:
     return np.where(sizes.pipeline > 1, np.choose(schedule, [forms[n] for n in SCHEDULES]), 0.0)
 
 
-def _breakdown(machine: Machine, rank: Part, held: Owned, schedule: Array) -> dict[str, Array]:
+def _breakdown(
+    machine: Machine, rank: CostBreakdown, held: ParameterLoad, schedule: Array
+) -> dict[str, Array]:
     sizes, software = machine.sizes, machine.software
     many = sizes.microbatches
     found = {name: many * part.total for name, part in rank.named().items()}
-    transfer = np.maximum(stage_seconds(machine), waiting_seconds(machine))
-    found["pipeline"] = 2 * sizes.chunks * many * waiting_seconds(machine)
-    circling = np.isin(schedule, [SCHEDULES.index(name) for name in CIRCLING])
-    passes = passes_beside(sizes, circling)
-    found["data"] = data_seconds(machine, held, rank.compute, passes)
-    filling = bubble(schedule, sizes, rank.whole)
+    transfer = np.maximum(stage_transfer_seconds(machine), pipeline_wait_seconds(machine))
+    found["pipeline"] = 2 * sizes.chunks * many * pipeline_wait_seconds(machine)
+    circling = np.isin(schedule, [SCHEDULES.index(name) for name in LOOPED_SCHEDULES])
+    passes = overlapping_passes(sizes, circling)
+    found["data"] = exposed_exchange_seconds(machine, held, rank.compute, passes)
+    filling = bubble_seconds(schedule, sizes, rank.whole)
     found["bubble"] = filling + 2 * (sizes.pipeline - 1) * transfer
-    found["optimizer"] = update_seconds(machine, held)
+    found["optimizer"] = optimizer_seconds(machine, held)
     step = sum(found.values())
-    slow = jitter(machine.cluster, sizes.world)
+    slow = straggler_share(machine.cluster, sizes.world)
     found["other"] = software.step_kernels * machine.rate.launch + slow * step
     return {name: np.broadcast_to(value, many.shape) for name, value in found.items()}

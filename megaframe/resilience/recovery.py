@@ -26,7 +26,7 @@ from megaframe.data.loader import Step
 from megaframe.data.microbatch import Microbatch
 from megaframe.data_parallel.replicas import Finding, Replicas
 from megaframe.distributed.mesh import Mesh
-from megaframe.distributed.rank_progress import named
+from megaframe.distributed.rank_progress import name_ranks
 from megaframe.errors import BadDevice, CollectiveMismatch, LostRanks, NotFinite, UserError
 from megaframe.metrics import Meter
 from megaframe.metrics.meter import Known
@@ -87,7 +87,7 @@ class Guard:
         mesh.watch_steps(config.faults.step_timeout, Path(config.run.dir) / FAULTS)
 
     def __enter__(self) -> Guard:
-        self._mesh.place.steady = True
+        self._mesh.progress.in_step_loop = True
         return self
 
     def __exit__(
@@ -98,7 +98,7 @@ class Guard:
     ) -> None:
         # A rank that ends with its own error does not restart, so others must not wait for it.
         lost = isinstance(error, LostRanks) and not isinstance(error, CollectiveMismatch)
-        self._mesh.place.steady = lost
+        self._mesh.progress.in_step_loop = lost
         self.begin("")
         if error is None:
             self._meter.note(self._ledger.summary())
@@ -114,7 +114,7 @@ class Guard:
     def begin(self, doing: str) -> None:
         """Announce that something begins that must end within `faults.step_timeout`. doing: what it
         is; empty for something without a time limit."""
-        self._mesh.place.begin(doing)
+        self._mesh.progress.begin_activity(doing)
 
     def leaves_out(self, batch: Step) -> bool:
         """Return whether this data is to be skipped."""
@@ -153,7 +153,7 @@ class Guard:
     def record(self, step: int) -> None:
         """Add to the step's metrics the signal that this rank has received, so that all ranks get
         to know it, and the time lost."""
-        told = self._mesh.place.told or (signal.SIGTERM if self._launcher.gone else 0)
+        told = self._mesh.progress.leave_signal or (signal.SIGTERM if self._launcher.gone else 0)
         self._meter.record("agreed/told", float(told), "max")
         lost = self._ledger.step(step, self._saving)
         self._saving = 0.0
@@ -201,9 +201,11 @@ class Guard:
             self._compared = step
             if before is not None:
                 text = f"step {step}: all replicas are equal when rerun; the difference on"
-                self._meter.note(f"{text} {named(before.ranks)} was a transient fault")
+                self._meter.note(f"{text} {name_ranks(before.ranks)} was a transient fault")
             return False
-        which = named(finding.ranks) + ("" if finding.sure else ", of which one must be wrong,")
+        which = name_ranks(finding.ranks) + (
+            "" if finding.sure else ", of which one must be wrong,"
+        )
         text = f"step {step}: weights on {which} differ from their replicas"
         if before is not None:
             self._meter.note(text)

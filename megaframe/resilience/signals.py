@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from megaframe.config import RunConfig
-from megaframe.distributed.rank_progress import Place
+from megaframe.distributed.rank_progress import RankProgress
 from megaframe.resilience.downtime import FAULTS
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -32,7 +32,7 @@ _SAVING = b"\ninterrupted: saving after this step; Ctrl-C again ends the run at 
 
 
 @contextmanager
-def heeding_signals(place: Place) -> Iterator[None]:
+def heeding_signals(progress: RankProgress) -> Iterator[None]:
     """Record signals in `place` while this context is active. If the same signal arrives again
     after more than `ECHO` seconds, its previous handler runs. A second SIGINT ends the process
     wherever it is, and without a torchrun, which would repeat the first one, at any time. A signal
@@ -45,7 +45,7 @@ def heeding_signals(place: Place) -> Iterator[None]:
     asked: dict[int, float] = {}
 
     def heard(number: int, _: FrameType | None) -> None:
-        place.told = number
+        progress.leave_signal = number
         now = time.monotonic()
         if number == signal.SIGINT and not asked and os.environ.get("LOCAL_RANK", "0") == "0":
             os.write(2, _SAVING)  # not `print`, which this signal may have interrupted

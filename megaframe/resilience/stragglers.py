@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from megaframe.distributed.collectives import all_gather
-from megaframe.distributed.device_time import DeviceBusy, DeviceTimes
 from megaframe.distributed.mesh import Mesh
+from megaframe.distributed.rank_progress import DeviceTimer, DeviceTimes
 
 EVERY = 20
 """Number of steps over which times are summed before they are compared."""
@@ -43,14 +43,14 @@ def outliers(times: Mapping[int, Sequence[float]], factor: float) -> Iterator[Sl
     times: by rank, the seconds per step of each of `KINDS`. factor: multiple of the other ranks'
     median above which a rank is slow.
     """
-    for place, kind in enumerate(KINDS):
+    for column, kind in enumerate(KINDS):
         for rank, mine in times.items():
-            others = [theirs[place] for other, theirs in times.items() if other != rank]
+            others = [theirs[column] for other, theirs in times.items() if other != rank]
             if not others:
                 continue
             usual = statistics.median(others)
-            if mine[place] > max(factor * usual, usual + _LEAST):
-                yield Slow(rank, kind, mine[place], usual)
+            if mine[column] > max(factor * usual, usual + _LEAST):
+                yield Slow(rank, kind, mine[column], usual)
 
 
 class Stragglers:
@@ -62,17 +62,17 @@ class Stragglers:
         self._host: Counter[str] = Counter()
         self._steps = 0
         self._device: DeviceTimes | None = None
-        if mesh.place.mark is not None:
-            mesh.place.device = DeviceBusy()
+        if mesh.progress.record_event is not None:
+            mesh.progress.device_timer = DeviceTimer()
             self._device = DeviceTimes()
 
     def add_step(self) -> list[str]:
         """Add the times of a finished step. Every `EVERY` steps, compare them with the other ranks'
         and return a line for each rank and kind of work that is slow; otherwise return no lines."""
-        place = self._mesh.place
-        self._host.update(place.take_busy())
-        if self._device is not None and place.device is not None:
-            self._device.add(place.device.take())
+        progress = self._mesh.progress
+        self._host.update(progress.take_busy())
+        if self._device is not None and progress.device_timer is not None:
+            self._device.add(progress.device_timer.take_times())
         self._steps += 1
         if self._steps < EVERY:
             return []

@@ -24,7 +24,7 @@ def available(group: Group, node_size: int) -> bool:
     """Return whether this group's products can be fused: its ranks must be on one node, use NCCL
     for other transfers, and have GPUs that are new enough and can access each other's memory. All
     ranks of the group get the same answer if their GPUs are alike."""
-    if group.handle is None or group.ferried or dist.get_backend(group.handle) != "nccl":
+    if group.handle is None or group.host_staged or dist.get_backend(group.handle) != "nccl":
         return False
     import torch.distributed._symmetric_memory  # defines the operators
 

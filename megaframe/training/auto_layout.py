@@ -15,19 +15,19 @@ import torch
 
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
-from megaframe.distributed.device import hidden_gpu, host_memory
+from megaframe.distributed.device import explain_hidden_gpu, host_memory
 from megaframe.distributed.mesh import ranks_on_this_node
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import DEFAULT, Cluster, device_cluster, load_cluster
 from megaframe.io.run_files import CONFIG_FILE
 from megaframe.layout import Layout, axis_sizes
-from megaframe.planner.advice import decision
-from megaframe.planner.candidates import FREE
+from megaframe.planner.advice import describe_decision
+from megaframe.planner.candidates import SEARCHED_KEYS
 from megaframe.planner.constants import cluster_constants
-from megaframe.planner.data_parallel_times import with_bucket_size
+from megaframe.planner.data_parallel_times import resolve_bucket_size
 from megaframe.planner.layout_search import search
-from megaframe.planner.parameter_counts import held
-from megaframe.planner.peak_memory import settled
+from megaframe.planner.parameter_counts import count_parameters
+from megaframe.planner.peak_memory import resolve_recompute_blocks
 
 _SIMULATED = 8
 """Layouts that the search simulates; more would delay the start of the run."""
@@ -45,13 +45,13 @@ def with_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
         same = f"parallel.auto: the layout that {config.run.dir} started with"
         return kept, [same, *_of_machine(config)]
     cluster = cluster_of(config)
-    given = config.parallel.model_fields_set.intersection(FREE)
+    given = config.parallel.model_fields_set.intersection(SEARCHED_KEYS)
     values = {name: getattr(config.parallel, name) for name in given}
     fixed = {name: value for name, value in values.items() if value is not None}
     family = cluster_constants(cluster)
     found = search(config, world, cluster, family, fixed, simulated=_SIMULATED)
     best = _taken(config, found.best.config)
-    why = [*decision(found, cluster), *found.best.prediction.reasons]
+    why = [*describe_decision(found, cluster), *found.best.prediction.reasons]
     notes = [f"parallel.auto: {world} ranks on {cluster.name}. {why[0]}", *why[1:]]
     if begun is not None:
         notes.append(f"the layout that {config.run.dir} started with is not one for {world} ranks")
@@ -66,7 +66,7 @@ def with_blocks(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
         return config, []
     cluster = cluster_of(config)
     layout = Layout.from_parallel(config.parallel, world)
-    found = settled(config, layout, cluster.chip)
+    found = resolve_recompute_blocks(config, layout, cluster.chip)
     plans = stage_plans(found)
     again, blocks = sum(p.recomputed for p in plans), sum(len(p.blocks) for p in plans)
     by_stage = ", ".join(str(plan.recomputed) for plan in plans)
@@ -80,12 +80,14 @@ def with_buckets(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     share buckets. The layout must be known and the config must have passed `check`."""
     layout = Layout.from_parallel(config.parallel, world)
     cluster = cluster_of(config)
-    decided = with_bucket_size(config, layout, cluster)
+    decided = resolve_bucket_size(config, layout, cluster)
     size = decided.parallel.bucket_size
     if size == config.parallel.bucket_size or size == "auto":
         return decided, []
     plans = stage_plans(decided)
-    by_stage = (held(decided, layout, [plan]).blocks_together(decided, [plan]) for plan in plans)
+    by_stage = (
+        count_parameters(decided, layout, [plan]).blocks_together(decided, [plan]) for plan in plans
+    )
     groups = [*chain.from_iterable(by_stage)]
     if all(of.halves for of in groups):
         return decided, []
@@ -124,14 +126,14 @@ def _of_machine(config: RunConfig) -> list[str]:
         return []
     notes = list(cluster_of(config).notes)
     if config.run.device in ("auto", "shared") and not torch.cuda.is_available():
-        hidden = hidden_gpu()
+        hidden = explain_hidden_gpu()
         notes += [f"run.device={config.run.device} is the CPU: {hidden}"] if hidden else []
     return notes
 
 
 def _taken(config: RunConfig, of: RunConfig) -> RunConfig:
     """Return `config` with the layout of `of`, and with `parallel.auto` turned off."""
-    names = [name for name in FREE if hasattr(config.parallel, name)]
+    names = [name for name in SEARCHED_KEYS if hasattr(config.parallel, name)]
     names += ["tensor_chunks", "schedule_microbatches", "layers_per_stage"]
     parallel = {name: getattr(of.parallel, name) for name in (*names, "expert_overlap")}
     train = {name: getattr(of.train, name) for name in ("microbatch", "recompute")}

@@ -34,12 +34,12 @@ class Batches:
         """Return the next step that is not left out, and its valid tokens over all ranks, at least
         1. Waits for other ranks only if it was not looked at before: at the start, after a way
         back, and after data that is left out."""
-        place = self._data.place
-        place.act("data", None, "data")
+        progress = self._data.progress
+        progress.begin_part("data", None, "data")
         batch = self._loader.next()
         while leaves_out(batch):
             batch = self._loader.next()
-        place.act("counting tokens", None)
+        progress.begin_part("counting tokens", None)
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             ahead = batch, self._sum(batch)
@@ -52,7 +52,7 @@ class Batches:
     def look_ahead(self) -> None:
         """Read the step that `next` will look at first, and start to sum its valid tokens. All
         ranks call this at the same steps."""
-        self._data.place.act("data", None, "data")
+        self._data.progress.begin_part("data", None, "data")
         try:
             batch = self._loader.peek()
         except Exception:

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
-from megaframe.distributed.graph_capture import Recording, unordered
 from megaframe.distributed.mesh import Mesh
+from megaframe.distributed.nccl_settings import launch_order_problem
+from megaframe.distributed.traffic import CapturedTransfers
 from megaframe.errors import UserError
 from megaframe.model.pass_state import LayerStatistics
 from megaframe.ops.kernel_dispatch import Kernels
@@ -85,7 +86,7 @@ class _Recorded:
     inputs: Sequence[Tensor]
     passed: Passed
     run: Callable[[], None]
-    told: Recording
+    told: CapturedTransfers
 
 
 class Graph:
@@ -109,7 +110,7 @@ class Graph:
         if found is not None:
             for into, x in zip(found.inputs, _inputs(microbatches, scale), strict=True):
                 into.copy_(x, non_blocking=True)
-            found.told.run(found.run)
+            found.told.replay(found.run)
             return found.passed.copied()
         times = self._met[kind] = self._met.get(kind, 0) + 1
         if times <= _EAGER:
@@ -118,10 +119,10 @@ class Graph:
             self._say(f"there are {_MOST} graphs for other shapes")
             return compute(microbatches, scale)
         copies, scaling = [_copied(one) for one in microbatches], scale.clone()
-        with self._mesh.recording("the graph of all passes") as told:
+        with self._mesh.capture_transfers("the graph of all passes") as told:
             passed, run = self._record(lambda: compute(copies, scaling))
         self._recorded[kind] = _Recorded(_inputs(copies, scaling), passed, run, told)
-        told.run(run)
+        told.replay(run)
         return passed.copied()
 
     def _say(self, why: str) -> None:
@@ -135,8 +136,8 @@ def refuse(config: RunConfig, mesh: Mesh, kernels: Kernels) -> None:
     found = [*graph_reasons(config, mesh.layout.sizes)]
     if mesh.device.type != "cuda":
         found.append(f"CUDA graphs need a GPU, and this runs on a {mesh.device.type}")
-    elif mesh.communicators > 1 and (reason := unordered()):
-        found.append(f"the passes use {mesh.communicators} communicators, and {reason}")
+    elif mesh.num_communicators > 1 and (reason := launch_order_problem()):
+        found.append(f"the passes use {mesh.num_communicators} communicators, and {reason}")
     if config.model.moe is not None:
         needed = {"experts": "grouped_product"}
         if config.train.fp8 != "none":

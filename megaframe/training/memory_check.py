@@ -17,7 +17,7 @@ from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout, fewest_ranks
 from megaframe.planner.constants import cluster_constants
-from megaframe.planner.fit import Fit, fit, instead
+from megaframe.planner.fit import MemoryFit, compute_fit, suggest_changes
 from megaframe.training.auto_layout import cluster_of
 from megaframe.training.trainer import resolve
 
@@ -54,7 +54,7 @@ def verdict(config: RunConfig, layout: Layout, *, force: bool = False) -> list[s
     `check_memory`, and so is what this raises.
     """
     cluster = cluster_of(config)
-    found = fit(config, layout, cluster.chip)
+    found = compute_fit(config, layout, cluster.chip)
     if found.fits:
         return [f"fits in memory: {found}" + f": {_TIGHT}" * found.is_tight]
     if cluster.chip.is_host:
@@ -71,7 +71,7 @@ def check_memory(config: RunConfig, layout: Layout, *, force: bool = False) -> l
     cluster = _this_machine(config)
     if cluster is None:
         return []
-    found = fit(config, layout, cluster.chip)
+    found = compute_fit(config, layout, cluster.chip)
     if found.fits:
         return [f"warning: {found}: {_TIGHT}"] if found.is_tight else []
     if cluster.chip.is_host:
@@ -80,7 +80,7 @@ def check_memory(config: RunConfig, layout: Layout, *, force: bool = False) -> l
 
 
 def _refused(
-    config: RunConfig, layout: Layout, cluster: Cluster, found: Fit, force: bool
+    config: RunConfig, layout: Layout, cluster: Cluster, found: MemoryFit, force: bool
 ) -> list[str]:
     """Refuse a run that does not fit; with `force`, return a warning."""
     if force:
@@ -91,7 +91,7 @@ def _refused(
 
 def _instead(config: RunConfig, layout: Layout, cluster: Cluster) -> list[str]:
     """Return lines with the nearest changes that fit."""
-    changes = [*instead(config, layout.world, cluster, cluster_constants(cluster))]
+    changes = [*suggest_changes(config, layout.world, cluster, cluster_constants(cluster))]
     if not changes:
         return [f"no layout of {layout.world} ranks fits"]
     head = "nearest changes that fit, with their memory and step by the plan:"

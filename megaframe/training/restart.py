@@ -15,13 +15,11 @@ from megaframe.checkpoint.lock import RunLock
 from megaframe.checkpoint.manager import written_folders
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import barrier
-from megaframe.distributed.device import be_deterministic
-from megaframe.distributed.graph_capture import keep_order
+from megaframe.distributed.device import set_deterministic
 from megaframe.distributed.mesh import Mesh
-from megaframe.distributed.nccl_communicators import allow_abort
-from megaframe.distributed.nccl_settings import Settings
-from megaframe.distributed.numa import bind
-from megaframe.distributed.rank_progress import Place
+from megaframe.distributed.nccl_settings import NcclSettings, allow_abort, keep_launch_order
+from megaframe.distributed.numa import bind_to_numa_node
+from megaframe.distributed.rank_progress import RankProgress
 from megaframe.errors import LostRanks, UserError, report_and_exit
 from megaframe.layout import Layout
 from megaframe.resilience.signals import Launcher
@@ -32,7 +30,7 @@ def train(
     config: RunConfig,
     layout: Layout,
     notes: Sequence[str] = (),
-    nccl: Settings | None = None,
+    nccl: NcclSettings | None = None,
 ) -> None:
     """Run this rank's part of a training run to its end.
 
@@ -45,9 +43,9 @@ def train(
     other error is reported and ends the process at once.
     """
     if config.run.deterministic:
-        be_deterministic()  # before the mesh: NCCL groups read this setting when they are made
+        set_deterministic()  # before the mesh: NCCL groups read this setting when they are made
     if config.train.cuda_graph:
-        keep_order()  # NCCL reads this setting once, too
+        keep_launch_order()  # NCCL reads this setting once, too
     if _may_restart(config):
         allow_abort()  # torch's NCCL groups read it when they are made
     launcher, lock = Launcher(), RunLock(written_folders(config))
@@ -61,7 +59,7 @@ def _train(
     config: RunConfig,
     layout: Layout,
     notes: Sequence[str],
-    nccl: Settings | None,
+    nccl: NcclSettings | None,
     launcher: Launcher,
     lock: RunLock,
 ) -> None:
@@ -79,16 +77,19 @@ def _train(
         try:
             if not often:
                 shared = config.run.device == "shared"
-                notes = (*notes, *bind(config.run.numa_binding, mesh.device, shared=shared))
+                notes = (
+                    *notes,
+                    *bind_to_numa_node(config.run.numa_binding, mesh.device, shared=shared),
+                )
             notes = (*notes, *_locked(lock, mesh))
             trainer = Trainer(config, mesh, notes, launcher, lock)
             if _may_restart(config) and often < config.faults.restarts:
-                mesh.may_begin_again(partial(_came_further, mesh.place, last))
+                mesh.allow_restart(partial(_came_further, mesh.progress, last))
             trainer.run()
             return
         except (Exception, KeyboardInterrupt) as error:
             # Over NCCL, what was received when a transfer was ended may cause any error.
-            ended = mesh.place.ended and isinstance(error, Exception)
+            ended = mesh.progress.transfers_ended and isinstance(error, Exception)
             if not isinstance(error, LostRanks) and not ended:
                 if mesh.ends_with_others:
                     lock.release()
@@ -99,7 +100,7 @@ def _train(
             trainer.let_go()
         finally:
             mesh.close()
-        often, last = often + 1, mesh.place.step
+        often, last = often + 1, mesh.progress.step
         of = f"{often} of faults.restarts={config.faults.restarts}"
         notes = (*notes, f"restarted in the same processes ({of}): {why}")
         del trainer, mesh
@@ -119,7 +120,7 @@ def _locked(lock: RunLock, mesh: Mesh) -> list[str]:
     notes: list[str] = []
     wrong = ""
     if mesh.rank == 0:
-        mesh.at_leave(lock.release)
+        mesh.call_before_exit(lock.release)
         try:
             notes = lock.take()
         except UserError as error:
@@ -131,7 +132,7 @@ def _locked(lock: RunLock, mesh: Mesh) -> list[str]:
     return notes
 
 
-def _came_further(place: Place, last: int) -> bool:
+def _came_further(progress: RankProgress, last: int) -> bool:
     """Return whether this rank is past `last`, the step of the previous in-process restart. A
     second failure at the same step is not the network's fault."""
-    return place.step > last
+    return progress.step > last

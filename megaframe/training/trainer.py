@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.architecture.pipeline import pipeline_summary
+from megaframe.architecture.pipeline import summarize_pipeline
 from megaframe.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -40,7 +40,7 @@ from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.data_parallel.bucket import UNSENT
 from megaframe.distributed.collectives import all_reduce, barrier
-from megaframe.distributed.device import brought
+from megaframe.distributed.device import copy_to_device
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.errors import UnreadableFile, UserError
 from megaframe.io.run_files import CONFIG_FILE, METRICS_FILE
@@ -58,8 +58,8 @@ from megaframe.training.autotune import tune
 from megaframe.training.batches import Batches
 from megaframe.training.initialize_from import starting_parts
 from megaframe.training.train_step import Pipeline
-from megaframe.validate.invariance import promise_note
-from megaframe.validate.run import warnings
+from megaframe.validate.invariance import layout_dependence_note
+from megaframe.validate.run import find_warnings
 
 _JUMP = 1.5
 """A first loss after a load that exceeds the last one before it by this factor gets a warning."""
@@ -98,7 +98,7 @@ class Trainer:
         self.optimizer = self.pipeline.optimizer
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
-        self.batches = Batches(self.loader, mesh.aside, masked=config.data.mask_eod)
+        self.batches = Batches(self.loader, mesh.data_control_group, masked=config.data.mask_eod)
         self._token_bytes = _token_bytes(config, mesh.device)
         self.checkpointer = CheckpointManager(config, mesh)
         source = self.checkpointer.open_newest()
@@ -126,10 +126,10 @@ class Trainer:
         self._experts: ExpertMeter | None = None
         if config.model.moe is not None:
             self._experts = ExpertMeter(config, specs, mesh.layout.expert)
-        summary = [*pipeline_summary(config, self.pipeline.schedule)]
+        summary = [*summarize_pipeline(config, self.pipeline.schedule)]
         for line in (*summary[:1], *notes):
             self.meter.note(line)
-        settings = mesh.nccl if mesh.layout.world > 1 else None
+        settings = mesh.nccl_settings if mesh.layout.world > 1 else None
         for line in (*summary[1:], *chosen, *(settings.lines if settings else ())):
             self.meter.detail(line)
         for line in settings.warnings if settings else ():
@@ -156,9 +156,9 @@ class Trainer:
         if config.train.offload and mesh.device.type == "cpu":
             self.meter.note("train.offload=true only copies on a CPU")
         node = config.parallel.node_size or ranks_on_this_node()
-        for warning in warnings(config, mesh.layout, node):
+        for warning in find_warnings(config, mesh.layout, node):
             self.meter.note(warning)
-        for line in promise_note(config):
+        for line in layout_dependence_note(config):
             self.meter.note(line)
         self.checkpointer.create_writers(source, ledger.saved)
         self.guard = Guard(
@@ -171,7 +171,7 @@ class Trainer:
     def run(self) -> None:
         """Train until `train.steps`, with evaluations and saves in between. If a signal asks the
         run to leave earlier, saves a checkpoint and raises `SystemExit`."""
-        with heeding_signals(self.mesh.place), self.guard:
+        with heeding_signals(self.mesh.progress), self.guard:
             try:
                 while not self._finished():
                     self._one_step()
@@ -213,7 +213,7 @@ class Trainer:
         """Run one step and what follows it: an evaluation, the judgement of finished steps, a
         comparison of replicas, a save."""
         guard, config = self.guard, self.config
-        self.mesh.place.step = self.step + 1
+        self.mesh.progress.step = self.step + 1
         guard.begin(f"step {self.step + 1}")
         self._train_step()
         if self._due(config.train.eval_every):
@@ -290,7 +290,8 @@ class Trainer:
     def _global_loss(self) -> float:
         """Return the loss of the last step, summed over all ranks."""
         loss = float(all_reduce(self._loss.clone(), self.mesh.world).wait())
-        self.mesh.place.check()  # on a GPU, what is computed from an ended transfer is complete too
+        # On a GPU, what is computed from an ended transfer is complete too.
+        self.mesh.progress.check_not_ended()
         return loss
 
     def _evaluate(self) -> None:
@@ -492,7 +493,7 @@ def resolve(config: RunConfig) -> RunConfig:
 def _move(microbatch: Microbatch, device: torch.device) -> Microbatch:
     """Return the microbatch with its tensors on a device."""
     moved: dict[str, Any] = {
-        name: brought(value, device)
+        name: copy_to_device(value, device)
         for name, value in vars(microbatch).items()
         if isinstance(value, Tensor)
     }

@@ -5,7 +5,7 @@ nothing in it may depend on a number that the host has to read from the device o
 changes from step to step has to reach it as a tensor.
 
 Collectives are recorded like all other work, in the same order on every rank, and NCCL starts them
-in that order (`distributed/graph_capture.py`). Messages between two ranks are not recorded: torch's
+in that order (`distributed/traffic.py`). Messages between two ranks are not recorded: torch's
 flight recorder keeps their events and would query them later, which is not allowed for events of a
 graph.
 """
@@ -15,6 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megaframe.config.schema import RunConfig
+
+
+def graph_mistakes(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+    if config.train.cuda_graph:
+        for reason in graph_reasons(config, sizes):
+            yield f"train.cuda_graph=true cannot work here: {reason}"
 
 
 def graph_reasons(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_process import Program, places, stuck_after
 
-from megaframe.distributed.watchdog import at_fault
+from megaframe.distributed.watchdog import blame_for_loss
 from megaframe.errors import EXIT_LOST_RANKS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -145,10 +145,10 @@ def test_the_dead_are_at_fault_and_never_those_who_lost_them_or_answer(dead, lat
             for rank in group & reporting:
                 lost.setdefault(rank, set()).update(group - {rank})
     seen = set().union(*lost.values()) & dead if lost else set()
-    assert at_fault(lost, answered=alive) == tuple(sorted(seen))
+    assert blame_for_loss(lost, answered=alive) == tuple(sorted(seen))
 
 
 def test_who_answers_is_at_fault_only_if_nobody_is_silent():
-    assert at_fault({0: [1, 2]}, answered={0, 2}) == (1,)
-    assert at_fault({0: [1], 2: [1]}, answered={0, 1, 2}) == (1,)
-    assert at_fault({0: [1], 1: [0]}, answered={0, 1}) == ()
+    assert blame_for_loss({0: [1, 2]}, answered={0, 2}) == (1,)
+    assert blame_for_loss({0: [1], 2: [1]}, answered={0, 1, 2}) == (1,)
+    assert blame_for_loss({0: [1], 1: [0]}, answered={0, 1}) == ()

@@ -17,8 +17,8 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.planner.memory import memory
-from megaframe.planner.parameter_counts import Held
+from megaframe.planner.memory import compute_memory
+from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import Action, ActionKind
 from megaframe.training.train_step import Pipeline
 
@@ -70,7 +70,9 @@ def kept(layers, recompute, tensor, dropout):
         found.pop(bucket.parameters[0].value.untyped_storage().data_ptr(), None)
     mesh.close()
     actions = [Action(ActionKind.F, 0, 0)]
-    planned = memory(config, Held(0, (), ()), 1, stage_plans(config), actions).activations
+    planned = compute_memory(
+        config, RankParameters(0, (), ()), 1, stage_plans(config), actions
+    ).activations
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values()), planned
 
 

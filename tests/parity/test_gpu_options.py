@@ -10,7 +10,7 @@ from host_waits import nobody_waits
 from parity_runs import MODELS, assert_same, assert_same_bits, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
@@ -18,10 +18,10 @@ from megaframe.model.rotary import Rotary
 from megaframe.ops.compile import MOST, Compiled
 from megaframe.pipeline_parallel.activation_offload import Shelf
 from megaframe.pipeline_parallel.executor import Engine
-from megaframe.planner.memory import memory
-from megaframe.planner.parameter_counts import Held
+from megaframe.planner.memory import compute_memory
+from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import lower
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 MOE = {"experts": 4, "ffn": 8, "top_k": 2, "balance_loss": 0.1, "z_loss": 0.01}
 EXPERTS = {"norm": "rmsnorm", "activation": "swiglu", "moe": MOE}
@@ -59,8 +59,10 @@ def test_the_memory_plan_knows_what_is_away():
             model={"layers": 6, "hidden": 64, "heads": 2, "vocab": 100},
             train={"recompute": "full", "seq": 32, "precision": "fp32", "offload": offload},
         )
-        actions = lower(step_schedule(config, 2)).ranks[0]
-        return memory(config, Held(0, (1,), ()), 1, stage_plans(config), actions).activations
+        actions = lower(build_step_schedule(config, 2)).ranks[0]
+        return compute_memory(
+            config, RankParameters(0, (1,), ()), 1, stage_plans(config), actions
+        ).activations
 
     stream = 32 * 64 * 4
     assert activations(False) - activations(True) == (6 - 2) * stream
@@ -69,7 +71,7 @@ def test_the_memory_plan_knows_what_is_away():
 def test_offload_without_anything_to_move_is_refused():
     config = RunConfig(model={"vocab": 100}, train={"offload": True})
     with pytest.raises(UserError, match=r"train\.offload=true .* use train\.recompute=full"):
-        check(config, 1, data=False)
+        validate_config(config, 1, data=False)
 
 
 @pytest.mark.quick(when=lambda recompute: recompute == "selective")

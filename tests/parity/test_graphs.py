@@ -17,8 +17,8 @@ from parity_runs import MODELS, deterministic, global_batch, on, share, with_doc
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import IGNORE
-from megaframe.distributed.graph_capture import keep_order
 from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.nccl_settings import keep_launch_order
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.training.cuda_graph import _EAGER, Graph, record_cuda
@@ -43,7 +43,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
     """Run one rank. Return the results of its steps, what a watch sees of the recorded ones, and
     the axes of all transfers in them."""
     if device == "cuda":
-        keep_order()
+        keep_launch_order()
         train = {**train, "cuda_graph": graphs}
     elif kernels:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -59,17 +59,17 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
     mesh = Mesh(layout, device=device, timeout=60)
 
     def mark():
-        assert mesh.place._recorded is None, "an event in a graph"
+        assert mesh.progress._captured_waits is None, "an event in a graph"
         return Passed()
 
-    mesh.place.mark = mark
+    mesh.progress.record_event = mark
     found, told, order = [], [], []
     pipeline = begun(config, mesh, graphs, told, order)
     pipeline.optimizer.initialise(config.run.seed)
 
     def train_one(step, batch):
-        mesh.place.begin(f"step {step}")
-        mesh.place.act("data", None)
+        mesh.progress.begin_activity(f"step {step}")
+        mesh.progress.begin_part("data", None)
         group = mesh.group("data")
         mine = share(batch, config.train.microbatch, group.index, group.size, False)
         valid = max(1, int((batch.labels_BS != IGNORE).sum()))
@@ -125,7 +125,7 @@ def begun(config, mesh, graphs, told, order):
 
             def again():
                 play()
-                told.append(mesh.place.seen(mesh.rank).doing)
+                told.append(mesh.progress.status(mesh.rank).activity)
 
             return passed, again
 

@@ -9,20 +9,19 @@ from parity_runs import MODELS, assert_same, deterministic, run
 
 from megaframe.distributed.collectives import (
     all_gather,
+    all_gather_,
+    all_gather_uneven,
     all_reduce,
     all_to_all,
+    all_to_all_uneven,
     barrier,
     reduce_scatter,
-)
-from megaframe.distributed.flat_buffer import all_gather_, reduce_scatter_
-from megaframe.distributed.gather_bytes import collect
-from megaframe.distributed.host_staged_group import Ferry
-from megaframe.distributed.mesh import Mesh, world_size
-from megaframe.distributed.variable_size import (
-    all_gather_uneven,
-    all_to_all_uneven,
+    reduce_scatter_,
     reduce_scatter_uneven,
 )
+from megaframe.distributed.host_staged_group import HostStagedGroup
+from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.object_collectives import gather_bytes
 from megaframe.layout import Layout
 
 EXPERTS = {**MODELS["llama"], "moe": {"experts": 4, "top_k": 2, "balance_loss": 0.01}}
@@ -84,7 +83,7 @@ def each_call():
     """Return each collective's result on this rank of three; inputs encode rank and position."""
     mesh = Mesh(Layout(data=world_size()), device="shared", timeout=60, check_collectives=True)
     group, here = mesh.group("data"), mesh.device
-    assert isinstance(group.handle, Ferry)
+    assert isinstance(group.handle, HostStagedGroup)
 
     def numbers(count, dtype=torch.float64):
         return torch.arange(count, dtype=dtype, device=here) + 100 * mesh.rank
@@ -108,7 +107,7 @@ def each_call():
     exchanged = all_to_all_uneven(parts, leaving[mesh.rank], coming, group)
     found["to_all_uneven"] = exchanged.wait()
     barrier(group)
-    texts = collect(bytes([mesh.rank]) * (mesh.rank + 1), group, here)
+    texts = gather_bytes(bytes([mesh.rank]) * (mesh.rank + 1), group, here)
     mesh.close()
     return {name: value.tolist() for name, value in found.items()} | {"texts": texts}
 

@@ -79,7 +79,7 @@ def record(compute, order):
 def written(tape):
     """Return a context in which a tape also gets transfers and kernels, which torch's dispatcher
     does not see."""
-    started, finish, launch = pending.started, Pending._finish, device.launch
+    started, finish, launch = pending.start_pending, Pending._finish, device.launch
     numbers = {}
 
     def begin(number, start):

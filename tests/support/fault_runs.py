@@ -16,7 +16,7 @@ import pretrain_gpt  # noqa: E402
 from megaframe.data.microbatch import IGNORE  # noqa: E402
 from megaframe.distributed import gloo_sockets  # noqa: E402
 from megaframe.distributed.collectives import all_reduce, receive, send  # noqa: E402
-from megaframe.distributed.watchdog import Watch  # noqa: E402
+from megaframe.distributed.watchdog import Watchdog  # noqa: E402
 from megaframe.training.trainer import Trainer  # noqa: E402
 
 ONCE = {"done": False}
@@ -81,8 +81,8 @@ def sleep_in_data_of_one(trainer, step, rank):
     if trainer.step == step and trainer.mesh.rank == rank:
         sleep_in_data(trainer, step)
     elif trainer.step == step:
-        write = Watch._dump_stacks
-        Watch._dump_stacks = lambda *arguments: (time.sleep(1), write(*arguments))
+        write = Watchdog._dump_stacks
+        Watchdog._dump_stacks = lambda *arguments: (time.sleep(1), write(*arguments))
 
 
 def sleep_in_backward(trainer, step):
@@ -98,7 +98,7 @@ def another_order(trainer, step):
 
 def another_shape(trainer, step):
     if trainer.step == step:
-        trainer.batches._sum = lambda _: all_reduce(torch.ones(5), trainer.mesh.aside)
+        trainer.batches._sum = lambda _: all_reduce(torch.ones(5), trainer.mesh.data_control_group)
 
 
 def must_look_ahead(trainer):
@@ -120,7 +120,7 @@ def break_and_hang(trainer, broken, hung):
     """
     mesh = trainer.mesh
     if mesh.rank == 2 and once(trainer, broken):
-        gloo_sockets.cut()
+        gloo_sockets.shut_down_sockets()
     if trainer.step == hung and "hung" not in ONCE:
         ONCE["hung"] = True
         mesh.watch_steps(1.0, trainer.folder / "faults")

@@ -9,7 +9,7 @@ from tolerances import PROMISE, assert_within, promised
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.collectives import all_reduce
-from megaframe.distributed.device import be_deterministic
+from megaframe.distributed.device import set_deterministic
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
@@ -102,7 +102,7 @@ def run(
 def deterministic():
     """Within it a GPU adds up in one order what several tokens look up; otherwise bits differ."""
     if torch.cuda.is_available():
-        be_deterministic()
+        set_deterministic()
     yield
     torch.use_deterministic_algorithms(False)
 

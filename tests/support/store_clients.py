@@ -1,4 +1,4 @@
-"""Many ranks as threads of one process, each with its real watch and a real store."""
+"""Many ranks as threads of one process, each with its real watchdog and a real store."""
 
 import io
 import os
@@ -11,19 +11,18 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megaframe.distributed import gloo_sockets
-from megaframe.distributed import rendezvous as start_module
+from megaframe.distributed import gloo_sockets, rendezvous
 from megaframe.distributed.collectives import all_reduce
-from megaframe.distributed.failure_verdict import Hearing
+from megaframe.distributed.failure_verdict import FailureStore
 from megaframe.distributed.mesh import Mesh
-from megaframe.distributed.rank_progress import Place
+from megaframe.distributed.rank_progress import RankProgress
 from megaframe.distributed.rendezvous import fresh_store
-from megaframe.distributed.watchdog import Watch
+from megaframe.distributed.watchdog import Watchdog
 from megaframe.errors import LostRanks
 from megaframe.layout import Layout
 
 
-class Counted:
+class RequestLog:
     """A store that writes down each request, as its kind and first key, and the bytes it read."""
 
     def __init__(self, store):
@@ -43,17 +42,17 @@ class Counted:
         return call
 
 
-class Client(Watch):
-    def _end(self, verdict, lost=None):
+class RecordingWatchdog(Watchdog):
+    def _exit(self, verdict, lost=None):
         self.verdict = verdict
-        super()._end(verdict, lost)
+        super()._exit(verdict, lost)
 
     def _dump_stacks(self, verdict):
         """Write nothing: this process has the stacks of many ranks."""
 
 
-class Waits:
-    def waits_for(self):
+class WaitOverData:
+    def describe_wait(self):
         return "all_reduce over data with rank 1"
 
 
@@ -78,17 +77,17 @@ def in_threads(call, ranks):
 def start(world):
     """Return the requests of each rank that starts."""
     host = connection(0, master=True)
-    counted = {rank: Counted(connection(host.port)) for rank in range(world)}
-    prefixed, start_module.PrefixStore = start_module.PrefixStore, lambda prefix, store: prefix
+    counted = {rank: RequestLog(connection(host.port)) for rank in range(world)}
+    prefixed, rendezvous.PrefixStore = rendezvous.PrefixStore, lambda prefix, store: prefix
     try:
         in_threads(lambda rank: fresh_store(counted[rank], rank, world, 30.0), counted)
     finally:
-        start_module.PrefixStore = prefixed
+        rendezvous.PrefixStore = prefixed
     return [one.asked for one in counted.values()]
 
 
 def lose(world, victim, how, dead_judge=False):
-    """Lose one rank of a world: kill its watch, or let it work on. Returns, for each other rank,
+    """Lose one rank of a world: kill its watchdog, or let it work on. Returns, for each other rank,
     the verdict's ranks and text, its requests, and the bytes that it read.
 
     how: `lost` (those in a group with it lose contact) or `late` (every rank waits too long).
@@ -96,22 +95,22 @@ def lose(world, victim, how, dead_judge=False):
     """
     host = connection(0, master=True)
     layout = Layout(tensor=4, data=world // 4)
-    stores = {rank: Counted(connection(host.port)) for rank in range(world)}
+    stores = {rank: RequestLog(connection(host.port)) for rank in range(world)}
     leave, os._exit, errors = os._exit, end_thread, sys.stderr
     sys.stderr = io.StringIO()
-    places = {rank: Place() for rank in range(world)}
+    progress = {rank: RankProgress() for rank in range(world)}
     if dead_judge:
-        assert Hearing(stores[victim], victim, world).is_judge(0)
+        assert FailureStore(stores[victim], victim, world).try_become_judge(0)
     try:
         watches = {
-            rank: Client(stores[rank], layout, rank, 30.0, places[rank], lambda: "")
+            rank: RecordingWatchdog(stores[rank], layout, rank, 30.0, progress[rank], lambda: "")
             for rank in range(world)
             if rank != victim or how == "late"
         }
         for rank, watch in watches.items():
-            places[rank].begin("step 7")
+            progress[rank].begin_activity("step 7")
             if rank != victim:
-                places[rank].wait(Waits())
+                progress[rank].begin_wait(WaitOverData())
             if how == "late":
                 watch.limit = 0.5
         if how == "lost":
@@ -138,23 +137,23 @@ def make_groups():
     """Return the connections of this rank's gloo groups: after the mesh is made; after a sum over
     the control group of the data ranks; after a group for work beside training has been made, and
     after every rank has told every other something over it. Then what a broken wait raises."""
-    from megaframe.distributed.gather_json import gather_json
+    from megaframe.distributed.object_collectives import gather_json
 
-    before = gloo_sockets.connected()
+    before = gloo_sockets.count_sockets()
     mesh = Mesh(Layout(data=4), device="cpu", timeout=20.0)
-    found = [gloo_sockets.connected() - before]
-    all_reduce(torch.ones(()), mesh.aside).wait()
-    found.append(gloo_sockets.connected() - before)
-    beside = mesh.beside()
-    found.append(gloo_sockets.connected() - before)
+    found = [gloo_sockets.count_sockets() - before]
+    all_reduce(torch.ones(()), mesh.data_control_group).wait()
+    found.append(gloo_sockets.count_sockets() - before)
+    beside = mesh.new_control_group()
+    found.append(gloo_sockets.count_sockets() - before)
     told = gather_json(beside, "x" * mesh.rank)
-    found.append(gloo_sockets.connected() - before)
+    found.append(gloo_sockets.count_sockets() - before)
     sum_of_all = all_reduce(torch.ones(()), beside)
     mesh.store.add("counted", 1)
     while mesh.store.add("counted", 0) < 4:
         time.sleep(0.01)
     if mesh.rank == 0:
-        gloo_sockets.cut()
+        gloo_sockets.shut_down_sockets()
     broken = ""
     try:
         sum_of_all.wait()
@@ -165,7 +164,7 @@ def make_groups():
     return found, told, broken
 
 
-class Counting(dist.Store):
+class CountingStore(dist.Store):
     """A store that counts what gloo asks it for; a `get` is two requests, as torch waits first."""
 
     def __init__(self, store):
@@ -190,11 +189,11 @@ def gloo_requests(lazily, port):
     for a sum over it."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=20))
-    counting = Counting(store)
+    counting = CountingStore(store)
     limit = timedelta(seconds=20)
     made = {"rank": rank, "world_size": world, "store": counting, "timeout": limit}
     if lazily:
-        with gloo_sockets.made_lazily():
+        with gloo_sockets.connect_lazily():
             dist.init_process_group("gloo", **made)
     else:
         dist.init_process_group("gloo", **made)

@@ -31,8 +31,8 @@ from megaframe.checkpoint.shard_file import CHUNK_BYTES, FileEntry, write_shard_
 from megaframe.checkpoint.shard_reader import verify_shard_file
 from megaframe.checkpoint.slices import Slice
 from megaframe.checkpoint.stores.store import checkpoint_name
-from megaframe.distributed.collectives import Group, all_gather, to_each
-from megaframe.distributed.gather_json import gather_json
+from megaframe.distributed.collectives import Group, all_gather, exchange_pairwise
+from megaframe.distributed.object_collectives import gather_json
 from megaframe.errors import UserError
 
 MAX_RECORD_BYTES = 16 << 20
@@ -296,7 +296,7 @@ class PeerMemoryWriter(BackgroundCopier):
         out = [leaving[:0]] * self._group.size
         assert self._peers.to is not None
         out[self._peers.to] = leaving
-        to_each(leaving, out, coming, self._group, kind="copies").wait()
+        exchange_pairwise(leaving, out, coming, self._group, kind="copies").wait()
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from megaframe.checkpoint.manifest import (
 from megaframe.checkpoint.shard_reader import verify_shard_file
 from megaframe.checkpoint.stores.peer_memory import CopyRecord, MemoryFolder
 from megaframe.distributed.collectives import Group, receive, send
-from megaframe.distributed.gather_json import gather_json, gather_rows
+from megaframe.distributed.object_collectives import gather_json, gather_rows
 from megaframe.errors import UserError
 
 _BEFORE_ALL_STEPS = -1

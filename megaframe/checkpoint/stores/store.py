@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from megaframe.config.url import is_url, url_mistake
+from megaframe.config.url import find_url_mistake, is_url
 from megaframe.errors import UserError
 
 POINTER = "latest"
@@ -69,7 +69,7 @@ def parse_path(text: str) -> StorePath:
     the message repeats no secret."""
     if not is_url(text):
         return Path(text)
-    mistake = url_mistake(text)
+    mistake = find_url_mistake(text)
     if mistake:
         raise UserError(mistake)
     scheme, _, rest = text.partition("://")

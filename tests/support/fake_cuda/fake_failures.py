@@ -17,8 +17,7 @@ from fake_cuda import aborts, cuda
 from fake_cuda.machine import library
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh
-from megaframe.distributed.nccl_communicators import allow_abort
-from megaframe.distributed.nccl_settings import set_up
+from megaframe.distributed.nccl_settings import allow_abort, configure_nccl
 from megaframe.errors import LostRanks
 from megaframe.layout import Layout
 from megaframe.training.trainer import Trainer
@@ -74,7 +73,7 @@ def abort_together():
     """What a transfer that was aborted has brought is not handed out, and its communicator cannot
     be used."""
     mesh, groups = two_communicators()
-    assert mesh.cut() == ""
+    assert mesh.end_transfers() == ""
     fails(LostRanks, IN_FLIGHT[0].wait, "transfers were ended")
     x, options = [torch.ones(3, device="cuda")], dist.AllreduceOptions()
     fails(RuntimeError, lambda: groups[1].handle.allreduce(x, options), "was aborted on rank")
@@ -116,5 +115,5 @@ def doctor():
     line is a folder and the parts."""
     folder, *names = sys.argv[1:]
     allow_abort()
-    own = doctor_parts.Doctor("cuda", 60.0, Path(folder), large=1 << 14, nccl=set_up(None))
+    own = doctor_parts.Doctor("cuda", 60.0, Path(folder), large=1 << 14, nccl=configure_nccl(None))
     doctor_parts.run(names, 0, own)

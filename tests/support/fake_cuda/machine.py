@@ -129,7 +129,7 @@ _events = count(1)
 
 
 def note(*calls):
-    """Note calls of the host. A wait of a thread beside it, such as one that saves, is not its
+    """Note calls of the host. A wait of another thread, such as one that saves, is not its
     own."""
     if not (_is_beside_the_host() and isinstance(calls[0], Synchronize)):
         _calls.extend(calls)
@@ -140,7 +140,7 @@ def _is_beside_the_host():
     of `distributed/interleaving.py`, and those of backward passes, which Python has not started."""
     thread = threading.current_thread()
     known = thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
-    return not known and not thread.name.startswith("beside")
+    return not known and not thread.name.startswith("interleaved")
 
 
 def note_event(stream, event=None):

@@ -17,11 +17,11 @@ from fake_cuda.cuda import Properties
 from fake_cuda.nccl_layouts import LAYOUTS, configured, trained
 from megaframe.checkpoint.background import BackgroundCopier
 from megaframe.checkpoint.slices import Slice
-from megaframe.distributed import mesh as meshes
-from megaframe.distributed.collectives import Pending, Ring, all_reduce, pass_on, receive, send
-from megaframe.distributed.device_to_host import land
+from megaframe.distributed import process_groups
+from megaframe.distributed.collectives import Pending, Ring, all_reduce, receive, send, shift_ring
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.distributed.nccl_settings import LINK_CTAS
+from megaframe.distributed.pending import copy_to_host
 from megaframe.layout import Layout
 from megaframe.metrics import meter
 from megaframe.metrics.timers import DeviceClock
@@ -244,7 +244,7 @@ def shelf():
 def landing():
     """What a step computed reaches the host while the device goes on."""
     x = torch.ones(100, device="cuda")
-    landed = land([Pending(x.mul_(2))], device())
+    landed = copy_to_host([Pending(x.mul_(2))], device())
     del x
     (found,) = landed()
     assert (found == 2).all()
@@ -353,7 +353,7 @@ def messages_both_ways_as_one():
     mesh, x, came = two_ranks()
     group = mesh.group("data")
     for _ in range(2):
-        pass_on(x, came, Ring(group.index, 2, group)).wait()
+        shift_ring(x, came, Ring(group.index, 2, group)).wait()
         assert (came == 1 - mesh.rank).all().item()
     mesh.close()
 
@@ -388,6 +388,6 @@ def a_collective_without_a_rank():
 def pretrain_without_connecting():
     """Pretrain with links that nothing connects before a step."""
     collectives.PATIENCE = 3.0
-    meshes.connect_link = lambda *arguments, **options: None
+    process_groups.connect_link = lambda *arguments, **options: None
     meter.free_seconds = lambda *arguments: {}
     pretrain_gpt.main()

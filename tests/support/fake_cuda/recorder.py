@@ -24,7 +24,7 @@ from fake_cuda.nccl_rules import (
     size,
 )
 from megaframe.distributed import collectives
-from megaframe.distributed.fake_group import Alike, Done
+from megaframe.distributed.fake_group import FakeGroup, FinishedWork
 from megaframe.distributed.mesh import Mesh
 from megaframe.training.meta_step.meta_tensors import Hollow
 
@@ -55,7 +55,7 @@ class Calls(list):
         return _Work(self, self.event(call.stream), real)
 
 
-class _Work(Done):
+class _Work(FinishedWork):
     def __init__(self, calls, event, real):
         super().__init__()
         self._calls, self._event, self._real = calls, event, real
@@ -67,7 +67,7 @@ class _Work(Done):
         return True
 
 
-class Recorded(Alike):
+class Recorded(FakeGroup):
     """The communicator `name`, as rank ranks[index]."""
 
     def __init__(self, calls, name, ranks, index):
@@ -176,8 +176,8 @@ class _Hollow(Hollow):
 def _as_on_a_gpu():
     """Start what a GPU would, although tensors are on the host or have no content."""
     methods = {
-        "in_pairs": lambda self, tensor: False,
-        "in_groups": lambda self, tensor: isinstance(self.handle, Recorded),
+        "sends_pairwise": lambda self, tensor: False,
+        "batches_messages": lambda self, tensor: isinstance(self.handle, Recorded),
     }
     before = {name: vars(collectives.Group)[name] for name in methods}
     _set(methods)

@@ -7,13 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.architecture.buckets import LATENCY_SHARE, Blocks, balanced_count, bucket_blocks
+from megaframe.architecture.buckets import (
+    LATENCY_SHARE,
+    BucketBlocks,
+    balanced_bucket_count,
+    group_blocks_into_buckets,
+)
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout, exchange_groups, exchange_steps, ranks_per_node
-from megaframe.planner.collective_times import Level, pairwise_all_to_all, stepped_exchange
+from megaframe.planner.collective_times import GroupLevel, pairwise_all_to_all, stepped_exchange
 from megaframe.planner.constants import cluster_constants
-from megaframe.planner.data_parallel_times import bucket_count, exchange_seconds, with_bucket_size
+from megaframe.planner.data_parallel_times import exchange_times, num_buckets, resolve_bucket_size
 from megaframe.planner.layout_sizes import sizes_of
 from megaframe.planner.machine import Machine
 from megaframe.training.auto_layout import with_buckets
@@ -36,7 +41,7 @@ def config_of(model=None, **parallel):
 @settings(deadline=None, max_examples=100)
 @given(transfer=st.floats(1e-3, 10), latency=st.floats(1e-5, 1))
 def test_latencies_and_the_last_bucket_are_balanced(transfer, latency):
-    count = float(balanced_count(transfer, latency))
+    count = float(balanced_bucket_count(transfer, latency))
 
     def cost(n):
         return n * latency + transfer / n
@@ -54,7 +59,7 @@ def test_latencies_and_the_last_bucket_are_balanced(transfer, latency):
     least=st.integers(1, 300),
 )
 def test_blocks_are_together_until_they_have_enough(sizes, least):
-    found = bucket_blocks(sizes, least)
+    found = group_blocks_into_buckets(sizes, least)
     assert [n for of in found for n in range(of.start, of.stop)] == [*range(len(sizes))]
     for of in found:
         here = sizes[of.start : of.stop]
@@ -64,12 +69,16 @@ def test_blocks_are_together_until_they_have_enough(sizes, least):
 
 
 def test_half_a_block_is_the_least():
-    assert bucket_blocks([(2, 1)] * 3, 1) == [Blocks(n, n + 1, True) for n in range(3)]
-    assert bucket_blocks([(2, 1)] * 3, 3) == [Blocks(n, n + 1, False) for n in range(3)]
-    assert bucket_blocks([(2, 1)] * 5, 6) == [
-        Blocks(0, 1, False),
-        Blocks(1, 3, False),
-        Blocks(3, 5, False),
+    assert group_blocks_into_buckets([(2, 1)] * 3, 1) == [
+        BucketBlocks(n, n + 1, True) for n in range(3)
+    ]
+    assert group_blocks_into_buckets([(2, 1)] * 3, 3) == [
+        BucketBlocks(n, n + 1, False) for n in range(3)
+    ]
+    assert group_blocks_into_buckets([(2, 1)] * 5, 6) == [
+        BucketBlocks(0, 1, False),
+        BucketBlocks(1, 3, False),
+        BucketBlocks(3, 5, False),
     ]
 
 
@@ -77,7 +86,7 @@ def count_of(zero=1, latency=None, world=1024, **parallel):
     config = config_of(zero=zero, **parallel)
     layout = Layout.from_parallel(config.parallel, world)
     machine = Machine(config, CLUSTER, cluster_constants(CLUSTER), sizes_of(config, layout))
-    return float(bucket_count(machine, MATRICES, 1, 32)), machine
+    return float(num_buckets(machine, MATRICES, 1, 32)), machine
 
 
 def test_the_number_of_buckets_follows_from_latency_and_bandwidth():
@@ -88,9 +97,11 @@ def test_the_number_of_buckets_follows_from_latency_and_bandwidth():
     assert machine.constants.links == (0.82, 0.9)
     latency = 2 * 255 * alpha
     transfer = (4 + 2) * MATRICES * 255 / 256 / bandwidth
-    assert found == pytest.approx(min(64.0, float(balanced_count(transfer, latency))), rel=1e-6)
-    half = exchange_seconds(machine, MATRICES, 2.0).in_turn(1)
-    whole = exchange_seconds(machine, MATRICES, 1.0).in_turn(1)
+    assert found == pytest.approx(
+        min(64.0, float(balanced_bucket_count(transfer, latency))), rel=1e-6
+    )
+    half = exchange_times(machine, MATRICES, 2.0).in_turn(1)
+    whole = exchange_times(machine, MATRICES, 1.0).in_turn(1)
     assert half - whole == pytest.approx(latency, rel=1e-6)
 
 
@@ -108,7 +119,7 @@ def test_the_key_is_decided_once_for_runtime_and_planner(zero):
     decided, (line,) = with_buckets(config, 8192)
     size = decided.parallel.bucket_size
     layout = Layout.from_parallel(config.parallel, 8192)
-    assert with_bucket_size(config, layout, CLUSTER) == decided
+    assert resolve_bucket_size(config, layout, CLUSTER) == decided
     assert with_buckets(decided, 8192) == (decided, [])
     assert f"parallel.bucket_size=auto: {size:,} elements, so that 32 blocks are in " in line
     assert "between 8192 data ranks" in line
@@ -191,7 +202,7 @@ def test_neighbours_of_a_node_are_the_same_in_every_group():
 def test_an_exchange_in_steps_takes_its_messages_and_the_same_bytes():
     alpha, bandwidth, size = 2e-5, 4e10, 1e9
     for ranks in (64, 2048):
-        group = [Level(1.0, 3e-6, 4e11), Level(float(ranks), alpha, bandwidth)]
+        group = [GroupLevel(1.0, 3e-6, 4e11), GroupLevel(float(ranks), alpha, bandwidth)]
         moved = size * (ranks - 1) / ranks / bandwidth
         steps = exchange_steps(ranks, 1)
         assert float(stepped_exchange(size, group)) == pytest.approx(
@@ -199,7 +210,7 @@ def test_an_exchange_in_steps_takes_its_messages_and_the_same_bytes():
         )
         assert float(pairwise_all_to_all(size, group)) == pytest.approx((ranks - 1) * alpha + moved)
     # Within a node first: the slow links carry an eighth.
-    group = [Level(8.0, 3e-6, 4e11), Level(np.float64(16.0), alpha, bandwidth)]
+    group = [GroupLevel(8.0, 3e-6, 4e11), GroupLevel(np.float64(16.0), alpha, bandwidth)]
     outer = size / 8 * 15 / 16 / bandwidth + num_messages(exchange_steps(16, 1)) * alpha
     inner = size * 7 / 8 / 4e11 + 7 * 3e-6
     assert float(stepped_exchange(size, group)) == pytest.approx(inner + outer)

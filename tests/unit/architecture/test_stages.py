@@ -6,14 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.architecture.stages import block_matrices, divide, stage_costs, stage_plans
+from megaframe.architecture.stages import (
+    active_matrix_elements,
+    divide_blocks,
+    stage_costs,
+    stage_plans,
+)
 from megaframe.config import RunConfig
 from megaframe.metrics import count_flops
 from megaframe.model.forward_context import RunContext
 from megaframe.pipeline_parallel.stage import build_stages, model_specs
 from megaframe.planner.activations import block_bytes, rotary_bytes
-from megaframe.planner.memory import memory
-from megaframe.planner.parameter_counts import Held
+from megaframe.planner.memory import compute_memory
+from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import generate
 
 LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4, "value_dim": 12}
@@ -45,7 +50,7 @@ def test_no_division_is_better_balanced(blocks, head, stages):
         found[-1] += head
         return max(found), sum(work * work for work in found)
 
-    counts = divide(blocks, head, stages)
+    counts = divide_blocks(blocks, head, stages)
     assert sum(counts) == len(blocks) and len(counts) == stages
     assert works(counts) == min(map(works, all_divisions(len(blocks), stages)))
 
@@ -112,7 +117,7 @@ def test_work_adds_up_to_the_counted_flops(model, recompute):
     assert sum(map(sum, costs.per_stage(3))) == pytest.approx(flops.hardware, rel=1e-12)
     matrices = sum(spec.size for spec in model_specs(config) if spec.role == "matrix")
     depth = config.model.mtp_depth
-    blocks = sum(block_matrices(config.model, layer) for layer in range(6 + depth))
+    blocks = sum(active_matrix_elements(config.model, layer) for layer in range(6 + depth))
     assert blocks + 2 * 64 * 64 * depth == matrices
 
 
@@ -130,7 +135,7 @@ def test_stages_hold_the_parameters_of_the_model_once(tied, depth):
     assert [p.spec.name for p in held if p.replica] == ["embedding.tokens.weight"]
 
 
-NOTHING = Held(0, (), ())
+NOTHING = RankParameters(0, (), ())
 
 
 def test_activations_are_those_in_flight():
@@ -139,11 +144,13 @@ def test_activations_are_those_in_flight():
     stream = 32 * 64 * 2
     plans = stage_plans(config)
     for rank, actions in enumerate(generate("1f1b", 4, 1, 8).ranks):
-        plan = memory(config, NOTHING, 1, [plans[rank]], actions)
+        plan = compute_memory(config, NOTHING, 1, [plans[rank]], actions)
         each = 2 * (stream + block_bytes(config, 0)) + 2 * stream * (rank == 3)
         each += rotary_bytes(config)
         assert plan.activations == (4 - rank) * each
         assert (plan.logits > 0) == (rank == 3)
     again = config_of(8, pipeline=4, train={"recompute": "full"})
-    plan = memory(again, NOTHING, 1, stage_plans(again)[:1], generate("1f1b", 4, 1, 8).ranks[0])
+    plan = compute_memory(
+        again, NOTHING, 1, stage_plans(again)[:1], generate("1f1b", 4, 1, 8).ranks[0]
+    )
     assert plan.activations == 4 * (2 * stream + rotary_bytes(again)) + block_bytes(again, 0)

@@ -22,7 +22,7 @@ from megaframe.checkpoint.lock import LockHolder, RunLock
 from megaframe.checkpoint.stores import object_store as remote_module
 from megaframe.checkpoint.stores.store import LOCK, LOCK_BYTES, store_of
 from megaframe.errors import UserError
-from megaframe.io.process import has_ended, started
+from megaframe.io.process import has_ended, read_start_time
 
 COUNT = itertools.count()
 
@@ -106,17 +106,17 @@ def test_a_folder_belongs_to_the_process_that_has_it_until_it_dies(taken, tmp_pa
 
 def test_a_process_is_known_by_its_start_as_ids_are_reused(taken, tmp_path):
     here = {"host": os.uname().nodename, "process": os.getppid()}
-    leave(tmp_path, **here, started=started(os.getppid()))
+    leave(tmp_path, **here, started=read_start_time(os.getppid()))
     with pytest.raises(UserError, match="is in use"):
         taken(tmp_path)
-    leave(tmp_path, **here, started=started(os.getppid()) - 1)
+    leave(tmp_path, **here, started=read_start_time(os.getppid()) - 1)
     _, (line,) = taken(tmp_path)
     assert "which has ended" in line
 
 
 def test_a_process_whose_parent_has_not_noticed_its_end_has_ended():
     child = subprocess.Popen(["sleep", "1000"])
-    start = started(child.pid)
+    start = read_start_time(child.pid)
     assert not has_ended(child.pid, start) and has_ended(child.pid, start - 1)
     child.kill()
     wait_until(lambda: has_ended(child.pid, start))
@@ -218,7 +218,7 @@ def test_a_run_that_lost_its_lock_is_told_and_leaves_the_folder_alone(taken, hom
 
 def test_what_was_locked_is_unlocked_if_the_rest_is_not_free(tmp_path):
     leave(tmp_path / "saves", host=os.uname().nodename, process=os.getppid(),
-          started=started(os.getppid()))  # fmt: skip
+          started=read_start_time(os.getppid()))  # fmt: skip
     lock = RunLock({"run.dir": tmp_path / "run", "checkpoint.folder": tmp_path / "saves"})
     with pytest.raises(UserError, match=r"checkpoint\.folder"):
         lock.take()

@@ -200,7 +200,7 @@ def copy_without_room(memory):
     """Save with a second rank that cannot write; return its messages and what is recalled."""
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
     ram = MemoryFolder.of(memory / str(mesh.rank), memory)
-    group, run, full = mesh.beside(), "0" * 16, torch.arange(8.0).view(4, 2)
+    group, run, full = mesh.new_control_group(), "0" * 16, torch.arange(8.0).view(4, 2)
     writer = PeerMemoryWriter(ram, group, PeerRanks.of(mesh.rank, 2, 1), run, None)
     mine = [part("a", full, ((2 * mesh.rank, 0), (2, 2)))]
     said = []
@@ -256,7 +256,9 @@ def test_a_record_is_what_was_written_or_none(data):
     with TemporaryDirectory() as name:
         ram = MemoryFolder.of(Path(name), Path(name))
         mesh = Mesh(Layout(), device="cpu")
-        writer = PeerMemoryWriter(ram, mesh.beside(), PeerRanks(None, ()), "0" * 16, None)
+        writer = PeerMemoryWriter(
+            ram, mesh.new_control_group(), PeerRanks(None, ()), "0" * 16, None
+        )
         writer.save(1, [part("a", torch.ones(2), ((0,), (2,)))], {"x": [1.5]})
         writer.wait()
         (record,) = ram.records("0" * 16)

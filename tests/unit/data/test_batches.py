@@ -28,7 +28,7 @@ def make(path, *, masked=True, **data):
     )
     mesh = Mesh(Layout(data=world_size()), device="cpu", timeout=60)
     loader = Loader(config, mesh.rank, world_size())
-    return mesh, loader, Batches(loader, mesh.aside, masked=masked)
+    return mesh, loader, Batches(loader, mesh.data_control_group, masked=masked)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def look_and_take(path, masked):
     batches.look_ahead()
     take()
     assert took is None
-    calls = mesh.aside.traffic.take()[1]
+    calls = mesh.data_control_group.traffic.take()[1]
     mesh.close()
     return [step.first for step in steps], counted(steps), sums, calls
 

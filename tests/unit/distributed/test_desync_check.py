@@ -11,16 +11,22 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.distributed.collectives import Ring, all_reduce, pass_on, receive, send
-from megaframe.distributed.desync_check import Order
-from megaframe.distributed.fake_group import Alike
+from megaframe.distributed.collectives import (
+    Ring,
+    all_reduce,
+    all_to_all_uneven,
+    receive,
+    send,
+    shift_ring,
+)
+from megaframe.distributed.desync_check import DesyncCheck
+from megaframe.distributed.fake_group import FakeGroup
 from megaframe.distributed.group import Group
-from megaframe.distributed.rank_progress import Place
-from megaframe.distributed.variable_size import all_to_all_uneven
+from megaframe.distributed.rank_progress import RankProgress
 from megaframe.errors import CollectiveMismatch
 
 
-class Named(Alike):
+class Named(FakeGroup):
     """A group of which each rank is here, with the name that it has on all of them."""
 
     group_name = "pair"
@@ -31,10 +37,12 @@ def groups(size):
     store, ranks = dist.HashStore(), tuple(range(size))
     found = []
     for rank in ranks:
-        place = Place()
-        order = Order(store, rank, place)
+        progress = RankProgress()
+        order = DesyncCheck(store, rank, progress)
         handle = Named(rank, size)
-        found.append(Group(("pipeline",), ranks, rank, handle, place=place, order=order))
+        found.append(
+            Group(("pipeline",), ranks, rank, handle, progress=progress, desync_check=order)
+        )
     return found
 
 
@@ -94,7 +102,7 @@ def test_ranks_differ_where_the_order_of_a_group_or_of_a_direction_differs(calls
 def difference(first, second):
     """Return what is said if two ranks start these calls, without the numbers of lines."""
     one, other = groups(2)
-    one.place.act("", "0F1")
+    one.progress.begin_part("", "0F1")
     first(one)
     with pytest.raises(CollectiveMismatch) as raised:
         second(other)
@@ -144,12 +152,12 @@ def test_parts_of_another_size_than_their_receiver_expects_are_seen():
 def test_a_ring_that_turns_the_other_way_and_another_length_are_seen():
     def around(group, length, *, back=False):
         ring = Ring(group.index, group.size, group)
-        pass_on(of(length), of(length), ring, back=back)
+        shift_ring(of(length), of(length), ring, back=back)
 
     first, second, _ = groups(3)
     around(first, 2)
     with pytest.raises(
-        CollectiveMismatch, match=r"starts pass_on back of any shape .* started pass_on of"
+        CollectiveMismatch, match=r"starts shift_ring back of any shape .* started shift_ring of"
     ):
         around(second, 2, back=True)
     first, second, third = groups(3)

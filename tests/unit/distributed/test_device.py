@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from megaframe.distributed import device
-from megaframe.distributed.device import device_of, hidden_gpu, host_memory, unusable_gpu
+from megaframe.distributed.device import (
+    explain_hidden_gpu,
+    explain_unusable_gpu,
+    host_memory,
+    select_device,
+)
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.layout import Layout
@@ -116,16 +121,16 @@ def test_a_gpu_that_torch_cannot_use_has_a_reason(machine, monkeypatch, files, c
 
     monkeypatch.setattr(torch.cuda, "init", refuse)
     root = machine(files, cuda, hip)
-    reason = unusable_gpu(root)
+    reason = explain_unusable_gpu(root)
     assert all(part in reason for part in said), reason
-    assert hidden_gpu(root) is None
-    monkeypatch.setattr(device, "unusable_gpu", lambda: unusable_gpu(root))
+    assert explain_hidden_gpu(root) is None
+    monkeypatch.setattr(device, "explain_unusable_gpu", lambda: explain_unusable_gpu(root))
     for wanted in ("auto", "shared", "cuda"):
         with pytest.raises(UserError) as error:
-            device_of(wanted)
+            select_device(wanted)
         assert reason in str(error.value) and f"run.device={wanted}" in str(error.value)
         assert "use run.device=cpu" in str(error.value)
-    assert device_of("cpu") == torch.device("cpu")
+    assert select_device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -148,13 +153,13 @@ def test_a_machine_without_gpus_or_with_hidden_ones_is_a_cpu(
     machine, monkeypatch, files, hiding, said
 ):
     root = machine(files, "13.0", hiding=hiding)
-    assert unusable_gpu(root) is None
-    found = hidden_gpu(root)
+    assert explain_unusable_gpu(root) is None
+    found = explain_hidden_gpu(root)
     assert found is None if said is None else said in found
-    monkeypatch.setattr(device, "unusable_gpu", lambda: unusable_gpu(root))
-    assert device_of("auto") == device_of("shared") == torch.device("cpu")
+    monkeypatch.setattr(device, "explain_unusable_gpu", lambda: explain_unusable_gpu(root))
+    assert select_device("auto") == select_device("shared") == torch.device("cpu")
     with pytest.raises(UserError, match=r"torch sees no GPU here; use run\.device=cpu or auto"):
-        device_of("cuda")
+        select_device("cuda")
 
 
 def test_memory_of_the_host_is_at_most_that_of_its_container(tmp_path):

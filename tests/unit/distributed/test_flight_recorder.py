@@ -6,7 +6,7 @@ import time
 import pytest
 from torch._C import _distributed_c10d
 
-from megaframe.distributed import flight_recorder, nccl_communicators
+from megaframe.distributed import flight_recorder, nccl_settings
 
 
 def test_a_record_is_written_under_the_name_that_torch_takes(tmp_path, monkeypatch):
@@ -49,12 +49,12 @@ def test_a_process_whose_record_cannot_be_read_ends(tmp_path):
     ("name", "value"), [("ASYNC_ERROR_HANDLING", "3"), ("DUMP_ON_TIMEOUT", "1")]
 )
 def test_values_of_the_environment_count(monkeypatch, name, value):
-    for other in nccl_communicators._SETTINGS:
+    for other in nccl_settings._ABORT_VARIABLES:
         monkeypatch.setenv(other, "")  # so that they are as before at the end
         monkeypatch.delenv(other)
-    assert not nccl_communicators.abortable()
-    nccl_communicators.allow_abort()
-    assert nccl_communicators.abortable()
+    assert not nccl_settings.can_abort()
+    nccl_settings.allow_abort()
+    assert nccl_settings.can_abort()
     monkeypatch.setenv(f"TORCH_NCCL_{name}", value)
-    nccl_communicators.allow_abort()
-    assert os.environ[f"TORCH_NCCL_{name}"] == value and not nccl_communicators.abortable()
+    nccl_settings.allow_abort()
+    assert os.environ[f"TORCH_NCCL_{name}"] == value and not nccl_settings.can_abort()

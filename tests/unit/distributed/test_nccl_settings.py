@@ -11,8 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import pretrain_gpt
 from megaframe.distributed.collectives import ALONE, Group
-from megaframe.distributed.fake_group import Alike
-from megaframe.distributed.nccl_settings import LINK_CTAS, Settings, allocate, set_up
+from megaframe.distributed.fake_group import FakeGroup
+from megaframe.distributed.nccl_communicators import allocate
+from megaframe.distributed.nccl_settings import LINK_CTAS, NcclSettings, configure_nccl
 from megaframe.errors import UserError
 
 NAMES = (
@@ -40,7 +41,7 @@ def environment(monkeypatch):
 @pytest.mark.parametrize(("streams", "queues"), [(3, 8), (8, 8), (17, 17), (32, 32), (None, 32)])
 def test_there_is_a_hardware_queue_for_each_stream(streams, queues, environment):
     environment()
-    found = set_up(streams)
+    found = configure_nccl(streams)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == str(queues)
     assert (found.link_ctas, found.high_priority, found.register) == (LINK_CTAS, True, False)
     assert not found.warnings and len(found.lines) == 4
@@ -50,7 +51,7 @@ def test_there_is_a_hardware_queue_for_each_stream(streams, queues, environment)
 def test_values_of_the_environment_count_and_are_logged_as_such(environment):
     values = dict(zip(NAMES, ("20", "16", "0", "1"), strict=True))
     environment(**values)
-    found = set_up(17)
+    found = configure_nccl(17)
     assert {name: os.environ[name] for name in NAMES} == values
     assert (found.link_ctas, found.high_priority, found.register) == (None, False, True)
     assert found.lines == tuple(f"nccl: {n}={v}, from the environment" for n, v in values.items())
@@ -61,12 +62,12 @@ def test_values_of_the_environment_count_and_are_logged_as_such(environment):
 )
 def test_fewer_hardware_queues_than_streams_are_a_warning(given, streams, mend, environment):
     environment(**({NAMES[0]: given} if given else {}))
-    (warning,) = set_up(streams).warnings
+    (warning,) = configure_nccl(streams).warnings
     text = f"warning: {NAMES[0]}={given or 32} is less than the {streams} streams of this layout"
     assert warning.startswith(text) and warning.endswith(mend)
 
 
-class Registering(Alike):
+class Registering(FakeGroup):
     """A group with memory of its own for transfers, on some devices."""
 
     def __init__(self, supported):
@@ -85,7 +86,7 @@ class Registering(Alike):
 
 
 @pytest.mark.parametrize("supported", [True, False])
-@pytest.mark.parametrize("settings", [Settings(register=True), Settings(), None])
+@pytest.mark.parametrize("settings", [NcclSettings(register=True), NcclSettings(), None])
 def test_only_what_is_asked_for_is_registered_where_torch_can(supported, settings):
     handle, device = Registering(supported), torch.device("cpu")
     group = Group(("data_shard", "context"), (0, 1), 0, handle)
@@ -93,7 +94,7 @@ def test_only_what_is_asked_for_is_registered_where_torch_can(supported, setting
     assert made.shape == (5,) and made.dtype == torch.bfloat16 and not made.any()
     registered = supported and settings is not None and settings.register
     assert [one is made for one in handle.allocated] == [True] * registered
-    alone = allocate(5, torch.float64, device, ALONE, Settings(register=True))
+    alone = allocate(5, torch.float64, device, ALONE, NcclSettings(register=True))
     assert alone.shape == (5,) and alone.dtype == torch.float64
 
 
@@ -110,9 +111,9 @@ def test_values_out_of_range_are_refused_with_name_and_range(name, values, range
     for value in values:
         environment(**{name: value})
         with pytest.raises(UserError, match=f"{name}='.*' in the environment is not a number from"):
-            set_up(8)
+            configure_nccl(8)
         with pytest.raises(UserError, match=f"from {range}; leave it unset"):
-            set_up(8)
+            configure_nccl(8)
 
 
 def test_a_run_is_refused_before_it_starts(overrides, environment, monkeypatch, capsys, tmp_path):

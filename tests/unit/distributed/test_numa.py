@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megaframe.distributed.numa import divide, in_ranges, node_at, node_cores, nodes_by_rank
+from megaframe.distributed.numa import (
+    divide_cores,
+    format_ranges,
+    node_at,
+    node_cores,
+    nodes_by_rank,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 GPUS = {"0000:3b:00.0": 0, "0000:5e:00.0": 0, "0000:af:00.0": 1, "0000:d8:00.0": -1}
@@ -42,7 +48,7 @@ def numbers(text):
 
 def test_nodes_and_devices_are_read_as_the_kernel_writes_them(system):
     known = node_cores(system)
-    assert {node: in_ranges(cores) for node, cores in known.items()} == {
+    assert {node: format_ranges(cores) for node, cores in known.items()} == {
         0: "0-7,16-23",
         1: "8-15,24-31",
     }
@@ -67,8 +73,8 @@ def test_nodes_and_devices_are_read_as_the_kernel_writes_them(system):
     ],
 )
 def test_ranks_of_a_node_divide_its_allowed_cores(nodes, allowed, expected, system):
-    binding = divide(nodes, node_cores(system), numbers(allowed), system)
-    assert [in_ranges(cores) for cores in binding.cores] == expected
+    binding = divide_cores(nodes, node_cores(system), numbers(allowed), system)
+    assert [format_ranges(cores) for cores in binding.cores] == expected
 
 
 def test_without_gpus_ranks_are_spread_over_the_nodes_they_may_use(system):
@@ -80,7 +86,7 @@ def test_without_gpus_ranks_are_spread_over_the_nodes_they_may_use(system):
 
 
 def test_the_log_says_where_the_ranks_of_a_machine_are(system):
-    binding = divide([0, 0, 1, 1, None], node_cores(system), range(32), system)
+    binding = divide_cores([0, 0, 1, 1, None], node_cores(system), range(32), system)
     assert str(binding) == (
         "local ranks 0-1 on node 0 (cores 0-3,16-19 and 4-7,20-23), "
         "local ranks 2-3 on node 1 (cores 8-11,24-27 and 12-15,28-31)"
@@ -91,9 +97,9 @@ BOUND = """
 import json, os, sys, threading
 from pathlib import Path
 import torch
-from megaframe.distributed.numa import bind
+from megaframe.distributed.numa import bind_to_numa_node
 for wanted, root in zip(sys.argv[1::2], sys.argv[2::2]):
-    lines = bind(wanted, torch.device("cpu"), root=Path(root))
+    lines = bind_to_numa_node(wanted, torch.device("cpu"), root=Path(root))
     found = []
     thread = threading.Thread(target=lambda: found.append(sorted(os.sched_getaffinity(0))))
     thread.start(); thread.join()
@@ -109,7 +115,7 @@ def test_a_process_is_bound_with_all_its_threads(tmp_path):
     allowed = sorted(os.sched_getaffinity(0))
     folder = tmp_path / "sys/devices/system/node/node0"
     folder.mkdir(parents=True)
-    (folder / "cpulist").write_text(in_ranges(allowed) + "\n")
+    (folder / "cpulist").write_text(format_ranges(allowed) + "\n")
     own = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}
     words = ["auto", tmp_path, "node", tmp_path / "nothing", "node", tmp_path]
     paths = os.pathsep.join((str(ROOT), *filter(None, sys.path)))

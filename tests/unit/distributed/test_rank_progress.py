@@ -1,68 +1,77 @@
-"""Finding the rank that holds up the others from the places of all ranks."""
+"""Finding the rank that holds up the others from the statuses of all ranks."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.distributed.device_time import DeviceBusy, DeviceTimes
-from megaframe.distributed.rank_progress import Place, Sight, gathered, held_up_by
+from megaframe.distributed.rank_progress import (
+    DeviceTimer,
+    DeviceTimes,
+    RankProgress,
+    RankStatus,
+    blame_for_hang,
+    describe_statuses,
+)
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
-@given(st.builds(Sight, st.integers(0, 9), texts, texts, st.integers()))
-def test_a_sight_survives_its_text(sight):
-    assert Sight.decode(sight.encode()) == sight and "\n" not in sight.encode()
+@given(st.builds(RankStatus, st.integers(0, 9), texts, texts, st.integers()))
+def test_a_status_survives_its_text(status):
+    assert RankStatus.decode(status.encode()) == status and "\n" not in status.encode()
 
 
-def seen(rank, waiting, beat=0):
-    return Sight(rank, "step 1", "waiting in x" if waiting else "", beat)
+def status_of(rank, waiting, parts_begun=0):
+    return RankStatus(rank, "step 1", "waiting in x" if waiting else "", parts_begun)
 
 
 @settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 5), st.tuples(st.booleans(), st.integers(0, 3)), max_size=6))
-def test_the_silent_are_to_blame_then_who_waits_for_nobody_then_the_last(found):
-    sights = {rank: seen(rank, *what) for rank, what in found.items()}
-    blamed = held_up_by(sights, 6)
+def test_the_silent_are_to_blame_then_who_waits_for_nobody_then_the_last(described):
+    statuses = {rank: status_of(rank, *what) for rank, what in described.items()}
+    blamed = blame_for_hang(statuses, 6)
     assert blamed == tuple(sorted(blamed)) and blamed
-    if len(sights) < 6:
-        assert set(blamed) == set(range(6)) - sights.keys()
-    elif any(not waiting for waiting, _ in found.values()):
-        assert all(not found[rank][0] for rank in blamed)
+    if len(statuses) < 6:
+        assert set(blamed) == set(range(6)) - statuses.keys()
+    elif any(not waiting for waiting, _ in described.values()):
+        assert all(not described[rank][0] for rank in blamed)
     else:
-        assert all(found[rank][1] == min(beat for _, beat in found.values()) for rank in blamed)
+        assert all(
+            described[rank][1] == min(parts for _, parts in described.values()) for rank in blamed
+        )
 
 
 def test_time_without_waiting_is_counted_by_kind():
-    place = Place()
-    place.begin("step 1")
-    place.act("", "0F0", "F")
-    begun = place.wait(None)
+    progress = RankProgress()
+    progress.begin_activity("step 1")
+    progress.begin_part("", "0F0", "F")
+    begun = progress.begin_wait(None)
     for _ in range(10**5):
         pass
-    place.go_on(begun)
-    place.act("", None)
-    busy = place.take_busy()
-    assert 0 < busy["F"] < 1e-3 and place.take_busy() == {}
-    assert not place.overrun(0) and not place.overrun(100) and place.overrun(1e-9)
-    place.begin("")
-    assert not place.overrun(1e-9)
+    progress.end_wait(begun)
+    progress.begin_part("", None)
+    busy = progress.take_busy()
+    assert 0 < busy["F"] < 1e-3 and progress.take_busy() == {}
+    assert not progress.activity_exceeds(0) and not progress.activity_exceeds(100)
+    assert progress.activity_exceeds(1e-9)
+    progress.begin_activity("")
+    assert not progress.activity_exceeds(1e-9)
 
 
-def test_ranks_that_do_the_same_are_told_together():
-    sights = [seen(0, True), seen(1, False), seen(2, True)]
+def test_ranks_that_do_the_same_are_named_together():
+    statuses = [status_of(0, True), status_of(1, False), status_of(2, True)]
     text = "ranks 0, 2: step 1, waiting in x; rank 1: step 1, waiting for no rank"
-    assert gathered(sights) == text
+    assert describe_statuses(statuses) == text
 
 
-def test_of_very_many_different_things_few_are_told():
-    sights = [Sight(rank, f"step {rank}", "", 0) for rank in range(4096)]
-    text = gathered(sights)
+def test_of_very_many_different_things_few_are_named():
+    statuses = [RankStatus(rank, f"step {rank}", "", 0) for rank in range(4096)]
+    text = describe_statuses(statuses)
     assert text.startswith("rank 0: step 0, waiting for no rank; rank 1: ")
     assert text.endswith("rank 7: step 7, waiting for no rank; 4088 ranks elsewhere")
 
 
-class Passed:
-    """Stands for a mark in a device's queue; a test sets whether the device has passed it."""
+class QueueEvent:
+    """Stands for an event in a device's queue; a test sets whether the device has passed it."""
 
     def __init__(self):
         self.passed = False
@@ -71,57 +80,58 @@ class Passed:
         return self.passed
 
 
-class Transfer:
+class NamedTransfer:
     """Stands for a transfer that a rank waits for."""
 
     def __init__(self, words):
-        self.waits_for = lambda: words
+        self.describe_wait = lambda: words
 
 
-def on_a_device():
-    """Return a place whose host is far ahead of its device, and the marks that it left."""
-    place, marks = Place(), []
+def progress_on_device():
+    """Return the progress of a rank whose host is far ahead of its device, and its events."""
+    progress, events = RankProgress(), []
 
-    def mark():
-        marks.append(Passed())
-        return marks[-1]
+    def record_event():
+        events.append(QueueEvent())
+        return events[-1]
 
-    place.mark = mark
-    place.begin("step 7")
+    progress.record_event = record_event
+    progress.begin_activity("step 7")
     for action, waits in (("0F0", ["send"]), ("0F1", ["gather", "reduce", "gather"]), ("0B0", [])):
-        place.act("", action, "F")
+        progress.begin_part("", action, "F")
         for word in waits:
-            place.left(Transfer(word))
-    place.act("", "UPDATE")
-    return place, marks
+            progress.record_device_wait(NamedTransfer(word))
+    progress.begin_part("", "UPDATE")
+    return progress, events
 
 
 def test_a_rank_is_where_its_device_is_and_waits_for_what_that_waits_for():
-    place, marks = on_a_device()
-    found = []
-    for mark in marks:
-        found.append((str(place.seen(1)), place.waits))
-        mark.passed = True
-    assert found == [
+    progress, events = progress_on_device()
+    seen = []
+    for event in events:
+        seen.append((str(progress.status(1)), progress.is_waiting))
+        event.passed = True
+    assert seen == [
         ("step 7, action 0F0 on its device, waiting in send", True),
         ("step 7, action 0F1 on its device, waiting in gather or reduce", True),
         ("step 7, action 0B0 on its device, waiting for no rank", False),
     ]
-    assert str(place.seen(1)) == "step 7, action UPDATE, waiting for no rank"
+    assert str(progress.status(1)) == "step 7, action UPDATE, waiting for no rank"
 
 
 def test_a_device_is_stalled_that_stays_where_it_waits():
-    place, marks = on_a_device()
-    assert not place.stalled(0.0)  # the first look only records
-    assert place.stalled(0.0) and not place.stalled(100.0)
-    marks[0].passed = True
-    assert not place.stalled(0.0) and place.stalled(0.0)
-    marks[1].passed = True
-    assert not place.stalled(0.0) and not place.stalled(0.0)  # it is computing, not waiting
+    progress, events = progress_on_device()
+    assert not progress.device_stalled(0.0)  # the first look only records
+    assert progress.device_stalled(0.0) and not progress.device_stalled(100.0)
+    events[0].passed = True
+    assert not progress.device_stalled(0.0) and progress.device_stalled(0.0)
+    events[1].passed = True
+    # It is computing, not waiting.
+    assert not progress.device_stalled(0.0) and not progress.device_stalled(0.0)
 
 
-class Moment:
-    """Stands for a mark with a time: a device has passed those before `now`, in milliseconds."""
+class TimedEvent:
+    """Stands for an event with a time: a device has passed those before `now`, in milliseconds."""
 
     now = 0.0
 
@@ -129,7 +139,7 @@ class Moment:
         self._at = at
 
     def query(self):
-        return self._at <= Moment.now
+        return self._at <= TimedEvent.now
 
     def elapsed_time(self, end):
         assert self.query() and end.query(), "a time that the device has not come to yet"
@@ -137,16 +147,16 @@ class Moment:
 
 
 def test_a_device_is_busy_between_its_marks_without_its_waits():
-    busy = DeviceBusy()
-    Moment.now = 0.0
-    busy.act("F", Moment(10.0))
-    busy.wait(Moment(12.0), Moment(40.0))
-    busy.act(None, Moment(50.0))
-    busy.wait(Moment(52.0), Moment(60.0))
-    busy.act("B", Moment(70.0))
-    busy.act(None, Moment(75.0))
-    assert busy.take() == DeviceTimes(), "it has not passed the last mark"
-    Moment.now = 80.0
-    times = busy.take()
+    timer = DeviceTimer()
+    TimedEvent.now = 0.0
+    timer.begin_action("F", TimedEvent(10.0))
+    timer.record_wait(TimedEvent(12.0), TimedEvent(40.0))
+    timer.begin_action(None, TimedEvent(50.0))
+    timer.record_wait(TimedEvent(52.0), TimedEvent(60.0))
+    timer.begin_action("B", TimedEvent(70.0))
+    timer.begin_action(None, TimedEvent(75.0))
+    assert timer.take_times() == DeviceTimes(), "it has not passed the last mark"
+    TimedEvent.now = 80.0
+    times = timer.take_times()
     assert times.steps == 2  # the second has no actions
     assert times.busy == {"F": 0.012, "B": 0.005}

@@ -14,8 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_pool import free_port
 
-from megaframe.distributed import open_files
-from megaframe.distributed.failure_verdict import LOOKS, Verdict, ranks_in, runs_of, spaced
+from megaframe.distributed import gloo_sockets
+from megaframe.distributed.failure_verdict import (
+    MAX_REQUESTS_PER_SECOND,
+    FailureVerdict,
+    decode_ranks,
+    encode_ranks,
+    polling_interval,
+)
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 
@@ -73,7 +79,7 @@ def test_a_start_costs_rank_0_one_answer_to_all(pool):
 
 
 def test_who_does_not_come_is_named():
-    from test_start import HashStore, fresh_store
+    from test_rendezvous import HashStore, fresh_store
 
     store = HashStore()
     store.append("never", "")
@@ -82,22 +88,24 @@ def test_who_does_not_come_is_named():
 
 
 def test_very_many_ranks_look_less_often():
-    assert spaced(1.0, 4096) == 1.0 and spaced(0.1, 64) == 0.1
+    assert polling_interval(1.0, 4096) == 1.0 and polling_interval(0.1, 64) == 0.1
     for world in (1, 4096, 10**5):
-        assert world / spaced(0.1, world) <= LOOKS
+        assert world / polling_interval(0.1, world) <= MAX_REQUESTS_PER_SECOND
 
 
 @given(st.sets(st.integers(0, 60)))
 def test_ranks_survive_their_runs(ranks):
-    assert set(ranks_in(runs_of(ranks))) == ranks
-    verdict = Verdict(tuple(sorted(ranks)), "text", late=True, silent=tuple(sorted(ranks))[:2])
-    assert Verdict.decode(verdict.encode()) == verdict
+    assert set(decode_ranks(encode_ranks(ranks))) == ranks
+    verdict = FailureVerdict(
+        tuple(sorted(ranks)), "text", late=True, silent=tuple(sorted(ranks))[:2]
+    )
+    assert FailureVerdict.decode(verdict.encode()) == verdict
 
 
 @pytest.mark.parametrize("axes", [("data",), ("tensor",), ("data", "tensor"), ("pipeline",)])
 def test_a_report_about_a_group_is_short_however_large_the_group(axes):
     layout = Layout(tensor=8, data=128, pipeline=16)
-    assert len(json.dumps(runs_of(layout.members(777, *axes)))) < 20
+    assert len(json.dumps(encode_ranks(layout.members(777, *axes)))) < 20
 
 
 def test_a_control_group_connects_only_the_ranks_that_talk(pool):
@@ -121,12 +129,12 @@ class TestOpenFiles:
     def test_the_soft_limit_is_raised_if_it_is_too_low(self):
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         opened = len(os.listdir("/proc/self/fd"))
-        low = opened + open_files._RESERVE + 100
+        low = opened + gloo_sockets._RESERVE + 100
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (low, before[1]))
-            open_files.make_room(50, "they")
+            gloo_sockets.reserve_open_files(50, "they")
             assert resource.getrlimit(resource.RLIMIT_NOFILE) == (low, before[1])
-            open_files.make_room(200, "they")
+            gloo_sockets.reserve_open_files(200, "they")
             assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -137,13 +145,13 @@ class TestOpenFiles:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, **pipes) as other:
             hard = resource.prlimit(other.pid, resource.RLIMIT_NOFILE, (64, 500))[1]
-            open_files.make_room(100, "they", other.pid)
+            gloo_sockets.reserve_open_files(100, "they", other.pid)
             assert other.communicate()[0] == "(500, 500)\n" and hard >= 500
 
     def test_what_the_system_does_not_allow_is_an_error_with_the_remedy(self):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with pytest.raises(UserError) as error:
-            open_files.make_room(hard, "the connections of 9 ranks")
+            gloo_sockets.reserve_open_files(hard, "the connections of 9 ranks")
         text = str(error.value)
         assert text.startswith("the connections of 9 ranks need up to ") and f" is {hard}." in text
         enough = int(text.partition("ulimit -Hn ")[2].split("`")[0])
@@ -160,7 +168,7 @@ def refused():
     from megaframe.distributed.mesh import Mesh
     from megaframe.errors import LostRanks
 
-    reserve, open_files._RESERVE = open_files._RESERVE, 10**9 * (os.environ["RANK"] == "0")
+    reserve, gloo_sockets._RESERVE = gloo_sockets._RESERVE, 10**9 * (os.environ["RANK"] == "0")
     try:
         Mesh(Layout(data=2), device="cpu", timeout=2.0).close()
     except UserError as error:
@@ -168,7 +176,7 @@ def refused():
     except LostRanks:
         return "lost"
     finally:
-        open_files._RESERVE = reserve
+        gloo_sockets._RESERVE = reserve
     return "made"
 
 

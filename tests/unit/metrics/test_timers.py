@@ -81,7 +81,7 @@ def transfer(timer, clock, waits, size, before, waited, late=True):
     clock.now += before
     with waits:
         clock.now += waited
-    waits.landed(started, size, late)
+    waits.record_arrival(started, size, late)
 
 
 def test_of_a_wait_for_a_message_the_way_on_a_free_link_is_communication_the_rest_bubble():

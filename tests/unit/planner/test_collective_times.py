@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from megaframe.hardware.cluster import Cluster, Tier, load_cluster
 from megaframe.planner.collective_times import (
     ALGORITHMS,
-    Level,
+    GroupLevel,
     bus_bandwidth,
     collective_seconds,
-    levels,
-    members,
+    group_levels,
+    group_size,
 )
 
 ALPHA, BANDWIDTH = 5e-6, 2e10
@@ -23,7 +23,7 @@ ranks = st.integers(1, 4096)
 
 
 def one_tier(count, reduces=False):
-    return [Level(float(count), ALPHA, BANDWIDTH, reduces=reduces)]
+    return [GroupLevel(float(count), ALPHA, BANDWIDTH, reduces=reduces)]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_choice_is_the_best_of_all_and_grows_with_the_size(count, size, othe
 @settings(deadline=None, max_examples=60)
 @given(inner=st.sampled_from([2, 4, 8]), outer=st.integers(2, 64), size=st.floats(1e6, 1e11))
 def test_hierarchies_carry_on_the_slow_tier_what_is_left(inner, outer, size):
-    group = [Level(float(inner), 0.0, 1e11), Level(float(outer), 0.0, 1e10)]
+    group = [GroupLevel(float(inner), 0.0, 1e11), GroupLevel(float(outer), 0.0, 1e10)]
     found = float(ALGORITHMS["all_reduce"]["hierarchical"](size, group))
     left = size / inner
     form = 2 * size * (inner - 1) / inner / 1e11 + 2 * left * (outer - 1) / outer / 1e10
@@ -101,7 +101,7 @@ def test_hierarchies_carry_on_the_slow_tier_what_is_left(inner, outer, size):
 @pytest.mark.parametrize("counts", [(8, 4), (8, 1), (1, 6), (2, 3, 4), (8, 1, 4)])
 def test_each_hop_has_the_latency_of_its_tier(counts):
     alphas = (1e-6, 1e-4, 1e-2)[: len(counts)]
-    group = [Level(float(m), a, 1e11) for m, a in zip(counts, alphas, strict=True)]
+    group = [GroupLevel(float(m), a, 1e11) for m, a in zip(counts, alphas, strict=True)]
     p, tiers = math.prod(counts), range(len(counts))
 
     def tier(one, other):
@@ -120,7 +120,7 @@ def test_each_hop_has_the_latency_of_its_tier(counts):
 
 def test_shares_of_links_are_of_each_tier():
     cluster = load_cluster("gb200-nvl72")
-    whole, part = (levels(cluster, 1, 144, shares) for shares in ((1.0,), (0.5, 0.75)))
+    whole, part = (group_levels(cluster, 1, 144, shares) for shares in ((1.0,), (0.5, 0.75)))
     found = [float(own.bandwidth / all_.bandwidth) for all_, own in zip(whole, part, strict=True)]
     assert found == [0.5] + [0.75] * (len(cluster.tiers) - 1)
 
@@ -129,19 +129,19 @@ def test_shares_of_links_are_of_each_tier():
 @given(stride=st.sampled_from([1, 2, 4, 8, 16, 64]), size=st.integers(1, 2000))
 def test_levels_hold_the_whole_group(stride, size):
     cluster = load_cluster("h100-ib")
-    group = levels(cluster, stride, size)
+    group = group_levels(cluster, stride, size)
     inner = max(1, min(size, 8 // stride))
     assert float(group[0].members) == inner
-    assert float(members(group)) >= size
-    assert float(members(group)) < size + inner
+    assert float(group_size(group)) >= size
+    assert float(group_size(group)) < size + inner
 
 
 def test_levels_of_many_groups_are_those_of_each():
     cluster = load_cluster("gb200-nvl72")
     strides, counts = np.array([1, 8, 72, 576]), np.array([144, 9, 4, 16])
-    many = levels(cluster, strides, counts)
+    many = group_levels(cluster, strides, counts)
     for place, (stride, count) in enumerate(zip(strides, counts, strict=True)):
-        alone = levels(cluster, int(stride), int(count))
+        alone = group_levels(cluster, int(stride), int(count))
         assert [float(level.members[place]) for level in many] == [
             float(level.members) for level in alone
         ]
@@ -159,8 +159,8 @@ def choose_of_two(size):
 
 
 def test_rails_pass_what_crosses_them_through_a_neighbour():
-    plain = [Level(8.0, 0.0, 1e11), Level(4.0, 0.0, 1e10)]
-    rails = [plain[0], Level(4.0, 0.0, 1e10, rails=True)]
+    plain = [GroupLevel(8.0, 0.0, 1e11), GroupLevel(4.0, 0.0, 1e10)]
+    rails = [plain[0], GroupLevel(4.0, 0.0, 1e10, rails=True)]
     operation = ALGORITHMS["all_to_all"]["pairwise"]
     over = 1e9 * 24 / 32
     assert float(operation(1e9, rails) - operation(1e9, plain)) == pytest.approx(
@@ -172,13 +172,13 @@ def test_one_dimension_of_a_torus_has_its_own_links_only():
     cluster = Cluster(
         "torus", load_cluster("tpu-v5p").chip, (Tier("t", 512, 1e-6, 3e11, "torus", 3),), 1e4, 1.0
     )
-    line, cube = (float(levels(cluster, 1, n)[0].bandwidth) for n in (8, 512))
+    line, cube = (float(group_levels(cluster, 1, n)[0].bandwidth) for n in (8, 512))
     assert (line, cube) == (pytest.approx(1e11), pytest.approx(3e11))
 
 
 def test_bus_bandwidth_is_that_of_the_link():
     for operation in ("all_reduce", "all_gather", "all_to_all"):
         algorithm = "pairwise" if operation == "all_to_all" else "ring"
-        group = [Level(8.0, 0.0, BANDWIDTH)]
+        group = [GroupLevel(8.0, 0.0, BANDWIDTH)]
         seconds = float(ALGORITHMS[operation][algorithm](1e9, group))
         assert bus_bandwidth(operation, 1e9, 8, seconds) == pytest.approx(BANDWIDTH)

@@ -4,7 +4,7 @@ import pytest
 
 from megaframe.config import dump, load
 from megaframe.errors import UserError
-from megaframe.planner.compare_run import beside, beside_or_why
+from megaframe.planner.compare_run import compare_run, compare_run_or_reason
 from megaframe.planner.constants import constants_of
 from megaframe.planner.layout_search import search
 
@@ -19,7 +19,7 @@ def folder(tmp_path, *overrides):
 def test_a_layout_that_waits_is_told_a_better_one(tmp_path):
     keys = ("train.global_batch=16", "train.microbatch=4", "parallel.tensor=2")
     path = folder(tmp_path, *keys) / "config.yaml"
-    found = beside(path, {"ranks": 4, "device": "CPU"})
+    found = compare_run(path, {"ranks": 4, "device": "CPU"})
     record = found.record()
     assert record["cluster"] == "cpu" and found.choice.layout.tensor == 2
     assert record["step_seconds"] == pytest.approx(sum(record["breakdown"].values()), rel=1e-6)
@@ -28,19 +28,19 @@ def test_a_layout_that_waits_is_told_a_better_one(tmp_path):
     cluster = found.cluster
     better = search(found.choice.config, 4, cluster, constants_of(cluster.chip.family)).best
     path.write_text(dump(better.config))
-    assert "none of " in next(beside(path, {"ranks": 4, "device": "CPU"}).tries())
+    assert "none of " in next(compare_run(path, {"ranks": 4, "device": "CPU"}).tries())
 
 
 def test_what_is_not_known_has_no_prediction(tmp_path):
     path = folder(tmp_path) / "config.yaml"
     with pytest.raises(UserError, match="no cluster of Abacus is known; name one with --cluster"):
-        beside(path, {"ranks": 1, "device": "Abacus"})
-    assert beside(path, {"ranks": 1, "device": "Abacus"}, "cpu").cluster.name == "cpu"
+        compare_run(path, {"ranks": 1, "device": "Abacus"})
+    assert compare_run(path, {"ranks": 1, "device": "Abacus"}, "cpu").cluster.name == "cpu"
     for environment in ({}, {"ranks": "many"}, {"ranks": 0}):
         with pytest.raises(UserError, match=r"environment\.json does not say how many ranks"):
-            beside(path, environment)
+            compare_run(path, environment)
     path.write_text("model: [")
-    assert beside_or_why(tmp_path, {"ranks": 1}, None)[1].startswith("no prediction: ")
+    assert compare_run_or_reason(tmp_path, {"ranks": 1}, None)[1].startswith("no prediction: ")
 
 
 def test_the_cluster_is_that_of_the_device_with_its_memory(tmp_path):
@@ -50,8 +50,8 @@ def test_the_cluster_is_that_of_the_device_with_its_memory(tmp_path):
         "device": "NVIDIA A100-SXM4-40GB",
         "memory of the device": 42_285_268_992,
     }
-    found = beside(path, environment).cluster
+    found = compare_run(path, environment).cluster
     assert (found.name, found.chip.memory) == ("a100-40gb-roce", 42_285_268_992)
     environment["device"] = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     with pytest.raises(UserError, match=r"unknown chip .*1g\.5gb with 39\.4 GiB"):
-        beside(path, environment)
+        compare_run(path, environment)

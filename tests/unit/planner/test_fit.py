@@ -14,11 +14,11 @@ from megaframe.config.load import config_path
 from megaframe.hardware.cluster import DEFAULT, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import constants_of
-from megaframe.planner.fit import fit, instead
-from megaframe.planner.layout_search import fastest
-from megaframe.planner.peak_memory import settled
+from megaframe.planner.fit import compute_fit, suggest_changes
+from megaframe.planner.layout_search import find_fastest
+from megaframe.planner.peak_memory import resolve_recompute_blocks
 from megaframe.resilience.elastic import fitted
-from megaframe.validate.run import mistakes
+from megaframe.validate.run import find_mistakes
 
 ROOT = Path(__file__).resolve().parents[3]
 CLUSTERS = {"H100": "h100-ib", "H200": "h200-ib", "CPU": "cpu"}
@@ -32,12 +32,14 @@ def misfits(config, world, cluster):
         config, world = fitted(config, world)
     if config.parallel.auto:
         constants = constants_of(cluster.chip.family)
-        return [] if fastest(config, world, cluster, constants) else ["no layout fits"]
-    wrong = mistakes(config, world, data=False)
+        return [] if find_fastest(config, world, cluster, constants) else ["no layout fits"]
+    wrong = find_mistakes(config, world, data=False)
     if wrong:
         return wrong
     layout = Layout.from_parallel(config.parallel, world)
-    found = fit(settled(config, layout, cluster.chip), layout, cluster.chip)
+    found = compute_fit(
+        resolve_recompute_blocks(config, layout, cluster.chip), layout, cluster.chip
+    )
     return [str(found)] if found.is_tight else []
 
 
@@ -108,7 +110,7 @@ def test_a_documented_command_fits_on_the_machine_that_it_names(line):
     if command.searches:
         constants = constants_of(cluster.chip.family)
         fixed = {key.split(".")[1]: 2 for key in command.overrides if key == "parallel.tensor=2"}
-        assert fastest(config, command.world, cluster, constants, fixed)
+        assert find_fastest(config, command.world, cluster, constants, fixed)
     else:
         assert (misfits(config, command.world, cluster) == []) == (line[0] != "!")
 
@@ -144,9 +146,9 @@ TIGHT = (
 def test_what_is_offered_fits_when_it_is_pasted(name, gpus, cluster, keys, first):
     machine = load_cluster(cluster)
     config = load(name, keys)
-    assert mistakes(config, gpus, data=False) == []
-    assert not fit(config, Layout.from_parallel(config.parallel, gpus), machine.chip).fits
-    offers = list(instead(config, gpus, machine, constants_of(machine.chip.family)))
+    assert find_mistakes(config, gpus, data=False) == []
+    assert not compute_fit(config, Layout.from_parallel(config.parallel, gpus), machine.chip).fits
+    offers = list(suggest_changes(config, gpus, machine, constants_of(machine.chip.family)))
     assert offers and offers[0].startswith(first)
     for offer in offers:
         pasted = shlex.split(offer.rpartition(": ")[0])
@@ -157,7 +159,7 @@ def test_what_is_offered_fits_when_it_is_pasted(name, gpus, cluster, keys, first
 def test_smaller_changes_come_first_and_none_includes_another():
     machine = load_cluster("h100-ib")
     config = load("llama3-8b", ["parallel.zero=1", "train.recompute=none"])
-    offers = list(instead(config, 8, machine, constants_of("h100")))
+    offers = list(suggest_changes(config, 8, machine, constants_of("h100")))
     assert [offer.partition(":")[0] for offer in offers[:2]] == [
         "parallel.zero=2",
         "train.recompute_blocks=auto",
@@ -168,5 +170,5 @@ def test_smaller_changes_come_first_and_none_includes_another():
 def test_where_nothing_fits_larger_machines_are_offered():
     machine = load_cluster("h100-ib")
     config = load("llama3-70b", ["parallel.pipeline=1", "parallel.tensor=8", "parallel.chunks=1"])
-    offers = list(instead(config, 8, machine, constants_of("h100")))
+    offers = list(suggest_changes(config, 8, machine, constants_of("h100")))
     assert offers[0].startswith("16 GPUs of h100-ib: ") and "an hour" in offers[0]

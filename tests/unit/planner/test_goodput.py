@@ -16,22 +16,22 @@ from megaframe.planner.goodput import (
     LLAMA3,
     MEGASCALE,
     PUBLISHED,
-    Cause,
-    Costs,
-    Mix,
+    FailureCause,
+    FailureCosts,
+    FailureMix,
     best_interval,
     daly_interval,
-    effective,
-    gains,
-    goodput,
-    room,
-    simulate,
-    table,
+    effective_share,
+    gains_of_halving,
+    max_restart_seconds,
+    predict_goodput,
+    simulate_failures,
+    table_lines,
 )
 
 CLUSTER = load_cluster("h100-ib")
 ROOT = Path(__file__).resolve().parents[3]
-FREE = Costs(crash=0, hang=0, silent=0, restart=0, load=0, swap=0, stall=0, again=0)
+FREE = FailureCosts(crash=0, hang=0, silent=0, restart=0, load=0, swap=0, stall=0, again=0)
 
 
 def test_llama3_table_adds_up():
@@ -48,9 +48,9 @@ def test_llama3_table_adds_up():
     mix=st.sampled_from([LLAMA3, MEGASCALE]),
 )
 def test_the_simulation_agrees_with_the_formula(ranks, interval, stall, mix):
-    costs = Costs(stall=stall)
-    expected = effective(mix, ranks, costs, interval)
-    simulated = simulate(mix, ranks, costs, interval, failures=20000)
+    costs = FailureCosts(stall=stall)
+    expected = effective_share(mix, ranks, costs, interval)
+    simulated = simulate_failures(mix, ranks, costs, interval, failures=20000)
     # The loss per failure varies by about its mean; also, the formula is only of first order.
     error = 0.001 + 4 * (1 - expected) / 20000**0.5
     assert simulated.effective == pytest.approx(expected, abs=error)
@@ -60,8 +60,8 @@ def test_the_simulation_agrees_with_the_formula(ranks, interval, stall, mix):
 @settings(deadline=None, max_examples=20)
 @given(stall=st.floats(0.1, 60), hours=st.floats(0.5, 100))
 def test_the_best_interval_is_dalys(stall, hours):
-    mix = Mix("one", 1, hours / 24, (Cause("any", 1),))
-    costs = Costs(stall=stall)
+    mix = FailureMix("one", 1, hours / 24, (FailureCause("any", 1),))
+    costs = FailureCosts(stall=stall)
     found = best_interval(mix, 1, costs)
     assert found == pytest.approx(daly_interval(stall, 1 / mix.rate(1)), rel=0.02)
     first_order = math.sqrt(2 * stall / mix.rate(1))  # Young 1974
@@ -69,31 +69,38 @@ def test_the_best_interval_is_dalys(stall, hours):
 
 
 def test_without_costs_nothing_is_lost_but_what_was_not_saved():
-    assert effective(LLAMA3, 16384, FREE, 1e-3) == pytest.approx(1, abs=1e-6)
-    assert all(gain >= -1e-9 for _, gain in gains(LLAMA3, 16384, Costs()))
+    assert effective_share(LLAMA3, 16384, FREE, 1e-3) == pytest.approx(1, abs=1e-6)
+    assert all(gain >= -1e-9 for _, gain in gains_of_halving(LLAMA3, 16384, FailureCosts()))
 
 
 def test_runs_as_they_were_are_about_as_effective_as_published():
     """The published shares are a little above 90%."""
     for mix in (LLAMA3, MEGASCALE):
-        share = effective(mix, mix.ranks, PUBLISHED, best_interval(mix, mix.ranks, PUBLISHED))
+        share = effective_share(mix, mix.ranks, PUBLISHED, best_interval(mix, mix.ranks, PUBLISHED))
         assert 0.88 < share < 0.95
 
 
 def test_more_ranks_fail_more_often_and_save_more_often():
-    lines = list(table(LLAMA3, Costs(), (1024, 16384)))
+    lines = list(table_lines(LLAMA3, FailureCosts(), (1024, 16384)))
     assert len(lines) == 3 and "16,384" in lines[2]
-    shares = [effective(LLAMA3, n, Costs(), best_interval(LLAMA3, n, Costs())) for n in (1, 10**5)]
+    shares = [
+        effective_share(LLAMA3, n, FailureCosts(), best_interval(LLAMA3, n, FailureCosts()))
+        for n in (1, 10**5)
+    ]
     assert shares[0] > shares[1]
-    assert best_interval(LLAMA3, 1024, Costs()) > best_interval(LLAMA3, 16384, Costs())
+    assert best_interval(LLAMA3, 1024, FailureCosts()) > best_interval(
+        LLAMA3, 16384, FailureCosts()
+    )
 
 
 @pytest.mark.parametrize(("ranks", "share"), [(16384, 0.98), (100_000, 0.93)])
 def test_the_room_for_a_restart_is_what_reaches_the_share(ranks, share):
-    costs = Costs(swap=0, restart=room(LLAMA3, ranks, Costs(swap=0), share))
-    reached = effective(LLAMA3, ranks, costs, best_interval(LLAMA3, ranks, costs))
+    costs = FailureCosts(
+        swap=0, restart=max_restart_seconds(LLAMA3, ranks, FailureCosts(swap=0), share)
+    )
+    reached = effective_share(LLAMA3, ranks, costs, best_interval(LLAMA3, ranks, costs))
     assert costs.restart > 5 and reached == pytest.approx(share, abs=1e-4)
-    assert room(LLAMA3, ranks, Costs(), 0.9999) == pytest.approx(0, abs=1e-6)
+    assert max_restart_seconds(LLAMA3, ranks, FailureCosts(), 0.9999) == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -129,13 +136,16 @@ def test_no_interval_loses_less_than_dalys(stall, between):
 
 
 def test_goodput_falls_with_ranks_and_failures():
-    shares = [goodput(CLUSTER, ranks, 1e6, 1e12, 1e10).share for ranks in (8, 1024, 16384, 100_000)]
+    shares = [
+        predict_goodput(CLUSTER, ranks, 1e6, 1e12, 1e10).share
+        for ranks in (8, 1024, 16384, 100_000)
+    ]
     assert shares == sorted(shares, reverse=True) and shares[0] > 0.99
-    run = goodput(CLUSTER, 1024, 1e6, 1e12, 1e10)
+    run = predict_goodput(CLUSTER, 1024, 1e6, 1e12, 1e10)
     assert run.days == pytest.approx(1e12 / 1e6 / run.share / 86400)
     assert run.dollars == pytest.approx(run.days * 24 * 1024 * CLUSTER.price)
     # The cluster's description cites 419 interruptions of 16,384 GPUs in 54 days.
-    assert goodput(CLUSTER, 16384, 1e6, 1e12, 1e10).failures_a_day == pytest.approx(
+    assert predict_goodput(CLUSTER, 16384, 1e6, 1e12, 1e10).failures_a_day == pytest.approx(
         419 / 54, rel=0.01
     )
-    assert goodput(replace(CLUSTER, failure_hours=1.0), 100_000, 1e6, 1e12, 1e10).share == 0
+    assert predict_goodput(replace(CLUSTER, failure_hours=1.0), 100_000, 1e6, 1e12, 1e10).share == 0

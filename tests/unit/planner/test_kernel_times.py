@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from megaframe.hardware.cluster import load_cluster
 from megaframe.planner.constants import constants_of
-from megaframe.planner.kernel_times import fit_line, product_seconds, rates
+from megaframe.planner.kernel_times import fit_line, kernel_rates, product_seconds
 
 CLUSTER = load_cluster("h100-ib")
 
@@ -26,7 +26,7 @@ def test_a_line_is_found_again(alpha, beta, noise):
 
 
 def test_products_approach_their_peak_and_are_bound_by_memory_when_thin():
-    rate = rates(CLUSTER.chip, constants_of("h100"), "bf16")
+    rate = kernel_rates(CLUSTER.chip, constants_of("h100"), "bf16")
     wide = 2 * 65536.0**3 / float(product_seconds(rate, 65536.0, 65536.0, 65536.0))
     assert 0.97 * rate.flops < wide < rate.flops
     thin = float(product_seconds(rate, 1.0, 65536.0, 65536.0))

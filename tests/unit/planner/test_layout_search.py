@@ -10,15 +10,15 @@ from megaframe.config import RunConfig, dump, load
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.advice import alternatives, decision
-from megaframe.planner.candidates import candidates, configured
+from megaframe.planner.advice import describe_alternatives, describe_decision
+from megaframe.planner.candidates import apply_candidate, enumerate_candidates
 from megaframe.planner.constants import constants_of
-from megaframe.planner.fit import fit, instead
+from megaframe.planner.fit import compute_fit, suggest_changes
 from megaframe.planner.layout_search import search
-from megaframe.planner.peak_memory import leaves_room
+from megaframe.planner.peak_memory import fits_with_margin
 from megaframe.planner.prediction import predict
 from megaframe.planner.vectorized import estimate
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 DENSE = {
     "layers": 32,
@@ -50,11 +50,11 @@ def drawn(many, some):
 @pytest.mark.parametrize(("model", "gpus", "batch"), WORLDS)
 def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
     config = made(model, batch)
-    every = candidates(config, gpus, CLUSTER)
+    every = enumerate_candidates(config, gpus, CLUSTER)
     assert len(every) > 1000
     for place in drawn(len(every), 60):
-        one = configured(config, every, place)
-        check(one, gpus, data=False)
+        one = apply_candidate(config, every, place)
+        validate_config(one, gpus, data=False)
         assert Layout.from_parallel(one.parallel, gpus).world == gpus
     table = np.stack(list(vars(every).values()))
     assert np.unique(table, axis=1).shape[1] == len(every)
@@ -73,12 +73,12 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
 )
 def test_estimates_are_what_simulation_says(model, gpus, batch, sections):
     config = made(model, batch, **sections)
-    every = candidates(config, gpus, CLUSTER)
+    every = enumerate_candidates(config, gpus, CLUSTER)
     every = every.taken(np.array(drawn(len(every), 50)))
     found = estimate(config, CLUSTER, CONSTANTS, every)
     seconds, sizes = [], []
     for place in range(len(every)):
-        one = configured(config, every, place)
+        one = apply_candidate(config, every, place)
         exact = predict(one, Layout.from_parallel(one.parallel, gpus), CLUSTER, CONSTANTS)
         seconds.append(float(found.step_seconds[place]) / exact.step_seconds - 1)
         sizes.append(float(found.memory_bytes[place]) / sum(exact.memory_bytes.values()) - 1)
@@ -91,11 +91,11 @@ def test_rows_that_arrive_at_experts_are_in_the_estimate():
     """Many experts of a token are most of its activations, if they are on other ranks."""
     config = load("qwen3-30b-a3b", ["parallel.expert=1"])
     fixed = {"pipeline": 1, "context": 1, "zero": 2, "recompute": "none", "microbatch": 2}
-    every = candidates(config, 64, CLUSTER, fixed)
+    every = enumerate_candidates(config, 64, CLUSTER, fixed)
     every = every.taken(every.expert > 1)
     found = estimate(config, CLUSTER, CONSTANTS, every)
     for place in drawn(len(every), 10):
-        one = configured(config, every, place)
+        one = apply_candidate(config, every, place)
         exact = predict(one, Layout.from_parallel(one.parallel, 64), CLUSTER, CONSTANTS)
         needed = sum(exact.memory_bytes.values())
         assert found.memory_bytes[place] == pytest.approx(needed, rel=0.05)
@@ -109,14 +109,14 @@ def test_nothing_drawn_beats_the_first_choice(model, gpus, batch):
     found = search(config, gpus, CLUSTER, CONSTANTS)
     steps = [one.prediction.step_seconds for one in found.choices]
     assert max(steps[0] / step for step in steps) < 1.015
-    fitting = np.flatnonzero(leaves_room(found.estimates.memory_bytes, CLUSTER.chip))
+    fitting = np.flatnonzero(fits_with_margin(found.estimates.memory_bytes, CLUSTER.chip))
     # Draws from the better half only, because the worse half cannot win.
     fitting = fitting[np.argsort(found.estimates.step_seconds[fitting])][: len(fitting) // 2]
     for place in fitting[drawn(len(fitting), 20)]:
-        one = configured(config, found.candidates, int(place))
+        one = apply_candidate(config, found.candidates, int(place))
         other = predict(one, Layout.from_parallel(one.parallel, gpus), CLUSTER, CONSTANTS)
         assert steps[0] <= 1.015 * other.step_seconds or not other.fits
-    said = " ".join([*decision(found, CLUSTER), *alternatives(found, CLUSTER)])
+    said = " ".join([*describe_decision(found, CLUSTER), *describe_alternatives(found, CLUSTER)])
     assert "tensor 16 crosses nodes of 8: +" in said
 
 
@@ -131,16 +131,16 @@ def test_what_is_given_stays_and_the_config_can_be_loaded(tmp_path):
     path.write_text(dump(found.best.config))
     loaded = load(str(path))
     assert loaded == found.best.config
-    check(loaded, 64, data=False)
+    validate_config(loaded, 64, data=False)
 
 
 def test_a_ramp_of_batches_is_respected():
     ramp = {"start": 32, "increment": 32, "samples": 10_000}
     train = {"seq": 2048, "global_batch": 256, "batch_ramp": ramp}
     config = RunConfig(model=DENSE, train=train)
-    every = candidates(config, 64, CLUSTER)
+    every = enumerate_candidates(config, 64, CLUSTER)
     assert (32 % (every.data * every.microbatch) == 0).all()
-    check(search(config, 64, CLUSTER, CONSTANTS).best.config, 64, data=False)
+    validate_config(search(config, 64, CLUSTER, CONSTANTS).best.config, 64, data=False)
 
 
 def test_a_model_that_fits_nowhere_hears_what_would_do_and_what_it_costs():
@@ -153,8 +153,8 @@ def test_a_model_that_fits_nowhere_hears_what_would_do_and_what_it_costs():
     assert "16 GPUs of h100-ib" in text or "32 GPUs of h100-ib" in text
     assert "an hour" in text and "b200-ib" in text
     assert search(config, 64, CLUSTER, CONSTANTS).best.prediction.fits
-    assert not fit(config, Layout(data=64), CLUSTER.chip).fits
-    first, *_ = instead(config, 64, CLUSTER, CONSTANTS)
+    assert not compute_fit(config, Layout(data=64), CLUSTER.chip).fits
+    first, *_ = suggest_changes(config, 64, CLUSTER, CONSTANTS)
     assert first.startswith("parallel.zero=") and "train.recompute" in first
 
 

@@ -14,8 +14,8 @@ from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.planner.activations import block_bytes
-from megaframe.planner.memory import memory
-from megaframe.planner.parameter_counts import Held, held
+from megaframe.planner.memory import compute_memory
+from megaframe.planner.parameter_counts import RankParameters, count_parameters
 from megaframe.schedule import Action, ActionKind
 from megaframe.training.train_step import Pipeline
 
@@ -79,7 +79,9 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
         for tensor in known:
             kept.pop(tensor.untyped_storage().data_ptr(), None)
         found.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
-        plan = memory(built.config, Held(0, (), ()), 1, stage_plans(built.config), FORWARD)
+        plan = compute_memory(
+            built.config, RankParameters(0, (), ()), 1, stage_plans(built.config), FORWARD
+        )
         found.append(plan.activations)
     assert found[2] - found[0] == found[3] - found[1]
 
@@ -102,8 +104,10 @@ def allocated(precision, zero, model, optim=None, expert=1, bucket_size="auto"):
     for step in range(2):
         pipeline.train(microbatches, step, 1.0)
     plans = stage_plans(config)
-    here, schedule = held(config, layout, plans), pipeline.schedule.ranks[0]
-    plan = memory(config, here, layout.data, plans, schedule, layout.expert_shard, host=True)
+    here, schedule = count_parameters(config, layout, plans), pipeline.schedule.ranks[0]
+    plan = compute_memory(
+        config, here, layout.data, plans, schedule, layout.expert_shard, host=True
+    )
     state = [t for b in optimizer.buckets if b.optimizer for t in b.optimizer.state.values()]
     barrier(mesh.world)  # no rank closes connections that others use
     mesh.close()
@@ -168,5 +172,8 @@ def test_a_backward_that_is_not_split_frees_what_it_used():
     first, second = ((Action(ActionKind.F, 0, n), Action(ActionKind.B, 0, n)) for n in (0, 1))
     split = [*first, Action(ActionKind.W, 0, 0)]
     plans = stage_plans(config)
-    one = memory(config, Held(0, (), ()), 1, plans, split).activations
-    assert memory(config, Held(0, (), ()), 1, plans, [*second, *split]).activations == one
+    one = compute_memory(config, RankParameters(0, (), ()), 1, plans, split).activations
+    assert (
+        compute_memory(config, RankParameters(0, (), ()), 1, plans, [*second, *split]).activations
+        == one
+    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megaframe.architecture.matrices import Matrix, matrices
+from megaframe.architecture.matrices import MatrixShape, block_matrices
 from megaframe.config import RunConfig, load
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
@@ -18,12 +18,12 @@ from megaframe.optim.muon import orthogonal
 from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.planner.constants import constants_of
 from megaframe.planner.data_parallel_times import (
+    layer_muon_seconds,
     muon_bytes,
     muon_seconds,
-    orthogonal_seconds,
-    seconds_of,
+    newton_schulz_seconds,
 )
-from megaframe.planner.kernel_times import Rates
+from megaframe.planner.kernel_times import KernelRates
 from megaframe.planner.layout_sizes import sizes_of
 from megaframe.planner.machine import Machine
 from megaframe.planner.prediction import predict
@@ -31,7 +31,7 @@ from megaframe.training.meta_step import rehearse
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 CLUSTER = load_cluster("h100-ib")
-ENDLESS = Rates(1.0, 0.0, 0.0, 1.0, 1.0, float("inf"), 0.0, 2)
+ENDLESS = KernelRates(1.0, 0.0, 0.0, 1.0, 1.0, float("inf"), 0.0, 2)
 """Rates at which an operation takes a second, and nothing else takes any time."""
 
 
@@ -47,7 +47,7 @@ def test_every_layer_has_the_matrices_that_it_declares(path):
                 declared[block][prod(outputs), prod(inputs)] += 1
     for layer, found in enumerate(declared.values()):
         planned = Counter()
-        for matrix in matrices(config.model, layer):
+        for matrix in block_matrices(config.model, layer):
             planned[matrix.outputs, matrix.inputs] += matrix.number
         assert planned == found, layer
 
@@ -56,7 +56,7 @@ def test_every_layer_has_the_matrices_that_it_declares(path):
 def test_an_owner_computes_what_is_counted(sides):
     with FlopCounterMode(display=False) as counter:
         orthogonal(torch.empty(sides, device="meta"))
-    assert seconds_of(ENDLESS, Matrix(*sides)) == counter.get_total_flops()
+    assert newton_schulz_seconds(ENDLESS, MatrixShape(*sides)) == counter.get_total_flops()
 
 
 def muon(layers=4, moe=None, **parallel):
@@ -89,7 +89,7 @@ def test_pieces_travel_as_often_as_planned(name):
     other = [rehearse(without, layout, rank).traffic for rank in range(world)]
     sent = sum(one.get(axes, 0) - two.get(axes, 0) for one, two in zip(found, other, strict=True))
     machine = Machine(config, CLUSTER, constants_of("h100"), sizes_of(config, layout))
-    layers = [matrices(config.model, n) for n in range(config.model.layers)]
+    layers = [block_matrices(config.model, n) for n in range(config.model.layers)]
     elements = sum(m.elements for layer in layers for m in layer) / layout.tensor
     planned = world * float(sum(muon_bytes(machine, elements)))
     assert 0.6 * planned < sent <= planned
@@ -101,15 +101,17 @@ def test_who_works_most_is_bound_by_all_and_by_the_largest():
         config = muon(layers=8, zero=1)
         layout = Layout(data=data)
         machine = Machine(config, CLUSTER, constants_of("h100"), sizes_of(config, layout))
-        whole, longest = orthogonal_seconds(machine, 0)
+        whole, longest = layer_muon_seconds(machine, 0)
         nothing = muon_seconds(machine, 0.0, 0.0, 0.0)  # two transfers of no bytes
         found = muon_seconds(machine, 0.0, 8 * whole, longest) - nothing
-        buckets = [[m] * m.number for m in matrices(config.model, 0)]
+        buckets = [[m] * m.number for m in block_matrices(config.model, 0)]
         attention, late = map(list, (chain(*buckets[:-2]), chain(*buckets[-2:])))
         parts, busiest = 8 * [attention, late], 0.0
         for start in range(0, len(parts), data):
             work = [
-                seconds_of(machine.rate, m) for part in parts[start : start + data] for m in part
+                newton_schulz_seconds(machine.rate, m)
+                for part in parts[start : start + data]
+                for m in part
             ]
             loads = Counter()
             for owner, one in zip(deal(work, data), work, strict=True):
@@ -125,8 +127,8 @@ def test_a_step_with_muon_is_longer_by_what_muon_takes():
     constants = constants_of("h100")
     found, plain = (predict(c, layout, CLUSTER, constants) for c in (config, adamw))
     machine = Machine(config, CLUSTER, constants, sizes_of(config, layout))
-    whole, longest = orthogonal_seconds(machine, 0)
-    elements = 4 * sum(m.elements for m in matrices(config.model, 0)) / 2
+    whole, longest = layer_muon_seconds(machine, 0)
+    elements = 4 * sum(m.elements for m in block_matrices(config.model, 0)) / 2
     more = float(muon_seconds(machine, elements, 4 * whole, longest))
     assert more > 0
     assert found.breakdown["optimizer"] - plain.breakdown["optimizer"] == pytest.approx(more)

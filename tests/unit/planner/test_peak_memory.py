@@ -6,15 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import constants_of
 from megaframe.planner.layout_search import search
-from megaframe.planner.memory import rank_memory
-from megaframe.planner.peak_memory import fewest_again, leaves_room, overhead, settled
+from megaframe.planner.memory import compute_rank_memory
+from megaframe.planner.peak_memory import (
+    fits_with_margin,
+    min_recomputed_blocks,
+    overhead_bytes,
+    resolve_recompute_blocks,
+)
 from megaframe.schedule import lower
 from megaframe.training.auto_layout import with_blocks
 
@@ -41,10 +46,10 @@ def needed(config, layout, chip, blocks):
     """Return the bytes of each pipeline rank if each stage recomputes that number of blocks."""
     train = config.train.model_copy(update={"recompute_blocks": blocks})
     config = config.model_copy(update={"train": train})
-    schedule = lower(step_schedule(config, 16))
+    schedule = lower(build_step_schedule(config, 16))
     plans = stage_plans(config)
     return [
-        rank_memory(config, layout, plans, schedule, rank).total + overhead(chip)
+        compute_rank_memory(config, layout, plans, schedule, rank).total + overhead_bytes(chip)
         for rank in range(layout.pipeline)
     ]
 
@@ -65,18 +70,18 @@ def test_every_rank_fits_and_no_stage_needs_one_fewer(parallel, recompute, part)
     none = (0,) * len(plans)
     low, high = (max(needed(config, layout, H100.chip, tried)) for tried in (every, none))
     chip = replace(H100.chip, memory=round((low + part * (high - low)) / 0.95))
-    found = fewest_again(config, layout, chip)
-    schedule = lower(step_schedule(config, 16))
+    found = min_recomputed_blocks(config, layout, chip)
+    schedule = lower(build_step_schedule(config, 16))
     here = needed(config, layout, chip, found)
     for rank in range(layout.pipeline):
         stages = schedule.stages(rank)
-        if not leaves_room(here[rank], chip):
+        if not fits_with_margin(here[rank], chip):
             assert all(found[stage] == every[stage] for stage in stages)
             continue
         for stage in stages:
             if found[stage]:
                 fewer = (*found[:stage], found[stage] - 1, *found[stage + 1 :])
-                assert not leaves_room(needed(config, layout, chip, fewer)[rank], chip)
+                assert not fits_with_margin(needed(config, layout, chip, fewer)[rank], chip)
 
 
 def test_earlier_ranks_of_a_pipeline_compute_more_again():
@@ -84,13 +89,13 @@ def test_earlier_ranks_of_a_pipeline_compute_more_again():
     layout = Layout.from_parallel(config.parallel, 4)
     most = max(needed(config, layout, H100.chip, (0,) * 4))
     chip = replace(H100.chip, memory=round(0.75 * most))
-    found = fewest_again(config, layout, chip)
+    found = min_recomputed_blocks(config, layout, chip)
     assert found[0] > found[1] > found[2] == 0  # the last rank has the head and its logits
 
 
 def test_numbers_are_left_alone_and_a_run_says_what_was_chosen():
     given = config_of({}, blocks=3)
-    assert settled(given, Layout(), H100.chip) is given
+    assert resolve_recompute_blocks(given, Layout(), H100.chip) is given
     assert with_blocks(given, 1) == (given, [])
     config = config_of({"pipeline": 2, "cluster": "h100-ib"}, layers=80)
     found, (note,) = with_blocks(config, 2)

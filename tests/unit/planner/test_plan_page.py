@@ -6,7 +6,7 @@ from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import constants_of
-from megaframe.planner.plan_page import balances
+from megaframe.planner.plan_page import communication_rooflines
 
 CLUSTER = load_cluster("h100-ib")
 GPT = {"layers": 24, "hidden": 4096, "heads": 32, "vocab": 32000}
@@ -18,7 +18,7 @@ def test_communication_rooflines():
     )
     constants = constants_of("h100")
     layout = Layout.from_parallel(config.parallel, 64)
-    found = {b.axis: b for b in balances(config, layout, CLUSTER, constants)}
+    found = {b.axis: b for b in communication_rooflines(config, layout, CLUSTER, constants)}
     assert set(found) == {"tensor", "data"}
     assert found["tensor"].tier == "nvlink" and found["data"].tier == "infiniband"
     # Each row has 6 x 12 h^2 / 8 matrix operations and moves 10 x 2 h x 7/8 bytes; rows cancel.

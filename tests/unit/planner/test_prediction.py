@@ -10,14 +10,14 @@ from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.advice import said
+from megaframe.planner.advice import describe_prediction
 from megaframe.planner.candidates import Candidates
 from megaframe.planner.constants import CONSTANTS, constants_of
-from megaframe.planner.layout_search import Choice
-from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Sizes
-from megaframe.planner.machine import Passes
+from megaframe.planner.layout_search import LayoutChoice
+from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, LayoutSizes
+from megaframe.planner.machine import PassTimes
 from megaframe.planner.prediction import model_flops, predict
-from megaframe.planner.vectorized import bubble, estimate
+from megaframe.planner.vectorized import bubble_seconds, estimate
 from megaframe.schedule import generate
 from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.simulate import simulate
@@ -243,7 +243,7 @@ def test_a_checkpoint_holds_what_the_host_keeps():
         )
         layout = Layout.from_parallel(config.parallel, 64)
         prediction = predict(config, layout, CLUSTER, CONSTANTS_H100)
-        *_, times = said(Choice(config, layout, prediction), CLUSTER)
+        *_, times = describe_prediction(LayoutChoice(config, layout, prediction), CLUSTER)
         texts.append(times.rpartition("a checkpoint every ")[2])
     assert texts[0] == texts[1]
 
@@ -265,7 +265,7 @@ def test_bubbles_of_the_closed_forms_are_simulated_ones(name, ranks):
     chunks = 2 if name in ("interleaved", "breadth-first", "zb-v", "v-half", "dualpipe-v") else 1
     many = 4 * ranks
     one = np.array([1])
-    sizes = Sizes(**{field.name: one for field in fields(Sizes)})
+    sizes = LayoutSizes(**{field.name: one for field in fields(LayoutSizes)})
     sizes = replace(sizes, pipeline=one * ranks, chunks=one * chunks, microbatches=one * many)
     passes = [(1.0, 1.0, 1.0)]
     if name not in ("zb-v", "v-half", "dualpipe-v"):
@@ -274,7 +274,7 @@ def test_bubbles_of_the_closed_forms_are_simulated_ones(name, ranks):
         timeline = simulate(
             generate(name, ranks, chunks, many), ActionCosts(*times).divided(chunks)
         )
-        found = bubble(one * SCHEDULES.index(name), sizes, Passes(*times))
+        found = bubble_seconds(one * SCHEDULES.index(name), sizes, PassTimes(*times))
         assert float(found[0]) == pytest.approx(float(timeline.time) - many * sum(times))
 
 

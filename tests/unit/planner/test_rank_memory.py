@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner import activations
-from megaframe.planner.communication_volume import moved
-from megaframe.planner.memory import rank_memory
+from megaframe.planner.communication_volume import communication_bytes
+from megaframe.planner.memory import compute_rank_memory
 from megaframe.schedule import lower
 from megaframe.training.dry_run import describe
 from megaframe.training.meta_step import rehearse
@@ -203,11 +203,13 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
     """Assert that rehearsals of these ranks agree with their plans: in memory, and with `traffic`
     also in bytes sent. numbers: bytes of the tokens' numbers, which the plan does not count."""
     train = config.train
-    schedule = step_schedule(config, train.global_batch // train.microbatch // layout.data)
+    schedule = build_step_schedule(config, train.global_batch // train.microbatch // layout.data)
     plans, lowered = stage_plans(config), lower(schedule)
     for rank in ranks:
         found = rehearse(config, layout, rank)
-        plan = rank_memory(config, layout, plans, lowered, layout.coordinate(rank)["pipeline"])
+        plan = compute_rank_memory(
+            config, layout, plans, lowered, layout.coordinate(rank)["pipeline"]
+        )
         buffers = plan.weights + plan.values + plan.gradients
         assert found.buffers == pytest.approx(buffers, rel=0.01)
         assert found.optimizer == pytest.approx(plan.optimizer, rel=0.01)
@@ -222,7 +224,7 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
         if traffic:
             place = layout.coordinate(rank)["pipeline"]
             here = [plans[stage] for stage in schedule.stages(place)]
-            planned = moved(config, layout, here, lowered.ranks[place])
+            planned = communication_bytes(config, layout, here, lowered.ranks[place])
             assert_moved(found.traffic, planned, layout, config)
 
 
@@ -292,9 +294,9 @@ def test_factors_travel_twice_and_the_gradients_behind_them_go():
     sizes = []
     for zero in (1, 2):
         config = made(4, model, {}, {"zero": zero, "compress": "powersgd"})
-        schedule = lower(step_schedule(config, 2))
+        schedule = lower(build_step_schedule(config, 2))
         found = rehearse(config, layout, 0)
-        plan = rank_memory(config, layout, stage_plans(config), schedule, 0)
+        plan = compute_rank_memory(config, layout, stage_plans(config), schedule, 0)
         buffers = plan.weights + plan.values + plan.gradients
         assert found.buffers == pytest.approx(buffers, rel=0.01)
         sizes.append(found.buffers)

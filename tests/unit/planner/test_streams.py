@@ -6,7 +6,7 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics.timers import StepTimer
-from megaframe.planner.streams import communicators, streams
+from megaframe.planner.streams import count_communicators, count_streams
 from megaframe.training.train_step import Pipeline
 
 MODEL = {"layers": 8, "hidden": 16, "heads": 4, "vocab": 37}
@@ -17,7 +17,7 @@ def made(config):
     """Return how many communicators this rank is in."""
     mesh = Mesh(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=60)
     Pipeline(config, mesh, StepTimer().time)
-    found = mesh.communicators
+    found = mesh.num_communicators
     mesh.close()
     return found
 
@@ -47,14 +47,14 @@ def test_no_rank_is_in_more_communicators(parallel, model, spare, pool):
     """spare: how many are counted that there are not, because their ranks happen to be those of
     another one."""
     config = configured(parallel, model)
-    counted = communicators(config, 4)
+    counted = count_communicators(config, 4)
     most = max(pool.run(4, made, config))
     assert most + spare == counted
 
 
 def test_streams_are_those_of_communicators_products_and_copies():
     config = configured({"context": 4}, {})
-    assert streams(config, 4) == communicators(config, 4) + 3
+    assert count_streams(config, 4) == count_communicators(config, 4) + 3
     more = config.model_copy(update={"optim": config.optim.model_copy(update={"offload": True})})
-    assert streams(more, 4) == communicators(config, 4) + 5
-    assert streams(configured({"auto": True}, {}), 4) is None
+    assert count_streams(more, 4) == count_communicators(config, 4) + 5
+    assert count_streams(configured({"auto": True}, {}), 4) is None

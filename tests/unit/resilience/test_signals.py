@@ -12,7 +12,7 @@ from fault_runs import lines, log, losses, main, once, told
 from rank_process import Program, places, stuck_after
 
 from megaframe.distributed import gloo_sockets
-from megaframe.distributed.rank_progress import Place
+from megaframe.distributed.rank_progress import RankProgress
 from megaframe.resilience import signals
 from megaframe.resilience.signals import command_to_continue, heeding_signals
 
@@ -98,9 +98,9 @@ def test_a_signal_that_is_ignored_stays_ignored():
     """A shell lets jobs in the background ignore Ctrl-C, which is meant for the one in front."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with heeding_signals(place := Place()):
+        with heeding_signals(progress := RankProgress()):
             signal.raise_signal(signal.SIGINT)
-            assert not place.told
+            assert not progress.leave_signal
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -110,10 +110,10 @@ def test_ctrl_c_under_a_torchrun_comes_twice(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with heeding_signals(place := Place()):
+        with heeding_signals(progress := RankProgress()):
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
-            assert place.told == signal.SIGINT
+            assert progress.leave_signal == signal.SIGINT
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -135,11 +135,11 @@ def heard():
 
 def test_the_same_request_by_two_ways_is_one(heard, monkeypatch):
     """A signal that comes later is passed on to the earlier handler, whatever the run does."""
-    place = Place()
-    with heeding_signals(place):
+    progress = RankProgress()
+    with heeding_signals(progress):
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR1)
-        assert place.told == signal.SIGUSR1 and heard == []
+        assert progress.leave_signal == signal.SIGUSR1 and heard == []
         monkeypatch.setattr(signals, "ECHO", 0.0)
         signal.raise_signal(signal.SIGUSR1)
         assert heard == [signal.SIGUSR1]
@@ -192,7 +192,7 @@ def end_launcher_and_break(trainer):
         os.kill(launcher, signal.SIGKILL)
         while os.getppid() == launcher:
             time.sleep(0.001)
-        gloo_sockets.cut()
+        gloo_sockets.shut_down_sockets()
 
 
 @pytest.mark.slow

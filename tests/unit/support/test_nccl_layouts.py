@@ -22,11 +22,11 @@ from fake_cuda.nccl_layouts import (
 from fake_cuda.nccl_rules import Deadlock, Mismatch, simulate
 
 from megaframe.config.schema import ParallelConfig
-from megaframe.distributed import collectives, mesh
+from megaframe.distributed import collectives, process_groups
 from megaframe.distributed.collectives import all_reduce, receive, send
-from megaframe.distributed.pending import started
+from megaframe.distributed.pending import start_pending
 from megaframe.layout import EXPERT_SETS, Layout
-from megaframe.planner.streams import streams
+from megaframe.planner.streams import count_streams
 from megaframe.schedule import SCHEDULE_NAMES
 
 QUICK = [
@@ -47,7 +47,7 @@ def test_every_layout_comes_to_an_end(layout):
     """With the number of hardware queues that a run asks for, one for each stream."""
     world, model, parallel = LAYOUTS[layout]
     config = configured(world, model, parallel)
-    calls, queues = recorded(config, world), streams(config, world)
+    calls, queues = recorded(config, world), count_streams(config, world)
     assert max(len(streams_of(one)) for one in calls) <= queues
     simulate(calls, queues)
 
@@ -64,19 +64,19 @@ def test_every_value_has_a_layout(key):
 
 
 def one_by_one(out, group, receives, sends, kind):
-    """Start the messages of `pass_on` as they were before: first the send, each on its own."""
+    """Start the messages of `shift_ring` as they were before: first the send, each on its own."""
     pending = None
     for call, key, messages in ((dist.isend, "dst", sends), (dist.irecv, "src", receives)):
         for rank, x in messages:
             start = partial(call, x, group=group.handle, **{f"group_{key}": rank})
-            pending = started(out, group, start, kind, pending)
+            pending = start_pending(out, group, start, kind, pending)
     return pending
 
 
 @pytest.mark.quick(when=lambda ranks: ranks == 2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_ring_that_sends_first_is_found(ranks, monkeypatch):
-    monkeypatch.setattr(collectives, "_started_as_one", one_by_one)
+    monkeypatch.setattr(collectives, "_start_batched", one_by_one)
     with pytest.raises(Deadlock, match=r"rank 0, host: send .* over .* \[.*\.py:\d+\]") as raised:
         simulate(recorded(configured(ranks, LLAMA, {"context": ranks}), ranks))
     assert {*raised.value.ranks} == {*range(ranks)}
@@ -88,7 +88,7 @@ def test_a_ring_that_sends_first_is_found(ranks, monkeypatch):
     [*product(("1f1b", "zb-h1", "v-half"), (2, 4)), ("1f1b", 8)],
 )
 def test_links_that_a_step_has_to_connect_are_found(schedule, ranks, monkeypatch):
-    monkeypatch.setattr(mesh, "connect_link", lambda *arguments, **options: None)
+    monkeypatch.setattr(process_groups, "connect_link", lambda *arguments, **options: None)
     with pytest.raises(Deadlock, match=r"rank \d, host: receive .* \[engine\.py:\d+\]"):
         simulate(recorded(configured(ranks, LLAMA, scheduled(schedule, ranks)), ranks))
 

@@ -70,7 +70,7 @@ import torch
 sys.path.insert(0, {tools!r})
 import doctor_parts
 
-gather, pass_on = doctor_parts.all_gather, doctor_parts.pass_on
+gather, shift_ring = doctor_parts.all_gather, doctor_parts.shift_ring
 
 class Wrong:
     def __init__(self, pending): self._pending = pending
@@ -83,7 +83,7 @@ def wrong(tensor, group):
 def hang(x, into, ring, back):
     if ring.index == 1:
         time.sleep(1000)
-    return pass_on(x, into, ring, back=back)
+    return shift_ring(x, into, ring, back=back)
 
 def fail(doctor):
     doctor.mesh(pipeline=doctor.world)
@@ -91,7 +91,7 @@ def fail(doctor):
         raise ValueError("a mistake of rank 0 at 10.1.2.3")
     time.sleep(1000)
 
-doctor_parts.all_gather, doctor_parts.pass_on, doctor_parts.links = wrong, hang, fail
+doctor_parts.all_gather, doctor_parts.shift_ring, doctor_parts.links = wrong, hang, fail
 doctor_parts.main()
 """
 

@@ -17,7 +17,7 @@ from megaframe.hardware.chips import CHIPS
 from megaframe.hardware.cluster import device_cluster, load_cluster, write_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import cluster_constants, constants_of
-from megaframe.planner.kernel_times import product_seconds, rates
+from megaframe.planner.kernel_times import kernel_rates, product_seconds
 from megaframe.planner.prediction import predict
 
 ROOT = Path(__file__).parents[3]
@@ -126,7 +126,7 @@ def test_the_start_of_a_product_is_found_again():
     chip, known = CHIPS["a100-80gb"], constants_of("a100")
     truth = replace(known, product=0.7, start=256.0)
     sizes = [(n, n, n) for n in (512, 1024, 2048, 4096)] + [(4096, 4096, 64)]
-    rate = rates(chip, truth, "bf16")
+    rate = kernel_rates(chip, truth, "bf16")
     taken = [float(product_seconds(rate, *size)) for size in sizes]
     found = module.explained(chip, "bf16", sizes, taken, known)
     assert found.constants.product == pytest.approx(0.7, rel=0.05)

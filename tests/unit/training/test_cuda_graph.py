@@ -8,14 +8,18 @@ from parity_runs import MODELS, run
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
-from megaframe.distributed.graph_capture import _ORDER, keep_order, recording, unordered
 from megaframe.distributed.mesh import Mesh
-from megaframe.distributed.rank_progress import Place
-from megaframe.distributed.traffic import Traffic
+from megaframe.distributed.nccl_settings import (
+    _LAUNCH_ORDER,
+    keep_launch_order,
+    launch_order_problem,
+)
+from megaframe.distributed.rank_progress import RankProgress
+from megaframe.distributed.traffic import Traffic, capture_transfers
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.training.cuda_graph import _EAGER, _MOST, Graph
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 
 class Nothing:
@@ -37,7 +41,7 @@ def test_shapes_that_keep_changing_are_said_once_and_graphs_go_before_groups_end
 
 
 class Waiting:
-    def waits_for(self):
+    def describe_wait(self):
         return "all_reduce over data with rank 1"
 
 
@@ -47,23 +51,23 @@ class Mark:
 
 
 def test_of_what_is_recorded_others_are_told_when_it_runs():
-    place, traffic, asked = Place(), Traffic(), []
-    place.mark = Mark
-    place.begin("step 7")
-    place.act("data", None)
-    with recording("the graph", place, [traffic]) as told:
-        place.act("", "0F0")
+    progress, traffic, asked = RankProgress(), Traffic(), []
+    progress.record_event = Mark
+    progress.begin_activity("step 7")
+    progress.begin_part("data", None)
+    with capture_transfers("the graph", progress, [traffic]) as told:
+        progress.begin_part("", "0F0")
         traffic.count(100)
-        place.left(Waiting(), lambda: asked.append(1))
-        place.act("", "0B0")
-    assert not place._given and traffic.take() == (0, 0) and not asked
+        progress.record_device_wait(Waiting(), lambda: asked.append(1))
+        progress.begin_part("", "0B0")
+    assert not progress._device_work and traffic.take() == (0, 0) and not asked
     for _ in range(2):
-        told.run(lambda: None)
+        told.replay(lambda: None)
         assert traffic.take() == (100, 1)
-    place._given.popleft()  # the work before the graph
-    place.act("", "UPDATE")
+    progress._device_work.popleft()  # the work before the graph
+    progress.begin_part("", "UPDATE")
     waiting = "waiting in all_reduce over data with rank 1"
-    assert str(place.seen(0)) == f"step 7, the graph on its device, {waiting}"
+    assert str(progress.status(0)) == f"step 7, the graph on its device, {waiting}"
 
 
 @pytest.mark.parametrize(
@@ -92,9 +96,9 @@ def test_where_a_graph_cannot_work_it_is_refused(world, sections, reasons):
     def config(graph):
         return RunConfig(**{**sections, "model": model, "train": {**train, "cuda_graph": graph}})
 
-    check(config(False), world, data=False)
+    validate_config(config(False), world, data=False)
     with pytest.raises(UserError) as error:
-        check(config(True), world, data=False)
+        validate_config(config(True), world, data=False)
     lines = str(error.value).splitlines()[1:]
     for line, reason in zip(lines, reasons, strict=True):
         assert "train.cuda_graph=true cannot work here: " in line and reason in line
@@ -109,22 +113,22 @@ def test_what_a_graph_can_hold_is_not_refused():
         config = RunConfig(
             model=model, train=train, parallel=parallel, data={"reset_attention": True}
         )
-        check(config, 4, data=False)
+        validate_config(config, 4, data=False)
 
 
 def test_several_communicators_need_an_order_of_nccl(monkeypatch):
-    monkeypatch.setenv(_ORDER, "0")
+    monkeypatch.setenv(_LAUNCH_ORDER, "0")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
-    keep_order()
-    assert unordered().endswith(
+    keep_launch_order()
+    assert launch_order_problem().endswith(
         "with NCCL_LAUNCH_ORDER_IMPLICIT=0; use NCCL_LAUNCH_ORDER_IMPLICIT=1"
     )
-    monkeypatch.delenv(_ORDER)
-    assert "IMPLICIT=; use" in unordered()
-    keep_order()
-    assert unordered() is None
+    monkeypatch.delenv(_LAUNCH_ORDER)
+    assert "IMPLICIT=; use" in launch_order_problem()
+    keep_launch_order()
+    assert launch_order_problem() is None
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 25, 1))
-    assert unordered() == "NCCL 2.25.1 keeps no order among them; use NCCL 2.26 or later"
+    assert launch_order_problem() == "NCCL 2.25.1 keeps no order among them; use NCCL 2.26 or later"
 
 
 def test_a_run_on_a_cpu_says_so():

@@ -47,7 +47,7 @@ from megaframe.checkpoint.slices import Shape, split_into_runs
 from megaframe.checkpoint.train_state import initial_train_state
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
-from megaframe.io.untrusted import parsed_json
+from megaframe.io.untrusted import parse_json
 from megaframe.pipeline_parallel.stage import model_specs
 
 RUN_STATE_NAME = "megaframe.state"
@@ -237,7 +237,7 @@ def _read_run_state(
     finally:
         file.close()
     with suppress(ValueError):
-        given = parsed_json(text.encode())
+        given = parse_json(text.encode())
         if isinstance(given, dict) and given.keys() == {"step", "state"}:
             step, state = given["step"], given["state"]
             if type(step) is int and 0 <= step < 1 << 48 and isinstance(state, dict):

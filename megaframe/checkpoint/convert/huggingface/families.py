@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megaframe.architecture.windows import window_of
+from megaframe.architecture.attention import window_of
 from megaframe.checkpoint.convert.huggingface.config_keys import Shape, check_keys, check_sizes
 from megaframe.config import ModelConfig, RotaryScalingConfig
 from megaframe.errors import UserError

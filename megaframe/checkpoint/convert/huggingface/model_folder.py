@@ -46,7 +46,7 @@ from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.errors import UserError
 from megaframe.parameters.spec import Constant, ParamSpec
 from megaframe.pipeline_parallel.stage import model_specs
-from megaframe.validate.run import mistakes
+from megaframe.validate.run import find_mistakes
 
 _Origin = tuple[HuggingFaceTensor | ParamSpec, int]
 """Where a box comes from: a tensor of the Hugging Face model and the index of the part in it, or a
@@ -159,7 +159,7 @@ def import_model(folder: Path, to: StorePath) -> StorePath:
         data=DataConfig(tokenizer=_find_tokenizer(folder)),
         train=_train_section(config, model),
     )
-    if wrong := mistakes(run, 1, data=False):
+    if wrong := find_mistakes(run, 1, data=False):
         raise UserError(f"{folder}: {wrong[0]}")
     specs = model_specs(run)
     theirs = _match_tensors(folder, map_tensors(model, specs), headers, model.tie_embeddings)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megaframe.errors import UserError
-from megaframe.io.untrusted import open_file, parsed_json, read_file
+from megaframe.io.untrusted import open_file, parse_json, read_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -43,7 +43,7 @@ def check_regular_file(path: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises `UserError` if there is none."""
     try:
-        content = parsed_json(read_file(path, _MAX_JSON))
+        content = parse_json(read_file(path, _MAX_JSON))
     except OSError as error:
         raise UserError(f"cannot read {printable(path)}: {error.strerror}") from None
     except ValueError as error:

@@ -1,18 +1,43 @@
-"""Collect bytes of any length on the first rank of a group, and compare the ranks' clocks. For data
-that is looked at later; not fast enough for a step to wait for."""
+"""Collectives of data that are not tensors: bytes, rows of any length, and plain data as JSON.
+
+Data from other ranks is never unpickled. `gather_bytes` and `measure_clock_offset` are for data
+that is looked at later; they are not fast enough for a step to wait for.
+"""
 
 from __future__ import annotations
 
+import json
 import time
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megaframe.distributed.collectives import Group, all_gather, receive, send
+
+
+def gather_json(group: Group, value: Any) -> list[Any]:
+    """Return each rank's JSON value, in rank order. The group must communicate host tensors."""
+    texts = gather_rows(group, torch.tensor([*json.dumps(value).encode()], dtype=torch.uint8))
+    return [json.loads(text.numpy().tobytes()) for text in texts]
+
+
+def gather_rows(group: Group, row: Tensor) -> list[Tensor]:
+    """Return each rank's row [any length], in rank order."""
+    lengths = all_gather(torch.tensor([len(row)]), group).wait().tolist()
+    if not any(lengths):
+        return [row] * group.size
+    # With rows of one length the group may pass them around a ring, and need not connect all pairs.
+    padded = row.new_zeros(max(lengths))
+    padded[: len(row)] = row
+    rows = all_gather(padded, group).wait().view(group.size, -1)
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
 
 _ROUNDS = 8
 
 
-def collect(data: bytes, group: Group, device: torch.device) -> list[bytes]:
+def gather_bytes(data: bytes, group: Group, device: torch.device) -> list[bytes]:
     """Return the data of each rank, in order, on the first rank, and an empty list elsewhere. The
     first rank receives from one rank after the other, so it never has more than one in flight."""
     if group.handle is None:
@@ -21,7 +46,7 @@ def collect(data: bytes, group: Group, device: torch.device) -> list[bytes]:
     sizes = all_gather(size, group).wait().tolist()
     if group.index:
         if data:
-            send(_tensor(data, device), group, to=0).wait()
+            send(_bytes_to_tensor(data, device), group, to=0).wait()
         return []
     found = [data]
     for other, length in enumerate(sizes[1:], 1):
@@ -32,7 +57,7 @@ def collect(data: bytes, group: Group, device: torch.device) -> list[bytes]:
     return found
 
 
-def clock_offset(group: Group, device: torch.device) -> int:
+def measure_clock_offset(group: Group, device: torch.device) -> int:
     """Return the nanoseconds to add to this rank's `time.perf_counter_ns` to get that of the first
     rank. Taken from the fastest of several round trips, of which each way is assumed to take half.
     All ranks must call this."""
@@ -61,5 +86,5 @@ def clock_offset(group: Group, device: torch.device) -> int:
     return best[1]
 
 
-def _tensor(data: bytes, device: torch.device) -> torch.Tensor:
+def _bytes_to_tensor(data: bytes, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)

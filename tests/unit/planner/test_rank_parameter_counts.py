@@ -12,7 +12,7 @@ from megaframe.layout import Layout
 from megaframe.model.forward_context import RunContext
 from megaframe.parameters.spec import EXPERT_AXES, copies_of
 from megaframe.pipeline_parallel.stage import build_stages
-from megaframe.planner.parameter_counts import held
+from megaframe.planner.parameter_counts import count_parameters
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 LAYOUTS = [
@@ -24,7 +24,7 @@ LAYOUTS = [
 
 def counted(config, layout, plan):
     """Return the same numbers as `by_specs`, from the plan."""
-    found = held(config, layout, [plan])
+    found = count_parameters(config, layout, [plan])
     parts = (
         (*found.tables, found.positions),
         found.blocks,
@@ -52,7 +52,7 @@ def by_specs(config, layout, plans):
     found = {"vector": 0, "table": 0, "split": 0, "whole": 0, "shared": 0, "experts": 0}
     for parameter in {p: None for stage in stages.values() for p in stage.parameters()}:
         spec = parameter.spec
-        size = spec.local(layout.place(0), layout.sizes).size
+        size = spec.local(layout.full_coordinate(0), layout.sizes).size
         if spec.role in ("gain", "bias"):
             found["vector"] += size
         elif spec.role in ("embedding", "head"):
