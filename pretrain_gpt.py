@@ -20,7 +20,7 @@ from megaframe.config.describe import WIDTH
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 from megaframe.layout import Layout
 from megaframe.resilience.elastic import fitted
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 _USAGE = """pretrain_gpt.py --config FILE [--dry-run [--gpus N]] [--force] [section.key=value ...]
 
@@ -70,7 +70,7 @@ def main() -> None:
         config, notes = with_layout(config, world)
         if config.faults.elastic:
             config, world = fitted(config, world)
-        check(config, world, data=not arguments.dry_run)
+        validate_config(config, world, data=not arguments.dry_run)
         for decide in (with_buckets, with_blocks):
             config, more = decide(config, world)
             notes += more

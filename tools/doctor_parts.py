@@ -49,7 +49,7 @@ from megaframe.errors import LostRanks, report_errors
 from megaframe.layout import Layout
 from megaframe.planner.collective_times import bus_bandwidth
 from megaframe.training.restart import train
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 _ALL_PAIRS = 8
 """Ranks up to which every pair of them is measured; with more, only neighbours."""
@@ -354,7 +354,7 @@ def layout(name: str, doctor: Doctor) -> None:
         world = 1 if alone else doctor.world
         path = doctor.folder / folder / "metrics.jsonl"
         if not (alone and (doctor.rank or path.exists())):
-            check(config, world)
+            validate_config(config, world)
             train(config, Layout.from_parallel(config.parallel, world), nccl=doctor.nccl)
         if doctor.rank:
             return None

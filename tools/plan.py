@@ -23,7 +23,7 @@ from megaframe.planner.fit import suggest_changes
 from megaframe.planner.layout_search import LayoutChoice, SearchResult, describe_candidate, search
 from megaframe.planner.peak_memory import resolve_recompute_blocks
 from megaframe.planner.prediction import predict
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 _GIB = 2.0**30
 _ROWS = 12
@@ -111,7 +111,7 @@ def asked(arguments: argparse.Namespace) -> Question:
 def predicted(question: Question) -> LayoutChoice:
     """Return the config's own layout with its prediction."""
     config, gpus = question.config, question.gpus
-    check(config, gpus, data=False)
+    validate_config(config, gpus, data=False)
     layout = Layout.from_parallel(config.parallel, gpus)
     config = resolve_recompute_blocks(config, layout, question.cluster.chip)
     return LayoutChoice(
@@ -168,7 +168,7 @@ def _ranked(found: SearchResult) -> Table:
             f"{prediction.step_seconds:.4g}",
             "-" if prediction.mfu is None else f"{prediction.mfu:.1%}",
             f"{sum(prediction.memory_bytes.values()) / _GIB:.1f}",
-            describe_candidate(found.candidates, choice.place),
+            describe_candidate(found.candidates, choice.index),
         )
     return table
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megaframe.config import ModelConfig, MoEConfig, RunConfig, TrainConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.device import tune_host_allocator
-from megaframe.expert_parallel.paths import Dealt, Pick
+from megaframe.expert_parallel.transfer import ExpertRows, SelectRows
 from megaframe.model.block import TransformerBlock
 from megaframe.model.moe.layer import MixtureOfExperts
 from megaframe.parameters.initialization import fill
@@ -102,16 +102,16 @@ def main() -> None:
 
     chosen, _ = layer.router(x.detach(), context, state)
     loads = torch.bincount(chosen.flatten(), minlength=shape.experts)
-    dealt = Dealt(loads.cumsum(0, dtype=torch.int32), loads.tolist())
+    expert_rows = ExpertRows(loads.cumsum(0, dtype=torch.int32), loads.tolist())
     rows = torch.randn(int(loads.sum()), shape.hidden).to(x.dtype).requires_grad_()
-    order = Pick(torch.arange(len(rows)), len(rows))
+    order = SelectRows(torch.arange(len(rows)), len(rows))
     gates = torch.rand(len(rows)).to(x.dtype).requires_grad_()
     d_rows = torch.randn_like(rows)
 
     def alone() -> None:
         start_step()
         rows.grad = gates.grad = None
-        experts(rows, gates, order, dealt, state).backward(d_rows)
+        experts(rows, gates, order, expert_rows, state).backward(d_rows)
 
     bare = seconds_of(alone, given.steps)
     for _ in range(_ROUNDS - 1):

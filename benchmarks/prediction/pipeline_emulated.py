@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import commit, machine
 
-from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig
 from megaframe.schedule import Schedule, generate, lower
@@ -116,7 +116,7 @@ def config_of(
 
 def simulated(config: RunConfig, comm: float) -> tuple[Schedule, Timeline]:
     """Return the schedule of a step of `config`, and its simulation with the emulated times."""
-    schedule = step_schedule(config, config.train.global_batch)
+    schedule = build_step_schedule(config, config.train.global_batch)
     costs = replace(stage_costs(config, stage_plans(config)), comm=comm)
     return schedule, simulate(schedule, costs)
 
@@ -198,7 +198,7 @@ def overheads() -> Iterator[dict[str, Any]]:
     head, which are real, are reported apart from the others."""
     for name, ranks, chunks, microbatches in OVERHEAD:
         config = config_of(name, ranks, chunks, microbatches, 0.0)
-        schedule = step_schedule(config, microbatches)
+        schedule = build_step_schedule(config, microbatches)
         actions = [len(rank) for rank in lower(schedule).ranks]
         each = [
             1e6 * min(rank.busy) / count

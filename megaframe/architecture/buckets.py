@@ -24,7 +24,7 @@ LATENCY_SHARE = 0.1
 """What latencies may add to a transfer for the sake of a shorter last bucket, as its share."""
 
 
-def balanced_count(transfer: Number, latency: Number) -> Number:
+def balanced_bucket_count(transfer: Number, latency: Number) -> Number:
     """Return the number n of buckets for these seconds: T, of all bytes, and L, of each bucket. It
     may be below 1."""
     ratio = transfer / np.maximum(latency, 1e-12)
@@ -32,7 +32,7 @@ def balanced_count(transfer: Number, latency: Number) -> Number:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BucketBlocks:
     """Blocks `start` to `stop` of a stage, whose matrices are in common buckets. halves: it is one
     block, and the matrices of its late part are in buckets of their own."""
 
@@ -41,7 +41,7 @@ class Blocks:
     halves: bool
 
 
-def bucket_blocks(sizes: Sequence[tuple[int, int]], least: int) -> list[Blocks]:
+def group_blocks_into_buckets(sizes: Sequence[tuple[int, int]], least: int) -> list[BucketBlocks]:
     """Return which consecutive blocks of a stage share buckets, in order.
 
     From the last block on, as backward passes go, blocks are put together until they have at least
@@ -53,12 +53,12 @@ def bucket_blocks(sizes: Sequence[tuple[int, int]], least: int) -> list[Blocks]:
         sizes: elements of each block's matrices: those of its late part, and the others.
         least: `parallel.bucket_size`.
     """
-    found: list[Blocks] = []
+    groups: list[BucketBlocks] = []
     stop, total = len(sizes), 0
     for start in reversed(range(len(sizes))):
         total += sum(sizes[start])
         halves = stop - start == 1 and max(sizes[start]) >= least
         if total >= least or halves or start == 0:
-            found.append(Blocks(start, stop, halves))
+            groups.append(BucketBlocks(start, stop, halves))
             stop, total = start, 0
-    return found[::-1]
+    return groups[::-1]

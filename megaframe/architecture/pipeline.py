@@ -10,7 +10,7 @@ from megaframe.schedule import Action, ActionKind, Schedule, generate
 from megaframe.schedule.simulate import simulate
 
 
-def step_schedule(config: RunConfig, microbatches: int) -> Schedule:
+def build_step_schedule(config: RunConfig, microbatches: int) -> Schedule:
     """Return the compute actions of one step; equal arguments give equal schedules.
 
     `search` may not choose the placement of stages, because stages must stay where they are while a
@@ -32,7 +32,7 @@ def step_schedule(config: RunConfig, microbatches: int) -> Schedule:
     )
 
 
-def forward_schedule(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
+def build_forward_schedule(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
     """Return a schedule of forward passes only. Each rank runs all microbatches of one stage before
     its next stage, so no pass waits for a later stage. rank_of: rank of each stage."""
     ranks = range(max(rank_of) + 1)
@@ -49,7 +49,7 @@ def forward_schedule(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
     )
 
 
-def pipeline_summary(config: RunConfig, schedule: Schedule) -> Iterator[str]:
+def summarize_pipeline(config: RunConfig, schedule: Schedule) -> Iterator[str]:
     """Yield a line for the schedule with its bubble, one for all stages together, and one for each
     stage; nothing if there is only one stage."""
     plans = stage_plans(config)
@@ -65,7 +65,7 @@ def pipeline_summary(config: RunConfig, schedule: Schedule) -> Iterator[str]:
     )
     yield f"stages      {len(plans)}, {layers} blocks in all"
     for plan in plans:
-        again = f", {plan.recomputed} recomputed" if plan.recomputed else ""
+        recomputed = f", {plan.recomputed} recomputed" if plan.recomputed else ""
         share = work[plan.number] / sum(work)
         rank = schedule.rank_of[plan.number]
-        yield f"  {plan.number:<4} rank {rank:<4} {share:6.1%} of the work  {plan}{again}"
+        yield f"  {plan.number:<4} rank {rank:<4} {share:6.1%} of the work  {plan}{recomputed}"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from megaframe.architecture.attention import head_widths, mean_keys, window_of
 from megaframe.architecture.experts import has_experts
-from megaframe.architecture.matrices import attention_matrices, head_widths
-from megaframe.architecture.windows import mean_keys, window_of
+from megaframe.architecture.matrices import attention_matrix_elements
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.schedule.costs import ActionCosts
@@ -57,13 +57,13 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
         twice = 2 if config.train.recompute == "full" else 1
         works = (block_work(config, layer) for layer in range(config.model.layers))
         sums = tuple(twice * work.forward + work.backward + work.weight for work in works)
-        end = end_work(config)
-        layers = divide(sums, end.forward + end.backward + end.weight, stages)
+        end = output_work(config)
+        layers = divide_blocks(sums, end.forward + end.backward + end.weight, stages)
     plans, start = [], 0
     for number, count in enumerate(layers):
         blocks = range(start, start + count)
-        again = _per_stage(config.train.recompute_blocks, number)
-        recomputed = count if config.train.recompute == "full" else min(count, again)
+        recomputed_first = _per_stage(config.train.recompute_blocks, number)
+        recomputed = count if config.train.recompute == "full" else min(count, recomputed_first)
         plans.append(StagePlan(number, stages, blocks, recomputed))
         start += count
     assert start == config.model.layers, "every layer is on one stage"
@@ -71,7 +71,7 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
 
 
 @cache
-def divide(blocks: tuple[float, ...], head: float, stages: int) -> tuple[int, ...]:
+def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[int, ...]:
     """Return how many consecutive blocks each stage gets. The largest work of a stage is minimal,
     and among such divisions this is the most even one (least sum of squares).
 
@@ -86,7 +86,7 @@ def divide(blocks: tuple[float, ...], head: float, stages: int) -> tuple[int, ..
     starts: list[list[int]] = []
     for stage in range(stages):
         extra = head if stage == stages - 1 else 0.0
-        found = [
+        choices = [
             min(
                 (
                     (squares[start] + (ends[end] - ends[start] + extra) ** 2, start)
@@ -97,8 +97,8 @@ def divide(blocks: tuple[float, ...], head: float, stages: int) -> tuple[int, ..
             )
             for end in range(len(ends))
         ]
-        squares = [value for value, _ in found]
-        starts.append([start for _, start in found])
+        squares = [value for value, _ in choices]
+        starts.append([start for _, start in choices])
     counts, end = [], len(blocks)
     for start in reversed(starts):
         counts.append(end - start[end])
@@ -109,7 +109,7 @@ def divide(blocks: tuple[float, ...], head: float, stages: int) -> tuple[int, ..
 def stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> ActionCosts:
     """Return the modelled work of F, B and W of every stage, in FLOPs per token. Only the ratios
     matter."""
-    end = end_work(config)
+    end = output_work(config)
     works = [[block_work(config, layer) for layer in plan.blocks] for plan in plans]
     stages = list(zip(plans, works, strict=True))
     return ActionCosts(
@@ -125,7 +125,7 @@ def stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> ActionCosts:
 
 
 @dataclass(frozen=True)
-class Work:
+class PassWork:
     """Work of F, B and W of a part: FLOPs per token, or with `model.emulate` seconds per
     microbatch."""
 
@@ -134,37 +134,37 @@ class Work:
     weight: float
 
 
-def block_work(config: RunConfig, layer: int) -> Work:
+def block_work(config: RunConfig, layer: int) -> PassWork:
     """Return the work of the block of a layer. Attention counts the keys that it sees on average,
     and has no weight gradient."""
     emulated = config.model.emulate
     if emulated is not None:
-        return Work(emulated.forward, emulated.backward, emulated.weight)
+        return PassWork(emulated.forward, emulated.backward, emulated.weight)
     model = config.model
-    matrices = 2.0 * block_matrices(model, layer)
+    matrices = 2.0 * active_matrix_elements(model, layer)
     seen = mean_keys(config.train.seq, window_of(model, layer))
     keys = 2.0 * model.heads * sum(head_widths(model)) * seen
-    return Work(matrices + keys, matrices + 2 * keys, matrices)
+    return PassWork(matrices + keys, matrices + 2 * keys, matrices)
 
 
-def end_work(config: RunConfig) -> Work:
+def output_work(config: RunConfig) -> PassWork:
     """Return the work after the last block. The head computes its gradients in the forward pass, so
     all of its work counts as forward. Each predictor adds the head once more, a matrix and a
     block."""
     model = config.model
-    join = 2.0 * join_matrix(model)
+    join = 2.0 * predictor_projection_elements(model)
     head = 3 * _head(config)
     forward, backward, weight = head, 0.0, 0.0
     for depth in range(model.mtp_depth):
         block = block_work(config, model.layers + depth)
-        again = block.forward + join if config.train.recompute == "full" else 0.0
+        recomputed = block.forward + join if config.train.recompute == "full" else 0.0
         forward += head + block.forward + join
-        backward += block.backward + join + again
+        backward += block.backward + join + recomputed
         weight += block.weight + join
-    return Work(forward, backward, weight)
+    return PassWork(forward, backward, weight)
 
 
-def join_matrix(model: ModelConfig) -> int:
+def predictor_projection_elements(model: ModelConfig) -> int:
     """Return the elements of a predictor's matrix that joins two streams into one."""
     return 2 * model.hidden * model.hidden
 
@@ -174,15 +174,15 @@ def stage_layers(model: ModelConfig, plan: StagePlan) -> list[int]:
     return [*plan.blocks, *range(model.layers, model.layers + model.mtp_depth * plan.last)]
 
 
-def block_matrices(model: ModelConfig, layer: int) -> int:
+def active_matrix_elements(model: ModelConfig, layer: int) -> int:
     """Return the elements of the matrices that one token uses in the block of a layer. Predictors'
     blocks are numbered after the last layer."""
     mlp = (3 if model.activation == "swiglu" else 2) * model.hidden
     moe = model.moe
     if moe is None or not has_experts(moe, layer):
-        return attention_matrices(model) + mlp * model.ffn
+        return attention_matrix_elements(model) + mlp * model.ffn
     width = (moe.top_k + moe.shared) * (moe.ffn or model.ffn)
-    return attention_matrices(model) + mlp * width + moe.experts * model.hidden
+    return attention_matrix_elements(model) + mlp * width + moe.experts * model.hidden
 
 
 def _head(config: RunConfig) -> float:
@@ -209,14 +209,14 @@ def _least_maximum(ends: Sequence[float], head: float, stages: int) -> float:
 
 def _fits(ends: Sequence[float], head: float, stages: int, limit: float) -> bool:
     """Return whether stages of at most `limit` work suffice; they are filled from the last one."""
-    room, end = limit - head, len(ends) - 1
+    free_work, end = limit - head, len(ends) - 1
     for _ in range(stages):
-        if room < 0:
+        if free_work < 0:
             return False
         start = end
-        while start and ends[end] - ends[start - 1] <= room:
+        while start and ends[end] - ends[start - 1] <= free_work:
             start -= 1
-        room, end = limit, start
+        free_work, end = limit, start
     return end == 0
 
 

@@ -28,7 +28,7 @@ from megaframe.data.gpt_dataset import (
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.shuffle import sample_indices, source_key
 from megaframe.errors import UserError
-from megaframe.validate.run import NO_SOURCES
+from megaframe.validate.data import NO_SOURCES
 
 Numbers = NDArray[np.int64]
 _ANY_TOKEN = 2**63

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from megaframe.architecture.buckets import bucket_blocks
+from megaframe.architecture.buckets import group_blocks_into_buckets
 from megaframe.distributed.mesh import Mesh
 from megaframe.parameters.parameter import Module
 
@@ -23,7 +23,7 @@ def bucket_units(
     `parallel.bucket_size`; half a block as long as it is not decided."""
     blocks = [unit for unit in units if _is_block(unit)]
     sizes = [_halves(block, mesh) for block in blocks]
-    groups = bucket_blocks(sizes, 1 if least == "auto" else least)
+    groups = group_blocks_into_buckets(sizes, 1 if least == "auto" else least)
     by_first = {id(blocks[of.start]): (blocks[of.start : of.stop], of.halves) for of in groups}
     for unit in units:
         if not _is_block(unit):

@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megaframe.architecture.matrices import head_widths
-from megaframe.architecture.stages import block_work, join_matrix, stage_plans
-from megaframe.architecture.windows import mean_keys, window_of
+from megaframe.architecture.attention import head_widths, mean_keys, window_of
+from megaframe.architecture.stages import block_work, predictor_projection_elements, stage_plans
 from megaframe.config import RunConfig
 from megaframe.model.embedding import vocab_size
 from megaframe.parameters.spec import ParamSpec
@@ -67,7 +66,7 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
     again = 0.0
     if config.train.recompute == "full":
         layers += range(model.layers, model.layers + depth)
-        again = 2.0 * depth * join_matrix(model)
+        again = 2.0 * depth * predictor_projection_elements(model)
     again += sum(block_work(config, layer).forward for layer in layers)
     return Flops(
         model=blocks + head,

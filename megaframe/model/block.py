@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaframe.architecture.attention import window_of
 from megaframe.architecture.experts import has_experts
-from megaframe.architecture.windows import window_of
 from megaframe.config import EmulationConfig, ModelConfig
 from megaframe.model.attention import Attention
 from megaframe.model.forward_context import MicrobatchContext, RunContext

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.architecture.windows import windows
+from megaframe.architecture.attention import windows
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.context_parallel.ring import RingMask, document_ends

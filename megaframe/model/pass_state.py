@@ -104,11 +104,11 @@ class PassState:
         workspace: Memory for tensors that end with a layer, of the whole stage.
         boundary: Crossed between the two halves of a block.
         deferred: Computes or keeps the weight gradients of this microbatch.
-        turn: Layers call it before they wait for a transfer.
+        interleave_hook: Layers call it before they wait for a transfer.
     """
 
     statistics: LayerStatistics = field(default_factory=LayerStatistics)
     workspace: Workspace = field(default_factory=Workspace)
     boundary: BlockBoundary = field(default_factory=BlockBoundary)
     deferred: DeferredGradients = field(default_factory=DeferredGradients)
-    turn: InterleaveHook = field(default_factory=InterleaveHook)
+    interleave_hook: InterleaveHook = field(default_factory=InterleaveHook)

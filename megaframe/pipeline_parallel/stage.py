@@ -200,7 +200,7 @@ class Stage:
         """
         context, state = self._context(microbatch, self._keys, scale), self._pass_state()
         flight = Flight(context, state)
-        state.turn.switch = hand_over
+        state.interleave_hook.switch = hand_over
         self._flights[number] = flight
         values = self._values(self.units, following, whole=False)
         if self.embedding is not None:
@@ -251,7 +251,7 @@ class Stage:
         flight = self._flights[number] if split else self._flights.pop(number)
         context, state = flight.context, flight.state
         state.deferred.deferring = split
-        state.turn.switch = hand_over
+        state.interleave_hook.switch = hand_over
         state.boundary.done = None if split else done
 
         def finish(unit: Module) -> None:

@@ -12,7 +12,7 @@ from itertools import product
 
 from megaframe.config import ParallelConfig, RunConfig
 from megaframe.errors import UserError, divisors
-from megaframe.validate.run import mistakes
+from megaframe.validate.run import find_mistakes
 
 _MODEL_AXES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
 """Axes that divide the model or samples, and so determine a rank's memory."""
@@ -24,14 +24,14 @@ def fitted(config: RunConfig, world: int) -> tuple[RunConfig, int]:
 
     Raises `UserError` if no layout fits.
     """
-    if not mistakes(config, world, data=False):
+    if not find_mistakes(config, world, data=False):
         return config, world
     for sizes in _candidates(config.parallel, world):
         found = _with(config, sizes)
         used = sizes["data"] * sizes["tensor"] * sizes["pipeline"] * sizes["context"]
-        if not mistakes(found, used, data=False):
+        if not find_mistakes(found, used, data=False):
             return found, used
-    wrong = "\n  ".join(mistakes(config, world, data=False))
+    wrong = "\n  ".join(find_mistakes(config, world, data=False))
     raise UserError(
         f"faults.elastic found no layout for {world} ranks; the layout of the config:\n  {wrong}"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.architecture.pipeline import pipeline_summary, step_schedule
+from megaframe.architecture.pipeline import build_step_schedule, summarize_pipeline
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, dump
 from megaframe.hardware.cluster import Cluster
@@ -14,8 +14,8 @@ from megaframe.optim.parameter_groups import choices_table
 from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.planner.memory import compute_rank_memory
 from megaframe.schedule import Schedule, lower
-from megaframe.validate.invariance import promise_note
-from megaframe.validate.run import warnings
+from megaframe.validate.invariance import layout_dependence_note
+from megaframe.validate.run import find_warnings
 
 
 def describe(config: RunConfig, layout: Layout, cluster: Cluster | None = None) -> str:
@@ -25,7 +25,7 @@ def describe(config: RunConfig, layout: Layout, cluster: Cluster | None = None) 
     """
     specs, train = model_specs(config), config.train
     microbatches = train.global_batch // (train.microbatch * layout.data)
-    schedule = step_schedule(config, microbatches)
+    schedule = build_step_schedule(config, microbatches)
     host = cluster is not None and cluster.chip.is_host
     there = layout.world if cluster is None or host else cluster.node
     node = config.parallel.node_size or there
@@ -33,10 +33,10 @@ def describe(config: RunConfig, layout: Layout, cluster: Cluster | None = None) 
         dump(config),
         *outline(config, layout, specs),
         *choices_table(config, specs),
-        *pipeline_summary(config, schedule),
+        *summarize_pipeline(config, schedule),
         *_memory(config, layout, schedule, host),
-        *warnings(config, layout, node),
-        *promise_note(config),
+        *find_warnings(config, layout, node),
+        *layout_dependence_note(config),
     ]
     return "\n".join(lines)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megaframe.architecture.context import exchanging_ranks
+from megaframe.architecture.attention import exchanging_ranks
 from megaframe.architecture.experts import near_experts
-from megaframe.architecture.pipeline import forward_schedule, step_schedule
+from megaframe.architecture.pipeline import build_forward_schedule, build_step_schedule
 from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig
 from megaframe.context_parallel.context import ContextParallel
@@ -53,7 +53,7 @@ class Pipeline:
     ) -> None:
         train, self._depth = config.train, config.model.mtp_depth
         full = train.global_batch // (train.microbatch * mesh.layout.data)
-        self.schedule = step_schedule(config, full)
+        self.schedule = build_step_schedule(config, full)
         self.rank_of = rank_of = self.schedule.rank_of
         here = mesh.coordinate["pipeline"]
         plans = [plan for plan in stage_plans(config) if rank_of[plan.number] == here]
@@ -86,9 +86,9 @@ class Pipeline:
         @lru_cache(_KEPT)
         def lowered(microbatches: int, train: bool) -> tuple[Schedule, Mapping[Action, Action]]:
             if not train:
-                return lower(forward_schedule(rank_of, microbatches)), {}
+                return lower(build_forward_schedule(rank_of, microbatches)), {}
             known = microbatches == self.schedule.microbatches
-            schedule = self.schedule if known else step_schedule(config, microbatches)
+            schedule = self.schedule if known else build_step_schedule(config, microbatches)
             if not config.parallel.expert_overlap:
                 return lower(schedule), {}
             paired = find_overlap_pairs(schedule, stage_costs(config, stage_plans(config)))

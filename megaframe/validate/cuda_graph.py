@@ -17,6 +17,12 @@ from collections.abc import Iterator, Mapping
 from megaframe.config.schema import RunConfig
 
 
+def graph_mistakes(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+    if config.train.cuda_graph:
+        for reason in graph_reasons(config, sizes):
+            yield f"train.cuda_graph=true cannot work here: {reason}"
+
+
 def graph_reasons(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
     """Yield what in a config cannot be recorded, with what to use instead. sizes: of the axes."""
     yield from _transfers(config, sizes)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from megaframe.config.schema import RunConfig
 
 
-def exceptions(config: RunConfig) -> Iterator[str]:
+def find_layout_dependence(config: RunConfig) -> Iterator[str]:
     """Yield each option of a config that makes answers depend on the layout: key, value, reason."""
     model, train, parallel, optim = config.model, config.train, config.parallel, config.optim
     if model.moe is not None and model.moe.capacity is not None:
@@ -37,7 +37,7 @@ def exceptions(config: RunConfig) -> Iterator[str]:
         )
 
 
-def promise_note(config: RunConfig) -> Iterator[str]:
+def layout_dependence_note(config: RunConfig) -> Iterator[str]:
     """Yield one line with all such options; nothing if there are none."""
-    if found := "; ".join(exceptions(config)):
-        yield f"layout may change the answer: {found}"
+    if options := "; ".join(find_layout_dependence(config)):
+        yield f"layout may change the answer: {options}"

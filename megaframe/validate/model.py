@@ -1,13 +1,19 @@
-"""Checks of a model's shape: heads, widths, positions and windows that do not fit together."""
+"""Checks of the model's shape: heads, widths, positions, windows, latent attention and predictors.
+
+Config keys of ordinary attention are refused next to `model.latent` if their value is not the
+default, not if they are merely given: a config that was written out in full contains all keys.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.architecture.windows import window_mistakes
-from megaframe.config.model import ModelConfig
+from megaframe.architecture.attention import windows
+from megaframe.config.model import LatentAttentionConfig, ModelConfig
+from megaframe.config.schema import RunConfig
 from megaframe.errors import nearest_divisors
-from megaframe.validate.mla import latent_mistakes
+
+TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
 
 
 def model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
@@ -79,4 +85,91 @@ def _scaling(model: ModelConfig) -> Iterator[str]:
         yield (
             f"model.rotary_scaling.mscale_all_dim={scaling.mscale_all_dim:g} needs model.latent; "
             "use 0, or leave it out"
+        )
+
+
+def latent_mistakes(model: ModelConfig, latent: LatentAttentionConfig) -> Iterator[str]:
+    """Yield a message for each mistake in model.latent and in keys that it cannot go with."""
+    if model.kv_heads != model.heads:
+        yield (
+            f"model.kv_heads={model.kv_heads} has no effect with model.latent, which computes keys "
+            f"and values for each of model.heads={model.heads}; leave it out"
+        )
+    if model.head_dim != max(1, model.hidden // model.heads):
+        yield (
+            f"model.head_dim={model.head_dim} has no effect with model.latent, where a head has "
+            f"model.latent.head_dim={latent.head_dim} dims besides model.latent.rotary_dim="
+            f"{latent.rotary_dim} rotated ones; leave it out"
+        )
+    for name, enabled in (("qk_norm", model.qk_norm), ("qkv_bias", model.qkv_bias)):
+        if enabled:
+            yield f"model.{name}=true cannot be combined with model.latent; use model.{name}=false"
+    yield from _rotated(model, latent)
+
+
+def _rotated(model: ModelConfig, latent: LatentAttentionConfig) -> Iterator[str]:
+    if model.position != "rotary":
+        yield (
+            f"model.latent has model.latent.rotary_dim={latent.rotary_dim} rotated dims, but "
+            f"model.position={model.position}; use model.position=rotary"
+        )
+    if latent.rotary_dim % 2:
+        near = [width for width in (latent.rotary_dim - 1, latent.rotary_dim + 1) if width]
+        yield (
+            f"model.latent.rotary_dim={latent.rotary_dim} must be an even number; "
+            f"use {' or '.join(map(str, near))}"
+        )
+    if model.rotary_fraction != 1:
+        yield (
+            f"model.rotary_fraction={model.rotary_fraction:g} has no effect with model.latent, of "
+            f"which model.latent.rotary_dim={latent.rotary_dim} dims are rotated; leave it out"
+        )
+
+
+def window_mistakes(model: ModelConfig) -> Iterator[str]:
+    """Yield a message if `model.window` is not a pattern for the layers."""
+    pattern = windows(model)
+    if not pattern:
+        yield (
+            "model.window=[] has 0 entries to repeat over model.layers="
+            f"{model.layers}; use null for no window, or 1 to {model.layers} entries"
+        )
+    elif len(pattern) > model.layers:
+        yield (
+            f"model.window has {len(pattern)} entries for model.layers={model.layers}; use 1 to "
+            f"{model.layers} of them, which are repeated from the first layer on"
+        )
+
+
+def mtp_mistakes(config: RunConfig) -> Iterator[str]:
+    depth, train = config.model.mtp_depth, config.train
+    if depth and config.model.emulate is not None:
+        yield (
+            f"model.mtp_depth={depth} predicts with blocks, and those of model.emulate have no "
+            "weights; use model.mtp_depth=0"
+        )
+    if depth >= train.seq:
+        yield (
+            f"model.mtp_depth={depth} looks past the end of every sample of train.seq={train.seq} "
+            f"tokens; use {train.seq - 1} or less"
+        )
+    default = type(train).model_fields["mtp_weight"].default
+    if not depth and train.mtp_weight != default:
+        yield (
+            f"train.mtp_weight={train.mtp_weight:g} has no effect with model.mtp_depth=0; leave it "
+            "out, or use model.mtp_depth=1"
+        )
+
+
+def vocabulary_mistakes(config: RunConfig) -> Iterator[str]:
+    tokenizer = config.data.tokenizer
+    if tokenizer is None:
+        if config.model.vocab is None:
+            yield "model.vocab and data.tokenizer are both missing; set one of them"
+        return
+    kind, _, path = tokenizer.partition(":")
+    if tokenizer != "bytes" and (kind not in TOKENIZERS or not path):
+        yield (
+            f"data.tokenizer={tokenizer} is not of the form KIND:PATH; use "
+            f"{', '.join(f'{kind}:PATH' for kind in TOKENIZERS)} or bytes"
         )

@@ -1,12 +1,22 @@
-"""Checks that matrices and rows can be divided among the tensor ranks as the config says."""
+"""Checks of tensor parallelism: matrices and rows that ranks can divide, and groups within a
+node."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
+from megaframe.architecture.attention import latent_width
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.errors import TIMES, divisors, join_or, nearest_divisors
+from megaframe.hardware.chips import WIDTH
+from megaframe.layout import Layout
+
+BETWEEN_NODES = 50e9
+"""Bytes/s of one rank to another node: a 400 Gb/s adapter per rank."""
+WITHIN_NODE = 450e9
+"""Bytes/s of one rank to ranks of its node: NVLink 4, one direction."""
 
 
 def tensor_mistakes(config: RunConfig) -> Iterator[str]:
@@ -50,3 +60,44 @@ def _chunks(config: RunConfig) -> Iterator[str]:
             f"microbatch (train.microbatch={train.microbatch}{TIMES}train.seq={train.seq}) that "
             f"each rank has; use {rows} or fewer"
         )
+
+
+def node_crossing_warning(config: RunConfig, layout: Layout, node_size: int) -> str | None:
+    """Return a warning with the predicted cost if tensor groups span several nodes of `node_size`
+    ranks; None if each group is within one node.
+
+    The tensor axis varies fastest, so this is the case if a node holds whole groups.
+    """
+    tensor = layout.tensor
+    if tensor == 1 or node_size >= layout.world or node_size % tensor == 0:
+        return None
+    size = tensor_parallel_bytes(config, layout)
+    apart, together = size / BETWEEN_NODES, size / WITHIN_NODE
+    return (
+        f"parallel.tensor={tensor} crosses nodes of parallel.node_size={node_size} ranks: each "
+        f"rank moves {size / 1e9:.3g} GB a step, {apart:.3g} s at {BETWEEN_NODES / 1e9:g} GB/s "
+        f"between nodes instead of {together:.3g} s at {WITHIN_NODE / 1e9:g} GB/s within one; "
+        f"parallel.tensor={gcd(tensor, node_size)} would stay inside"
+    )
+
+
+def tensor_parallel_bytes(config: RunConfig, layout: Layout) -> float:
+    """Return the bytes of activations that a rank moves over the tensor axis in a step.
+
+    Per layer and microbatch these are 10 (t-1)/t b s h elements: each of four linears moves b s h
+    elements in forward and in backward, and two inputs are gathered again in backward. The
+    embedding and the head add 2 each. Recomputed layers would add 4 each, which are not counted.
+    Latent attention moves its latents in place of h elements, and their rotated part twice. A depth
+    of multi-token prediction is a layer with its own embedding and head.
+    """
+    model, train = config.model, config.train
+    tokens = train.microbatch * train.seq / layout.context
+    microbatches = train.global_batch // (train.microbatch * layout.data)
+    layer, latent = 10 * model.hidden, model.latent
+    if latent is not None:
+        whole = model.hidden * (latent.query_rank is None)
+        layer = 7 * model.hidden + 3 * (whole + latent_width(latent)) - latent.rotary_dim
+    ends = 4 * model.hidden * (1 + model.mtp_depth)
+    a_token = layer * (model.layers + model.mtp_depth) + ends
+    elements = a_token * tokens * microbatches / layout.pipeline
+    return elements * WIDTH[train.precision] * (layout.tensor - 1) / layout.tensor

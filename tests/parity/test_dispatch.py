@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megaframe.distributed.interleaving import InterleaveHook
 from megaframe.distributed.mesh import Mesh
 from megaframe.expert_parallel.dispatch import DROPPED, ExpertParallel, route_tokens
-from megaframe.expert_parallel.paths import back, there
+from megaframe.expert_parallel.transfer import combine_along, dispatch_along
 from megaframe.layout import EXPERT_SETS, Layout
 from megaframe.parameters.spec import share
 
@@ -47,20 +47,24 @@ def sent(kind):
     mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=60)
     mesh.add_groups(EXPERT_SETS)
     near, far = mesh.divide_experts(NEAR)
-    places = ExpertParallel(mesh.group("expert"), near, far, mesh.group("expert_tensor"), kind=kind)
-    groups, turn, found = (places.axis, near, far), InterleaveHook(), {}
+    parallel = ExpertParallel(
+        mesh.group("expert"), near, far, mesh.group("expert_tensor"), method=kind
+    )
+    groups, turn, found = (parallel.axis, near, far), InterleaveHook(), {}
     for routing in ROUTINGS:
         chosen = chosen_by(routing, mesh.rank)
         x = rows_of(mesh.rank, len(chosen))
-        way = route_tokens(chosen, EXPERTS, places)
+        route = route_tokens(chosen, EXPERTS, parallel)
         for group in groups:
             group.traffic.take()
-        arrived = there([*way.rows, way.last], turn).cross(x)
+        arrived = dispatch_along([*route.rows, route.last], turn).run(x)
         moved = [group.traffic.take()[0] for group in groups]
-        gates = there(way.gates, turn).cross(torch.ones(len(chosen), CHOICES, dtype=x.dtype))
-        home = back([*way.rows, way.last], turn).cross(arrived * gates[:, None])
-        again = back(way.gates, turn).cross(gates)
-        found[routing] = (arrived.split(way.dealt.counts), home, again, moved)
+        gates = dispatch_along(route.gates, turn).run(
+            torch.ones(len(chosen), CHOICES, dtype=x.dtype)
+        )
+        home = combine_along([*route.rows, route.last], turn).run(arrived * gates[:, None])
+        again = combine_along(route.gates, turn).run(gates)
+        found[routing] = (arrived.split(route.expert_rows.counts), home, again, moved)
     mesh.close()
     return found
 
@@ -117,7 +121,9 @@ def waits(kind):
     mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=60)
     mesh.add_groups(EXPERT_SETS)
     near, far = mesh.divide_experts(NEAR)
-    places = ExpertParallel(mesh.group("expert"), near, far, mesh.group("expert_tensor"), kind=kind)
+    parallel = ExpertParallel(
+        mesh.group("expert"), near, far, mesh.group("expert_tensor"), method=kind
+    )
     chosen, found = chosen_by("random", mesh.rank), []
 
     class Unknown(TorchDispatchMode):
@@ -127,10 +133,10 @@ def waits(kind):
             return function(*args, **(kwargs or {}))
 
     tolist = torch.Tensor.tolist
-    route_tokens(chosen, EXPERTS, places)
+    route_tokens(chosen, EXPERTS, parallel)
     with pytest.MonkeyPatch.context() as patch, Unknown():
         patch.setattr(torch.Tensor, "tolist", lambda given: found.append(given) or tolist(given))
-        route_tokens(chosen, EXPERTS, places)
+        route_tokens(chosen, EXPERTS, parallel)
     mesh.close()
     return len(found)
 

@@ -11,7 +11,7 @@ from tolerances import PROMISE
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.training.dry_run import describe
-from megaframe.validate.invariance import exceptions, promise_note
+from megaframe.validate.invariance import find_layout_dependence, layout_dependence_note
 
 DESIGN = Path(__file__).resolve().parents[2] / "docs/design.md"
 COLUMNS = [
@@ -86,16 +86,16 @@ def test_the_table_says_how_far_answers_come_apart(option, pool):
 def test_each_is_named_when_it_is_used(option):
     given = sections(option)
     config = RunConfig(**{**given, "model": {"vocab": 37, **MODELS["gpt2"], **given["model"]}})
-    (found,) = exceptions(config)
+    (found,) = find_layout_dependence(config)
     assert found.startswith(f"{option} (")
 
 
 def test_all_of_a_run_stand_in_one_line_and_a_run_without_any_says_nothing():
     model = {"vocab": 37, "bias": True}
     config = RunConfig(model=model, optim={"name": "lion"}, parallel={"compress": "topk"})
-    (line,) = promise_note(config)
+    (line,) = layout_dependence_note(config)
     assert line.startswith("layout may change the answer: parallel.compress=topk (")
     assert "; optim.name=lion (" in line
     assert describe(config, Layout(data=2)).splitlines()[-1] == line
     for calm in ({}, {"state": "bf16"}, {"name": "muon"}):
-        assert not list(promise_note(RunConfig(model=model, optim=calm)))
+        assert not list(layout_dependence_note(RunConfig(model=model, optim=calm)))

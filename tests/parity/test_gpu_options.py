@@ -10,7 +10,7 @@ from host_waits import nobody_waits
 from parity_runs import MODELS, assert_same, assert_same_bits, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
@@ -21,7 +21,7 @@ from megaframe.pipeline_parallel.executor import Engine
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import lower
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 MOE = {"experts": 4, "ffn": 8, "top_k": 2, "balance_loss": 0.1, "z_loss": 0.01}
 EXPERTS = {"norm": "rmsnorm", "activation": "swiglu", "moe": MOE}
@@ -59,7 +59,7 @@ def test_the_memory_plan_knows_what_is_away():
             model={"layers": 6, "hidden": 64, "heads": 2, "vocab": 100},
             train={"recompute": "full", "seq": 32, "precision": "fp32", "offload": offload},
         )
-        actions = lower(step_schedule(config, 2)).ranks[0]
+        actions = lower(build_step_schedule(config, 2)).ranks[0]
         return compute_memory(
             config, RankParameters(0, (1,), ()), 1, stage_plans(config), actions
         ).activations
@@ -71,7 +71,7 @@ def test_the_memory_plan_knows_what_is_away():
 def test_offload_without_anything_to_move_is_refused():
     config = RunConfig(model={"vocab": 100}, train={"offload": True})
     with pytest.raises(UserError, match=r"train\.offload=true .* use train\.recompute=full"):
-        check(config, 1, data=False)
+        validate_config(config, 1, data=False)
 
 
 @pytest.mark.quick(when=lambda recompute: recompute == "selective")

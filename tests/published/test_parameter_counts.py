@@ -7,7 +7,7 @@ import pytest
 from megaframe.config import load
 from megaframe.parameters.spec import active_parameters, parameter_count
 from megaframe.pipeline_parallel.stage import model_specs
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -98,8 +98,8 @@ def test_every_config_is_sound(path):
         config = load(str(path), ["data.sources=[{path: tokens}]"])
     parallel = config.parallel
     ranks = parallel.tensor * parallel.pipeline * parallel.context * parallel.expert
-    check(config, ranks)
-    check(config, 2 * ranks)
+    validate_config(config, ranks)
+    validate_config(config, 2 * ranks)
     assert config.run.dir == f"runs/{path.stem}"
     assert config.model.vocab is not None
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.config import ModelConfig, MoEConfig
-from megaframe.expert_parallel.paths import Dealt, Local
+from megaframe.expert_parallel.transfer import ExpertRows, LocalStep
 from megaframe.model.mlp import activate, activate_again
 from megaframe.model.pass_state import PassState
 from megaframe.ops.fp8 import Fp8Matmul
@@ -76,8 +76,8 @@ class Experts(Module):
         self,
         x_AH: Tensor,
         gates_N: Tensor,
-        last: Local,
-        dealt: Dealt,
+        last: LocalStep,
+        expert_rows: ExpertRows,
         state: PassState,
     ) -> Tensor:
         """Apply the experts.
@@ -86,13 +86,13 @@ class Experts(Module):
             x_AH: Rows as they arrive, [A, hidden].
             gates_N: Weights of the rows of each expert.
             last: Brings the rows to their experts, and sums them on the way back.
-            dealt: Which rows each expert has.
+            expert_rows: Which rows each expert has.
             state: Of the microbatch's pass.
 
         Returns:
             The outputs times the gates, summed over the experts of each arriving row, [A, hidden].
         """
-        return _Experts.apply(x_AH, gates_N, self, last, dealt, state)
+        return _Experts.apply(x_AH, gates_N, self, last, expert_rows, state)
 
 
 class _Experts(torch.autograd.Function):
@@ -106,23 +106,23 @@ class _Experts(torch.autograd.Function):
         x_AH: Tensor,
         gates_N: Tensor,
         experts: Experts,
-        last: Local,
-        dealt: Dealt,
+        last: LocalStep,
+        expert_rows: ExpertRows,
         state: PassState,
     ) -> Tensor:
         up_EOH, down_EHF = _matrices(experts.up), _matrices(experts.down)
-        slices = _divide(x_AH, up_EOH, down_EHF, dealt, experts.tensor)
-        # In the workspace: `last.back` sums it before the next layer asks for the same memory.
+        slices = _divide(x_AH, up_EOH, down_EHF, expert_rows, experts.tensor)
+        # In the workspace: `last.transpose` sums it before the next layer asks for the same memory.
         y_NH, ups = state.workspace.rows(len(gates_N), x_AH), []
         for piece in slices:
-            up = piece.product(last.some(x_AH, piece.rows), up_EOH[piece.experts])
+            up = piece.product(last.forward_slice(x_AH, piece.rows), up_EOH[piece.experts])
             active = activate(experts.activation, up, experts.tensor.kernels)
             inner = active.mul_(gates_N[piece.rows, None])
             piece.product_into(y_NH[piece.rows], inner, down_EHF[piece.experts])
             ups.append(up)
         ctx.save_for_backward(x_AH, gates_N, *ups)
         ctx.experts, ctx.last, ctx.state, ctx.slices = experts, last, state, slices
-        return last.back(y_NH).wait()
+        return last.transpose(y_NH).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,7 +133,7 @@ class _Experts(torch.autograd.Function):
         dgates_N = torch.empty_like(gates_N)
         for piece, up in zip(ctx.slices, ups, strict=True):
             rows = piece.rows
-            dy_nH = last.some(dy_AH, rows)
+            dy_nH = last.forward_slice(dy_AH, rows)
             d_inner = piece.input_gradient(dy_nH, down_EHF[piece.experts])
             active, activation_backward = activate_again(
                 experts.activation, up, experts.tensor.kernels
@@ -144,10 +144,10 @@ class _Experts(torch.autograd.Function):
             d_up = activation_backward(d_inner.mul_(gates_n1))
             inner = active.mul_(gates_n1)
             piece.input_gradient_into(dx_NH[rows], d_up, up_EOH[piece.experts])
-            x_nH = last.some(x_AH, rows)
+            x_nH = last.forward_slice(x_AH, rows)
             state.deferred.add(partial(piece.add_weight_gradient, experts.up, d_up, x_nH))
             state.deferred.add(partial(piece.add_weight_gradient, experts.down, dy_nH, inner))
-        return last.back(dx_NH).wait(), dgates_N, None, None, None, None
+        return last.transpose(dx_NH).wait(), dgates_N, None, None, None, None
 
 
 def _matrices(weight: Parameter) -> Tensor:
@@ -226,14 +226,14 @@ class _ExpertSlice:
 
 
 def _divide(
-    x_AH: Tensor, up: Tensor, down: Tensor, dealt: Dealt, tensor: TensorParallel
+    x_AH: Tensor, up: Tensor, down: Tensor, expert_rows: ExpertRows, tensor: TensorParallel
 ) -> list[_ExpertSlice]:
     """Return all rows as one slice if that can be multiplied at once, else those of each expert
     that has any."""
-    if all(_at_once(x_AH, matrices, dealt.ends_E, tensor) for matrices in (up, down)):
-        return [_ExpertSlice(tensor, slice(None), slice(None), dealt.ends_E)]
+    if all(_at_once(x_AH, matrices, expert_rows.ends_E, tensor) for matrices in (up, down)):
+        return [_ExpertSlice(tensor, slice(None), slice(None), expert_rows.ends_E)]
     slices, start = [], 0
-    for expert, count in enumerate(dealt.numbers()):
+    for expert, count in enumerate(expert_rows.counts_on_host()):
         if count:
             slices.append(_ExpertSlice(tensor, expert, slice(start, start + count)))
         start += count

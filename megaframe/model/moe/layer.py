@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megaframe.config import ModelConfig, MoEConfig
 from megaframe.expert_parallel.dispatch import route_tokens
-from megaframe.expert_parallel.paths import back, there
+from megaframe.expert_parallel.transfer import combine_along, dispatch_along
 from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.mlp import MLP
 from megaframe.model.moe.experts import Experts
@@ -41,11 +41,12 @@ class MixtureOfExperts(Module):
         moe = self.router.moe
         kernels = NO_KERNELS if moe.capacity else self.run.kernels  # kernels cannot drop choices
         route = route_tokens(chosen, moe.experts, self.run.experts, kernels)
-        rows = there(route.rows, state.turn)
-        ticket = rows.depart(normed)
-        weights = there(route.gates, state.turn).cross(gates)
-        # Between departure and arrival, so that it is computed while rows are in transit.
+        rows = dispatch_along(route.rows, state.interleave_hook)
+        in_transit = rows.start(normed)
+        weights = dispatch_along(route.gates, state.interleave_hook).run(gates)
+        # Between start and finish, so that it is computed while rows are in transit.
         shared = None if self.shared is None else self.shared(normed, None, context, state)
-        outputs = self.experts(rows.arrive(ticket), weights, route.last, route.dealt, state)
-        combined = back(route.rows, state.turn).cross(outputs)
+        arrived = rows.finish(in_transit)
+        outputs = self.experts(arrived, weights, route.last, route.expert_rows, state)
+        combined = combine_along(route.rows, state.interleave_hook).run(outputs)
         return combined if shared is None else combined + shared

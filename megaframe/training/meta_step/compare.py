@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
@@ -39,14 +39,14 @@ class Row:
 def compared(config: RunConfig, layout: Layout, rank: int, found: Counted) -> list[Row]:
     """Return the rows for memory and bytes moved. The schedule of all ranks is checked first."""
     many = config.train.global_batch // (config.train.microbatch * layout.data)
-    schedule = lower(step_schedule(config, many))
+    schedule = lower(build_step_schedule(config, many))
     check(schedule)
     return [*_memory(config, layout, rank, found), *_traffic(config, layout, rank, found)]
 
 
 def _memory(config: RunConfig, layout: Layout, rank: int, found: Counted) -> Iterator[Row]:
     many = config.train.global_batch // (config.train.microbatch * layout.data)
-    schedule = lower(step_schedule(config, many))
+    schedule = lower(build_step_schedule(config, many))
     here = layout.coordinate(rank)["pipeline"]
     plan = compute_rank_memory(config, layout, stage_plans(config), schedule, here)
     buffers = plan.weights + plan.values + plan.gradients
@@ -71,7 +71,7 @@ def _traffic(config: RunConfig, layout: Layout, rank: int, found: Counted) -> It
     """Yield the bytes moved, by axes. With several context ranks, gradients and values travel over
     context and data ranks together, so the plan's "data" is compared with "context+data"."""
     many = config.train.global_batch // (config.train.microbatch * layout.data)
-    schedule = lower(step_schedule(config, many))
+    schedule = lower(build_step_schedule(config, many))
     here = layout.coordinate(rank)["pipeline"]
     plans = stage_plans(config)
     mine = [plans[stage] for stage in schedule.stages(here)]

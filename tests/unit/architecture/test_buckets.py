@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.architecture.buckets import LATENCY_SHARE, Blocks, balanced_count, bucket_blocks
+from megaframe.architecture.buckets import (
+    LATENCY_SHARE,
+    BucketBlocks,
+    balanced_bucket_count,
+    group_blocks_into_buckets,
+)
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout, exchange_groups, exchange_steps, ranks_per_node
@@ -36,7 +41,7 @@ def config_of(model=None, **parallel):
 @settings(deadline=None, max_examples=100)
 @given(transfer=st.floats(1e-3, 10), latency=st.floats(1e-5, 1))
 def test_latencies_and_the_last_bucket_are_balanced(transfer, latency):
-    count = float(balanced_count(transfer, latency))
+    count = float(balanced_bucket_count(transfer, latency))
 
     def cost(n):
         return n * latency + transfer / n
@@ -54,7 +59,7 @@ def test_latencies_and_the_last_bucket_are_balanced(transfer, latency):
     least=st.integers(1, 300),
 )
 def test_blocks_are_together_until_they_have_enough(sizes, least):
-    found = bucket_blocks(sizes, least)
+    found = group_blocks_into_buckets(sizes, least)
     assert [n for of in found for n in range(of.start, of.stop)] == [*range(len(sizes))]
     for of in found:
         here = sizes[of.start : of.stop]
@@ -64,12 +69,16 @@ def test_blocks_are_together_until_they_have_enough(sizes, least):
 
 
 def test_half_a_block_is_the_least():
-    assert bucket_blocks([(2, 1)] * 3, 1) == [Blocks(n, n + 1, True) for n in range(3)]
-    assert bucket_blocks([(2, 1)] * 3, 3) == [Blocks(n, n + 1, False) for n in range(3)]
-    assert bucket_blocks([(2, 1)] * 5, 6) == [
-        Blocks(0, 1, False),
-        Blocks(1, 3, False),
-        Blocks(3, 5, False),
+    assert group_blocks_into_buckets([(2, 1)] * 3, 1) == [
+        BucketBlocks(n, n + 1, True) for n in range(3)
+    ]
+    assert group_blocks_into_buckets([(2, 1)] * 3, 3) == [
+        BucketBlocks(n, n + 1, False) for n in range(3)
+    ]
+    assert group_blocks_into_buckets([(2, 1)] * 5, 6) == [
+        BucketBlocks(0, 1, False),
+        BucketBlocks(1, 3, False),
+        BucketBlocks(3, 5, False),
     ]
 
 
@@ -88,9 +97,11 @@ def test_the_number_of_buckets_follows_from_latency_and_bandwidth():
     assert machine.constants.links == (0.82, 0.9)
     latency = 2 * 255 * alpha
     transfer = (4 + 2) * MATRICES * 255 / 256 / bandwidth
-    assert found == pytest.approx(min(64.0, float(balanced_count(transfer, latency))), rel=1e-6)
-    half = exchange_times(machine, MATRICES, 2.0).in_turn(1)
-    whole = exchange_times(machine, MATRICES, 1.0).in_turn(1)
+    assert found == pytest.approx(
+        min(64.0, float(balanced_bucket_count(transfer, latency))), rel=1e-6
+    )
+    half = exchange_times(machine, MATRICES, 2.0).total_at(1)
+    whole = exchange_times(machine, MATRICES, 1.0).total_at(1)
     assert half - whole == pytest.approx(latency, rel=1e-6)
 
 

@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.architecture.stages import block_matrices, divide, stage_costs, stage_plans
+from megaframe.architecture.stages import (
+    active_matrix_elements,
+    divide_blocks,
+    stage_costs,
+    stage_plans,
+)
 from megaframe.config import RunConfig
 from megaframe.metrics import count_flops
 from megaframe.model.forward_context import RunContext
@@ -45,7 +50,7 @@ def test_no_division_is_better_balanced(blocks, head, stages):
         found[-1] += head
         return max(found), sum(work * work for work in found)
 
-    counts = divide(blocks, head, stages)
+    counts = divide_blocks(blocks, head, stages)
     assert sum(counts) == len(blocks) and len(counts) == stages
     assert works(counts) == min(map(works, all_divisions(len(blocks), stages)))
 
@@ -112,7 +117,7 @@ def test_work_adds_up_to_the_counted_flops(model, recompute):
     assert sum(map(sum, costs.per_stage(3))) == pytest.approx(flops.hardware, rel=1e-12)
     matrices = sum(spec.size for spec in model_specs(config) if spec.role == "matrix")
     depth = config.model.mtp_depth
-    blocks = sum(block_matrices(config.model, layer) for layer in range(6 + depth))
+    blocks = sum(active_matrix_elements(config.model, layer) for layer in range(6 + depth))
     assert blocks + 2 * 64 * 64 * depth == matrices
 
 

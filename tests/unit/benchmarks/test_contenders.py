@@ -17,7 +17,7 @@ from tolerances import growth
 from torch.nn import functional
 
 from megaframe.config import load
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "benchmarks" / name) for name in ("cpu", "network", "peers")]
@@ -120,4 +120,4 @@ def test_each_command_has_a_config_that_a_run_takes(tmp_path, monkeypatch):
                 runpy.run_path(script, run_name="__main__")
         (_, entry, *keys), world = started.value.args
         assert Path(entry) == ROOT / "pretrain_gpt.py"
-        check(load(None, keys), world)
+        validate_config(load(None, keys), world)

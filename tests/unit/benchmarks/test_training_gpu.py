@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megaframe.config import load
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "benchmarks" / name) for name in ("gpu", "peers")]
@@ -43,7 +43,7 @@ def test_rows_run_and_both_contenders_start_alike(tmp_path):
 
 @pytest.mark.parametrize("row", training_gpu.ROWS, ids=lambda row: row.name)
 def test_a_row_is_a_config_that_a_run_takes(row):
-    check(load(str(ROOT / row.path), row.arguments(dry=False)), 1, data=False)
+    validate_config(load(str(ROOT / row.path), row.arguments(dry=False)), 1, data=False)
 
 
 def test_rows_have_names_of_their_own():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
@@ -50,12 +50,12 @@ def test_all_ranks_and_the_plan_put_the_same_blocks_together(model, parallel, wo
             parallel={"node_size": 8, "bucket_size": least, **parallel},
         )
         layout = Layout.from_parallel(config.parallel, world)
-        plans, schedule = stage_plans(config), step_schedule(config, 2)
+        plans, schedule = stage_plans(config), build_step_schedule(config, 2)
         for rank in {0, 1, world - 1}:
             place = layout.coordinate(rank)["pipeline"]
             here = [plans[stage] for stage in schedule.stages(place)]
             blocks = [layer for plan in here for layer in plan.blocks]
-            planned = count_parameters(config, layout, here).blocks_together(config, here)
+            planned = count_parameters(config, layout, here).group_blocks(config, here)
             wanted = sorted(tuple(blocks[of.start : of.stop]) for of in planned)
             found = groups_of(config, layout, rank)
             # Experts have buckets of their own, of those of the blocks that have any.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.architecture.windows import mean_keys
+from megaframe.architecture.attention import mean_keys
 from megaframe.config import RunConfig
 from megaframe.metrics.flops import count_flops
 from megaframe.parameters.spec import Normal, ParamSpec

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from test_step_breakdown import run
 
-from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.config import load
 from megaframe.distributed.mesh import Mesh, global_rank
 from megaframe.distributed.object_collectives import gather_bytes, measure_clock_offset
@@ -60,7 +60,7 @@ def test_a_trace_has_the_actions_of_the_schedule_and_what_was_sent_arrives_later
             slices[one["pid"], threads[one["pid"], one["tid"]]].append(one)
             assert one["ts"] >= 0 and one["dur"] >= 0
     config = load(None, keys)
-    lowered = lower(step_schedule(config, 4)).ranks
+    lowered = lower(build_step_schedule(config, 4)).ranks
     for rank in range(2):
         lanes = ("compute", "send", "recv", "grad")
         done = sorted((s for lane in lanes for s in slices[rank, lane]), key=lambda s: s["ts"])

@@ -5,7 +5,7 @@ import math
 import pytest
 from tolerances import near
 
-from megaframe.architecture.matrices import attention_matrices
+from megaframe.architecture.matrices import attention_matrix_elements
 from megaframe.config import ModelConfig
 from megaframe.model.forward_context import RunContext
 from megaframe.model.mla import LatentAttention
@@ -27,7 +27,7 @@ def test_parameters_of_the_released_layers(name):
     layer = LatentAttention("a", model, model.latent, 0.02, None, RunContext())
     specs = [p.spec for p in layer.parameters()]
     assert sum(spec.size for spec in specs) == published
-    assert attention_matrices(model) == sum(s.size for s in specs if s.role == "matrix")
+    assert attention_matrix_elements(model) == sum(s.size for s in specs if s.role == "matrix")
 
 
 def yarn(**changes):

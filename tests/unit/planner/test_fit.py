@@ -18,7 +18,7 @@ from megaframe.planner.fit import compute_fit, suggest_changes
 from megaframe.planner.layout_search import find_fastest
 from megaframe.planner.peak_memory import resolve_recompute_blocks
 from megaframe.resilience.elastic import fitted
-from megaframe.validate.run import mistakes
+from megaframe.validate.run import find_mistakes
 
 ROOT = Path(__file__).resolve().parents[3]
 CLUSTERS = {"H100": "h100-ib", "H200": "h200-ib", "CPU": "cpu"}
@@ -33,7 +33,7 @@ def misfits(config, world, cluster):
     if config.parallel.auto:
         constants = constants_of(cluster.chip.family)
         return [] if find_fastest(config, world, cluster, constants) else ["no layout fits"]
-    wrong = mistakes(config, world, data=False)
+    wrong = find_mistakes(config, world, data=False)
     if wrong:
         return wrong
     layout = Layout.from_parallel(config.parallel, world)
@@ -146,7 +146,7 @@ TIGHT = (
 def test_what_is_offered_fits_when_it_is_pasted(name, gpus, cluster, keys, first):
     machine = load_cluster(cluster)
     config = load(name, keys)
-    assert mistakes(config, gpus, data=False) == []
+    assert find_mistakes(config, gpus, data=False) == []
     assert not compute_fit(config, Layout.from_parallel(config.parallel, gpus), machine.chip).fits
     offers = list(suggest_changes(config, gpus, machine, constants_of(machine.chip.family)))
     assert offers and offers[0].startswith(first)

@@ -18,7 +18,7 @@ from megaframe.planner.layout_search import search
 from megaframe.planner.peak_memory import fits_with_margin
 from megaframe.planner.prediction import predict
 from megaframe.planner.vectorized import estimate
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 DENSE = {
     "layers": 32,
@@ -54,7 +54,7 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
     assert len(every) > 1000
     for place in drawn(len(every), 60):
         one = apply_candidate(config, every, place)
-        check(one, gpus, data=False)
+        validate_config(one, gpus, data=False)
         assert Layout.from_parallel(one.parallel, gpus).world == gpus
     table = np.stack(list(vars(every).values()))
     assert np.unique(table, axis=1).shape[1] == len(every)
@@ -74,7 +74,7 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
 def test_estimates_are_what_simulation_says(model, gpus, batch, sections):
     config = made(model, batch, **sections)
     every = enumerate_candidates(config, gpus, CLUSTER)
-    every = every.taken(np.array(drawn(len(every), 50)))
+    every = every.select(np.array(drawn(len(every), 50)))
     found = estimate(config, CLUSTER, CONSTANTS, every)
     seconds, sizes = [], []
     for place in range(len(every)):
@@ -92,7 +92,7 @@ def test_rows_that_arrive_at_experts_are_in_the_estimate():
     config = load("qwen3-30b-a3b", ["parallel.expert=1"])
     fixed = {"pipeline": 1, "context": 1, "zero": 2, "recompute": "none", "microbatch": 2}
     every = enumerate_candidates(config, 64, CLUSTER, fixed)
-    every = every.taken(every.expert > 1)
+    every = every.select(every.expert > 1)
     found = estimate(config, CLUSTER, CONSTANTS, every)
     for place in drawn(len(every), 10):
         one = apply_candidate(config, every, place)
@@ -131,7 +131,7 @@ def test_what_is_given_stays_and_the_config_can_be_loaded(tmp_path):
     path.write_text(dump(found.best.config))
     loaded = load(str(path))
     assert loaded == found.best.config
-    check(loaded, 64, data=False)
+    validate_config(loaded, 64, data=False)
 
 
 def test_a_ramp_of_batches_is_respected():
@@ -140,7 +140,7 @@ def test_a_ramp_of_batches_is_respected():
     config = RunConfig(model=DENSE, train=train)
     every = enumerate_candidates(config, 64, CLUSTER)
     assert (32 % (every.data * every.microbatch) == 0).all()
-    check(search(config, 64, CLUSTER, CONSTANTS).best.config, 64, data=False)
+    validate_config(search(config, 64, CLUSTER, CONSTANTS).best.config, 64, data=False)
 
 
 def test_a_model_that_fits_nowhere_hears_what_would_do_and_what_it_costs():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megaframe.architecture.matrices import Matrix, matrices
+from megaframe.architecture.matrices import MatrixShape, block_matrices
 from megaframe.config import RunConfig, load
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
@@ -47,7 +47,7 @@ def test_every_layer_has_the_matrices_that_it_declares(path):
                 declared[block][prod(outputs), prod(inputs)] += 1
     for layer, found in enumerate(declared.values()):
         planned = Counter()
-        for matrix in matrices(config.model, layer):
+        for matrix in block_matrices(config.model, layer):
             planned[matrix.outputs, matrix.inputs] += matrix.number
         assert planned == found, layer
 
@@ -56,7 +56,7 @@ def test_every_layer_has_the_matrices_that_it_declares(path):
 def test_an_owner_computes_what_is_counted(sides):
     with FlopCounterMode(display=False) as counter:
         orthogonal(torch.empty(sides, device="meta"))
-    assert newton_schulz_seconds(ENDLESS, Matrix(*sides)) == counter.get_total_flops()
+    assert newton_schulz_seconds(ENDLESS, MatrixShape(*sides)) == counter.get_total_flops()
 
 
 def muon(layers=4, moe=None, **parallel):
@@ -89,7 +89,7 @@ def test_pieces_travel_as_often_as_planned(name):
     other = [rehearse(without, layout, rank).traffic for rank in range(world)]
     sent = sum(one.get(axes, 0) - two.get(axes, 0) for one, two in zip(found, other, strict=True))
     machine = Machine(config, CLUSTER, constants_of("h100"), sizes_of(config, layout))
-    layers = [matrices(config.model, n) for n in range(config.model.layers)]
+    layers = [block_matrices(config.model, n) for n in range(config.model.layers)]
     elements = sum(m.elements for layer in layers for m in layer) / layout.tensor
     planned = world * float(sum(muon_bytes(machine, elements)))
     assert 0.6 * planned < sent <= planned
@@ -104,7 +104,7 @@ def test_who_works_most_is_bound_by_all_and_by_the_largest():
         whole, longest = layer_muon_seconds(machine, 0)
         nothing = muon_seconds(machine, 0.0, 0.0, 0.0)  # two transfers of no bytes
         found = muon_seconds(machine, 0.0, 8 * whole, longest) - nothing
-        buckets = [[m] * m.number for m in matrices(config.model, 0)]
+        buckets = [[m] * m.number for m in block_matrices(config.model, 0)]
         attention, late = map(list, (chain(*buckets[:-2]), chain(*buckets[-2:])))
         parts, busiest = 8 * [attention, late], 0.0
         for start in range(0, len(parts), data):
@@ -128,7 +128,7 @@ def test_a_step_with_muon_is_longer_by_what_muon_takes():
     found, plain = (predict(c, layout, CLUSTER, constants) for c in (config, adamw))
     machine = Machine(config, CLUSTER, constants, sizes_of(config, layout))
     whole, longest = layer_muon_seconds(machine, 0)
-    elements = 4 * sum(m.elements for m in matrices(config.model, 0)) / 2
+    elements = 4 * sum(m.elements for m in block_matrices(config.model, 0)) / 2
     more = float(muon_seconds(machine, elements, 4 * whole, longest))
     assert more > 0
     assert found.breakdown["optimizer"] - plain.breakdown["optimizer"] == pytest.approx(more)

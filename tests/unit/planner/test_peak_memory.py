@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
@@ -46,7 +46,7 @@ def needed(config, layout, chip, blocks):
     """Return the bytes of each pipeline rank if each stage recomputes that number of blocks."""
     train = config.train.model_copy(update={"recompute_blocks": blocks})
     config = config.model_copy(update={"train": train})
-    schedule = lower(step_schedule(config, 16))
+    schedule = lower(build_step_schedule(config, 16))
     plans = stage_plans(config)
     return [
         compute_rank_memory(config, layout, plans, schedule, rank).total + overhead_bytes(chip)
@@ -71,7 +71,7 @@ def test_every_rank_fits_and_no_stage_needs_one_fewer(parallel, recompute, part)
     low, high = (max(needed(config, layout, H100.chip, tried)) for tried in (every, none))
     chip = replace(H100.chip, memory=round((low + part * (high - low)) / 0.95))
     found = min_recomputed_blocks(config, layout, chip)
-    schedule = lower(step_schedule(config, 16))
+    schedule = lower(build_step_schedule(config, 16))
     here = needed(config, layout, chip, found)
     for rank in range(layout.pipeline):
         stages = schedule.stages(rank)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
@@ -203,7 +203,7 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
     """Assert that rehearsals of these ranks agree with their plans: in memory, and with `traffic`
     also in bytes sent. numbers: bytes of the tokens' numbers, which the plan does not count."""
     train = config.train
-    schedule = step_schedule(config, train.global_batch // train.microbatch // layout.data)
+    schedule = build_step_schedule(config, train.global_batch // train.microbatch // layout.data)
     plans, lowered = stage_plans(config), lower(schedule)
     for rank in ranks:
         found = rehearse(config, layout, rank)
@@ -294,7 +294,7 @@ def test_factors_travel_twice_and_the_gradients_behind_them_go():
     sizes = []
     for zero in (1, 2):
         config = made(4, model, {}, {"zero": zero, "compress": "powersgd"})
-        schedule = lower(step_schedule(config, 2))
+        schedule = lower(build_step_schedule(config, 2))
         found = rehearse(config, layout, 0)
         plan = compute_rank_memory(config, layout, stage_plans(config), schedule, 0)
         buffers = plan.weights + plan.values + plan.gradients

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.resilience.elastic import fitted
-from megaframe.validate.run import check, mistakes
+from megaframe.validate.run import find_mistakes, validate_config
 
 sizes = st.sampled_from([1, 2, 4])
 
@@ -28,7 +28,7 @@ def test_what_fits_is_valid_and_as_near_as_can_be(tensor, pipeline, data, lost):
     world = tensor * pipeline * data
     assume(lost < world)
     found, used = fitted(wanted, world - lost)
-    check(found, used)
+    validate_config(found, used)
     assert 1 <= used <= world - lost
     assert found.train.global_batch == wanted.train.global_batch
     if not lost:
@@ -36,7 +36,7 @@ def test_what_fits_is_valid_and_as_near_as_can_be(tensor, pipeline, data, lost):
     if world - lost >= tensor * pipeline:
         assert (found.parallel.tensor, found.parallel.pipeline) == (tensor, pipeline)
         spare = (world - lost) // (tensor * pipeline)
-        assert all(mistakes(config(tensor, pipeline, more), used // found.parallel.data * more)
+        assert all(find_mistakes(config(tensor, pipeline, more), used // found.parallel.data * more)
                    for more in range(found.parallel.data + 1, spare + 1))  # fmt: skip
 
 

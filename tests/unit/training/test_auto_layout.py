@@ -13,7 +13,7 @@ from megaframe.distributed.device import host_memory
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.training.auto_layout import cluster_of, with_blocks, with_layout
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -38,7 +38,7 @@ def test_without_auto_nothing_changes(tmp_path):
 def test_the_choice_runs_and_is_the_same_on_every_rank(world, tmp_path):
     config, notes = with_layout(made(tmp_path), world)
     assert not config.parallel.auto
-    check(config, world, data=False)
+    validate_config(config, world, data=False)
     assert Layout.from_parallel(config.parallel, world).world == world
     assert notes[0].startswith(f"parallel.auto: {world} ranks on h100-ib. Use ")
     assert with_layout(made(tmp_path), world)[0] == config

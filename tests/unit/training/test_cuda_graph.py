@@ -19,7 +19,7 @@ from megaframe.distributed.traffic import Traffic, capture_transfers
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.training.cuda_graph import _EAGER, _MOST, Graph
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 
 class Nothing:
@@ -96,9 +96,9 @@ def test_where_a_graph_cannot_work_it_is_refused(world, sections, reasons):
     def config(graph):
         return RunConfig(**{**sections, "model": model, "train": {**train, "cuda_graph": graph}})
 
-    check(config(False), world, data=False)
+    validate_config(config(False), world, data=False)
     with pytest.raises(UserError) as error:
-        check(config(True), world, data=False)
+        validate_config(config(True), world, data=False)
     lines = str(error.value).splitlines()[1:]
     for line, reason in zip(lines, reasons, strict=True):
         assert "train.cuda_graph=true cannot work here: " in line and reason in line
@@ -113,7 +113,7 @@ def test_what_a_graph_can_hold_is_not_refused():
         config = RunConfig(
             model=model, train=train, parallel=parallel, data={"reset_attention": True}
         )
-        check(config, 4, data=False)
+        validate_config(config, 4, data=False)
 
 
 def test_several_communicators_need_an_order_of_nccl(monkeypatch):

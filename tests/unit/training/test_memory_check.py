@@ -17,7 +17,7 @@ from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.training import auto_layout
 from megaframe.training.memory_check import check_memory, verdict
-from megaframe.validate.run import check
+from megaframe.validate.run import validate_config
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
@@ -221,7 +221,7 @@ def test_absurd_sizes_get_a_verdict_or_one_error(key, size):
     """None is too much for numbers of numpy, whose integers have 64 bits."""
     try:
         config = load(None, ["model.vocab=257", "run.device=cpu", f"{key}={size}"])
-        check(config, 1, data=False)
+        validate_config(config, 1, data=False)
         (line, *_) = verdict(config, Layout())
     except UserError as error:
         most = "65536" if size == MOST else "1,000,000,000,000"

@@ -1,10 +1,23 @@
-"""Windows: how many tokens each layer's attention sees, and checks of `model.window`."""
+"""Attention as a config describes it: widths of heads, windows, and its division over context
+ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from megaframe.config.model import LatentAttentionConfig, ModelConfig
+from megaframe.config.schema import ParallelConfig
 
-from megaframe.config.model import ModelConfig
+
+def head_widths(model: ModelConfig) -> tuple[int, int]:
+    """Return the width of a query or key head, and that of a value head."""
+    latent = model.latent
+    if latent is None:
+        return model.head_dim, model.head_dim
+    return latent.rotary_dim + latent.head_dim, latent.value_dim
+
+
+def latent_width(latent: LatentAttentionConfig) -> int:
+    """Return the elements of a token's latents, including the rotated part of its keys."""
+    return (latent.query_rank or 0) + latent.kv_rank + latent.rotary_dim
 
 
 def windows(model: ModelConfig) -> tuple[int | None, ...]:
@@ -31,16 +44,11 @@ def mean_keys(seq: int, window: int | None) -> float:
     return reach - reach * reach / (2 * seq)
 
 
-def window_mistakes(model: ModelConfig) -> Iterator[str]:
-    """Yield a message if `model.window` is not a pattern for the layers."""
-    pattern = windows(model)
-    if not pattern:
-        yield (
-            "model.window=[] has 0 entries to repeat over model.layers="
-            f"{model.layers}; use null for no window, or 1 to {model.layers} entries"
-        )
-    elif len(pattern) > model.layers:
-        yield (
-            f"model.window has {len(pattern)} entries for model.layers={model.layers}; use 1 to "
-            f"{model.layers} of them, which are repeated from the first layer on"
-        )
+def exchanging_ranks(parallel: ParallelConfig) -> int:
+    """Return how many neighbours on the context axis exchange heads for tokens. The groups of such
+    neighbours form a ring."""
+    if parallel.context_kind == "ring":
+        return 1
+    if parallel.context_kind == "all_to_all":
+        return parallel.context
+    return parallel.context_heads or 1

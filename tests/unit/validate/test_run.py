@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megaframe.config import load
 from megaframe.errors import TIMES, UserError
 from megaframe.layout import Layout
-from megaframe.validate.run import check, warnings
+from megaframe.validate.run import find_warnings, validate_config
 
 LATENT = "model.latent={kv_rank: 64, head_dim: 32, rotary_dim: 16, value_dim: 32}"
 SOUND = ("model.vocab=100", "data.sources=[{path: x}]")
@@ -18,7 +18,7 @@ SOUND = ("model.vocab=100", "data.sources=[{path: x}]")
 def refusals(*overrides, world=1):
     """Return the lines of the refusal without its headline, or none if the config passes."""
     try:
-        check(load(None, [*SOUND, *overrides]), world)
+        validate_config(load(None, [*SOUND, *overrides]), world)
     except UserError as error:
         return str(error).split("\n  ")[1:]
     return []
@@ -222,7 +222,7 @@ def test_chunks_are_interleaved_unless_a_schedule_is_given():
 def test_a_comparison_of_nothing_is_warned_of():
     def warned(*keys, world=4):
         config = load(None, [*SOUND, "faults.compare_every=5", *keys])
-        return warnings(config, Layout.from_parallel(config.parallel, world), world)
+        return find_warnings(config, Layout.from_parallel(config.parallel, world), world)
 
     (line,) = warned()
     assert line.startswith("warning: faults.compare_every=5 compares nothing: with parallel.zero=1")

@@ -1,0 +1,89 @@
+"""Checks of where a run saves, and of how it recovers from faults."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megaframe.config.schema import CheckpointConfig, RunConfig
+from megaframe.config.url import find_url_mistake, is_url
+from megaframe.errors import nearest_multiples
+from megaframe.layout import Layout
+
+_API_KEY = re.compile("[0-9a-f]{40}")
+
+
+def saving_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
+    every, keep_every = checkpoint.every, checkpoint.keep_every
+    if keep_every and not every:
+        yield (
+            f"checkpoint.keep_every={keep_every} has no effect with checkpoint.every=0, which "
+            "saves "
+            "nothing; leave it out"
+        )
+    elif keep_every and keep_every % every:
+        yield (
+            f"checkpoint.keep_every={keep_every} is not a multiple of checkpoint.every={every}; "
+            f"use {nearest_multiples(every, keep_every)}"
+        )
+
+
+def checkpoint_url_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
+    for key in ("folder", "resume", "weights"):
+        value = getattr(checkpoint, key)
+        if value is not None and is_url(value):
+            mistake = find_url_mistake(value)
+            if mistake:
+                yield f"checkpoint.{key}: {mistake}"
+
+
+def path_mistakes(config: RunConfig) -> Iterator[str]:
+    """Yield the keys that take no URL and have one. Its text is not repeated: it may be secret."""
+    paths = {
+        "run.dir": config.run.dir,
+        "checkpoint.memory_dir": config.checkpoint.memory_dir,
+        "parallel.cluster": config.parallel.cluster,
+        "data.tokenizer": config.data.tokenizer,
+        "meter.wandb": config.meter.wandb,
+        **{f"data.sources.{n}.path": source.path for n, source in enumerate(config.data.sources)},
+    }
+    for key, value in paths.items():
+        takes = "the name of a project" if key == "meter.wandb" else "a path of this machine"
+        if value is not None and is_url(value):
+            yield (
+                f"{key}: takes {takes} and no URL; URLs are taken by checkpoint.folder, "
+                "checkpoint.resume and checkpoint.weights"
+            )
+        elif key == "meter.wandb" and value is not None and _API_KEY.fullmatch(value):
+            yield f"{key}: takes {takes}, not an API key; give that in WANDB_API_KEY"
+
+
+def fault_mistakes(config: RunConfig) -> Iterator[str]:
+    faults, precision = config.faults, config.train.precision
+    if faults.non_finite != "skip" and precision == "fp16":
+        yield (
+            f"faults.non_finite={faults.non_finite} would act on every overflow by which "
+            "train.precision=fp16 finds its loss scale; use faults.non_finite=skip, or bf16"
+        )
+    way_back = {
+        "faults.non_finite=roll_back": faults.non_finite == "roll_back",
+        f"faults.spike_factor={faults.spike_factor}": faults.spike_factor is not None,
+        f"faults.compare_every={faults.compare_every}": faults.compare_every > 0,
+    }
+    for name, wanted in way_back.items():
+        if wanted and not config.checkpoint.every:
+            yield (
+                f"{name} goes back to a checkpoint, and checkpoint.every=0 saves none; use "
+                "checkpoint.every=100 or so"
+            )
+
+
+def replica_comparison_warning(config: RunConfig, layout: Layout) -> str | None:
+    every, zero = config.faults.compare_every, config.parallel.zero
+    if not every or not zero or layout.data_replicate > 1:
+        return None
+    return (
+        f"faults.compare_every={every} compares nothing: with parallel.zero={zero} and "
+        "parallel.data_replicate=1 no rank has the weights of another; use parallel.zero=0, or "
+        "parallel.data_replicate=2 or more"
+    )

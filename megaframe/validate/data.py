@@ -1,0 +1,43 @@
+"""Checks of the data: sources and splits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaframe.config.describe import format_value
+from megaframe.config.schema import RunConfig
+
+NO_SOURCES = (
+    "data.sources is empty; name token files, which tools/preprocess_data.py makes of text: "
+    "data.sources=[{path: PATH}]"
+)
+
+
+def source_mistakes(config: RunConfig) -> Iterator[str]:
+    if not config.data.sources:
+        yield NO_SOURCES
+
+
+def split_mistakes(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    splits = {"data.split": data.split}
+    for number, source in enumerate(data.sources):
+        if source.split is not None:
+            splits[f"data.sources[{number}].split"] = source.split
+    if len(splits) > len(data.sources) > 0:
+        del splits["data.split"]  # unused, because every source has its own split
+    totals = {key: sum(split) for key, split in splits.items()}
+    wrong = {key: total for key, total in totals.items() if abs(total - 1) > 1e-6}
+    for key, total in wrong.items():
+        parts = [round(part / total, 6) for part in splits[key]] if total else [1, 0, 0]
+        yield (
+            f"{key}={format_value(splits[key])} sums to {total:g}, not 1; use {format_value(parts)}"
+        )
+    text = ", ".join(f"{key}={format_value(split)}" for key, split in splits.items())
+    if not wrong and not any(split[0] for split in splits.values()):
+        yield f"{text} leaves nothing to train on; use a split such as [0.98, 0.02, 0]"
+    if config.train.eval_every and not any(split[1] for split in splits.values()):
+        yield (
+            f"train.eval_every={config.train.eval_every} needs a validation split, and {text} has "
+            "none; use train.eval_every=0 or a split such as [0.98, 0.02, 0]"
+        )

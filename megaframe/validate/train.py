@@ -1,0 +1,117 @@
+"""Checks of training: batches, precision and gradient compression."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaframe.config.describe import format_value
+from megaframe.config.schema import BatchRampConfig, RunConfig, TrainConfig
+from megaframe.errors import divisors, join_or, nearest_multiples
+
+_MOST_MICROBATCHES = 1 << 16
+"""Microbatches of a step. A schedule lists every pass, and training has hundreds at most."""
+
+
+def batch_mistakes(train: TrainConfig, data: int) -> Iterator[str]:
+    together = train.microbatch * data
+    on_ranks = f"train.microbatch={train.microbatch} on {data} data rank{'s' if data > 1 else ''}"
+    top = train.global_batch
+    if top % together:
+        yield (
+            f"train.global_batch={top} does not divide into microbatches of {on_ranks}; "
+            f"use {nearest_multiples(together, top)}"
+        )
+        top = max(1, round(top / together)) * together  # what a ramp is to rise to
+    if top // together > _MOST_MICROBATCHES:
+        yield (
+            f"train.global_batch={top} is {top // together} microbatches of {on_ranks}, and a step "
+            f"has at most {_MOST_MICROBATCHES}; use at most "
+            f"{_MOST_MICROBATCHES * together}, or a larger train.microbatch"
+        )
+    if train.batch_ramp is not None:
+        yield from _ramp(train.batch_ramp, top, together, on_ranks)
+
+
+def _ramp(ramp: BatchRampConfig, top: int, together: int, on_ranks: str) -> Iterator[str]:
+    """Yield what is wrong with a ramp to a global batch of `top`, a multiple of `together` samples:
+    every step's batch must be a multiple of it, too."""
+    name, start, increment = "train.batch_ramp", ramp.start, ramp.increment
+    wrong = []
+    sizes = {f"{name}.start": start, f"{name}.increment": increment}
+    uneven = [f"{key}={size}" for key, size in sizes.items() if size % together]
+    if uneven:
+        do = "does" if len(uneven) == 1 else "do"
+        wrong.append(f"{' and '.join(uneven)} {do} not divide into microbatches of {on_ranks}")
+    if start > top:
+        wrong.append(f"{name}.start={start} is more than train.global_batch={top}")
+    elif start % increment:
+        wrong.append(f"{name}.start={start} is not a multiple of {name}.increment={increment}")
+    elif (top - start) % increment:
+        wrong.append(
+            f"{name}.increment={increment} does not divide the rise from {name}.start={start} to "
+            f"train.global_batch={top}, {top - start}"
+        )
+    if wrong:
+        yield f"{'; '.join(wrong)}; use {join_or(_ramps(ramp, top, together))}"
+
+
+def _ramps(ramp: BatchRampConfig, top: int, together: int) -> Iterator[str]:
+    """Yield the nearest ramps that divide. If only the start is wrong, these are the start below
+    and the one above; otherwise the increment below and the one above, each with its nearest
+    start."""
+    # Increments divide the start and the rise to `top`, and therefore `top` itself.
+    fitting = [together * number for number in divisors(top // together)]
+    if ramp.increment in fitting:
+        below = min(top, ramp.start) // ramp.increment * ramp.increment
+        starts = (size for size in (below, below + ramp.increment) if 0 < size <= top)
+        yield f"train.batch_ramp.start={join_or(starts)}"
+        return
+    smaller = [size for size in fitting if size < ramp.increment][-1:]
+    larger = [size for size in fitting if size > ramp.increment][:1]
+    for increment in (*smaller, *larger):
+        start = min(top, max(1, round(ramp.start / increment)) * increment)
+        yield f"train.batch_ramp.start={start} with train.batch_ramp.increment={increment}"
+
+
+def precision_mistakes(train: TrainConfig) -> Iterator[str]:
+    if train.fp8 != "none" and train.precision == "fp16":
+        yield (
+            f"train.fp8={train.fp8} has no gradient scale, which train.precision=fp16 needs; use "
+            "train.precision=bf16"
+        )
+    blocks = train.recompute_blocks
+    no_blocks = blocks == 0 if isinstance(blocks, int) else not any(blocks)
+    if train.offload and train.recompute != "full" and no_blocks:
+        yield (
+            "train.offload=true moves the inputs of recomputed blocks, and train.recompute="
+            f"{train.recompute} with train.recompute_blocks={format_value(blocks)} has none; use "
+            "train.recompute=full, or train.recompute_blocks=1 or more"
+        )
+
+
+def compression_mistakes(config: RunConfig) -> Iterator[str]:
+    parallel, precision = config.parallel, config.train.precision
+    name = f"parallel.compress={parallel.compress}"
+    if parallel.compress != "none" and precision == "fp16":
+        yield (
+            f"{name} keeps what it has not sent for the next step, whose loss scale "
+            "train.precision=fp16 may change; use bf16 or fp32, or parallel.compress=none"
+        )
+    keep = parallel.compress_keep
+    if keep is None:
+        return
+    if parallel.compress not in ("topk", "powersgd"):
+        yield (
+            f"parallel.compress_keep={keep:g} has no effect with {name}; leave it out, or use "
+            "parallel.compress=topk or powersgd"
+        )
+    elif parallel.compress == "topk" and keep > 1:
+        yield (
+            f"parallel.compress_keep={keep:g} is more than all elements, of which {name} sends a "
+            "share; use 1 or less"
+        )
+    elif parallel.compress == "powersgd" and not keep.is_integer():
+        yield (
+            f"parallel.compress_keep={keep:g} is not a whole number of columns, as {name} needs; "
+            f"use {max(1, round(keep))}"
+        )
