@@ -228,7 +228,8 @@ def test_a_full_disk_is_said_and_cleaned_up(tmp_path, suffix):
 
 def test_a_file_that_outgrows_its_limit_leaves_nothing(tmp_path):
     code = (
-        "import numpy as np; from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter\n"
+        "import numpy as np\n"
+        "from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter\n"
         "from megaframe.errors import report_errors\n"
         f"with report_errors(), IndexedDatasetWriter({str(tmp_path / 'm')!r}, np.dtype('u2')) as "
         "writer:\n"

@@ -49,11 +49,9 @@ def write_as(path, documents):
     return path
 
 
-def run(
-    inputs, output, workers=1, overwrite=False, tokenizer="bytes", append_eod=True, **corpus_format
-):
+def run(inputs, output, workers=1, overwrite=False, tokenizer="bytes", append_eod=True, **options):
     job = PreprocessJob(
-        tuple(map(str, inputs)), tokenizer, str(output), CorpusFormat(**corpus_format), append_eod
+        tuple(map(str, inputs)), tokenizer, str(output), CorpusFormat(**options), append_eod
     )
     return preprocess.preprocess(job, workers, overwrite)
 
@@ -67,8 +65,8 @@ def decoded(prefix):
     return [bytes(file.sequence(n)[:-1].tolist()).decode() for n in range(len(file))]
 
 
-def read(path, size, **corpus_format):
-    how = CorpusFormat(**corpus_format)
+def read(path, size, **options):
+    how = CorpusFormat(**options)
     return [
         text
         for piece in input_shards.split_file(str(path), how, size)
