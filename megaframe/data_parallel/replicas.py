@@ -9,7 +9,7 @@ because the wrong one has since contributed to the gradients of both.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ _WORDS = 1 << 16
 """64-bit words hashed at a time; few enough that they and their factors stay in the cache."""
 
 
-def hashed(flat: Tensor) -> int:
+def hash_bytes(flat: Tensor) -> int:
     """Return a 64-bit hash of the bytes of a flat tensor, whose size must be a multiple of 8 bytes.
 
     The hash is the sum modulo 2^64 of the 64-bit words times odd numbers (multilinear hashing), so
@@ -45,51 +45,63 @@ def _factors(device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReplicaMismatch:
     """The result of a comparison that found a difference.
 
-    ranks: those that differ from the majority of their replicas or, without a majority, all that
-    may be wrong. sure: whether there was a majority in every case.
+    Attributes:
+        ranks: Those that differ from the majority of their replicas or, without a majority, all
+            that may be wrong.
+        sure: Whether there was a majority in every case.
     """
 
     ranks: tuple[int, ...]
     sure: bool
 
 
-class Replicas:
+class ReplicaChecker:
     """Compares this rank's weights with their replicas."""
 
-    def __init__(self, mesh: Mesh, buckets: Sequence[Bucket]) -> None:
-        self._mesh, self._buckets = mesh, buckets
+    def __init__(
+        self, mesh: Mesh, buckets: Sequence[Bucket], synchronize: Callable[[], None]
+    ) -> None:
+        """Prepare comparisons.
 
-    def compare(self) -> Finding | None:
+        Args:
+            mesh: This rank's groups.
+            buckets: All buckets of this rank.
+            synchronize: Returns when the weights of all buckets are where they are stored.
+        """
+        self._mesh, self._buckets, self._synchronize = mesh, buckets, synchronize
+
+    def compare(self) -> ReplicaMismatch | None:
         """Return which ranks differ from their replicas, or None if none does. Collective."""
-        odd, sure = False, True
-        for flat, group in self._held():
-            mine = hashed(flat)
-            theirs = all_gather(self._number(mine), group).wait().tolist()
-            if len(set(theirs)) > 1:
-                (usual, most), *rest = Counter(theirs).most_common()
-                clear = most > rest[0][1]
-                odd, sure = odd or not clear or mine != usual, sure and clear
-        found = self._ranks(odd)
+        suspect, sure = False, True
+        self._synchronize()
+        for weights, group in self._replicated_weights():
+            own_hash = hash_bytes(weights)
+            hashes = all_gather(self._number(own_hash), group).wait().tolist()
+            if len(set(hashes)) > 1:
+                (usual, most), *rest = Counter(hashes).most_common()
+                majority = most > rest[0][1]
+                suspect = suspect or not majority or own_hash != usual
+                sure = sure and majority
+        ranks = self._ranks_with(suspect)
         unsure = int(all_reduce(self._number(int(not sure)), self._mesh.world, "max").wait())
-        return Finding(found, not unsure) if found else None
+        return ReplicaMismatch(ranks, not unsure) if ranks else None
 
-    def _held(self) -> Iterator[tuple[Tensor, Group]]:
+    def _replicated_weights(self) -> Iterator[tuple[Tensor, Group]]:
         """Yield the weights that this rank shares with others, and the group that has the same
         ones."""
         for bucket in self._buckets:
-            sharing = bucket.sharing
-            groups = [sharing.replicas, *([sharing.shard] if sharing.stage == 0 else [])]
-            bucket.settle()
+            sharding = bucket.sharding
+            groups = [sharding.replicas, *([sharding.shard] if sharding.stage == 0 else [])]
             for group in groups:
                 if group.size > 1:
                     yield bucket.weights, group
 
-    def _ranks(self, here: bool) -> tuple[int, ...]:
+    def _ranks_with(self, flag: bool) -> tuple[int, ...]:
         """Return the ranks that pass True."""
-        flags = all_gather(self._number(int(here)), self._mesh.world).wait().tolist()
+        flags = all_gather(self._number(int(flag)), self._mesh.world).wait().tolist()
         return tuple(rank for rank, flag in zip(self._mesh.world.ranks, flags, strict=True) if flag)
 
     def _number(self, value: int) -> Tensor:
