@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from megaframe.distributed.collectives import Ring, shift_ring
-from megaframe.ops.attention_tiles import AttentionMask, Tile, attend, attend_backward, merge
+from megaframe.ops.attention_kernel import attend_tile_backward_by_kernel, attend_tile_by_kernel
+from megaframe.ops.attention_mask import AttentionMask, Tile, make_spans
+from megaframe.ops.attention_tiles import attend, attend_backward, merge
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
-from megaframe.ops.local_attention import spans_of, tile_backward_by_kernel, tile_by_kernel
 
 if TYPE_CHECKING:
     from megaframe_kernels.spans import Spans
@@ -97,18 +98,18 @@ class RingMask:
             keys = self._places(there, device)[tile.keys]
             mask = self.attention_mask if tile.kind == "masked" else AttentionMask(None, None)
             causal = tile.kind != "all"
-            self._found[tile, there] = spans_of(mask, batch, queries, keys, causal=causal)
+            self._found[tile, there] = make_spans(mask, batch, queries, keys, causal=causal)
         return self._found[tile, there]
 
     def attend(
         self, tile: Tile, there: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Compute a tile like `tiles.attend`, by a kernel if one takes it."""
+        """Compute a tile like `attention_tiles.attend`, by a kernel if one takes it."""
 
         def spans() -> Spans:
             return self.spans(tile, there, query.shape[0], query.device)
 
-        made = tile_by_kernel(self.kernels, query, key, value, spans, scale)
+        made = attend_tile_by_kernel(self.kernels, query, key, value, spans, scale)
         if made is not None:
             return made
         mask, causal = self.dense_tile(tile, there, query.device), tile.kind == "causal"
@@ -117,7 +118,7 @@ class RingMask:
     def attend_backward(
         self, tile: Tile, there: int, d_out: Tensor, *rest: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of a tile like `tiles.attend_backward`, by a kernel if one takes
+        """Compute the gradients of a tile like `attention_tiles.attend_backward`, by a kernel if one takes
         it. rest: query, key, value, out and log-sum-exp."""
         device = d_out.device
 
@@ -126,7 +127,7 @@ class RingMask:
 
         query, key, value, out, lse = rest
         given = (d_out, query, key, value, out, lse)
-        made = tile_backward_by_kernel(self.kernels, *given, spans, scale)
+        made = attend_tile_backward_by_kernel(self.kernels, *given, spans, scale)
         if made is not None:
             return made
         mask, causal = self.dense_tile(tile, there, device), tile.kind == "causal"
@@ -202,10 +203,10 @@ class _RingAttention(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros((batch, length, heads, kv.shape[3] - width), dtype=wide)
         lse = out.new_full((batch, heads, length), -math.inf)
-        for there, _, visiting in _around(kv, mask, back=True):
+        for there, _, visiting in _ring_steps(kv, mask, back=True):
             for tile in mask.tiles(there):
                 rows = tile.queries
-                key, value = _halves(visiting[:, tile.keys], width)
+                key, value = _split_kv(visiting[:, tile.keys], width)
                 part = mask.attend(tile, there, query[:, rows], key, value, scale)
                 merge(out[:, rows], lse[:, :, rows], *part)
         out = out.to(query.dtype)
@@ -219,8 +220,10 @@ class _RingAttention(torch.autograd.Function):
         mask, d_out, width = ctx.mask, gradients[0], query.shape[3]
         d_query = torch.zeros_like(query, dtype=lse.dtype, memory_format=torch.contiguous_format)
         own, coming = kv.new_empty(0), None
-        for there, step, visiting in _around(kv, mask, back=False):
-            d_kv = _room(kv, _added(mask, there, step) if step else mask.length, lse.dtype)
+        for there, step, visiting in _ring_steps(kv, mask, back=False):
+            d_kv = _allocate_kv(
+                kv, _tokens_with_gradient(mask, there, step) if step else mask.length, lse.dtype
+            )
             d_kv.zero_()
             for tile in mask.tiles(there):
                 rows = tile.queries
@@ -229,34 +232,34 @@ class _RingAttention(torch.autograd.Function):
                     there,
                     d_out[:, rows],
                     query[:, rows],
-                    *_halves(visiting[:, tile.keys], width),
+                    *_split_kv(visiting[:, tile.keys], width),
                     out[:, rows],
                     lse[:, :, rows],
                     scale=ctx.scale,
                 )
                 d_query[:, rows] += d_rows
-                into_key, into_value = _halves(d_kv[:, tile.keys], width)
+                into_key, into_value = _split_kv(d_kv[:, tile.keys], width)
                 into_key += d_key
                 into_value += d_value
             if coming is not None:
-                _add(coming.wait(), d_kv)
+                _add_to_start(coming.wait(), d_kv)
             if step:
                 before = (there - 1) % mask.ring.size
-                into = _room(kv, _added(mask, before, step), lse.dtype)
+                into = _allocate_kv(kv, _tokens_with_gradient(mask, before, step), lse.dtype)
                 coming = shift_ring(d_kv, into, mask.ring)
             else:
                 own = d_kv
         assert coming is not None
-        _add(coming.wait(), own)
+        _add_to_start(coming.wait(), own)
         return d_query.to(query.dtype), own.to(kv.dtype), None, None
 
 
-def _halves(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _split_kv(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return views of the keys (the first `width` dims) and of the values (the rest)."""
     return kv[..., :width], kv[..., width:]
 
 
-def _around(kv: Tensor, mask: RingMask, *, back: bool) -> Iterator[tuple[int, int, Tensor]]:
+def _ring_steps(kv: Tensor, mask: RingMask, *, back: bool) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (ring rank, step, its keys and values) for every rank of the ring, starting with this
     one.
 
@@ -275,24 +278,24 @@ def _around(kv: Tensor, mask: RingMask, *, back: bool) -> Iterator[tuple[int, in
         there, after = ((ring.index - way * i) % size for i in (step, step + 1))
         coming = None
         if step + 1 < size:
-            into = _room(kv, left(after, step + 1), kv.dtype)
+            into = _allocate_kv(kv, left(after, step + 1), kv.dtype)
             coming = shift_ring(kv[:, : left(there, step + 1)], into, ring, back=back)
         yield there, step, kv
         if coming is not None:
             kv = coming.wait()
 
 
-def _added(mask: RingMask, there: int, step: int) -> int:
+def _tokens_with_gradient(mask: RingMask, there: int, step: int) -> int:
     """Return how many tokens of ring rank `there` have gradients from the `step` ranks after it."""
     size = mask.ring.size
     return mask.seen_by(there, ((there + i) % size for i in range(1, step + 1)))
 
 
-def _room(kv: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+def _allocate_kv(kv: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """Allocate the keys and values, or their gradients, of this many tokens."""
     return kv.new_empty((kv.shape[0], tokens, *kv.shape[2:]), dtype=dtype)
 
 
-def _add(part: Tensor, whole: Tensor) -> None:
+def _add_to_start(part: Tensor, whole: Tensor) -> None:
     """Add `part` to the first tokens of `whole`."""
     whole[:, : part.shape[1]] += part
