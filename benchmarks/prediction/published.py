@@ -1,8 +1,9 @@
 """Published measurements compared with predictions.
 
 Without arguments it prints the errors of every table. `--write` makes
-`docs/reference/prediction.md` and its plot. `--fit FAMILY` fits the constants of a generation of
-chips to every other row of its tables.
+`docs/reference/prediction.md` and its plot; what needs a table whose file is missing stays as it
+is, and its lines are named. `--fit FAMILY` fits the constants of a generation of chips to every
+other row of its tables.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ FITTED = {
 }
 UNSEEN = {"h100": ("launch",)}
 """Constants about which no row of a family's tables says anything: no run waits for its host."""
-STRICT = ("sc21_1", "korthikanti", "readme")
+DOUBLE_WEIGHT = ("sc21_1", "korthikanti", "readme")
 """Tables that count twice in a fit, because their goals are the strictest."""
 MOST_ROWS = 14
 """Most rows of a table that a fit uses."""
-TOLD = 0.05
+INDISTINGUISHABLE = 0.05
 """Alternatives closer to each other than this cannot be told apart. It is about the error of
 predictions on the tables in which everything is published."""
 
@@ -72,14 +73,14 @@ def cluster_of(name: str) -> Cluster:
     return load_cluster(name)
 
 
-def predicted(
+def predict_run(
     row: PublishedRun, known: Mapping[str, Constants] | None = None
 ) -> PublishedPrediction:
     """Predict a row by the alternative that is predicted to be fastest of those that fit.
 
-    If others are within `TOLD` of it, any of them may be the configuration of the published, tuned
-    run, and the minimum of so many predictions would be too low. The mean of them is therefore
-    predicted. known: constants by family, in place of the shipped ones.
+    If others are within `INDISTINGUISHABLE` of it, any of them may be the configuration of the
+    published, tuned run, and the minimum of so many predictions would be too low. The mean of them
+    is therefore predicted. known: constants by family, in place of the shipped ones.
     """
     cluster = cluster_of(row.cluster)
     constants = known[cluster.chip.family] if known else constants_of(cluster.chip.family)
@@ -91,7 +92,11 @@ def predicted(
     made = [one for one in made if one[0].fits] or made
     made.sort(key=lambda one: one[0].step_seconds)
     prediction, config = made[0]
-    near = [one for one in made if one[0].step_seconds <= (1 + TOLD) * prediction.step_seconds]
+    near = [
+        one
+        for one in made
+        if one[0].step_seconds <= (1 + INDISTINGUISHABLE) * prediction.step_seconds
+    ]
     seconds = float(np.mean([one.step_seconds for one, _ in near]))
     return PublishedPrediction(
         row, config, prediction, tuple(config for _, config in near), seconds
@@ -99,12 +104,12 @@ def predicted(
 
 
 @lru_cache
-def lines_of(name: str) -> tuple[PublishedPrediction, ...]:
+def predict_table(name: str) -> tuple[PublishedPrediction, ...]:
     """Return the rows of a table, or none if it is read from a file that is missing."""
-    return tuple(predicted(row) for row in TABLES[name].rows())
+    return tuple(predict_run(row) for row in TABLES[name].rows())
 
 
-def null_errors(rows: Sequence[PublishedRun]) -> list[float]:
+def null_model_errors(rows: Sequence[PublishedRun]) -> list[float]:
     """Return the errors of a null model, which every planner must beat: the best constant rate for
     each chip, with whichever count of operations gives the smallest errors (causal attention as
     half or whole, with or without recompute)."""
@@ -159,21 +164,21 @@ class ErrorSummary:
         return 1 - self.mean / self.null if self.null else 0.0
 
 
-def summary(lines: Sequence[PublishedPrediction]) -> ErrorSummary:
+def summarize_errors(lines: Sequence[PublishedPrediction]) -> ErrorSummary:
     """Return the errors of the rows of a table."""
     errors = np.abs([line.error for line in lines])
-    null = np.abs(null_errors([line.row for line in lines]))
+    null = np.abs(null_model_errors([line.row for line in lines]))
     return ErrorSummary(
         mean=float(errors.mean()),
         most=float(errors.max()),
         fitted=float(errors[::2].mean()),
         held_out=float(errors[1::2].mean()),
         null=float(null.mean()),
-        lost=max(losses(lines), default=None),
+        lost=max(choice_losses(lines), default=None),
     )
 
 
-def losses(lines: Sequence[PublishedPrediction]) -> Iterator[float]:
+def choice_losses(lines: Sequence[PublishedPrediction]) -> Iterator[float]:
     """Yield, for each set of rivals, what the predicted best loses to the true best."""
     rivals: dict[str, list[PublishedPrediction]] = {}
     for line in lines:
@@ -187,15 +192,15 @@ def losses(lines: Sequence[PublishedPrediction]) -> Iterator[float]:
 
 def fit(family: str, rounds: int = 6) -> Constants:
     """Return the constants with the least absolute relative errors over every other row of the
-    family's tables. All tables have the same weight, except those in `STRICT`. The best of several
-    starting points is used."""
+    family's tables. All tables have the same weight, except those in `DOUBLE_WEIGHT`. The best of
+    several starting points is used."""
     start = constants_of(family)
     rows: list[tuple[PublishedRun, float]] = []
     for name, table in TABLES.items():
         own = [r for r in list(table.rows())[::2] if cluster_of(r.cluster).chip.family == family]
         own = own[:: max(1, len(own) // MOST_ROWS)]
-        weight = (2.0 if name in STRICT else 1.0) / max(1, len(own))
-        rows += [(replace(r, configs=predicted(r).near), weight) for r in own]
+        weight = (2.0 if name in DOUBLE_WEIGHT else 1.0) / max(1, len(own))
+        rows += [(replace(r, configs=predict_run(r).near), weight) for r in own]
     names = [name for name in FITTED if name not in UNSEEN.get(family, ())]
     begin = np.log([getattr(start, name) for name in names])
     others = [
@@ -225,7 +230,7 @@ def _descend(
 
     def errors(logs: np.ndarray) -> np.ndarray:
         known = {family: constants(logs)}
-        return np.array([w * np.log1p(predicted(row, known).error) for row, w in rows])
+        return np.array([w * np.log1p(predict_run(row, known).error) for row, w in rows])
 
     now, damping = errors(at), 1e-2
     for _ in range(rounds):
@@ -259,17 +264,28 @@ def main() -> None:
         found = fit(given.fit)
         print(", ".join(f"{name}={getattr(found, name):.4g}" for name in FITTED))
         return
-    from published_page import draw, heading, row_of
+    from published_page import (
+        describe_missing,
+        draw_plot,
+        format_page,
+        summary_header,
+        summary_row,
+    )
 
-    made = {name: lines for name in given.tables if (lines := lines_of(name))}
-    print(heading())
-    for name, lines in made.items():
-        print(row_of(TABLES[name], summary(lines)))
+    predictions = {name: rows for name in given.tables if (rows := predict_table(name))}
+    print(summary_header())
+    for name, rows in predictions.items():
+        print(summary_row(TABLES[name], summarize_errors(rows)))
+    page = PAGE.read_text(encoding="utf-8")
+    for name in given.tables:
+        if missing_file := TABLES[name].missing_file:
+            print(describe_missing(page, name, missing_file))
     if given.write:
-        from published_page import page
-
-        PAGE.write_text(page(made), encoding="utf-8")
-        PLOT.write_text(draw(made), encoding="utf-8")
+        PAGE.write_text(format_page(predictions, page), encoding="utf-8")
+        if len(predictions) == len(TABLES):
+            PLOT.write_text(draw_plot(predictions), encoding="utf-8")
+        else:
+            print("docs/images/prediction.svg is drawn only from all tables, and stays as it is")
 
 
 if __name__ == "__main__":

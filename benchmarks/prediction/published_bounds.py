@@ -17,7 +17,7 @@ from published_tables import PublishedRun
 
 
 @dataclass(frozen=True)
-class Cost:
+class LayerCost:
     """Rank-seconds of one layer and sample of a row, without its bubble. layers: number of layers
     that the pipeline runs one after the other in a step."""
 
@@ -41,7 +41,7 @@ class Cost:
         return self.layers * self.microbatch / self.tensor
 
 
-def costs(rows: Sequence[PublishedRun], hidden: int) -> list[Cost]:
+def layer_costs(rows: Sequence[PublishedRun], hidden: int) -> list[LayerCost]:
     """Return the costs of the rows of one width that ran 1F1B."""
     found = []
     for row in rows:
@@ -53,11 +53,13 @@ def costs(rows: Sequence[PublishedRun], hidden: int) -> list[Cost]:
         many = train.global_batch // (train.microbatch * data)
         layers = (many + parallel.pipeline - 1) * config.model.layers / parallel.pipeline
         step = layers * train.microbatch / parallel.tensor
-        found.append(Cost(row, row.seconds / step, layers))
+        found.append(LayerCost(row, row.seconds / step, layers))
     return found
 
 
-def contradictions(known: Sequence[Cost], apart: float) -> Iterator[tuple[Cost, Cost]]:
+def find_contradictions(
+    known: Sequence[LayerCost], apart: float
+) -> Iterator[tuple[LayerCost, LayerCost]]:
     """Yield pairs of contradicting rows, worst first; no row is in two pairs.
 
     The first row has no more tensor ranks and no smaller microbatches, so it should not cost more,
@@ -78,21 +80,22 @@ def contradictions(known: Sequence[Cost], apart: float) -> Iterator[tuple[Cost, 
             yield one, other
 
 
-def least_error(known: Sequence[Cost], apart: float) -> float:
+def least_error(known: Sequence[LayerCost], apart: float) -> float:
     """Return the sum of errors (logarithms) on these pairs of any prediction in which more tensor
     ranks and smaller microbatches are not cheaper."""
     return sum(
-        math.log(one.seconds / other.seconds / apart) for one, other in contradictions(known, apart)
+        math.log(one.seconds / other.seconds / apart)
+        for one, other in find_contradictions(known, apart)
     )
 
 
-def smaller(known: Sequence[Cost], microbatch: int) -> float:
+def half_microbatch_cost(known: Sequence[LayerCost], microbatch: int) -> float:
     """Return by what factor microbatches of half the size cost more, with tensor 1."""
     own = {cost.microbatch: cost.seconds for cost in known if cost.tensor == 1}
     return own[microbatch // 2] / own[microbatch]
 
 
-def most_seconds(known: Sequence[Cost], of: Cost, dearer: float) -> float:
+def most_seconds(known: Sequence[LayerCost], of: LayerCost, dearer: float) -> float:
     """Return the most time that `of` can be predicted to take if the extra cost of tensor ranks
     grows at least in proportion to their number minus one.
 
@@ -105,13 +108,13 @@ def most_seconds(known: Sequence[Cost], of: Cost, dearer: float) -> float:
     return line * dearer * of.bubble
 
 
-def _ends(known: Sequence[Cost]) -> tuple[float, int, float]:
+def _ends(known: Sequence[LayerCost]) -> tuple[float, int, float]:
     most = max(cost.tensor for cost in known)
     alone = max(cost.seconds for cost in known if cost.tensor == 1)
     return alone, most, max(cost.seconds for cost in known if cost.tensor == most)
 
 
-def least_loss(known: Sequence[Cost], dearer: float) -> float:
+def least_loss(known: Sequence[LayerCost], dearer: float) -> float:
     """Return the least that such a prediction's choice loses if it is right about all rows with
     tensor sizes other than 2."""
     fastest = min(cost.row.seconds for cost in known)
@@ -129,20 +132,20 @@ ALIKE = (4, 6)
 """Tensor ranks and microbatch of three rows that differ only in stages."""
 
 
-def told(rows: Sequence[PublishedRun]) -> str:
+def describe_bounds(rows: Sequence[PublishedRun]) -> str:
     """Return these bounds in words, for the page."""
-    known = costs(rows, WIDTH)
-    mean, order = _mean_told(known, len(rows)), _order_told(known, costs(rows, 3072))
+    known = layer_costs(rows, WIDTH)
+    mean, order = _mean_told(known, len(rows)), _order_told(known, layer_costs(rows, 3072))
     return f"  - Mean: {mean}\n  - Order: {order}"
 
 
-def _mean_told(known: Sequence[Cost], rows: int) -> str:
+def _mean_told(known: Sequence[LayerCost], rows: int) -> str:
     alike = sorted(
         (cost for cost in known if (cost.tensor, cost.microbatch) == ALIKE),
         key=lambda cost: cost.layers,
     )
     took = ", ".join(f"{cost.layers:.0f} in {cost.row.seconds:.1f} s" for cost in alike)
-    pairs = list(contradictions(known, APART))
+    pairs = list(find_contradictions(known, APART))
     return (
         f"with tensor {ALIKE[0]} and microbatches of {ALIKE[1]}, the time of a step does not grow "
         f"steadily with the number of layers run one after the other: {took}. In {len(pairs)} "
@@ -154,12 +157,12 @@ def _mean_told(known: Sequence[Cost], rows: int) -> str:
     )
 
 
-def _order_told(known: Sequence[Cost], thin: Sequence[Cost]) -> str:
+def _order_told(known: Sequence[LayerCost], thin: Sequence[LayerCost]) -> str:
     one = next(cost for cost in known if cost.tensor == 1)
     alone, most, dearest = _ends(known)
     fastest = min(cost.row.seconds for cost in known)
     two = min((cost for cost in known if cost.tensor == 2), key=lambda cost: cost.bubble)
-    dearer = smaller(thin, 4)
+    dearer = half_microbatch_cost(thin, 4)
     adds = (most_seconds(known, two, dearer) / two.bubble / alone) - 1
     price = {(cost.tensor, cost.microbatch): cost.seconds for cost in thin}
     narrow = price[2, 2] / price[1, 2] - 1

@@ -9,8 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from published import ErrorSummary, PublishedPrediction, losses, predicted, summary
-from published_bounds import WIDTH, told
+from published import (
+    ErrorSummary,
+    PublishedPrediction,
+    choice_losses,
+    predict_run,
+    summarize_errors,
+)
+from published_bounds import WIDTH, describe_bounds
 from published_tables import TABLES, PublishedTable, gpt
 
 from megaframe.planner.constants import CONSTANTS
@@ -25,6 +31,11 @@ makes this page and its plot:
 ```sh
 .venv/bin/python benchmarks/prediction/published.py --write
 ```
+
+Small tables stand in `benchmarks/prediction/published_tables.py`, as figures with their citation. \
+The rows of llm-foundry and vTrain are read from `../shared/anchors` beside the repository. \
+Without these files the command says which lines of this page it cannot make again, and leaves \
+them as they are.
 
 ![predicted against measured](../images/prediction.svg)
 
@@ -87,6 +98,10 @@ pipeline sends. None brings vTrain on 64 nodes below 6%, and where they change a
 table misses the limit of its test ([log](../log.md#predicted-steps), with numbers).
 """
 
+NOTES = "What is not reached, and why"
+"""Title of the section that the following text begins."""
+NOTED = ("vtrain_single", "vtrain_multi")
+"""Tables from whose rows the numbers of that section are computed."""
 _NOTES = """\
 ## What is not reached, and why
 
@@ -108,38 +123,38 @@ These recordings decide which of two layouts is best; {wrong} of {choices} choic
 """
 
 
-def percent(value: float) -> str:
+def format_percent(value: float) -> str:
     """Format a share."""
     return f"{100 * value:.1f}%"
 
 
-def heading() -> str:
+def summary_header() -> str:
     """Return the header of the table of summaries."""
     columns = "mean | most | fitted to | held out | null | removed | loses"
     return f"| table | rows | {columns} |\n|---|---|---|---|---|---|---|---|---|"
 
 
-def row_of(table: PublishedTable, found: ErrorSummary, rows: int | None = None) -> str:
+def summary_row(table: PublishedTable, found: ErrorSummary, rows: int | None = None) -> str:
     """Return a line of that table."""
 
     def aimed(value: float, aim: float | None) -> str:
-        return percent(value) + ("" if aim is None else f" ({100 * aim:g}%)")
+        return format_percent(value) + ("" if aim is None else f" ({100 * aim:g}%)")
 
     cells = (
         table.source,
         "" if rows is None else str(rows),
         aimed(found.mean, table.mean),
         aimed(found.most, table.most),
-        percent(found.fitted),
-        percent(found.held_out),
-        percent(found.null),
-        percent(found.removed),
-        "" if found.lost is None else percent(found.lost),
+        format_percent(found.fitted),
+        format_percent(found.held_out),
+        format_percent(found.null),
+        format_percent(found.removed),
+        "" if found.lost is None else format_percent(found.lost),
     )
     return f"| {' | '.join(cells)} |"
 
 
-def section(table: PublishedTable, lines: Sequence[PublishedPrediction]) -> str:
+def format_section(table: PublishedTable, lines: Sequence[PublishedPrediction]) -> str:
     """Return all rows of one table. `*` marks those to which constants were fitted."""
     parts = [
         f"## {table.source}",
@@ -158,7 +173,7 @@ def section(table: PublishedTable, lines: Sequence[PublishedPrediction]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def absent_line(lines: Sequence[PublishedPrediction]) -> PublishedPrediction:
+def predict_unread_run(lines: Sequence[PublishedPrediction]) -> PublishedPrediction:
     """Return the fastest row of 39.1 billion parameters that vTrain's authors publish
     (data/ground_truth_multi.csv of VIA-Research/vTrain). It is not among the rows that are read
     here."""
@@ -177,11 +192,11 @@ def absent_line(lines: Sequence[PublishedPrediction]) -> PublishedPrediction:
         pipeline=4,
         layers_per_stage=(12,) * 4,
     )
-    return predicted(replace(like, configs=(config,), seconds=13.8755))
+    return predict_run(replace(like, configs=(config,), seconds=13.8755))
 
 
 def _absent_told(lines: Sequence[PublishedPrediction]) -> str:
-    line = absent_line(lines)
+    line = predict_unread_run(lines)
     return (
         f"**These {len(lines)} of the authors' 109 rows leave out the fastest** of that model: "
         f"tensor 4, 4 stages, microbatches of 2, {line.row.seconds:.1f} s. It is also predicted to "
@@ -193,32 +208,86 @@ def _absent_told(lines: Sequence[PublishedPrediction]) -> str:
 def _notes(made: Mapping[str, Sequence[PublishedPrediction]]) -> str:
     """Return what is not reached, with what can be computed about it from the available tables."""
     single, several = made.get("vtrain_single", ()), made.get("vtrain_multi", ())
-    lost = list(losses(single))
+    lost = list(choice_losses(single))
     aim = TABLES["vtrain_multi"].mean
-    over = several and aim is not None and summary(several).mean > aim
+    over = several and aim is not None and summarize_errors(several).mean > aim
     return _NOTES.format(
         missed="mean, " if over else "",
-        bounds=told([line.row for line in several]) if several else "",
+        bounds=describe_bounds([line.row for line in several]) if several else "",
         absent=_absent_told(several) if several else "",
         wrong=sum(loss > 0.015 for loss in lost),
         choices=len(lost),
     ).rstrip()
 
 
-def page(made: Mapping[str, Sequence[PublishedPrediction]]) -> str:
-    """Return the whole page."""
-    rows = [heading()]
-    for name, lines in made.items():
-        rows.append(row_of(TABLES[name], summary(lines), len(lines)))
+def find_section(page: str, title: str) -> range:
+    """Return the numbers of a section's lines, the first of the page being 1. The last line has
+    text."""
+    lines = page.splitlines()
+    first = lines.index(f"## {title}")
+    following = (n for n in range(first + 1, len(lines)) if lines[n].startswith("## "))
+    end = next(following, len(lines))
+    while not lines[end - 1]:
+        end -= 1
+    return range(first + 1, end + 1)
+
+
+def find_row(page: str, table: PublishedTable) -> int:
+    """Return the number of the line that summarises a table."""
+    start = f"| {table.source} |"
+    return 1 + next(n for n, line in enumerate(page.splitlines()) if line.startswith(start))
+
+
+def describe_missing(page: str, name: str, missing_file: str) -> str:
+    """Say which lines of the page cannot be made without the file of a table."""
+    table = TABLES[name]
+    lines = [range(find_row(page, table), find_row(page, table) + 1)]
+    if name in NOTED:
+        lines.append(find_section(page, NOTES))
+    lines.append(find_section(page, table.source))
+    numbers = ", ".join(f"{n[0]}-{n[-1]}" if len(n) > 1 else str(n[0]) for n in lines)
+    return (
+        f"{missing_file} is missing: lines {numbers} of docs/reference/prediction.md "
+        f"({table.source}) cannot be made again"
+    )
+
+
+def format_page(
+    predictions: Mapping[str, Sequence[PublishedPrediction]], previous: str | None = None
+) -> str:
+    """Return the whole page.
+
+    Args:
+        predictions: the predicted rows of tables, by the table's name.
+        previous: a page from which the lines of tables without predictions are taken. Without it
+            these tables are left out.
+    """
+    lines = previous.splitlines() if previous else []
+
+    def take(section: range) -> str:
+        return "\n".join(lines[section[0] - 1 : section[-1]])
+
+    rows, sections = [summary_header()], []
+    for name, table in TABLES.items():
+        if name in predictions:
+            errors = summarize_errors(predictions[name])
+            rows.append(summary_row(table, errors, len(predictions[name])))
+            sections.append(format_section(table, predictions[name]))
+        elif previous:
+            rows.append(lines[find_row(previous, table) - 1])
+            sections.append(take(find_section(previous, table.source)) + "\n")
     names = ("product", "start", "attention", "memory", "launch", "contention")
     constants = [f"| | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
     for family in ("a100", "h100"):
         values = (f"{getattr(CONSTANTS[family], name):g}" for name in names)
         constants.append(f"| {family} | {' | '.join(values)} |")
+    if previous and not all(name in predictions for name in NOTED):
+        notes = take(find_section(previous, NOTES))
+    else:
+        notes = _notes(predictions)
     head = _INTRODUCTION.format(
-        summary="\n".join(rows), constants="\n".join(constants), notes=_notes(made)
+        summary="\n".join(rows), constants="\n".join(constants), notes=notes
     )
-    sections = (section(TABLES[name], lines) for name, lines in made.items())
     return head.rstrip() + "\n\n" + "\n".join(sections)
 
 
@@ -236,7 +305,7 @@ _COLOURS = (
 )
 
 
-def draw(made: Mapping[str, Sequence[PublishedPrediction]]) -> str:
+def draw_plot(made: Mapping[str, Sequence[PublishedPrediction]]) -> str:
     """Plot predicted against measured seconds, both logarithmic, with a line where they are equal
     and lines at 10% from it."""
     width, height, left, top, side = 760, 560, 60, 20, 480

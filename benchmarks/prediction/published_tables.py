@@ -1,10 +1,11 @@
 """Rows of published tables as configs: what was trained, on what, by which software, and how long a
 step took.
 
-Small tables are written here as numbers. Long ones (vTrain, llm-foundry) are read from
-`../shared/anchors` beside the repository, and left out if that is missing. If a paper does not give
-a size (microbatch, chunks), a row has an alternative for each likely one. The fastest one is
-predicted, because whoever tuned the run would have chosen it.
+Small tables are written here as figures with their citation. Long ones (vTrain, llm-foundry) are
+read from `../shared/anchors` beside the repository, and left out if that is missing
+(`PublishedTable.missing_file`). If a paper does not give a size (microbatch, chunks), a row has an
+alternative for each likely one. The fastest one is predicted, because whoever tuned the run would
+have chosen it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megaframe.config import RunConfig
 from megaframe.planner.constants import Software
 
 ANCHORS = Path(__file__).resolve().parents[3] / "shared" / "anchors"
+"""Folder of the tables that are too long to stand here."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,30 @@ class PublishedRun:
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """rows: makes them. mean, most: goals for the relative errors of a step, None without a goal.
-    source: where the table is published."""
+    """A published table of measured steps.
+
+    Attributes:
+        name: its name in tests and on the command line.
+        source: its name on the page.
+        citation: where it is published.
+        rows: makes its rows.
+        mean, most: goals for the mean and the largest relative error of a step; None without one.
+        file: name of its file in `ANCHORS`, if it does not stand in this module.
+    """
 
     name: str
     source: str
+    citation: str
     rows: Callable[[], Iterator[PublishedRun]]
     mean: float | None = None
     most: float | None = None
+    file: str | None = None
+
+    @property
+    def missing_file(self) -> str | None:
+        """The file with its rows, relative to the repository, if that is not here."""
+        here = self.file is None or (ANCHORS / self.file).exists()
+        return None if here else f"../shared/anchors/{self.file}"
 
 
 # What the trainers do, according to their papers and sources.
@@ -229,7 +247,7 @@ _SC21 = (
 )
 
 
-def sc21_one() -> Iterator[PublishedRun]:
+def read_sc21_table_1() -> Iterator[PublishedRun]:
     for heads, hidden, layers, tensor, pipeline, gpus, batch, tflops, micro, chunks in _SC21:
         data = gpus // (tensor * pipeline)
         config = gpt(
@@ -263,7 +281,7 @@ _SC21_TWO = (
 )
 
 
-def sc21_two() -> Iterator[PublishedRun]:
+def read_sc21_table_2() -> Iterator[PublishedRun]:
     for layers, hidden, heads, pipeline, batch, gpus, microbatch, tflops in _SC21_TWO:
         data = gpus // (8 * pipeline)
         config = gpt(
@@ -293,7 +311,7 @@ _KORTHIKANTI = (
 )
 
 
-def korthikanti() -> Iterator[PublishedRun]:
+def read_korthikanti() -> Iterator[PublishedRun]:
     stacks = (("full", MEGATRON_2022), ("selective", MEGATRON_SP))
     # Column by column, so that every other row is every other model of both.
     for (column, (recompute, software)), model in product(enumerate(stacks), _KORTHIKANTI):
@@ -332,7 +350,7 @@ _README = (
 )
 
 
-def readme() -> Iterator[PublishedRun]:
+def read_megatron_readme() -> Iterator[PublishedRun]:
     for heads, hidden, layers, tensor, pipeline, gpus, batch, tflops in _README:
         configs = tuple(
             gpt(
@@ -366,7 +384,7 @@ _MEGASCALE = (
 )
 
 
-def megascale() -> Iterator[PublishedRun]:
+def read_megascale() -> Iterator[PublishedRun]:
     for batch, software, times in _MEGASCALE:
         for gpus, seconds in times.items():
             config = gpt(
@@ -408,7 +426,7 @@ _ZERO_BUBBLE_SAMPLES = {
 }
 
 
-def zero_bubble() -> Iterator[PublishedRun]:
+def read_zero_bubble() -> Iterator[PublishedRun]:
     for name, (layers, heads, hidden, ranks, microbatch, chunks) in _ZERO_BUBBLE.items():
         schedules = ("1f1b", "interleaved", "zb-h1", "zb-h2")
         for schedule, speeds in zip(schedules, _ZERO_BUBBLE_SAMPLES[name], strict=True):
@@ -449,7 +467,7 @@ def zero_bubble() -> Iterator[PublishedRun]:
 
 
 def _read(name: str) -> list[dict[str, str]]:
-    path = ANCHORS / f"{name}.csv"
+    path = ANCHORS / name
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as stream:
@@ -495,12 +513,12 @@ def _vtrain(name: str, recompute: str, cluster: str, table: str) -> Iterator[Pub
         yield PublishedRun(table, label, gpus, cluster, MEGATRON_2021, (config,), seconds, rivals)
 
 
-def vtrain_single() -> Iterator[PublishedRun]:
-    return _vtrain("vtrain_single_a100", "none", "a100-ethernet", "vtrain_single")
+def read_vtrain_single() -> Iterator[PublishedRun]:
+    return _vtrain("vtrain_single_a100.csv", "none", "a100-ethernet", "vtrain_single")
 
 
-def vtrain_multi() -> Iterator[PublishedRun]:
-    return _vtrain("vtrain_multi_a100", "full", "a100-half-ib", "vtrain_multi")
+def read_vtrain_multi() -> Iterator[PublishedRun]:
+    return _vtrain("vtrain_multi_a100.csv", "full", "a100-half-ib", "vtrain_multi")
 
 
 _FOUNDRY_SHAPES = {
@@ -517,8 +535,8 @@ _FOUNDRY_SHAPES = {
 }
 
 
-def llm_foundry() -> Iterator[PublishedRun]:
-    for one in _read("llm_foundry_h100_a100"):
+def read_llm_foundry() -> Iterator[PublishedRun]:
+    for one in _read("llm_foundry_h100_a100.csv"):
         layers, hidden, heads = _FOUNDRY_SHAPES[one["model"]]
         gpus, seq, batch = int(one["gpus"]), int(one["seq"]), int(one["gbs"])
         h100 = one["gpu"].startswith("h100")
@@ -556,7 +574,7 @@ _TITAN_8B: tuple[tuple[int, str, float], ...] = (
 )
 
 
-def torchtitan() -> Iterator[PublishedRun]:
+def read_torchtitan() -> Iterator[PublishedRun]:
     for gpus, kind, speed in _TITAN_8B:
         config = _llama(32, 4096, 32, 14336, 2 * gpus, 2, "selective", data=gpus, zero=3)
         software = replace(TITAN, products="fp8") if kind == "fp8" else TITAN
@@ -616,24 +634,93 @@ def _llama(
     )
 
 
+_NARAYANAN = (
+    "Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using "
+    "Megatron-LM, SC21, arXiv:2104.04473"
+)
+_BANG = (
+    "Bang et al., vTrain: A Simulation Framework for Evaluating Cost-Effective and Compute-Optimal "
+    "Large Language Model Training, MICRO 2024, arXiv:2312.12391; github.com/VIA-Research/vTrain"
+)
 TABLES: Mapping[str, PublishedTable] = {
     table.name: table
     for table in (
-        PublishedTable("sc21_1", "Narayanan et al. 2021, table 1", sc21_one, 0.025, 0.06),
-        PublishedTable("sc21_2", "Narayanan et al. 2021, table 2, rows of PTD-P", sc21_two),
-        PublishedTable("korthikanti", "Korthikanti et al. 2022, table 5", korthikanti, 0.03, 0.06),
-        PublishedTable("readme", "Megatron-LM, README of July 2024", readme, 0.025, 0.06),
-        PublishedTable("megascale", "Jiang et al. 2024, table 2", megascale, 0.05, 0.10),
-        PublishedTable("zero_bubble", "Qi et al. 2023, table 4", zero_bubble),
         PublishedTable(
-            "torchtitan", "Liang et al. 2024, tables 1-2; torchtitan, June 2025", torchtitan
-        ),
-        PublishedTable("llm_foundry", "llm-foundry, scripts/train/benchmarking", llm_foundry, 0.05),
-        PublishedTable(
-            "vtrain_single", "Bang et al. 2024, validation on one node", vtrain_single, 0.08
+            "sc21_1",
+            "Narayanan et al. 2021, table 1",
+            _NARAYANAN,
+            read_sc21_table_1,
+            mean=0.025,
+            most=0.06,
         ),
         PublishedTable(
-            "vtrain_multi", "Bang et al. 2024, validation on 64 nodes", vtrain_multi, 0.06
+            "sc21_2",
+            "Narayanan et al. 2021, table 2, rows of PTD-P",
+            _NARAYANAN,
+            read_sc21_table_2,
+        ),
+        PublishedTable(
+            "korthikanti",
+            "Korthikanti et al. 2022, table 5",
+            "Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, "
+            "MLSys 2023, arXiv:2205.05198",
+            read_korthikanti,
+            mean=0.03,
+            most=0.06,
+        ),
+        PublishedTable(
+            "readme",
+            "Megatron-LM, README of July 2024",
+            "github.com/NVIDIA/Megatron-LM, README.md",
+            read_megatron_readme,
+            mean=0.025,
+            most=0.06,
+        ),
+        PublishedTable(
+            "megascale",
+            "Jiang et al. 2024, table 2",
+            "Jiang et al., MegaScale: Scaling Large Language Model Training to More Than 10,000 "
+            "GPUs, NSDI 2024, arXiv:2402.15627",
+            read_megascale,
+            mean=0.05,
+            most=0.10,
+        ),
+        PublishedTable(
+            "zero_bubble",
+            "Qi et al. 2023, table 4",
+            "Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv:2401.10241",
+            read_zero_bubble,
+        ),
+        PublishedTable(
+            "torchtitan",
+            "Liang et al. 2024, tables 1-2; torchtitan, June 2025",
+            "Liang et al., TorchTitan: One-stop PyTorch Native Solution for Production Ready LLM "
+            "Pre-training, ICLR 2025, arXiv:2410.06511; github.com/pytorch/torchtitan",
+            read_torchtitan,
+        ),
+        PublishedTable(
+            "llm_foundry",
+            "llm-foundry, scripts/train/benchmarking",
+            "github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md",
+            read_llm_foundry,
+            mean=0.05,
+            file="llm_foundry_h100_a100.csv",
+        ),
+        PublishedTable(
+            "vtrain_single",
+            "Bang et al. 2024, validation on one node",
+            _BANG,
+            read_vtrain_single,
+            mean=0.08,
+            file="vtrain_single_a100.csv",
+        ),
+        PublishedTable(
+            "vtrain_multi",
+            "Bang et al. 2024, validation on 64 nodes",
+            _BANG,
+            read_vtrain_multi,
+            mean=0.06,
+            file="vtrain_multi_a100.csv",
         ),
     )
 }

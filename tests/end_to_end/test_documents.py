@@ -38,6 +38,7 @@ GUIDES = (
     "faults",
     "clusters",
     "gpu",
+    "tree",
 )
 """Guides in docs/, in the order in which their commands run."""
 SMALLER = "train.seq=64 train.global_batch=4 train.microbatch=2 train.eval_samples=4"

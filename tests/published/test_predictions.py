@@ -4,9 +4,10 @@ import re
 import sys
 
 import published
+import published_tables
 import pytest
-from published import FITTED, PAGE, PLOT, losses, summary
-from published_page import section
+from published import FITTED, PAGE, PLOT, choice_losses, summarize_errors
+from published_page import format_section
 from published_tables import TABLES
 
 from megaframe.planner.constants import CONSTANTS
@@ -45,7 +46,7 @@ def megatron_bytes_per_element(seq, hidden, heads, tensor, recompute, sequence_p
 
 
 def lines(name):
-    found = published.lines_of(name)
+    found = published.predict_table(name)
     if not found:
         pytest.skip(f"{name} is read from ../shared/anchors, which is not here")
     return found
@@ -54,7 +55,7 @@ def lines(name):
 @pytest.mark.quick(when=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", TABLES)
 def test_steps_are_predicted(name):
-    found, (mean, most) = summary(lines(name)), HELD[name]
+    found, (mean, most) = summarize_errors(lines(name)), HELD[name]
     assert found.mean <= mean and found.most <= most
     assert found.removed >= 0.5
     # Fitted rows are not much better than held-out rows.
@@ -64,27 +65,62 @@ def test_steps_are_predicted(name):
 @pytest.mark.quick(when=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", TABLES)
 def test_the_page_tells_every_row(name):
-    assert section(TABLES[name], lines(name)) in PAGE.read_text(encoding="utf-8")
+    assert format_section(TABLES[name], lines(name)) in PAGE.read_text(encoding="utf-8")
+
+
+def run_command(monkeypatch, folder, capsys, *arguments):
+    """Run the command of the page on copies of the page and its plot. Return what it prints, the
+    page and the plot."""
+    for name, path in (("PAGE", PAGE), ("PLOT", PLOT)):
+        copy = folder / path.name
+        copy.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+        monkeypatch.setattr(published, name, copy)
+    monkeypatch.setattr(sys, "argv", ["published.py", *arguments])
+    published.main()
+    files = (folder / path.name for path in (PAGE, PLOT))
+    return capsys.readouterr().out.splitlines(), *(f.read_text(encoding="utf-8") for f in files)
 
 
 @pytest.mark.slow
 def test_the_command_of_the_page_makes_it(monkeypatch, tmp_path, capsys):
-    for name in ("PAGE", "PLOT"):
-        monkeypatch.setattr(published, name, tmp_path / name)
-    monkeypatch.setattr(sys, "argv", ["published.py", "--write"])
-    published.main()
-    told = capsys.readouterr().out
-    (made, plotted), (shown, picture) = (
-        [path.read_text(encoding="utf-8") for path in paths]
-        for paths in ((tmp_path / "PAGE", tmp_path / "PLOT"), (PAGE, PLOT))
-    )
-    assert plotted.startswith("<svg")
-    here = [name for name in TABLES if published.lines_of(name)]
-    assert len(told.splitlines()) == 2 + len(here)
-    for name in here:
-        assert section(TABLES[name], lines(name)) in made
-    if len(here) == len(TABLES):
-        assert (made, plotted) == (shown, picture)
+    printed, page, plot = run_command(monkeypatch, tmp_path, capsys, "--write")
+    present = [name for name in TABLES if published.predict_table(name)]
+    missing = [name for name in TABLES if TABLES[name].missing_file]
+    assert present + missing == list(TABLES)
+    assert plot.startswith("<svg")
+    assert len([line for line in printed if line.startswith("|")]) == 2 + len(present)
+    assert (page, plot) == (PAGE.read_text(encoding="utf-8"), PLOT.read_text(encoding="utf-8"))
+
+
+def test_a_clone_without_the_long_tables_names_the_lines_that_it_cannot_make(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(published_tables, "ANCHORS", tmp_path)
+    monkeypatch.setattr(published, "predict_table", published.predict_table.__wrapped__)
+    tables = ("readme", "llm_foundry", "vtrain_multi")
+    printed, page, _ = run_command(monkeypatch, tmp_path, capsys, "--write", "--tables", *tables)
+    assert page == PAGE.read_text(encoding="utf-8")
+    foundry, vtrain = (line for line in printed if line.startswith("../shared/anchors/"))
+    assert "llm_foundry_h100_a100.csv is missing: lines" in foundry
+    assert "vtrain_multi_a100.csv is missing: lines" in vtrain
+    lines = page.splitlines()
+    for said, source in ((foundry, TABLES["llm_foundry"].source), (vtrain, "What is not reached")):
+        numbers = re.findall(r"[ ,](\d+)(?:-\d+)?", said.partition(" of docs")[0])
+        shown = [lines[int(number) - 1] for number in numbers]
+        assert any(line.startswith(f"## {source}") for line in shown), said
+    assert printed[-1].startswith("docs/images/prediction.svg is drawn only from all tables")
+
+
+def test_small_tables_stand_in_the_repository_with_their_citation(monkeypatch, tmp_path):
+    monkeypatch.setattr(published_tables, "ANCHORS", tmp_path)
+    assert [name for name, table in TABLES.items() if table.missing_file] == [
+        "llm_foundry",
+        "vtrain_single",
+        "vtrain_multi",
+    ]
+    for table in TABLES.values():
+        assert "arXiv" in table.citation or "github.com" in table.citation
+        assert table.missing_file or list(table.rows())
 
 
 def test_the_page_tells_the_constants():
@@ -93,7 +129,7 @@ def test_the_page_tells_the_constants():
         values = " | ".join(f"{getattr(CONSTANTS[family], name):g}" for name in FITTED)
         assert f"| {family} | {values} |" in text
     assert len(FITTED) == 6
-    assert (PAGE.parent / re.search(r"\]\((images/.*?)\)", text)[1]).exists()
+    assert (PAGE.parent / re.search(r"\]\(((?:\.\./)images/.*?)\)", text)[1]).exists()
 
 
 def test_rows_of_vtrain_on_one_node_are_computed():
@@ -114,7 +150,7 @@ def test_rows_of_vtrain_on_one_node_are_computed():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["korthikanti", "zero_bubble"])
 def test_the_best_of_the_alternatives_is_found(name):
-    assert max(losses(lines(name))) == 0
+    assert max(choice_losses(lines(name))) == 0
 
 
 @pytest.mark.parametrize(

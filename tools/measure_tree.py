@@ -1,0 +1,424 @@
+"""Measure source trees: the length of files and functions, imports between rooms, names, comments,
+and for megaframe what a step of one microbatch calls (`trace_step.py`).
+
+    python tools/measure_tree.py before=../before after=. nanochat=../nanochat/nanochat --write
+
+Each argument is NAME=PATH. PATH is a folder of Python files, or a checkout of megaframe, of which
+`megaframe/` is measured and a tiny run on the CPU is traced. `--write` keeps the numbers in
+`benchmarks/results/tree.json`, beside those of earlier calls, and makes `docs/reference/tree.md`
+from them; `--page` only makes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import re
+import statistics
+import subprocess
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trace_step import STEPS, trace_step
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results/tree.json"
+PAGE = ROOT / "docs/reference/tree.md"
+LEFT_OUT = {"experiments", "test", "tests", "unit_tests", "__pycache__"}
+"""Folders that are not measured, in any tree."""
+LONG, SHORT = 60, 5
+"""Lines from which a function is long, and up to which it is short."""
+_VERBS = """
+abort accept accumulate acquire act activate add adjust admit advance advise align allgather alloc
+allocate allreduce annotate answer append apply approve arrange assemble assert assign assume attach
+attend await backward balance barrier begin bind block break bring broadcast build bump cache
+calculate call cancel capture cast catch change charge check choose chunk clamp classify clean clear
+clip clone close collect combine commit communicate compact compare compile complete compose
+compress compute concatenate condense configure connect construct consume continue convert copy
+correct count cover create cut deal debug decide declare decode decompress defer define delete
+deliver dequantize deregister derive describe deserialize destroy detach detect determine detokenize
+disable discard dispatch distribute divide do download draft drain draw drop dump emit enable encode
+end enqueue ensure enter enumerate estimate eval evaluate evict exchange execute exit expand expect
+explain export extend extract fail fetch fill filter finalize find finish fit flatten flush fold
+follow forget fork format forward free freeze fuse gather generate get give go group guard guess
+handle hash hide hold import include increment index infer init initialise initialize inject insert
+inspect install interleave intersect invalidate invert isolate iterate join judge keep kill label
+launch lay leave limit link list load locate lock log look lower make map mark mask match
+materialise materialize measure merge migrate mix modify move multiply name normalise normalize note
+notify offload open order overlap override overwrite pack pad parallelise parallelize park parse
+partition pass patch pause peek permute pick place plan plot poll pop postprocess predict prefer
+prefetch prep prepare preprocess pretrain print process profile project prune publish pull push put
+quantise quantize raise rank read rebuild receive recompute reconstruct record recover recv
+redistribute reduce refresh refuse register reject release reload remember remove rename render
+reorder repeat replace report request require reserve reset reshape reshard reshuffle resize resolve
+restart restore resume retarget retry return reverse rewind rewrite roll rotate round route run
+sample sanitise sanitize save scale scan scatter schedule score search seed select send serialize
+serve set settle setup shard share shift show shuffle shut shutdown sign signal simulate skip slice
+solve sort spawn split spread stack stamp start step stop store stream strip submit subtract suggest
+sum summarise summarize supply suspend swap switch sync synchronise synchronize tag take teardown
+tell test tie tile time tokenize touch trace track train transfer translate transpose traverse trim
+truncate try tune turn undo unflatten unfreeze unload unpack unpad unpause unpermute unregister
+unset unshard unwrap update upload use validate verify visit visualize wait walk warmup warn watch
+weigh widen wipe wrap write yield zero
+"""
+VERBS = frozenset(_VERBS.split())
+"""First words of good names of functions."""
+_PREFIXES = (
+    "is has have can may must should will are was needs requires supports to from as on with maybe"
+)
+PREFIXES = frozenset(_PREFIXES.split())
+"""First words that also make a good name: of a question, a conversion, an event."""
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all")
+DIRECTIVE = re.compile(r"#\s*(noqa|type:|fmt:|pragma|pylint|mypy|ruff|isort|!|-\*-)", re.IGNORECASE)
+
+
+@dataclass
+class TreeCounts:
+    """What is counted over the files of a tree."""
+
+    file_lines: list[int] = field(default_factory=list)
+    function_lines: list[int] = field(default_factory=list)
+    functions: list[str] = field(default_factory=list)
+    classes: Counter[str] = field(default_factory=Counter)
+    code_lines: int = 0
+    comment_lines: int = 0
+    imports: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+
+def source_files(package: Path) -> list[Path]:
+    """Return the Python files of a package, without those of tests and experiments."""
+    files = (path for path in package.rglob("*.py"))
+    return sorted(f for f in files if not LEFT_OUT & set(f.relative_to(package).parts[:-1]))
+
+
+def measure_tree(package: Path) -> dict[str, Any]:
+    """Return the measures of a package by name, as plain numbers."""
+    counts = TreeCounts()
+    for path in source_files(package):
+        count_file(counts, package, path)
+    functions = counts.function_lines
+    share = 100 / max(len(functions), 1)
+    rooms = {path.relative_to(package).parts[0] for path in source_files(package)}
+    loose = {room for room in rooms if room.endswith(".py")} - {"__init__.py"}
+    depth, cyclic = measure_imports(counts.imports)
+    return {
+        "files": len(counts.file_lines),
+        "lines": sum(counts.file_lines),
+        "file_median": round(statistics.median(counts.file_lines or [0])),
+        "file_max": max(counts.file_lines, default=0),
+        "functions": len(functions),
+        "function_median": round(statistics.median(functions or [0])),
+        "function_p90": percentile(functions, 0.9),
+        "function_max": max(functions, default=0),
+        "long_functions": share * sum(lines > LONG for lines in functions),
+        "short_functions": share * sum(lines <= SHORT for lines in functions),
+        "not_verbs": share * sum(not begins_with_verb(name) for name in counts.functions),
+        "classes": len(counts.classes),
+        "repeated_classes": sum(number > 1 for number in counts.classes.values()),
+        "comments": 100 * counts.comment_lines / max(counts.code_lines, 1),
+        "rooms": len(rooms) - len(loose) - ("__init__.py" in rooms),
+        "loose_modules": len(loose),
+        "import_depth": depth,
+        "rooms_in_cycles": cyclic,
+    }
+
+
+def percentile(values: Sequence[int], share: float) -> int:
+    """Return the least value that is at least as large as this share of the values; 0 of none."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0
+
+
+def count_file(counts: TreeCounts, package: Path, path: Path) -> None:
+    """Add a file to the counts."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    counts.file_lines.append(len(text.splitlines()))
+    code, comments = count_comments(text, tree)
+    counts.code_lines += code
+    counts.comment_lines += comments
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            counts.classes[node.name] += 1
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            counts.function_lines.append((node.end_lineno or node.lineno) - node.lineno + 1)
+            if not is_property(node):
+                counts.functions.append(node.name)
+    room = path.relative_to(package).parts[0]
+    if room != "__init__.py":
+        counts.imports[room.removesuffix(".py")] |= set(imported_rooms(tree, package, path))
+
+
+def count_comments(text: str, tree: ast.Module) -> tuple[int, int]:
+    """Return the lines of code and the lines with a comment.
+
+    Code is what is neither blank, nor only a comment, nor a text that stands alone, such as a
+    docstring. A comment may stand on a line of code. Instructions to tools (`noqa`) are none, and
+    neither is what comes before the first statement, such as a licence.
+    """
+    strings = set()
+    for node in ast.walk(tree):
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            strings |= set(range(value.lineno, (value.end_lineno or value.lineno) + 1))
+    first = tree.body[0].lineno if tree.body else 0
+    code, comments = set(), set()
+    layout = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            if token.start[0] >= first and not DIRECTIVE.match(token.string):
+                comments.add(token.start[0])
+        elif token.type not in layout:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    return len(code - strings), len(comments)
+
+
+def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a function is read as an attribute, whose name should be a noun."""
+    names = (ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list)
+    return any(name in ("property", "cached_property", "setter") for name in names)
+
+
+def begins_with_verb(name: str) -> bool:
+    """Return whether a function's name begins with a verb.
+
+    This looks the first word up in `VERBS` and `PREFIXES`; the name of a special method, of a
+    collective, or without a word is as it has to be.
+    """
+    words = name.strip("_").lower()
+    if name.startswith("__") or not words or words.startswith(COLLECTIVES):
+        return True
+    first = words.partition("_")[0]
+    return first in VERBS or first in PREFIXES
+
+
+def imported_rooms(tree: ast.Module, package: Path, path: Path) -> Iterator[str]:
+    """Yield the folders and modules directly under the package that a file imports from others of
+    them, also within functions."""
+    parts = path.relative_to(package).parts
+    own, folder = parts[0].removesuffix(".py"), list(parts[:-1])
+    prefix = dotted_name(package)
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = folder[: len(folder) - node.level + 1]
+                base = ".".join([prefix, *above, *([base] if base else [])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        for name in names:
+            room = name.removeprefix(f"{prefix}.").partition(".")[0]
+            known = (package / room).is_dir() or (package / f"{room}.py").exists()
+            if name.startswith(f"{prefix}.") and known and room != own:
+                yield room
+
+
+def dotted_name(package: Path) -> str:
+    """Return the name under which a package is imported."""
+    names, folder = [package.name], package.parent
+    while (folder / "__init__.py").exists() or folder.name in ("megatron",):  # a namespace package
+        names.append(folder.name)
+        folder = folder.parent
+    return ".".join(reversed(names))
+
+
+def measure_imports(imports: Mapping[str, Iterable[str]]) -> tuple[int, int]:
+    """Return the length of the longest chain of imports between rooms, where rooms that import each
+    other count as one, and how many rooms import each other."""
+    reached = {room: reach(imports, room) for room in imports}
+    cycle = {room: frozenset({room, *(o for o in reached[room] if room in reached.get(o, ()))})
+             for room in imports}  # fmt: skip
+    depths: dict[frozenset[str], int] = {}
+
+    def depth(rooms: frozenset[str]) -> int:
+        if rooms not in depths:
+            below = {cycle[o] for r in rooms for o in imports[r] if o in cycle and o not in rooms}
+            depths[rooms] = 1 + max((depth(other) for other in below), default=0)
+        return depths[rooms]
+
+    longest = max((depth(rooms) for rooms in set(cycle.values())), default=0)
+    return longest, sum(len(rooms) > 1 for rooms in cycle.values())
+
+
+def reach(imports: Mapping[str, Iterable[str]], start: str) -> set[str]:
+    """Return the rooms that one imports, also through others."""
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for room in imports.get(waiting.pop(), ()):
+            if room not in seen:
+                seen.add(room)
+                waiting.append(room)
+    return seen
+
+
+def count_contract_layers(checkout: Path) -> int | None:
+    """Return the number of layers of the import contract of a checkout; None without a contract."""
+    file = checkout / "pyproject.toml"
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    layers = re.search(r'type = "layers".*?\nlayers = \[\n(.*?)\n\]', text, re.DOTALL)
+    return len(layers[1].splitlines()) if layers else None
+
+
+def measure(path: Path) -> dict[str, Any]:
+    """Return everything about a package, or about a checkout of megaframe."""
+    ours = (path / "pretrain_gpt.py").exists()
+    package = path / "megaframe" if ours else path
+    measures = {**describe_commit(package), **measure_tree(package.resolve())}
+    if ours:
+        measures |= {"contract_layers": count_contract_layers(path), **trace_step(path)}
+    return measures
+
+
+def describe_commit(package: Path) -> dict[str, str]:
+    """Return the commit of a package and its date; `+` marks files that differ from it."""
+
+    def ask(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    changed = "+" if ask("status", "--porcelain", "-uno", "--", ".") else ""
+    commit, _, date = ask("log", "-1", "--format=%h %cs", "--abbrev=8").partition(" ")
+    return {"commit": commit + changed if commit else "unknown", "date": date}
+
+
+ROWS = (
+    ("commit", "commit", "{commit}"),
+    ("date", "date", "{date}"),
+    ("files", "files", "{files:,}"),
+    ("lines", "lines", "{lines:,}"),
+    ("lines of a file, median / longest", "file_median", "{file_median:,} / {file_max:,}"),
+    ("functions", "functions", "{functions:,}"),
+    (
+        "lines of a function, median / 90% / longest",
+        "function_median",
+        "{function_median} / {function_p90} / {function_max:,}",
+    ),
+    (f"functions over {LONG} lines", "long_functions", "{long_functions:.1f}%"),
+    (f"functions of at most {SHORT} lines", "short_functions", "{short_functions:.0f}%"),
+    ("functions not named by a verb", "not_verbs", "{not_verbs:.0f}%"),
+    ("class names / used more than once", "classes", "{classes:,} / {repeated_classes}"),
+    ("comment lines per 100 lines of code", "comments", "{comments:.1f}"),
+    ("rooms / modules loose beside them", "rooms", "{rooms} / {loose_modules}"),
+    ("layers of the import contract", "contract_layers", "{contract_layers}"),
+    ("longest chain of imports between rooms", "import_depth", "{import_depth}"),
+    ("rooms that import each other", "rooms_in_cycles", "{rooms_in_cycles}"),
+    ("trainer to block: calls / files", "block_calls", "{block_calls} / {block_files}"),
+    ("step of one microbatch: calls / files", "step_calls", "{step_calls:,} / {step_files}"),
+)
+"""Rows of the table: heading, a measure that it needs, and how it is shown."""
+
+
+def format_table(trees: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the measures as a Markdown table with a column for each tree."""
+    lines = [f"| | {' | '.join(trees)} |", "|---" * (1 + len(trees)) + "|"]
+    for heading, needed, form in ROWS:
+        cells = (
+            form.format_map(tree) if tree.get(needed) is not None else "" for tree in trees.values()
+        )
+        lines.append(f"| {heading} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+PAGE_TEXT = """\
+# The tree, measured
+
+How megaframe's source is cut and named, before and after it was laid out in rooms by concept, \
+beside four other trainers.
+
+{table}
+
+Made by
+
+```sh
+.venv/bin/python tools/measure_tree.py this=.
+```
+
+which measures this checkout and prints its column. `NAME=PATH` of other folders of Python files \
+add columns, and `--write` keeps all of them in `benchmarks/results/tree.json` and makes this \
+page: `python tools/measure_tree.py before=../before after=. torchtitan=../torchtitan/torchtitan \
+OLMo-core=../OLMo-core/src/olmo_core nanochat=../nanochat/nanochat \
+Megatron-core=../Megatron-LM/megatron/core --write`.
+
+## What is counted
+
+- **Files**: all Python files of the package, without folders named `tests`, `test`, `unit_tests` \
+or `experiments`. Lines are all lines. A function's lines are those from `def` to its end, with \
+its docstring; methods and functions within functions count as well.
+- **Not named by a verb**: the first word of the name is neither one of {verbs} verbs nor one of \
+{prefixes} other words (`is`, `has`, `to`, `from`, ...) that `tools/measure_tree.py` lists. \
+Special methods are left out, and so are properties, whose names are nouns. A list of words knows \
+no grammar: `list` and `state` may be either, and the first is on it.
+- **Comment lines** contain a comment that is not an instruction to a tool and does not precede \
+the first statement, as licences do. **Lines of code** are the rest without blank lines and \
+docstrings.
+- **Rooms** are the folders directly below the package. The **longest chain of imports** between \
+them takes rooms that import each other, directly or not, as one, and counts imports within \
+functions.
+- **Trainer to block**: the calls on the stack, in the package, when the first block is called, \
+from the first that is not in `trainer.py` to the block, and the files that they are in. **Step of \
+one microbatch**: all calls of the package's functions, and their files, within the outermost of \
+these calls: a forward and a backward pass, and the update. The run has one rank, one layer and \
+{steps} steps, on a CPU; the last step is counted, by `sys.setprofile`.
+
+## Trainer to block
+
+{paths}
+"""
+
+
+def format_page(trees: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the page as Markdown."""
+    paths = [
+        f"{name}: " + ", ".join(f"`{call}`" for call in tree["block_path"])
+        for name, tree in trees.items()
+        if "block_path" in tree
+    ]
+    return PAGE_TEXT.format(
+        table=format_table(trees),
+        verbs=len(VERBS),
+        prefixes=len(PREFIXES),
+        steps=STEPS,
+        paths="\n\n".join(paths),
+    )
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("trees", metavar="NAME=PATH", nargs="*")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the numbers, make docs/reference/tree.md"
+    )
+    parser.add_argument("--page", action="store_true", help="only make docs/reference/tree.md")
+    given = parser.parse_args()
+    if not given.trees and not given.page:
+        parser.error("nothing to measure: give NAME=PATH, or --page")
+    trees = {}
+    for tree in given.trees:
+        name, _, path = tree.partition("=")
+        if not (name and path and Path(path).is_dir()):
+            parser.error(f"{tree}: is not NAME=PATH of a folder")
+        trees[name] = measure(Path(path))
+    if given.trees:
+        print(format_table(trees))
+    if given.write or given.page:
+        known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+        trees = {**known, **trees}
+        RESULTS.write_text(json.dumps(trees, indent=2) + "\n", encoding="utf-8")
+        PAGE.write_text(format_page(trees), encoding="utf-8")
+        print(f"wrote {RESULTS} and {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
