@@ -287,7 +287,8 @@ def _ring_steps(kv: Tensor, mask: RingMask, *, back: bool) -> Iterator[tuple[int
 
 
 def _tokens_with_gradient(mask: RingMask, source: int, step: int) -> int:
-    """Return how many tokens of ring rank `source` have gradients from the `step` ranks after it."""
+    """Return how many tokens of ring rank `source` have gradients from the `step` ranks after
+    it."""
     size = mask.ring.size
     return mask.num_tokens_seen(source, ((source + i) % size for i in range(1, step + 1)))
 

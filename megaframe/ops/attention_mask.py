@@ -82,8 +82,8 @@ class SequenceMask:
     @cached_property
     def tiles(self) -> list[Tile]:
         """Tiles that cover all visible query-key pairs. If queries see everything before them,
-        there is one causal tile; otherwise there is one masked tile per `_QUERIES_PER_TILE` queries,
-        limited to the keys that any of them may see."""
+        there is one causal tile; otherwise there is one masked tile per `_QUERIES_PER_TILE`
+        queries, limited to the keys that any of them may see."""
         if not self.attention_mask.narrow:
             return [Tile(slice(0, self.length), slice(0, self.length), "causal")]
         reach = self.attention_mask.window or self.length
