@@ -63,8 +63,8 @@ def check(mix: FailureMix, sizes: Sequence[int], costs: FailureCosts, target: fl
         share = effective_share(mix, ranks, costs, best_interval(mix, ranks, costs))
         if not share > _LEAST_SHARE:
             raise UserError(
-                f"--ranks {ranks:,}: one fails every {1 / mix.rate(ranks):.3g} s, and at these "
-                f"costs less than {_LEAST_SHARE:.0%} of the time is of use; use fewer ranks"
+                f"--ranks {ranks:,}: one fails every {1 / mix.failure_rate(ranks):.3g} s, and at "
+                f"these costs less than {_LEAST_SHARE:.0%} of the time is of use; use fewer ranks"
             )
 
 

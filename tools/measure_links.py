@@ -139,7 +139,7 @@ def tiers(
                 "name": name,
                 "size": sizes[name],
                 "kind": "switch",
-                "bandwidth": float(f"{fastest / constants.link(number):.4g}"),
+                "bandwidth": float(f"{fastest / constants.link_efficiency(number):.4g}"),
                 "latency": float(f"{gather.alpha:.3g}"),
             }
         )

@@ -120,10 +120,10 @@ def exported(kind):
 
         with open_checkpoint(Path("saved/step-00000002")) as found:
             if kind == "hf":
-                from megaframe.checkpoint.convert.huggingface.model_folder import export
+                pass
             else:
-                from megaframe.checkpoint.convert.dcp import export
-            export(found, Path("exported"))
+                from megaframe.checkpoint.convert.dcp import export_checkpoint
+            export_checkpoint(found, Path("exported"))
         shutil.rmtree("run")
 
     return make

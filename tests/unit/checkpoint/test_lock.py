@@ -44,14 +44,14 @@ def home(request, tmp_path):
 
 
 def content(home):
-    return store_of(home).content(home / LOCK, LOCK_BYTES)
+    return store_of(home).read_small_file(home / LOCK, LOCK_BYTES)
 
 
 def leave(home, **changes):
     """Leave the lock of another process, by default on another host and renewed just now."""
     changes = {"host": "elsewhere", "process": 4242, "started": 7, **changes}
     text = LockHolder.this().model_copy(update=changes).model_dump_json().encode()
-    assert store_of(home).exchange(home / LOCK, content(home), text)
+    assert store_of(home).compare_and_swap(home / LOCK, content(home), text)
     return text
 
 
@@ -161,7 +161,7 @@ def test_a_lock_that_is_renewed_is_not_waited_for(taken, home, monkeypatch):
         taken(home)
     renewing.join()
     freeing = threading.Timer(
-        0.2, lambda: store_of(home).exchange(home / LOCK, content(home), None)
+        0.2, lambda: store_of(home).compare_and_swap(home / LOCK, content(home), None)
     )
     freeing.start()
     assert taken(home)[1] == []
@@ -206,7 +206,7 @@ def test_a_run_that_lost_its_lock_is_told_and_leaves_the_folder_alone(taken, hom
 
     def lost():
         # A store without exchanges in one request may have lost this to a renewal.
-        store_of(home).exchange(home / LOCK, content(home), other)
+        store_of(home).compare_and_swap(home / LOCK, content(home), other)
         return lock._lost
 
     wait_until(lost)
@@ -253,7 +253,7 @@ def test_no_exchange_in_a_folder_is_lost(tmp_path):
     def add():
         for _ in range(50):
             before = content(tmp_path)
-            if store.exchange(file, before, b"%d" % (int(before or b"0") + 1)):
+            if store.compare_and_swap(file, before, b"%d" % (int(before or b"0") + 1)):
                 succeeded.append(1)
 
     threads = [threading.Thread(target=add) for _ in range(4)]
