@@ -112,7 +112,8 @@ def _to_config_mistake(
         # A list has too few items: report the whole list.
         text = f"{name}={_format_shortened(table[name])}: takes {config_keys()[name].allowed}"
     else:
-        text = f"{full}={_format_shortened(value)}: takes {describe_type_at(config_keys()[name], path)}"
+        takes = describe_type_at(config_keys()[name], path)
+        text = f"{full}={_format_shortened(value)}: takes {takes}"
     return ConfigMistake(value.origin, value.line, text + _suggest_whole_number(value, text))
 
 
