@@ -226,8 +226,8 @@ def _parse_options() -> argparse.Namespace:
     add("--group", type=int, metavar="G", help="interleaved: microbatches per turn (default: P)")
     add("--costs", default="F=1,B=1,W=1,comm=0", metavar="TIMES", help="seconds of a rank's whole "
         "share per microbatch, and of a transfer (default: %(default)s)")  # fmt: skip
-    add("--memory-limit", type=_parse_memory_limit, metavar="X", help="search: most activations, in "
-        "units of one microbatch on one rank (default: P)")  # fmt: skip
+    add("--memory-limit", type=_parse_memory_limit, metavar="X", help="search: most activations, "
+        "in units of one microbatch on one rank (default: P)")  # fmt: skip
     add("--lowered", action="store_true", help="print the engine's lists instead of the grid")
     add("--json", action="store_true", help="print one object (with --compare: a list of them)")
     add("--svg", metavar="FILE", help="draw it as SVG")
