@@ -23,7 +23,7 @@ from megaframe.data_parallel.gradient_reducer import GradientReducer
 from megaframe.data_parallel.partition import BucketPartition
 from megaframe.data_parallel.reducer_config import UNCOMPRESSED, ReducerConfig
 from megaframe.distributed.collectives import Group, Pending, all_gather_, own_part
-from megaframe.parameters.initialization import fill
+from megaframe.parameters.initialization import fill_initial_values
 from megaframe.parameters.parameter import Parameter, Precision
 from megaframe.parameters.spec import Box
 
@@ -157,7 +157,7 @@ class Bucket:
     def initialize_weights(self, seed: int) -> None:
         """Set the initial weights and nothing else; `publish_weights` makes them values."""
         for parameter, box, weights in self.pieces(self.weights, self.master_span):
-            fill(weights, parameter.spec, box, seed)
+            fill_initial_values(weights, parameter.spec, box, seed)
 
     def partition_of(self, boxes: Sequence[Box], index: int) -> BucketPartition:
         """Return how the bucket is divided on rank `index` of the shard group, which has these

@@ -42,7 +42,7 @@ from megaframe.optim.state_dtype import state_codecs
 from megaframe.optim.state_offload import NO_OFFLOAD, StateOffload, offload_to_host
 from megaframe.optim.update_rule import OptimizerShard, UpdateRule
 from megaframe.parameters.parameter import PRECISIONS
-from megaframe.parameters.spec import ParamSpec, parameter_count
+from megaframe.parameters.spec import ParamSpec, count_parameters
 
 GROUPS = {
     "matrix": "matrix",
@@ -225,7 +225,7 @@ def parameter_group_table(config: RunConfig, specs: Sequence[ParamSpec]) -> list
             group.name,
             group.rule or "frozen",
             str(len(of_group)),
-            f"{parameter_count(of_group):,}",
+            f"{count_parameters(of_group):,}",
             f"{optim.lr * group.rates.lr:g}" if group.rule else "-",
             f"{group.rates.weight_decay:g}" if group.rule else "-",
         )
