@@ -62,7 +62,7 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
     plans, start = [], 0
     for number, count in enumerate(layers):
         blocks = range(start, start + count)
-        recomputed_first = _per_stage(config.train.recompute_blocks, number)
+        recomputed_first = _value_for_stage(config.train.recompute_blocks, number)
         recomputed = count if config.train.recompute == "full" else min(count, recomputed_first)
         plans.append(StagePlan(number, stages, blocks, recomputed))
         start += count
@@ -80,7 +80,7 @@ def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[
     ends = [0.0]
     for work in blocks:
         ends.append(ends[-1] + work)
-    limit = _least_maximum(ends, head, stages)
+    limit = _minimize_maximum(ends, head, stages)
     # squares[n]: the least sum of squares over the stages so far, which have the first n blocks.
     squares = [0.0] + [math.inf] * len(blocks)
     starts: list[list[int]] = []
@@ -153,7 +153,7 @@ def output_work(config: RunConfig) -> PassWork:
     block."""
     model = config.model
     join = 2.0 * predictor_projection_elements(model)
-    head = 3 * _head(config)
+    head = 3 * _head_flops(config)
     forward, backward, weight = head, 0.0, 0.0
     for depth in range(model.mtp_depth):
         block = block_work(config, model.layers + depth)
@@ -185,14 +185,14 @@ def active_matrix_elements(model: ModelConfig, layer: int) -> int:
     return attention_matrix_elements(model) + mlp * width + moe.experts * model.hidden
 
 
-def _head(config: RunConfig) -> float:
+def _head_flops(config: RunConfig) -> float:
     """Return the forward FLOPs per token of the head; 0 with emulated blocks."""
     if config.model.emulate is not None:
         return 0.0
     return 2.0 * config.model.hidden * (config.model.vocab or 0)
 
 
-def _least_maximum(ends: Sequence[float], head: float, stages: int) -> float:
+def _minimize_maximum(ends: Sequence[float], head: float, stages: int) -> float:
     """Return the smallest possible maximum work of a stage, by bisection over all spans of
     blocks."""
     spans = {end - start for i, end in enumerate(ends) for start in ends[: i + 1]}
@@ -200,14 +200,14 @@ def _least_maximum(ends: Sequence[float], head: float, stages: int) -> float:
     low, high = 0, len(candidates) - 1
     while low < high:
         middle = (low + high) // 2
-        if _fits(ends, head, stages, candidates[middle]):
+        if _fits_limit(ends, head, stages, candidates[middle]):
             high = middle
         else:
             low = middle + 1
     return candidates[low]
 
 
-def _fits(ends: Sequence[float], head: float, stages: int, limit: float) -> bool:
+def _fits_limit(ends: Sequence[float], head: float, stages: int, limit: float) -> bool:
     """Return whether stages of at most `limit` work suffice; they are filled from the last one."""
     free_work, end = limit - head, len(ends) - 1
     for _ in range(stages):
@@ -220,7 +220,7 @@ def _fits(ends: Sequence[float], head: float, stages: int, limit: float) -> bool
     return end == 0
 
 
-def _per_stage(value: int | tuple[int, ...] | Literal["auto"], stage: int) -> int:
+def _value_for_stage(value: int | tuple[int, ...] | Literal["auto"], stage: int) -> int:
     """Return the number for a stage; "auto", not settled yet (`again.settled`), counts as 0."""
     if value == "auto":
         return 0

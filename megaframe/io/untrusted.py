@@ -25,7 +25,7 @@ MAX_DEPTH = 32
 """Deepest nesting of YAML and JSON that is read."""
 _LONGEST_INTEGER = 19
 """Digits of the longest integers that stay integers; Python refuses to print ones of thousands."""
-_NAMED = re.compile(r"secret|token|passw|credential|key|sas|auth", re.IGNORECASE)
+_SECRET_NAMES = re.compile(r"secret|token|passw|credential|key|sas|auth", re.IGNORECASE)
 """Matches names of settings whose values are secrets."""
 _SHORTEST_SECRET = 6
 _URL = r"(://|\b(?:https?|s3a?|gs|gcs|abfss?|az|adl|s?ftp|hdfs):/)"  # paths lose a slash
@@ -77,22 +77,22 @@ def parse_json(data: bytes) -> Any:
     """Parse JSON. Raises ValueError for what is not JSON, or is nested more than `MAX_DEPTH` deep.
     Integers of very many digits become floats."""
     try:
-        value = json.loads(data, parse_int=_number)
+        value = json.loads(data, parse_int=_parse_integer)
     except RecursionError:
         value = None
         depth = MAX_DEPTH + 1
     else:
-        depth = _depth(value)
+        depth = _nesting_depth(value)
     if depth > MAX_DEPTH:
         raise ValueError(f"nested more than {MAX_DEPTH} deep")
     return value
 
 
-def _number(text: str) -> int | float:
+def _parse_integer(text: str) -> int | float:
     return int(text) if len(text) <= _LONGEST_INTEGER else float(text)
 
 
-def _depth(value: Any) -> int:
+def _nesting_depth(value: Any) -> int:
     """Return how deep a value is nested, or `MAX_DEPTH + 1` if deeper."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
@@ -189,7 +189,7 @@ def sanitize_text(text: str) -> str:
 def mask_secrets(text: str, *settings: Any) -> str:
     """Return the text with secrets masked: those that are known by their form, and those in
     settings (mappings and lists, at any depth) whose names suggest one."""
-    known = {secret for table in settings for secret in _secrets(table)}
+    known = {secret for table in settings for secret in _find_secrets(table)}
     for secret in sorted(known, key=len, reverse=True):
         text = text.replace(secret, "***")
     for pattern, mask in _SECRETS:
@@ -197,14 +197,14 @@ def mask_secrets(text: str, *settings: Any) -> str:
     return text
 
 
-def _secrets(settings: Any, known: bool = False) -> Iterator[str]:
+def _find_secrets(settings: Any, known: bool = False) -> Iterator[str]:
     """Yield the values of settings whose names suggest a secret, at any depth. known: whether an
     enclosing name does."""
     if isinstance(settings, dict):
         for name, value in settings.items():
-            yield from _secrets(value, known or bool(_NAMED.search(str(name))))
+            yield from _find_secrets(value, known or bool(_SECRET_NAMES.search(str(name))))
     elif isinstance(settings, list | tuple):
         for value in settings:
-            yield from _secrets(value, known)
+            yield from _find_secrets(value, known)
     elif known and isinstance(settings, str) and len(settings) >= _SHORTEST_SECRET:
         yield settings

@@ -172,18 +172,18 @@ def simulate(schedule: Schedule | EncodedSchedule, costs: ActionCosts) -> Timeli
     """
     encoded = schedule if isinstance(schedule, EncodedSchedule) else encode_schedule(schedule)
     per_stage = costs.per_stage(len(encoded.rank_of))
-    comm, tick = costs.comm, _tick((*sum(per_stage, ()), costs.comm))
+    comm, tick = costs.comm, _common_divisor((*sum(per_stage, ()), costs.comm))
     if tick is not None:
         per_stage = tuple(tuple(int(value / tick) for value in values) for values in per_stage)
         comm = int(comm / tick)
-    durations = _durations(encoded, *per_stage)
+    durations = _durations_by_code(encoded, *per_stage)
     events = simulate_events(encoded, durations, comm)
     if events.stuck:
         raise deadlock_error(encoded, events)
     return Timeline(encoded, events, durations, comm, tick)
 
 
-def _tick(values: Iterable[Seconds]) -> Fraction | None:
+def _common_divisor(values: Iterable[Seconds]) -> Fraction | None:
     """Return the greatest common divisor, None if there are floats."""
     distinct = set(values)
     if any(isinstance(value, float) for value in distinct):
@@ -194,7 +194,7 @@ def _tick(values: Iterable[Seconds]) -> Fraction | None:
     return Fraction(divisor or 1, whole)
 
 
-def _durations(
+def _durations_by_code(
     encoded: EncodedSchedule,
     forward: Sequence[Seconds],
     backward: Sequence[Seconds],
