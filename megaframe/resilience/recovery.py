@@ -25,7 +25,6 @@ from megaframe.config import RunConfig
 from megaframe.data.loader import StepBatch
 from megaframe.data.microbatch import Microbatch
 from megaframe.data_parallel.bucket import Bucket
-from megaframe.data_parallel.replicas import ReplicaChecker, ReplicaMismatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.rank_progress import name_ranks
 from megaframe.errors import BadDevice, CollectiveMismatch, LostRanks, NotFinite, UserError
@@ -33,10 +32,11 @@ from megaframe.metrics import Meter
 from megaframe.metrics.meter import Known
 from megaframe.optim.optimizer import Optimizer, UpdateResult
 from megaframe.pipeline_parallel.nonfinite import PassMaximum, locate_nonfinite
-from megaframe.resilience.downtime import FAULTS, Ledger
-from megaframe.resilience.signals import Launcher
-from megaframe.resilience.spike_policy import History
-from megaframe.resilience.stragglers import Stragglers
+from megaframe.resilience.downtime import FAULTS, DowntimeLedger
+from megaframe.resilience.replica_check import ReplicaCheck, ReplicaMismatch
+from megaframe.resilience.signals import LauncherProcess
+from megaframe.resilience.spike_policy import SpikePolicy
+from megaframe.resilience.stragglers import StragglerDetector
 
 GoBack = Callable[[Callable[[StorePath], StorePath | None]], tuple[int, TrainState] | None]
 """A function that continues the run from an earlier checkpoint. It gets a function that chooses the
@@ -81,9 +81,9 @@ class FaultHandler:
         buckets: Sequence[Bucket],
         stages: int,
         meter: Meter,
-        ledger: Ledger,
+        ledger: DowntimeLedger,
         go_back: GoBack,
-        launcher: Launcher,
+        launcher: LauncherProcess,
     ) -> None:
         """Start to watch over steps, if `faults.step_timeout` is set.
 
@@ -101,16 +101,16 @@ class FaultHandler:
         self._faults, self._mesh, self._optimizer = config.faults, mesh, optimizer
         self._stages, self._meter, self._ledger = stages, meter, ledger
         self._load_earlier = go_back
-        self.history = History(config.faults)
+        self.history = SpikePolicy(config.faults)
         self.exit_signal = 0
         self._launcher = launcher
         self._unjudged: deque[_UnjudgedStep] = deque()
         self._compared = self._times_back = 0
         self._save_seconds = 0.0
         self._mismatches: dict[int, ReplicaMismatch] = {}
-        self._replicas = ReplicaChecker(mesh, buckets, optimizer.synchronize_state)
+        self._replicas = ReplicaCheck(mesh, buckets, optimizer.synchronize_state)
         factor = config.faults.straggler_factor
-        self._stragglers = Stragglers(mesh, factor) if factor is not None else None
+        self._stragglers = StragglerDetector(mesh, factor) if factor is not None else None
         mesh.watch_steps(config.faults.step_timeout, Path(config.run.dir) / FAULTS)
 
     def __enter__(self) -> FaultHandler:
@@ -134,7 +134,7 @@ class FaultHandler:
         """Announce that training continues after `step`. state: the state of the checkpoint that
         was loaded, if any."""
         self._compared = step
-        self._ledger.starts_at(step)
+        self._ledger.record_start(step)
         if state is not None:
             self.history.load(state.history)
 
@@ -145,7 +145,7 @@ class FaultHandler:
 
     def skips(self, batch: StepBatch) -> bool:
         """Return whether this data is to be skipped."""
-        return self.history.leaves_out(batch.first)
+        return self.history.is_skipped(batch.first)
 
     def needs_replay(self, update: UpdateResult) -> bool:
         """Return whether a step is to be run again with checks of every block
@@ -195,10 +195,10 @@ class FaultHandler:
         """Add to the step's metrics the signal that this rank has received, so that all ranks get
         to know it, and the time lost."""
         received = self._mesh.progress.leave_signal or (
-            signal.SIGTERM if self._launcher.gone else 0
+            signal.SIGTERM if self._launcher.has_ended else 0
         )
         self._meter.record("agreed/told", float(received), "max")
-        lost = self._ledger.step(step, self._save_seconds)
+        lost = self._ledger.record_step(step, self._save_seconds)
         self._save_seconds = 0.0
         for cause, seconds in lost.items():
             self._meter.record(f"lost_seconds/{cause}", seconds, "last")
@@ -304,8 +304,8 @@ class FaultHandler:
         self._meter.rewind(step)
         text = f"{why}; continuing from the checkpoint of step {step}"
         self._meter.note(text)
-        self._ledger.goes_back(step, text)
-        if not self.history.may_return(step):
+        self._ledger.record_rollback(step, text)
+        if not self.history.allow_rollback(step):
             raise NotFinite(f"{text} too often, giving up")
         return True
 

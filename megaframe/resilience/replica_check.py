@@ -1,4 +1,4 @@
-"""Checks that ranks that should have the same weights have the same bytes.
+"""Replica check: that ranks that should have the same weights have the same bytes.
 
 Every replica computes its update on its own from the same reduced gradients. So if two replicas
 differ in a single bit, a device or its memory is faulty, which the loss would not show for a long
@@ -58,7 +58,7 @@ class ReplicaMismatch:
     sure: bool
 
 
-class ReplicaChecker:
+class ReplicaCheck:
     """Compares this rank's weights with their replicas."""
 
     def __init__(
@@ -75,21 +75,21 @@ class ReplicaChecker:
 
     def compare(self) -> ReplicaMismatch | None:
         """Return which ranks differ from their replicas, or None if none does. Collective."""
-        suspect, sure = False, True
+        differs, sure = False, True
         self._synchronize()
-        for weights, group in self._replicated_weights():
-            own_hash = hash_bytes(weights)
+        for flat, group in self._shared_weights():
+            own_hash = hash_bytes(flat)
             hashes = all_gather(self._number(own_hash), group).wait().tolist()
             if len(set(hashes)) > 1:
-                (usual, most), *rest = Counter(hashes).most_common()
-                majority = most > rest[0][1]
-                suspect = suspect or not majority or own_hash != usual
-                sure = sure and majority
-        ranks = self._ranks_with(suspect)
+                (majority, most), *rest = Counter(hashes).most_common()
+                clear = most > rest[0][1]
+                differs = differs or not clear or own_hash != majority
+                sure = sure and clear
+        ranks = self._ranks_with(differs)
         unsure = int(all_reduce(self._number(int(not sure)), self._mesh.world, "max").wait())
         return ReplicaMismatch(ranks, not unsure) if ranks else None
 
-    def _replicated_weights(self) -> Iterator[tuple[Tensor, Group]]:
+    def _shared_weights(self) -> Iterator[tuple[Tensor, Group]]:
         """Yield the weights that this rank shares with others, and the group that has the same
         ones."""
         for bucket in self._buckets:
@@ -100,9 +100,11 @@ class ReplicaChecker:
                     yield bucket.weights, group
 
     def _ranks_with(self, flag: bool) -> tuple[int, ...]:
-        """Return the ranks that pass True."""
+        """Return the ranks that pass true. Collective."""
         flags = all_gather(self._number(int(flag)), self._mesh.world).wait().tolist()
-        return tuple(rank for rank, flag in zip(self._mesh.world.ranks, flags, strict=True) if flag)
+        return tuple(
+            rank for rank, is_set in zip(self._mesh.world.ranks, flags, strict=True) if is_set
+        )
 
     def _number(self, value: int) -> Tensor:
         return torch.tensor([value], dtype=torch.int64, device=self._mesh.device)
