@@ -30,7 +30,7 @@ def main() -> None:
         run = RunFolder(arguments.run)
         found, why = compare_run_or_reason(run.folder, run.environment, arguments.cluster)
         prediction = read_prediction(arguments.prediction) or (found.record() if found else None)
-        text = render_report(run, prediction, [*found.tries()] if found else [why])
+        text = render_report(run, prediction, [*found.suggest_layouts()] if found else [why])
         folder = arguments.output or arguments.run
         for name, content in zip(REPORT_FILES, (text, render_html(text)), strict=True):
             write_atomically(folder / name, content)

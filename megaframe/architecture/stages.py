@@ -62,8 +62,8 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
     plans, start = [], 0
     for number, count in enumerate(layers):
         blocks = range(start, start + count)
-        again = _per_stage(config.train.recompute_blocks, number)
-        recomputed = count if config.train.recompute == "full" else min(count, again)
+        recomputed_first = _value_for_stage(config.train.recompute_blocks, number)
+        recomputed = count if config.train.recompute == "full" else min(count, recomputed_first)
         plans.append(StagePlan(number, stages, blocks, recomputed))
         start += count
     assert start == config.model.layers, "every layer is on one stage"
@@ -80,13 +80,13 @@ def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[
     ends = [0.0]
     for work in blocks:
         ends.append(ends[-1] + work)
-    limit = _least_maximum(ends, head, stages)
+    limit = _minimize_maximum(ends, head, stages)
     # squares[n]: the least sum of squares over the stages so far, which have the first n blocks.
     squares = [0.0] + [math.inf] * len(blocks)
     starts: list[list[int]] = []
     for stage in range(stages):
         extra = head if stage == stages - 1 else 0.0
-        found = [
+        choices = [
             min(
                 (
                     (squares[start] + (ends[end] - ends[start] + extra) ** 2, start)
@@ -97,8 +97,8 @@ def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[
             )
             for end in range(len(ends))
         ]
-        squares = [value for value, _ in found]
-        starts.append([start for _, start in found])
+        squares = [value for value, _ in choices]
+        starts.append([start for _, start in choices])
     counts, end = [], len(blocks)
     for start in reversed(starts):
         counts.append(end - start[end])
@@ -153,13 +153,13 @@ def output_work(config: RunConfig) -> PassWork:
     block."""
     model = config.model
     join = 2.0 * predictor_projection_elements(model)
-    head = 3 * _head(config)
+    head = 3 * _head_flops(config)
     forward, backward, weight = head, 0.0, 0.0
     for depth in range(model.mtp_depth):
         block = block_work(config, model.layers + depth)
-        again = block.forward + join if config.train.recompute == "full" else 0.0
+        recomputed = block.forward + join if config.train.recompute == "full" else 0.0
         forward += head + block.forward + join
-        backward += block.backward + join + again
+        backward += block.backward + join + recomputed
         weight += block.weight + join
     return PassWork(forward, backward, weight)
 
@@ -185,14 +185,14 @@ def active_matrix_elements(model: ModelConfig, layer: int) -> int:
     return attention_matrix_elements(model) + mlp * width + moe.experts * model.hidden
 
 
-def _head(config: RunConfig) -> float:
+def _head_flops(config: RunConfig) -> float:
     """Return the forward FLOPs per token of the head; 0 with emulated blocks."""
     if config.model.emulate is not None:
         return 0.0
     return 2.0 * config.model.hidden * (config.model.vocab or 0)
 
 
-def _least_maximum(ends: Sequence[float], head: float, stages: int) -> float:
+def _minimize_maximum(ends: Sequence[float], head: float, stages: int) -> float:
     """Return the smallest possible maximum work of a stage, by bisection over all spans of
     blocks."""
     spans = {end - start for i, end in enumerate(ends) for start in ends[: i + 1]}
@@ -200,27 +200,27 @@ def _least_maximum(ends: Sequence[float], head: float, stages: int) -> float:
     low, high = 0, len(candidates) - 1
     while low < high:
         middle = (low + high) // 2
-        if _fits(ends, head, stages, candidates[middle]):
+        if _fits_limit(ends, head, stages, candidates[middle]):
             high = middle
         else:
             low = middle + 1
     return candidates[low]
 
 
-def _fits(ends: Sequence[float], head: float, stages: int, limit: float) -> bool:
+def _fits_limit(ends: Sequence[float], head: float, stages: int, limit: float) -> bool:
     """Return whether stages of at most `limit` work suffice; they are filled from the last one."""
-    room, end = limit - head, len(ends) - 1
+    free_work, end = limit - head, len(ends) - 1
     for _ in range(stages):
-        if room < 0:
+        if free_work < 0:
             return False
         start = end
-        while start and ends[end] - ends[start - 1] <= room:
+        while start and ends[end] - ends[start - 1] <= free_work:
             start -= 1
-        room, end = limit, start
+        free_work, end = limit, start
     return end == 0
 
 
-def _per_stage(value: int | tuple[int, ...] | Literal["auto"], stage: int) -> int:
+def _value_for_stage(value: int | tuple[int, ...] | Literal["auto"], stage: int) -> int:
     """Return the number for a stage; "auto", not settled yet (`again.settled`), counts as 0."""
     if value == "auto":
         return 0

@@ -20,7 +20,7 @@ from megaframe.dashboard.downsample import (
 from megaframe.dashboard.rows import build_bars, build_heatmaps
 from megaframe.dashboard.run_folder import RunFolder, diff_configs, flatten_config, make_showable
 from megaframe.errors import UserError
-from megaframe.io.untrusted import parsed_json, read_file, showable
+from megaframe.io.untrusted import parse_json, read_file, sanitize_text
 
 POINTS = 800
 """Maximum number of steps of a run that a page shows; more are thinned out."""
@@ -116,7 +116,7 @@ def build_run_data(run: RunFolder, name: str, points: int) -> dict[str, Any]:
     axes = {"step": metrics.column("step"), "tokens": tokens, "hours": hours}
     return {
         "name": name,
-        "folder": showable(str(run.folder)),
+        "folder": sanitize_text(str(run.folder)),
         "steps": len(metrics),
         "notes": run.notes,
         "summary": summarize_run(run),
@@ -207,7 +207,7 @@ def read_prediction(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        found = make_showable(parsed_json(read_file(path, _LARGEST)))
+        found = make_showable(parse_json(read_file(path, _LARGEST)))
         if not all(map(math.isfinite, predicted_losses(found).values())):
             raise ValueError("not finite")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError):

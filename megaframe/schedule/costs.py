@@ -36,7 +36,7 @@ class ActionCosts:
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "weight", "comm"):
-            for value in _each(getattr(self, name)):
+            for value in _as_tuple(getattr(self, name)):
                 if not (value >= 0 and math.isfinite(value)):
                     raise UserError(f"costs: {name} takes {value} s; use 0 or more")
 
@@ -46,16 +46,17 @@ class ActionCosts:
         Raises `UserError` if they are given for another number of stages.
         """
         return tuple(
-            _spread(name, getattr(self, name), stages) for name in ("forward", "backward", "weight")
+            _expand_to_stages(name, getattr(self, name), stages)
+            for name in ("forward", "backward", "weight")
         )
 
-    def divided(self, chunks: int) -> ActionCosts:
+    def divide_by_chunks(self, chunks: int) -> ActionCosts:
         """Return the costs of one stage, if these are those of a rank's whole share of `chunks`
         stages."""
 
         def part(value: PerStage) -> PerStage:
             if isinstance(value, tuple):
-                return tuple(_divide(one, chunks) for one in value)
+                return tuple(_divide(seconds, chunks) for seconds in value)
             return _divide(value, chunks)
 
         return replace(
@@ -66,11 +67,11 @@ class ActionCosts:
         )
 
 
-def _each(value: PerStage) -> tuple[Seconds, ...]:
+def _as_tuple(value: PerStage) -> tuple[Seconds, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _spread(name: str, value: PerStage, stages: int) -> tuple[Seconds, ...]:
+def _expand_to_stages(name: str, value: PerStage, stages: int) -> tuple[Seconds, ...]:
     if not isinstance(value, tuple):
         return (value,) * stages
     if len(value) != stages:

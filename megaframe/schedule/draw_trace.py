@@ -20,15 +20,15 @@ _COMPUTE = 0
 def draw_trace(timeline: Timeline) -> str:
     """Draw the timeline as the text of a JSON trace: a slice for each action and transfer, and an
     arrow from the send of each tensor to its receive and to its consumer."""
-    events = [*_names(timeline), *_compute(timeline), *_transfers(timeline)]
+    events = [*_name_events(timeline), *_compute_events(timeline), *_transfer_events(timeline)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 
-def _send(peer: int) -> int:
+def _send_thread(peer: int) -> int:
     return 1 + 2 * peer
 
 
-def _receive(peer: int) -> int:
+def _receive_thread(peer: int) -> int:
     return 2 + 2 * peer
 
 
@@ -36,12 +36,12 @@ def _microseconds(seconds: Seconds) -> float:
     return float(seconds * 1_000_000)
 
 
-def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _name_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     threads = {(rank, _COMPUTE): "compute" for rank in range(len(timeline.encoded.steps))}
     for transfer in timeline.transfers:
         source, target = transfer.source, transfer.target
-        threads[source, _send(target)] = f"send to rank {target}"
-        threads[target, _receive(source)] = f"recv from rank {source}"
+        threads[source, _send_thread(target)] = f"send to rank {target}"
+        threads[target, _receive_thread(source)] = f"recv from rank {source}"
     for rank in range(len(timeline.encoded.steps)):
         yield metadata_event(rank, _COMPUTE, "process_name", name=f"rank {rank}")
         yield metadata_event(rank, _COMPUTE, "process_sort_index", sort_index=rank)
@@ -55,16 +55,18 @@ def metadata_event(rank: int, thread: int, what: str, **arguments: str | int) ->
     return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": arguments}
 
 
-def _compute(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _compute_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for rank, intervals in enumerate(timeline.compute):
-        for one in intervals:
+        for interval in intervals:
             arguments = {
-                "stage": one.action.stage,
-                "chunk": one.chunk,
-                "microbatch": one.action.microbatch,
+                "stage": interval.action.stage,
+                "chunk": interval.chunk,
+                "microbatch": interval.action.microbatch,
             }
-            category = "BW" if one.fused else one.action.kind.value
-            event = slice_event(rank, _COMPUTE, str(one.action), category, one.start, one.end)
+            category = "BW" if interval.fused else interval.action.kind.value
+            event = slice_event(
+                rank, _COMPUTE, str(interval.action), category, interval.start, interval.end
+            )
             yield event | {"args": arguments}
 
 
@@ -79,21 +81,24 @@ def slice_event(
     return {"ph": "X", "name": name, "cat": category, **place}
 
 
-def _transfers(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    starts = {one.action: one.start for intervals in timeline.compute for one in intervals}
-    for number, one in enumerate(timeline.transfers):
-        kind = one.producer.kind.value
-        lanes = ((one.source, _send(one.target)), (one.target, _receive(one.source)))
+def _transfer_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    starts = {interval.action: interval.start for row in timeline.compute for interval in row}
+    for number, transfer in enumerate(timeline.transfers):
+        kind = transfer.producer.kind.value
+        lanes = (
+            (transfer.source, _send_thread(transfer.target)),
+            (transfer.target, _receive_thread(transfer.source)),
+        )
         for what, action, (rank, thread) in zip(
-            ("SEND", "RECV"), (one.producer, one.consumer), lanes, strict=True
+            ("SEND", "RECV"), (transfer.producer, transfer.consumer), lanes, strict=True
         ):
             name = f"{action.stage}{what}_{kind}{action.microbatch}"
-            yield slice_event(rank, thread, name, what, one.start, one.end)
-        used = (one.target, _COMPUTE)
+            yield slice_event(rank, thread, name, what, transfer.start, transfer.end)
+        used = (transfer.target, _COMPUTE)
         for phase, (rank, thread), at in (
-            ("s", lanes[0], one.start),
-            ("t", lanes[1], one.start),
-            ("f", used, starts[one.consumer]),
+            ("s", lanes[0], transfer.start),
+            ("t", lanes[1], transfer.start),
+            ("f", used, starts[transfer.consumer]),
         ):
             place = {"pid": rank, "tid": thread, "ts": _microseconds(at)}
             arrow = {"ph": phase, "id": number, "name": "tensor", "cat": "transfer", **place}

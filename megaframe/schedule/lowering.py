@@ -35,7 +35,7 @@ def lower(schedule: Schedule, ahead: int = AHEAD) -> Schedule:
     reduction of each bucket starts while the backward pass of the remaining blocks runs.
     """
     compute = Schedule(tuple(tuple(a for a in r if a.kind.is_compute) for r in schedule.ranks))
-    posts = _receives(compute, ahead)
+    posts = _place_receives(compute, ahead)
     return Schedule(tuple(_lower_rank(compute, rank, posts[rank]) for rank in range(len(posts))))
 
 
@@ -58,7 +58,7 @@ def _lower_rank(schedule: Schedule, rank: int, posts: Posts) -> tuple[Action, ..
     return (*lowered, Action(ActionKind.UPDATE))
 
 
-def _receives(schedule: Schedule, ahead: int) -> list[Posts]:
+def _place_receives(schedule: Schedule, ahead: int) -> list[Posts]:
     """Return, for each rank, where its receives are posted."""
     position = {action: i for actions in schedule.ranks for i, action in enumerate(actions)}
     posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.ranks]
@@ -73,7 +73,7 @@ def _receives(schedule: Schedule, ahead: int) -> list[Posts]:
             to, wanted = schedule.rank_of[consumer.stage], position[consumer]
             latest[to] = min(max(0, wanted - ahead), latest.get(to, wanted))
             posts[to][latest[to]].append(receive)
-    return [{at: found[::-1] for at, found in rank.items()} for rank in posts]
+    return [{at: receives[::-1] for at, receives in rank.items()} for rank in posts]
 
 
 def _find_transfer(action: Action, rank_of: Sequence[int]) -> tuple[Action, Action, Action] | None:

@@ -146,8 +146,8 @@ class Timeline:
     @cached_property
     def transfers(self) -> tuple[StageTransfer, ...]:
         """The transfers between ranks, in order of arrival."""
-        found = sorted(self._transfers(), key=lambda transfer: transfer.end)
-        return tuple(found)
+        transfers = sorted(self._transfers(), key=lambda transfer: transfer.end)
+        return tuple(transfers)
 
     def _transfers(self) -> Iterator[StageTransfer]:
         encoded, size = self.encoded, self.encoded.microbatches
@@ -172,29 +172,29 @@ def simulate(schedule: Schedule | EncodedSchedule, costs: ActionCosts) -> Timeli
     """
     encoded = schedule if isinstance(schedule, EncodedSchedule) else encode_schedule(schedule)
     per_stage = costs.per_stage(len(encoded.rank_of))
-    comm, tick = costs.comm, _tick((*sum(per_stage, ()), costs.comm))
+    comm, tick = costs.comm, _common_divisor((*sum(per_stage, ()), costs.comm))
     if tick is not None:
         per_stage = tuple(tuple(int(value / tick) for value in values) for values in per_stage)
         comm = int(comm / tick)
-    durations = _durations(encoded, *per_stage)
+    durations = _durations_by_code(encoded, *per_stage)
     events = simulate_events(encoded, durations, comm)
     if events.stuck:
         raise deadlock_error(encoded, events)
     return Timeline(encoded, events, durations, comm, tick)
 
 
-def _tick(values: Iterable[Seconds]) -> Fraction | None:
+def _common_divisor(values: Iterable[Seconds]) -> Fraction | None:
     """Return the greatest common divisor, None if there are floats."""
-    found = set(values)
-    if any(isinstance(value, float) for value in found):
+    distinct = set(values)
+    if any(isinstance(value, float) for value in distinct):
         return None
-    fractions = [Fraction(value) for value in found]
+    fractions = [Fraction(value) for value in distinct]
     whole = math.lcm(*(value.denominator for value in fractions))
     divisor = math.gcd(*(int(value * whole) for value in fractions))
     return Fraction(divisor or 1, whole)
 
 
-def _durations(
+def _durations_by_code(
     encoded: EncodedSchedule,
     forward: Sequence[Seconds],
     backward: Sequence[Seconds],
