@@ -19,7 +19,7 @@ from megaframe.config import (
 from megaframe.config.describe import WIDTH
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 from megaframe.layout import Layout
-from megaframe.resilience.elastic import fitted
+from megaframe.resilience.elastic import fit_layout
 from megaframe.validate.run import validate_config
 
 _USAGE = """pretrain_gpt.py --config FILE [--dry-run [--gpus N]] [--force] [section.key=value ...]
@@ -44,7 +44,7 @@ def main() -> None:
     from megaframe.distributed.mesh import global_rank, world_size
     from megaframe.distributed.nccl_settings import configure_nccl
     from megaframe.planner.streams import count_streams
-    from megaframe.resilience.signals import record_flights
+    from megaframe.resilience.signals import enable_flight_recorder
     from megaframe.training.auto_layout import cluster_of, with_blocks, with_buckets, with_layout
     from megaframe.training.dry_run import describe
     from megaframe.training.memory_check import check_memory, planned, verdict
@@ -69,7 +69,7 @@ def main() -> None:
             )
         config, notes = with_layout(config, world)
         if config.faults.elastic:
-            config, world = fitted(config, world)
+            config, world = fit_layout(config, world)
         validate_config(config, world, data=not arguments.dry_run)
         for decide in (with_buckets, with_blocks):
             config, more = decide(config, world)
@@ -82,7 +82,7 @@ def main() -> None:
         if rank >= world:
             return  # the layout that was chosen does not use this rank
         notes += check_memory(config, layout, force=arguments.force)
-        record_flights(config)
+        enable_flight_recorder(config)
         train(config, layout, notes, nccl)
 
 

@@ -54,8 +54,8 @@ def environment(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     if device.type == "cpu":
         dtype = PRECISIONS[config.train.precision].compute
         found["instructions"] = torch.backends.cpu.get_cpu_capability()
-        found["matrix products"] = matmul.in_use(dtype)
-        found["attention"] = cpu_attention.in_use(dtype)
+        found["matrix products"] = matmul.libraries_in_use(dtype)
+        found["attention"] = cpu_attention.methods_in_use(dtype)
     if device.type == "cuda":
         found["cuda"] = torch.version.cuda or torch.version.hip
         found["memory of the device"] = torch.cuda.get_device_properties(device).total_memory

@@ -15,7 +15,7 @@ from torch import Tensor
 from megaframe.config import RunConfig
 from megaframe.metrics.records import How
 from megaframe.model.pass_state import LayerStatistics
-from megaframe.parameters.spec import ParamSpec, share
+from megaframe.parameters.spec import ParamSpec, even_share
 
 Record = tuple[str, Tensor, How]
 """Name, row and kind, as `Meter.record` takes them."""
@@ -33,7 +33,7 @@ class ExpertMeter:
             spec.name: place
             for place, spec in enumerate(spec for spec in specs if spec.role == "balance")
         }
-        spans = (share(moe.experts, index, ranks) for index in range(ranks))
+        spans = (even_share(moe.experts, index, ranks) for index in range(ranks))
         self._spans = [slice(start, start + size) for start, size in spans]
 
     def records(

@@ -16,7 +16,7 @@ from megaframe.config import RunConfig
 from megaframe.distributed.collectives import all_reduce, barrier
 from megaframe.distributed.mesh import Mesh
 from megaframe.hardware.chips import chip_named
-from megaframe.ops.matmul import product
+from megaframe.ops.matmul import multiply
 from megaframe.parameters.parameter import PRECISIONS
 
 _SIZES = (512, 1024, 2048)
@@ -84,7 +84,7 @@ def matmul_peak(dtype: torch.dtype) -> float:
         end = time.perf_counter() + _SECONDS_PER_SIZE
         while True:
             start = time.perf_counter()
-            product(left, right)
+            multiply(left, right)
             now = time.perf_counter()
             best = max(best, 2 * size**3 / (now - start))
             if now > end:

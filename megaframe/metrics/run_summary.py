@@ -11,7 +11,7 @@ import torch
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.parameters.spec import ParamSpec, active_parameters, parameter_count
+from megaframe.parameters.spec import ParamSpec, count_active_parameters, count_parameters
 
 
 def outline(config: RunConfig, layout: Layout, specs: Sequence[ParamSpec]) -> tuple[str, str, str]:
@@ -25,7 +25,7 @@ def outline(config: RunConfig, layout: Layout, specs: Sequence[ParamSpec]) -> tu
     Returns:
         A line each for the number of parameters, the batch and the layout.
     """
-    count, active = parameter_count(specs), active_parameters(specs)
+    count, active = count_parameters(specs), count_active_parameters(specs)
     used = "" if active == count else f", {active:,} active per token"
     train = config.train
     tokens = train.global_batch * train.seq

@@ -35,9 +35,9 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.io.untrusted import open_file
 from megaframe.ops import attention_tiles, cpu_attention, matmul
-from megaframe.ops.cpu_attention import Method, Size
+from megaframe.ops.cpu_attention import AttentionMethod, AttentionSize
 from megaframe.ops.cpu_routines import CPURoutines
-from megaframe.ops.matmul import Kind, Library
+from megaframe.ops.matmul import MatmulKind, MatmulLibrary
 from megaframe.parameters.parameter import PRECISIONS
 
 BUDGET = 0.2
@@ -53,7 +53,7 @@ _LEAST_TRIES = 3
 """Calls that are made however long they take."""
 _TIE = 1.03
 """The first candidate, torch's own routine, is taken unless another one is faster by this."""
-_SHAPES: Mapping[Kind, tuple[int, int, int]] = {
+_SHAPES: Mapping[MatmulKind, tuple[int, int, int]] = {
     "dense": (1024, 256, 768),
     "into": (512, 768, 512),
     "experts": (128, 512, 1024),
@@ -61,7 +61,7 @@ _SHAPES: Mapping[Kind, tuple[int, int, int]] = {
 }
 """Rows, inner and columns of the measured products: one to a few milliseconds of two cores each,
 and operands and results that are larger than a core's own cache, as those of a model are."""
-_HEADS: Mapping[Size, tuple[int, int]] = {"short": (8, 256), "long": (1, 1024)}
+_HEADS: Mapping[AttentionSize, tuple[int, int]] = {"short": (8, 256), "long": (1, 1024)}
 """Heads and tokens of the measured attention."""
 _THREADS = "/proc/self/task"
 _MAX_BYTES = 1 << 16
@@ -108,22 +108,22 @@ def tune(
         found, why = cached_or_measured(dtype)
     else:
         found, why = _of_first_rank(dtype, mesh)
-    matmul.use(dtype, found.products)
-    cpu_attention.use(dtype, found.attention)
+    matmul.use_libraries(dtype, found.products)
+    cpu_attention.use_methods(dtype, found.attention)
     return found, [f"matrix products and attention on this CPU ({why}): {found.describe()}"]
 
 
 def fixed(dtype: torch.dtype, library: str) -> CPURoutines:
     """Return the routines if one library is named for all products. library: `torch`, or `onednn`
     where torch would use MKL."""
-    found = matmul.unmeasured(dtype)
+    found = matmul.default_library(dtype)
     if library == "onednn" and (found != "torch" or dtype is torch.float32):
-        named: Library = "onednn" if dtype is torch.float32 else "fp32-onednn"
+        named: MatmulLibrary = "onednn" if dtype is torch.float32 else "fp32-onednn"
         found = named if named in matmul.libraries_for(dtype) else found
     return CPURoutines(
         type=str(dtype),
         products={kind: found for kind in matmul.KINDS},
-        attention={size: cpu_attention.unmeasured(dtype, size) for size in cpu_attention.SIZES},
+        attention={size: cpu_attention.default_method(dtype, size) for size in cpu_attention.SIZES},
     )
 
 
@@ -221,7 +221,7 @@ def measure(dtype: torch.dtype) -> CPURoutines:
     default = fixed(dtype, "torch")
     products, attention = default.products, default.attention
     left = len(products) + len(attention)
-    before = matmul.in_use(dtype), cpu_attention.in_use(dtype)
+    before = matmul.libraries_in_use(dtype), cpu_attention.methods_in_use(dtype)
 
     def share() -> float:
         """Return when the next measurement must end: all get an equal part of what is left."""
@@ -234,13 +234,15 @@ def measure(dtype: torch.dtype) -> CPURoutines:
         for kind in products:
             work = partial(_multiply, dtype, kind)
             products[kind] = fastest(matmul.libraries_for(dtype), work, share(), products[kind])
-        matmul.use(dtype, products)  # attention is measured with the products that it will use
+        matmul.use_libraries(
+            dtype, products
+        )  # attention is measured with the products that it will use
         for size in attention:
             attend = partial(_attend, dtype, size)
             attention[size] = fastest(methods, attend, share(), attention[size])
     finally:
-        matmul.use(dtype, before[0])
-        cpu_attention.use(dtype, before[1])
+        matmul.use_libraries(dtype, before[0])
+        cpu_attention.use_methods(dtype, before[1])
     return CPURoutines(type=str(dtype), products=products, attention=attention)
 
 
@@ -312,7 +314,7 @@ def _least(run: Callable[[], object], limit: float) -> float:
 
 
 def _multiply(
-    dtype: torch.dtype, kind: Kind, library: Library, small: bool
+    dtype: torch.dtype, kind: MatmulKind, library: MatmulLibrary, small: bool
 ) -> Callable[[], object]:
     """Return a function that computes a product of a kind by a library."""
     rows, inner, columns = _SHAPES[kind]
@@ -320,27 +322,29 @@ def _multiply(
         rows, inner = rows // 4, inner // 4
     if kind == "batched":
         left, right = _numbers(dtype, 8, rows, inner), _numbers(dtype, 8, inner, columns)
-        return _by(dtype, kind, library, lambda: matmul.products(left, right))
+        return _by(dtype, kind, library, lambda: matmul.multiply_batched(left, right))
     if kind == "into":  # the gradient of a weight: both operands are rows of tokens, added in fp32
         left, right = _numbers(dtype, inner, rows).t(), _numbers(dtype, inner, columns)
         out = torch.zeros(rows, columns, dtype=torch.promote_types(dtype, torch.float32))
-        add = partial(matmul.product_into, out, left, right, add=True)
+        add = partial(matmul.multiply_into, out, left, right, add=True)
         return _by(dtype, kind, library, add)
     left, right = _numbers(dtype, rows, inner), _numbers(dtype, columns, inner).t()
-    return _by(dtype, kind, library, lambda: matmul.product(left, right))
+    return _by(dtype, kind, library, lambda: matmul.multiply(left, right))
 
 
 def _by(
-    dtype: torch.dtype, kind: Kind, library: Library, run: Callable[[], object]
+    dtype: torch.dtype, kind: MatmulKind, library: MatmulLibrary, run: Callable[[], object]
 ) -> Callable[[], None]:
     def work() -> None:
-        matmul.use(dtype, {kind: library})
+        matmul.use_libraries(dtype, {kind: library})
         run()
 
     return work
 
 
-def _attend(dtype: torch.dtype, size: Size, method: Method, small: bool) -> Callable[[], None]:
+def _attend(
+    dtype: torch.dtype, size: AttentionSize, method: AttentionMethod, small: bool
+) -> Callable[[], None]:
     """Return a function that computes causal attention, forward and backward, by a method."""
     heads, length = _HEADS[size]
     if small:
@@ -348,7 +352,7 @@ def _attend(dtype: torch.dtype, size: Size, method: Method, small: bool) -> Call
     query, key, value, d_out = (_numbers(dtype, 1, length, heads, 64) for _ in range(4))
 
     def work() -> None:
-        cpu_attention.use(dtype, dict.fromkeys(cpu_attention.SIZES, method))
+        cpu_attention.use_methods(dtype, dict.fromkeys(cpu_attention.SIZES, method))
         out, lse = attention_tiles.attend(query, key, value, None, causal=True, scale=0.125)
         attention_tiles.attend_backward(
             d_out, query, key, value, out, lse, None, causal=True, scale=0.125

@@ -22,7 +22,7 @@ from megaframe.distributed.numa import bind_to_numa_node
 from megaframe.distributed.rank_progress import RankProgress
 from megaframe.errors import LostRanks, UserError, report_and_exit
 from megaframe.layout import Layout
-from megaframe.resilience.signals import Launcher
+from megaframe.resilience.signals import LauncherProcess
 from megaframe.training.trainer import Trainer
 
 
@@ -48,7 +48,7 @@ def train(
         keep_launch_order()  # NCCL reads this setting once, too
     if _may_restart(config):
         allow_abort()  # torch's NCCL groups read it when they are made
-    launcher, lock = Launcher(), RunLock(written_folders(config))
+    launcher, lock = LauncherProcess(), RunLock(written_folders(config))
     try:
         _train(config, layout, notes, nccl, launcher, lock)
     finally:
@@ -60,7 +60,7 @@ def _train(
     layout: Layout,
     notes: Sequence[str],
     nccl: NcclSettings | None,
-    launcher: Launcher,
+    launcher: LauncherProcess,
     lock: RunLock,
 ) -> None:
     often, last = 0, -1

@@ -51,9 +51,14 @@ from megaframe.metrics.run_summary import opening
 from megaframe.metrics.sinks import set_aside
 from megaframe.pipeline_parallel.executor import Outcome
 from megaframe.pipeline_parallel.stage import model_specs
-from megaframe.resilience.downtime import Ledger, last_saved
+from megaframe.resilience.downtime import DowntimeLedger, last_saved
 from megaframe.resilience.recovery import Guard
-from megaframe.resilience.signals import Launcher, command_to_continue, exit_status, heeding_signals
+from megaframe.resilience.signals import (
+    LauncherProcess,
+    exit_status,
+    handle_signals,
+    resume_command,
+)
 from megaframe.training.autotune import tune
 from megaframe.training.batches import Batches
 from megaframe.training.initialize_from import starting_parts
@@ -80,12 +85,12 @@ class Trainer:
         config: RunConfig,
         mesh: Mesh,
         notes: Sequence[str] = (),
-        launcher: Launcher | None = None,
+        launcher: LauncherProcess | None = None,
         lock: RunLock | None = None,
     ) -> None:
         self.config, self.mesh, self._lock = config, mesh, lock
         self.folder = Path(config.run.dir)
-        ledger = Ledger(self.folder, keep=mesh.rank == 0)
+        ledger = DowntimeLedger(self.folder, keep=mesh.rank == 0)
         self.step = 0
         self._loss = torch.zeros((), dtype=torch.float64)
         self._last: Outcome | None = None
@@ -160,9 +165,15 @@ class Trainer:
             self.meter.note(warning)
         for line in layout_dependence_note(config):
             self.meter.note(line)
-        self.checkpointer.create_writers(source, ledger.saved)
+        self.checkpointer.create_writers(source, ledger.record_save)
         self.guard = Guard(
-            config, mesh, self.pipeline, self.meter, ledger, self._go_back, launcher or Launcher()
+            config,
+            mesh,
+            self.pipeline,
+            self.meter,
+            ledger,
+            self._go_back,
+            launcher or LauncherProcess(),
         )
         self.guard.starts_after(self.step, state)
         if mesh.rank == 0:
@@ -171,7 +182,7 @@ class Trainer:
     def run(self) -> None:
         """Train until `train.steps`, with evaluations and saves in between. If a signal asks the
         run to leave earlier, saves a checkpoint and raises `SystemExit`."""
-        with heeding_signals(self.mesh.progress), self.guard:
+        with handle_signals(self.mesh.progress), self.guard:
             try:
                 while not self._finished():
                     self._one_step()
@@ -192,7 +203,7 @@ class Trainer:
         rows = [("cut short", f"by {name} after step {self.step} of {self.config.train.steps}")]
         if self.checkpointer.writer_due(self.step, leaving=True) is None:
             return [*rows, ("continue with", "nothing: checkpoint.every=0 saves no step")]
-        return [*rows, ("continue with", command_to_continue())]
+        return [*rows, ("continue with", resume_command())]
 
     def let_go(self) -> None:
         """Close what this trainer has open before an in-process restart, so that the next trainer

@@ -39,8 +39,8 @@ OTHER = CPURoutines(
 def own_cache(tmp_path, monkeypatch):
     """Each test has a cache of its own, and leaves the routines of this process as they were."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(matmul, "_chosen", {})
-    monkeypatch.setattr(cpu_attention, "_chosen", {})
+    monkeypatch.setattr(matmul, "_library_of", {})
+    monkeypatch.setattr(cpu_attention, "_method_of", {})
 
 
 @pytest.fixture
@@ -112,14 +112,14 @@ def test_a_measurement_names_routines_that_this_machine_has(monkeypatch):
     """All kinds are measured, and what was in use before is in use again."""
     monkeypatch.setattr(autotune, "waited", lambda: 0.0)  # whatever else runs here
     for dtype in (FP32, torch.bfloat16, torch.float16):
-        matmul.use(dtype, {"dense": "torch"})
-        before = matmul.in_use(dtype), cpu_attention.in_use(dtype)
+        matmul.use_libraries(dtype, {"dense": "torch"})
+        before = matmul.libraries_in_use(dtype), cpu_attention.methods_in_use(dtype)
         found = autotune.measure(dtype)
         assert found.is_available(dtype)
         assert tuple(found.products) == matmul.KINDS
         assert tuple(found.attention) == cpu_attention.SIZES
         assert set(found.attention.values()) <= set(cpu_attention.methods_for(dtype))
-        assert (matmul.in_use(dtype), cpu_attention.in_use(dtype)) == before
+        assert (matmul.libraries_in_use(dtype), cpu_attention.methods_in_use(dtype)) == before
 
 
 def test_a_measurement_is_made_once(clock, monkeypatch):
@@ -233,7 +233,7 @@ def test_a_key_and_deterministic_runs_fix_the_routines(monkeypatch):
     named, lines = tune(config_of(library="onednn"), OTHER, mesh)
     assert set(named.products.values()) == {matmul.libraries_for(FP32)[-1]}
     assert "kernels.matmul=onednn" in lines[0] and "dense onednn" in lines[0]
-    assert matmul.in_use(FP32) == named.products
+    assert matmul.libraries_in_use(FP32) == named.products
     assert tune(config_of("fp64"), None, mesh) == (CPURoutines(), [])
 
 
@@ -241,8 +241,8 @@ def test_a_key_and_deterministic_runs_fix_the_routines(monkeypatch):
 def test_narrow_types_are_never_left_to_a_slow_routine(fast, monkeypatch):
     """torch multiplies bf16 and fp16 element by element on processors without such instructions."""
     narrow = (torch.bfloat16, torch.float16)
-    multiplies = matmul.multiplies
-    monkeypatch.setattr(matmul, "multiplies", lambda x: fast if x in narrow else multiplies(x))
+    multiplies = matmul.has_fast_matmul
+    monkeypatch.setattr(matmul, "has_fast_matmul", lambda x: fast if x in narrow else multiplies(x))
     for dtype in narrow:
         assert ("torch" in matmul.libraries_for(dtype)) == fast
         for library in ("torch", "onednn"):
@@ -259,11 +259,11 @@ def choose_on_a_rank(folder):
     mine = OTHER if mesh.rank == 0 else TORCH
     autotune.cached_or_measured, kept = lambda dtype: (mine, ""), autotune.cached_or_measured
     try:
-        return tune(config_of(), None, mesh)[0], matmul.in_use(FP32)
+        return tune(config_of(), None, mesh)[0], matmul.libraries_in_use(FP32)
     finally:
         autotune.cached_or_measured = kept
-        matmul.use(FP32, {})
-        cpu_attention.use(FP32, {})
+        matmul.use_libraries(FP32, {})
+        cpu_attention.use_methods(FP32, {})
         mesh.close()
 
 
