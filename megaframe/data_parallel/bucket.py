@@ -237,7 +237,7 @@ class Bucket:
         if stage >= 2:  # what is added from now on belongs to the next reduction
             self._grads, self.holds_full_grads = None, True
             for parameter in self.parameters:
-                parameter.let_go_of_grad()
+                parameter.release_grad()
         yield from self._over_shard.sum_part(grads)
         if stage >= 2:
             self._accumulate(grads)
@@ -322,7 +322,7 @@ class Bucket:
         self._buffers.give_back(self._values)
         self._values = None
         for parameter in self.parameters:
-            parameter.let_go_of_value()
+            parameter.release_value()
 
     def _bind_values(self, values: Tensor) -> None:
         for parameter, span in zip(self.parameters, self.partition.spans, strict=True):

@@ -131,9 +131,9 @@ def _cut(pieces: Sequence[MatrixPiece], matrices: Sequence[MatrixPiece]) -> list
         for number, matrix in enumerate(matrices):
             if matrix.tensor != piece.tensor:
                 continue
-            shared = piece.box.shared(matrix.box)
+            shared = piece.box.intersection(matrix.box)
             if shared is not None:
-                places = shared.inside(piece.box).slices, shared.inside(matrix.box).slices
+                places = shared.relative_to(piece.box).slices, shared.relative_to(matrix.box).slices
                 cuts.append(_Cut(index, number, *places, shared))
     return cuts
 

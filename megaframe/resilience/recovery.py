@@ -28,8 +28,8 @@ from megaframe.data_parallel.bucket import Bucket
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.rank_progress import name_ranks
 from megaframe.errors import BadDevice, CollectiveMismatch, LostRanks, NotFinite, UserError
-from megaframe.metrics import Meter
-from megaframe.metrics.meter import Known
+from megaframe.metrics import MetricsLogger
+from megaframe.metrics.metrics_logger import StepValues
 from megaframe.optim.optimizer import Optimizer, UpdateResult
 from megaframe.pipeline_parallel.nonfinite import PassMaximum, locate_nonfinite
 from megaframe.resilience.downtime import FAULTS, DowntimeLedger
@@ -80,7 +80,7 @@ class FaultHandler:
         optimizer: Optimizer,
         buckets: Sequence[Bucket],
         stages: int,
-        meter: Meter,
+        meter: MetricsLogger,
         ledger: DowntimeLedger,
         go_back: GoBack,
         launcher: LauncherProcess,
@@ -205,7 +205,7 @@ class FaultHandler:
         for line in self._stragglers.add_step() if self._stragglers else ():
             self._meter.note(f"step {step}: {line}")
 
-    def judge_steps(self, known: Sequence[Known]) -> bool:
+    def judge_steps(self, known: Sequence[StepValues]) -> bool:
         """Judge the next steps and act on the result.
 
         Args:
@@ -219,7 +219,7 @@ class FaultHandler:
         """
         return any(self._judge(metrics) for metrics in known)
 
-    def _judge(self, metrics: Known) -> bool:
+    def _judge(self, metrics: StepValues) -> bool:
         done = self._unjudged.popleft()
         self.exit_signal = self.exit_signal or int(metrics["agreed/told"])
         finite = done.update.finite()
