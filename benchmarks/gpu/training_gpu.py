@@ -114,11 +114,11 @@ def shares(row: TrainingCase, found: dict[str, Any], dry: bool) -> dict[str, Any
     """Return what a contender said, with its share of this chip's bf16 peak (with causal attention
     counted as half and as whole) and where the rest of the time went."""
     import torch
-    from megaframe.metrics.attribute_losses import attribute_losses
 
     from megaframe.config import load
     from megaframe.metrics.flops import count_flops
     from megaframe.metrics.peak_flops import find_chip_peak
+    from megaframe.metrics.waterfall import attribute_losses
     from megaframe.model.model_chunk import model_specs
 
     if "tokens_per_second" not in found:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from megaframe.config.schema import ParallelConfig
+from megaframe.config.parallel import ParallelConfig
 from megaframe.data_parallel.buffers import BufferPool
 from megaframe.data_parallel.compression import Bf16Codec, Int8Codec, TopKCodec
 from megaframe.data_parallel.gradient_reducer import (

@@ -154,7 +154,7 @@ class _ScheduleRun:
     ) -> None:
         self._executor, self._microbatches = executor, microbatches
         self._scale, self._by_block = scale, by_block
-        self._rank_of, self._split = schedule.rank_of, schedule.split
+        self._rank_of, self._split = schedule.rank_of, schedule.split_backwards
         self._incoming: dict[tuple[ActionKind, int, int], Pending[Tensor]] = {}
         self._outgoing: dict[tuple[ActionKind, int, int], Tensor] = {}
         self._reducing: set[int] = set()
