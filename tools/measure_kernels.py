@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from megaframe.errors import UserError, report_errors
 from megaframe.hardware.chips import CHIPS, Chip, suggest_chips
 from megaframe.hardware.cluster import Cluster, cluster_for_device, load_cluster, write_cluster
-from megaframe.ops.matmul import product
+from megaframe.ops.matmul import multiply
 from megaframe.planner.constants import Constants, constants_of
 from megaframe.planner.kernel_times import kernel_rates, product_seconds
 
@@ -69,7 +69,7 @@ def product_times(
     for rows, outputs, terms in sizes:
         left = torch.randn(rows, terms, device=device).to(kind)
         right = torch.randn(terms, outputs, device=device).to(kind)
-        seconds.append(median_seconds(partial(product, left, right), device))
+        seconds.append(median_seconds(partial(multiply, left, right), device))
     return seconds
 
 

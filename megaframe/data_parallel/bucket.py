@@ -25,7 +25,7 @@ from megaframe.data_parallel.reducer_choice import PLAIN, Wiring
 from megaframe.distributed.collectives import Group, Pending, all_gather_, own_part
 from megaframe.optim.rule import Rule, Step
 from megaframe.optim.state_offload import STAYS, Route
-from megaframe.parameters.initialization import fill
+from megaframe.parameters.initialization import fill_initial_values
 from megaframe.parameters.parameter import Parameter, Precision
 from megaframe.parameters.spec import Box, ParamSpec
 
@@ -134,7 +134,7 @@ class Bucket:
     def draw(self, seed: int) -> None:
         """Set the initial weights and nothing else."""
         for parameter, box, weights in self.pieces(self.weights, self.kept):
-            fill(weights, parameter.spec, box, seed)
+            fill_initial_values(weights, parameter.spec, box, seed)
 
     def begin(self) -> None:
         """Begin a run with the weights as they are."""

@@ -275,7 +275,8 @@ def _make_chip(path: Path, description: _ClusterFile) -> Chip:
     if missing:
         raise UserError(
             f"cluster {path.name}: chip={description.chip} is unknown; use "
-            f"{suggest_chips(description.chip)}, or give its {', '.join(missing)} (tools/measure_kernels.py --write measures them)"
+            f"{suggest_chips(description.chip)}, or give its {', '.join(missing)} "
+            "(tools/measure_kernels.py --write measures them)"
         )
     return Chip(description.chip, UNKNOWN, peaks, **{"units": 2, **figures})
 

@@ -51,7 +51,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 lacks the named implementation is chosen as under `auto`."""
 _FAMILY = {name: family for family, names in FAMILIES.items() for name in names}
 AUTO, PLAIN_CODE = "auto", "reference"
-_FUSED_BY_A_COMPILER = "elementwise"
+_COMPILED_FAMILY = "elementwise"
 
 
 class Kernels:
@@ -100,7 +100,7 @@ class Kernels:
             used = [self._choices[name] for name in names if name in self._choices]
             alike: dict[str, list[str]] = {}
             for choice in used:
-                alike.setdefault(_shown(choice), []).append(choice.kernel.name)
+                alike.setdefault(_describe_choice(choice), []).append(choice.kernel.name)
             lines = [f"{', '.join(names)} {how}" for how, names in alike.items()]
             if key in self._plain:
                 lines.append(f"plain code, because {self._plain[key]}")
@@ -169,13 +169,13 @@ NO_KERNELS = Kernels()
 """A run without kernels and compiler."""
 
 
-def _shown(choice: KernelChoice) -> str:
+def _describe_choice(choice: KernelChoice) -> str:
     """Return an implementation, and in parentheses why it is not a faster one."""
     absent = "; ".join(f"not {name}: {reason}" for name, reason in choice.absent.items())
     return f"{choice.active} ({absent})" if absent else choice.active
 
 
-def _families(config: RunConfig) -> tuple[str, ...]:
+def _families_used(config: RunConfig) -> tuple[str, ...]:
     """Return the keys of `FAMILIES` whose kernels a step of this run calls."""
     unused = {"experts": config.model.moe is None, "fp8": config.train.fp8 == "none"}
     return tuple(key for key in FAMILIES if not unused.get(key, False))
@@ -200,7 +200,7 @@ def make_kernels(
     asked = {key: getattr(config.kernels, key) for key in FAMILIES}
     named = {key: name for key, name in asked.items() if name not in (AUTO, PLAIN_CODE)}
     plain = {key: _why_plain(config, device, compiler is not None, key) for key in FAMILIES}
-    called = _families(config)
+    called = _families_used(config)
     wanted = [key for key in FAMILIES if plain[key] is None and (key in called or key in named)]
     said = {key: why for key in called if (why := plain[key]) is not None}
     needing = {f"kernels.{key}={name}": f"kernels.{key}={AUTO}" for key, name in named.items()}
@@ -249,6 +249,6 @@ def _why_plain(config: RunConfig, device: torch.device, compiled: bool, key: str
         return None
     if device.type != "cuda":
         return f"the device is a {device.type} (a kernel runs there if kernels.KEY names it)"
-    if compiled and key == _FUSED_BY_A_COMPILER:
+    if compiled and key == _COMPILED_FAMILY:
         return f"train.compile={config.train.compile} compiles it"
     return None

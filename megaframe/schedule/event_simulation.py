@@ -25,13 +25,17 @@ consumer waits."""
 
 @dataclass(frozen=True)
 class EncodedSchedule:
-    """A schedule as integers. The code of an action is (kind * stages + stage) * microbatches +
-    microbatch, where kind is the index in `KINDS`.
+    """A schedule as integers.
 
-    rank_of: the rank of each stage.
-    microbatches: number of microbatches.
-    steps: the codes of each rank, in order.
-    lowered: sends are separate actions; otherwise each starts when its producer is done.
+    The code of an action is (kind * stages + stage) * microbatches + microbatch, where kind is the
+    index in `KINDS`.
+
+    Attributes:
+        rank_of: The rank of each stage.
+        microbatches: Number of microbatches.
+        steps: The codes of each rank, in order.
+        lowered: Whether sends are separate actions; otherwise each starts when its producer is
+            done.
     """
 
     rank_of: tuple[int, ...]
@@ -130,10 +134,11 @@ def _peak(steps: Sequence[int], block: int, split: Sequence[bool]) -> int:
 class EventTimes:
     """The result of a simulation.
 
-    starts: when each action starts, by code; None if it never does.
-    arrivals: when the input of each action arrives, by code; None if it never does.
-    ends: when the last action of each rank ends.
-    stuck: the position in its steps at which a rank waits forever, by rank.
+    Attributes:
+        starts: When each action starts, by code; None if it never does.
+        arrivals: When the input of each action arrives, by code; None if it never does.
+        ends: When the last action of each rank ends.
+        stuck: The position in its steps at which a rank waits forever, by rank.
     """
 
     starts: Sequence[Seconds | None]
@@ -145,10 +150,13 @@ class EventTimes:
 def simulate_events(
     encoded: EncodedSchedule, durations: Sequence[Seconds], comm: Seconds
 ) -> EventTimes:
-    """Execute a schedule. Takes about half a microsecond per action.
+    """Execute a schedule.
 
-    durations: of each action, by code.
-    comm: duration of a transfer between ranks.
+    Takes about half a microsecond per action.
+
+    Args:
+        durations: Duration of each action, by code.
+        comm: Duration of a transfer between ranks.
     """
     size, ranks = encoded.microbatches, len(encoded.steps)
     links = encoded.links()
@@ -194,8 +202,11 @@ def simulate_events(
 def find_deadlock_cycle(
     encoded: EncodedSchedule, stuck: Mapping[int, int]
 ) -> list[tuple[int, int, int]]:
-    """Return a cycle of a deadlock as (rank, waiting code, code that it waits for). stuck: where
-    the ranks of a complete schedule are stuck."""
+    """Return a cycle of a deadlock as (rank, waiting code, code that it waits for).
+
+    Args:
+        stuck: Where the ranks of a complete schedule are stuck.
+    """
     size = encoded.microbatches
     makers = {row + reach // size: row for row, (reach, _) in enumerate(encoded.links()) if reach}
     chain: dict[int, tuple[int, int, int]] = {}

@@ -68,9 +68,13 @@ class Schedule:
 
 
 def parse_schedule(text: str, name: str = "schedule") -> Schedule:
-    """Parse a schedule. name: what messages call the source of the text.
+    """Parse a schedule.
 
-    Raises `UserError` with line and cell of the first mistake.
+    Args:
+        name: What messages call the source of the text.
+
+    Raises:
+        UserError: With line and cell of the first mistake.
     """
     ranks = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -86,8 +90,11 @@ def parse_schedule(text: str, name: str = "schedule") -> Schedule:
 
 
 def read_schedule(path: Path) -> Schedule:
-    """Read a schedule from a file. Raises `UserError` if the file cannot be read, is too large, or
-    is not a schedule."""
+    """Read a schedule from a file.
+
+    Raises:
+        UserError: If the file cannot be read, is too large, or is not a schedule.
+    """
     try:
         text = read_file(path, MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:

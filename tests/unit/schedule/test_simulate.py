@@ -113,7 +113,7 @@ def test_costs_are_read_exactly():
     assert parse_costs("F=0.1, B=2e-3,comm=5") == ActionCosts(
         Fraction(1, 10), Fraction(1, 500), 1, 5
     )
-    assert ActionCosts(1, (1, 0.5), Fraction(1, 2), 7).divided(4) == ActionCosts(
+    assert ActionCosts(1, (1, 0.5), Fraction(1, 2), 7).divide_by_chunks(4) == ActionCosts(
         Fraction(1, 4), (Fraction(1, 4), 0.125), Fraction(1, 8), 7
     )
 
