@@ -49,7 +49,7 @@ class EncodedSchedule:
         return len(self.rank_of) * self.microbatches
 
     @cached_property
-    def split(self) -> Sequence[bool]:
+    def split_backwards(self) -> Sequence[bool]:
         """Whether a backward has a separate W, by stage * microbatches + microbatch."""
         start, stop = 2 * self.block, 3 * self.block
         separate = [False] * self.block
@@ -108,7 +108,7 @@ def live_activations(schedule: Schedule | EncodedSchedule) -> tuple[Fraction, ..
     microbatch on all stages of the rank: one stage counts 1 / (stages of the rank). An activation
     lives from its F until its W, or until its B if there is no separate W."""
     encoded = schedule if isinstance(schedule, EncodedSchedule) else encode_schedule(schedule)
-    block, split = encoded.block, encoded.split
+    block, split = encoded.block, encoded.split_backwards
     return tuple(
         Fraction(_peak(steps, block, split), encoded.rank_of.count(rank))
         for rank, steps in enumerate(encoded.steps)

@@ -46,7 +46,7 @@ def lower(schedule: Schedule, ahead: int = AHEAD) -> Schedule:
 
 
 def _lower_rank(schedule: Schedule, rank: int, posts: Posts) -> tuple[Action, ...]:
-    actions, split = schedule.ranks[rank], schedule.split
+    actions, split = schedule.ranks[rank], schedule.split_backwards
     completes = {
         action.stage: i
         for i, action in enumerate(actions)

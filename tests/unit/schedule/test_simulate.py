@@ -91,7 +91,10 @@ def test_live_activations_equal_a_count(schedule):
     for rank, actions in enumerate(schedule.ranks):
         counts = [0]
         for action in actions:
-            fused = action.kind is B and (action.stage, action.microbatch) not in schedule.split
+            fused = (
+                action.kind is B
+                and (action.stage, action.microbatch) not in schedule.split_backwards
+            )
             ends_here = fused or action.kind not in (F, B)
             counts.append(counts[-1] + (action.kind is F) - ends_here)
         assert counts[-1] == 0
