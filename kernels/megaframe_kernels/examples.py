@@ -17,10 +17,10 @@ from megaframe_kernels import (
     activation,
     adamw,
     attention_launch,
-    cross_entropy,
     fp8,
     grouped,
     grouped_fp8,
+    loss,
     norm,
     permute,
     rotary,
@@ -80,12 +80,12 @@ def _rotary() -> Iterator[Example]:
     yield Example("a part of each head", partial(call, 32))
 
 
-def _cross_entropy() -> Iterator[Example]:
+def _loss() -> Iterator[Example]:
     def call(smoothing: float, softcap: float | None) -> None:
         logits, labels = _shaped(8192, 128256), _shaped(8192, dtype=torch.int64)
         given = (0, 128256, smoothing, softcap)
-        partition, label = cross_entropy.launch_forward(logits, labels, *given)
-        cross_entropy.launch_backward(partition, label, logits, labels, partition, logits, *given)
+        partition, label = loss.launch_forward(logits, labels, *given)
+        loss.launch_backward(partition, label, logits, labels, partition, logits, *given)
 
     yield Example("plain", partial(call, 0.0, None))
     yield Example("label smoothing, softcap", partial(call, 0.1, 30.0))
@@ -220,7 +220,7 @@ EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
     "norm": _norms,
     "activation": _activations,
     "rotary": _rotary,
-    "cross_entropy": _cross_entropy,
+    "loss": _loss,
     "adamw": _adamw,
     "square_sum": _square_sum,
     "attention": _attention,
