@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from math import isqrt
 from typing import NoReturn
 
-from megaframe.io.untrusted import showable
+from megaframe.io.untrusted import sanitize_text
 
 
 class UserError(Exception):
@@ -28,7 +28,7 @@ class UserError(Exception):
     secrets and control characters of what it quotes."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(showable(text))
+        super().__init__(sanitize_text(text))
 
 
 class UnreadableFile(UserError):
@@ -86,8 +86,8 @@ def report_and_exit(error: BaseException, rank: int) -> NoReturn:
     try:
         with report_errors(rank):
             raise error
-    except SystemExit as told:
-        status = told.code
+    except SystemExit as system_exit:
+        status = system_exit.code
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

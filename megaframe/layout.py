@@ -86,7 +86,7 @@ class Layout:
     data_replicate: int = 1
 
     def __post_init__(self) -> None:
-        _raise(layout_mistakes(asdict(self)))
+        _raise_mistakes(layout_mistakes(asdict(self)))
 
     @classmethod
     def from_parallel(cls, parallel: AxisSizes, world: int) -> Layout:
@@ -96,7 +96,7 @@ class Layout:
         Raises `UserError` if the product of the sizes is not `world`.
         """
         sizes, mistakes = axis_sizes(parallel, world)
-        _raise(mistakes)
+        _raise_mistakes(mistakes)
         return cls(**sizes)
 
     @property
@@ -132,7 +132,7 @@ class Layout:
         """Return the index of `rank` on each axis of the expert view."""
         return self._coordinate(rank, EXPERT_VIEW)
 
-    def place(self, rank: int) -> Mapping[str, int]:
+    def full_coordinate(self, rank: int) -> Mapping[str, int]:
         """Return the index of `rank` on each axis of both views."""
         return {**self.coordinate(rank), **self.expert_coordinate(rank)}
 
@@ -142,7 +142,7 @@ class Layout:
 
         Raises `ValueError` for an index outside of its axis and for axes of two views.
         """
-        _one_view(coordinate)
+        _check_view(coordinate)
         strides = self._strides()
         for axis, index in coordinate.items():
             if not 0 <= index < strides[axis][1]:
@@ -157,14 +157,14 @@ class Layout:
         """
         self._check_rank(rank)
         strides = self._strides()
-        own = [strides[axis] for axis in _one_view(axes)]
+        own = [strides[axis] for axis in _check_view(axes)]
         first = rank - sum(rank // stride % size * stride for stride, size in own)
         return tuple(first + offset for offset in self._offsets(axes))
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return the distinct `members(rank, *axes)` of all ranks: a partition of the world."""
         strides = self._strides()
-        own = [strides[axis] for axis in _one_view(axes)]
+        own = [strides[axis] for axis in _check_view(axes)]
         offsets = self._offsets(axes)
         firsts = (
             rank
@@ -212,7 +212,7 @@ class Layout:
         """Return the distance from the first member of a group over `axes` to each member,
         ascending."""
         strides = self._strides()
-        steps = [range(0, strides[a][0] * strides[a][1], strides[a][0]) for a in _one_view(axes)]
+        steps = [range(0, strides[a][0] * strides[a][1], strides[a][0]) for a in _check_view(axes)]
         return sorted(sum(step) for step in product(*steps))
 
     def _check_rank(self, rank: int) -> None:
@@ -275,7 +275,7 @@ def exchange_groups(ranks: Sequence[int], steps: Sequence[int]) -> list[list[tup
     return groups_per_step
 
 
-def _one_view(axes: Mapping[str, int] | tuple[str, ...]) -> set[str]:
+def _check_view(axes: Mapping[str, int] | tuple[str, ...]) -> set[str]:
     """Return the set of axes. Raises `ValueError` unless all belong to one view, and if `data` is
     combined with one of its parts."""
     named = set(axes)
@@ -287,7 +287,7 @@ def _one_view(axes: Mapping[str, int] | tuple[str, ...]) -> set[str]:
     return named
 
 
-def _raise(mistakes: list[str]) -> None:
+def _raise_mistakes(mistakes: list[str]) -> None:
     if mistakes:
         raise UserError("\n".join(mistakes))
 

@@ -33,7 +33,7 @@ from megaframe.checkpoint.inspect import compare_checkpoints, find_damage
 from megaframe.checkpoint.reshard import reshard_checkpoint
 from megaframe.config import load as load_config
 from megaframe.errors import UserError, report_errors
-from megaframe.io.untrusted import showable
+from megaframe.io.untrusted import sanitize_text
 
 EXIT_DIFFERENT = 1
 """Exit status if something is damaged, or two checkpoints differ."""
@@ -71,13 +71,13 @@ def _summary(checkpoint: Checkpoint) -> Table:
     for title in ("", "tensors", "elements", "GB"):
         table.add_column(title, justify="left" if not title else "right")
     for kind, (tensors, elements, size) in kinds.items():
-        table.add_row(showable(kind), f"{tensors:,}", f"{elements:,}", f"{size / 1e9:,.3f}")
+        table.add_row(sanitize_text(kind), f"{tensors:,}", f"{elements:,}", f"{size / 1e9:,.3f}")
     config: Any = checkpoint.state.get("config")
     for section in ("model", "parallel"):
         values = config.get(section) if isinstance(config, dict) else None
         if isinstance(values, dict):
             shown = ", ".join(f"{key}={value}" for key, value in values.items() if value)
-            table.caption = f"{table.caption or ''}{section}: {showable(shown)}\n"
+            table.caption = f"{table.caption or ''}{section}: {sanitize_text(shown)}\n"
     return table
 
 
@@ -87,7 +87,7 @@ def _tensors(checkpoint: Checkpoint) -> Table:
         table.add_column(title, no_wrap=True)
     for name, tensor in checkpoint.tensors.items():
         sizes = str(list(tensor.shape)), tensor.dtype, str(len(tensor.slices))
-        table.add_row(showable(name), *sizes)
+        table.add_row(sanitize_text(name), *sizes)
     return table
 
 
@@ -145,10 +145,10 @@ def reshard(given: argparse.Namespace) -> int:
 
 def export_hf(given: argparse.Namespace) -> int:
     """Write the weights, and the tokenizer, as a folder that Hugging Face transformers loads."""
-    from megaframe.checkpoint.convert.huggingface.model_folder import export
+    from megaframe.checkpoint.convert.huggingface.model_folder import export_model
 
     with open_checkpoint(locate_checkpoint(given.path, "path")) as checkpoint:
-        notes = export(checkpoint, Path(given.to), given.dtype, given.tokenizer)
+        notes = export_model(checkpoint, Path(given.to), given.dtype, given.tokenizer)
     print(f"wrote {given.to}")
     for note in notes:
         print(f"note: {note}")
@@ -157,9 +157,9 @@ def export_hf(given: argparse.Namespace) -> int:
 
 def import_hf(given: argparse.Namespace) -> int:
     """Write a model in the folder format of Hugging Face as a checkpoint of step 0."""
-    from megaframe.checkpoint.convert.huggingface.model_folder import load
+    from megaframe.checkpoint.convert.huggingface.model_folder import import_model
 
-    print(f"wrote {load(Path(given.path), parse_path(given.to))}")
+    print(f"wrote {import_model(Path(given.path), parse_path(given.to))}")
     return 0
 
 
@@ -168,7 +168,7 @@ def export_dcp(given: argparse.Namespace) -> int:
     from megaframe.checkpoint.convert import dcp
 
     with open_checkpoint(locate_checkpoint(given.path, "path")) as checkpoint:
-        dcp.export(checkpoint, Path(given.to))
+        dcp.export_checkpoint(checkpoint, Path(given.to))
     print(f"wrote {given.to}")
     return 0
 
@@ -178,7 +178,7 @@ def import_dcp(given: argparse.Namespace) -> int:
     from megaframe.checkpoint.convert import dcp
 
     config = load_config(given.config) if given.config else None
-    done = dcp.load(Path(given.path), parse_path(given.to), config)
+    done = dcp.import_checkpoint(Path(given.path), parse_path(given.to), config)
     print(f"wrote {done.path}")
     if done.left_out:
         more = f" and {len(done.left_out) - 5} more" if len(done.left_out) > 5 else ""

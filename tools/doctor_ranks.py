@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaframe.io.untrusted import showable
+from megaframe.io.untrusted import sanitize_text
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = [sys.executable, str(ROOT / "tools/doctor_parts.py")]
@@ -211,7 +211,7 @@ def _last_words(text: str, folder: Path) -> str:
     for path in (str(folder), str(ROOT), str(Path.home())):
         found = found.replace(path, ".")
     found = found.replace("faults.step_timeout=", "--timeout ")
-    return showable(_ADDRESS.sub("(address)", found))[:_SHOWN]
+    return sanitize_text(_ADDRESS.sub("(address)", found))[:_SHOWN]
 
 
 def merged(lines: Lines) -> list[Finding]:

@@ -17,8 +17,8 @@ from typing import Any
 
 from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.config import RunConfig
-from megaframe.data.preprocessing.input_shards import FORMATS, Reading
-from megaframe.data.samples import SPLITS
+from megaframe.data.gpt_dataset import SPLITS
+from megaframe.data.preprocessing.input_shards import FORMATS, CorpusFormat
 from megaframe.data.tokenizer import Tokenizer, import_library
 from megaframe.errors import UserError, report_errors
 from megaframe.pipeline_parallel.stage import Stage
@@ -67,7 +67,7 @@ def _on_texts(
     the numbers by name."""
     named = arguments.tokenizer or config.data.tokenizer
     tokenizer: Tokenizer | None = tokenizer_of(config, named) if named else None
-    reading = Reading(arguments.key, arguments.format, arguments.split_blank_lines)
+    reading = CorpusFormat(arguments.key, arguments.format, arguments.split_blank_lines)
     total, shown = Score(), {}
     files = ((path, read_passage(path, tokenizer, reading)) for path in arguments.text)
     sources = read_split(config, arguments.split) if arguments.split else ()

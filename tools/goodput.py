@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from megaframe.errors import UserError, report_errors
-from megaframe.io.untrusted import parsed_json, read_file, whole_number
+from megaframe.io.untrusted import integer_parser, parse_json, read_file
 from megaframe.planner.goodput import (
     MIXES,
     PUBLISHED,
@@ -63,8 +63,8 @@ def check(mix: FailureMix, sizes: Sequence[int], costs: FailureCosts, target: fl
         share = effective_share(mix, ranks, costs, best_interval(mix, ranks, costs))
         if not share > _LEAST_SHARE:
             raise UserError(
-                f"--ranks {ranks:,}: one fails every {1 / mix.rate(ranks):.3g} s, and at these "
-                f"costs less than {_LEAST_SHARE:.0%} of the time is of use; use fewer ranks"
+                f"--ranks {ranks:,}: one fails every {1 / mix.failure_rate(ranks):.3g} s, and at "
+                f"these costs less than {_LEAST_SHARE:.0%} of the time is of use; use fewer ranks"
             )
 
 
@@ -73,7 +73,7 @@ def measured(path: Path) -> dict[str, float]:
     time to notice a crash is a part of `restart`, which begins with the last step. Raises
     `UserError` if the file is not from a chaos test."""
     try:
-        found = parsed_json(read_file(path, MOST_BYTES))
+        found = parse_json(read_file(path, MOST_BYTES))
         kill = {cause: float(found["kill"][cause]) for cause in ("restart", "load", "again")}
         costs = {"crash": 0.0, **kill, "stall": float(found["whole"]["stall"])}
         if not all(0 <= seconds < 1e9 for seconds in costs.values()):
@@ -117,7 +117,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--mix", choices=sorted(MIXES), default="llama3", help="whose failures")
     parser.add_argument(
-        "--ranks", type=whole_number(1), nargs="*", help="numbers of ranks; default: several"
+        "--ranks", type=integer_parser(1), nargs="*", help="numbers of ranks; default: several"
     )
     parser.add_argument("--costs", default="", help=f"NAME=SECONDS,...: {shown(FailureCosts())}")
     parser.add_argument(

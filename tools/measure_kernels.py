@@ -135,7 +135,7 @@ def measure(chip: Chip, kind: str, device: torch.device, largest: int) -> Measur
         lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True), device
     )
     flops = 2.0 * heads * length * length * width  # both products, half of them masked
-    sustained = chip.sustained(kind)
+    sustained = chip.sustained_flops(kind)
     if sustained is None:
         raise UserError(f"chip {chip.name} has no figure for {kind}; use {', '.join(chip.peaks)}")
     attention = flops / attending / sustained

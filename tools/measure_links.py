@@ -34,7 +34,7 @@ from megaframe.distributed.mesh import Mesh, global_rank, ranks_on_this_node, wo
 from megaframe.errors import UserError, report_errors
 from megaframe.hardware.chips import CHIPS, chip_of, nearest_chips
 from megaframe.hardware.cluster import Cluster, load_cluster, without_rates, write_cluster
-from megaframe.io.untrusted import whole_number
+from megaframe.io.untrusted import integer_parser
 from megaframe.layout import Layout
 from megaframe.planner.collective_times import bus_bandwidth
 from megaframe.planner.constants import Constants, cluster_constants
@@ -139,7 +139,7 @@ def tiers(
                 "name": name,
                 "size": sizes[name],
                 "kind": "switch",
-                "bandwidth": float(f"{fastest / constants.link(number):.4g}"),
+                "bandwidth": float(f"{fastest / constants.link_efficiency(number):.4g}"),
                 "latency": float(f"{gather.alpha:.3g}"),
             }
         )
@@ -181,13 +181,13 @@ def arguments() -> argparse.Namespace:
     )
     for axis in ("tensor", "context", "pipeline"):
         parser.add_argument(
-            f"--{axis}", type=whole_number(1), default=None, help=f"ranks of the {axis} axis"
+            f"--{axis}", type=integer_parser(1), default=None, help=f"ranks of the {axis} axis"
         )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--smallest", type=whole_number(1), default=2**14, help="bytes")
-    parser.add_argument("--largest", type=whole_number(1, 2**40), default=2**26, help="bytes")
+    parser.add_argument("--smallest", type=integer_parser(1), default=2**14, help="bytes")
+    parser.add_argument("--largest", type=integer_parser(1, 2**40), default=2**26, help="bytes")
     parser.add_argument(
-        "--times", type=whole_number(1), default=7, help="measurements of each size"
+        "--times", type=integer_parser(1), default=7, help="measurements of each size"
     )
     parser.add_argument("--write", type=Path, help="description to write (of tiers, no layout)")
     parser.add_argument(

@@ -168,7 +168,7 @@ def _ranked(found: SearchResult) -> Table:
             f"{prediction.step_seconds:.4g}",
             "-" if prediction.mfu is None else f"{prediction.mfu:.1%}",
             f"{sum(prediction.memory_bytes.values()) / _GIB:.1f}",
-            describe_candidate(found.candidates, choice.place),
+            describe_candidate(found.candidates, choice.index),
         )
     return table
 

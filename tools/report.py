@@ -30,7 +30,7 @@ def main() -> None:
         run = Run(arguments.run)
         found, why = compare_run_or_reason(run.folder, run.environment, arguments.cluster)
         prediction = read_prediction(arguments.prediction) or (found.record() if found else None)
-        text = report(run, prediction, [*found.tries()] if found else [why])
+        text = report(run, prediction, [*found.suggest_layouts()] if found else [why])
         folder = arguments.output or arguments.run
         for name, content in zip(REPORT_FILES, (text, html(text)), strict=True):
             write_whole(folder / name, content)

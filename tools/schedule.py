@@ -60,22 +60,22 @@ class ScheduleResult:
 
     def record(self) -> dict[str, object]:
         """Return the answer for JSON."""
-        asked, found = self.question, self.timeline
+        request, timeline = self.question, self.timeline
         return {
-            "schedule": asked.name,
-            "stages": asked.ranks,
-            "chunks": asked.chunks,
-            "microbatches": asked.microbatches,
-            "bubble": _plain(found.bubble),
-            "bubble_time": _plain(found.bubble_time),
-            "time": _plain(found.time),
-            "peak_activations": [_plain(value) for value in found.peak_activations],
+            "schedule": request.name,
+            "stages": request.ranks,
+            "chunks": request.chunks,
+            "microbatches": request.microbatches,
+            "bubble": _plain(timeline.bubble),
+            "bubble_time": _plain(timeline.bubble_time),
+            "time": _plain(timeline.time),
+            "peak_activations": [_plain(value) for value in timeline.peak_activations],
         }
 
 
 def main() -> None:
     options = _options()
-    asked = ScheduleRequest(
+    request = ScheduleRequest(
         options.schedule or "",
         options.stages,
         options.chunks,
@@ -84,89 +84,95 @@ def main() -> None:
         parse_costs(options.costs),
         options.memory_limit,
     )
-    _check_size(asked)
+    _check_size(request)
     if options.compare:
-        _compare(asked, options.json)
+        _compare(request, options.json)
         return
-    answer = _answer(asked, options.lowered)
+    result = _answer(request, options.lowered)
     pictures = {
-        options.svg: lambda: draw_svg(answer.timeline, asked.name),
-        options.trace: lambda: draw_trace(answer.timeline),
+        options.svg: lambda: draw_svg(result.timeline, request.name),
+        options.trace: lambda: draw_trace(result.timeline),
     }
     for path, text in [(path, draw()) for path, draw in pictures.items() if path is not None]:
         _write(path, text)
     if options.json:
-        print(json.dumps(answer.record()))
+        print(json.dumps(result.record()))
         return
     width = shutil.get_terminal_size((120, 24)).columns
-    print(answer.schedule if options.lowered else draw_text(answer.timeline, width), end="\n\n")
-    for key, value in answer.record().items():
+    print(result.schedule if options.lowered else draw_text(result.timeline, width), end="\n\n")
+    for key, value in result.record().items():
         shown = " ".join(map(str, value)) if isinstance(value, list) else value
         print(f"{key:<17} {shown}")
-    waits = " ".join(map(format_number, answer.timeline.bubbles))
+    waits = " ".join(map(format_number, result.timeline.bubbles))
     print(f"{'waits':<17} {waits}")
 
 
-def _answer(asked: ScheduleRequest, lowered: bool = False) -> ScheduleResult:
-    costs = asked.costs.divided(asked.chunks)
+def _answer(request: ScheduleRequest, lowered: bool = False) -> ScheduleResult:
+    costs = request.costs.divided(request.chunks)
     schedule = generate(
-        asked.name,
-        asked.ranks,
-        asked.chunks,
-        asked.microbatches,
-        group=asked.group,
+        request.name,
+        request.ranks,
+        request.chunks,
+        request.microbatches,
+        group=request.group,
         costs=costs,
-        memory_limit=asked.memory_limit,
+        memory_limit=request.memory_limit,
     )
     if lowered:
         schedule = lower(schedule)
     check(schedule)
-    return ScheduleResult(asked, schedule, simulate(schedule, costs))
+    return ScheduleResult(request, schedule, simulate(schedule, costs))
 
 
-def _compare(asked: ScheduleRequest, as_json: bool) -> None:
+def _compare(request: ScheduleRequest, as_json: bool) -> None:
     """Print all schedules on the same ranks, each with the valid number of chunks nearest to the
     given one."""
-    answers, mistakes = [], []
+    results, mistakes = [], []
     for name in SCHEDULE_NAMES:
-        chunks = SCHEDULE_LIMITS[name].nearest_chunks(asked.chunks)
-        group = asked.group if name == "interleaved" else None
-        one = ScheduleRequest(
-            name, asked.ranks, chunks, asked.microbatches, group, asked.costs, asked.memory_limit
+        chunks = SCHEDULE_LIMITS[name].nearest_chunks(request.chunks)
+        group = request.group if name == "interleaved" else None
+        variant = ScheduleRequest(
+            name,
+            request.ranks,
+            chunks,
+            request.microbatches,
+            group,
+            request.costs,
+            request.memory_limit,
         )
-        wrong = schedule_mistakes(name, one.ranks, chunks, one.microbatches, group=group)
+        wrong = schedule_mistakes(name, variant.ranks, chunks, variant.microbatches, group=group)
         mistakes += wrong
         if not wrong:
-            answers.append(_answer(one))
+            results.append(_answer(variant))
     if as_json:
-        print(json.dumps([answer.record() for answer in answers]))
+        print(json.dumps([result.record() for result in results]))
         return
-    table = Table(title=f"{asked.ranks} ranks, {asked.microbatches} microbatches")
+    table = Table(title=f"{request.ranks} ranks, {request.microbatches} microbatches")
     for heading in ("schedule", "chunks", "time", "bubble", "bubble_time", "peak_activations"):
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
-    for answer in answers:
-        found = answer.timeline
-        numbers = found.time, found.bubble_time, max(found.peak_activations)
+    for result in results:
+        timeline = result.timeline
+        numbers = timeline.time, timeline.bubble_time, max(timeline.peak_activations)
         time, bubble_time, peak = map(format_number, numbers)
-        share = f"{float(found.bubble):.2%}"
+        share = f"{float(timeline.bubble):.2%}"
         table.add_row(
-            answer.question.name, str(answer.question.chunks), time, share, bubble_time, peak
+            result.question.name, str(result.question.chunks), time, share, bubble_time, peak
         )
     Console().print(table)
     for mistake in mistakes:
         print(f"left out: {mistake}")
 
 
-def _check_size(asked: ScheduleRequest) -> None:
+def _check_size(request: ScheduleRequest) -> None:
     sizes = {
-        "--stages": asked.ranks,
-        "--chunks": asked.chunks,
-        "--microbatches": asked.microbatches,
+        "--stages": request.ranks,
+        "--chunks": request.chunks,
+        "--microbatches": request.microbatches,
     }
     for key, size in sizes.items():
         if size < 1:
             raise UserError(f"{key} {size} is too few; use 1 or more")
-    actions = 3 * asked.ranks * asked.chunks * asked.microbatches
+    actions = 3 * request.ranks * request.chunks * request.microbatches
     if actions > _MOST_ACTIONS:
         raise UserError(
             f"{' x '.join(f'{key} {size}' for key, size in sizes.items())} make {actions:,} "

@@ -20,29 +20,18 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-from megaframe.config import RunConfig
-from megaframe.dashboard.metrics_file import Metrics
 from megaframe.dashboard.sweep import (
-    CONSOLE,
     SUMMARY,
     Result,
+    Sweep,
     Trial,
-    check_trials,
-    failure,
-    metric_of,
-    run_of,
-    space_of,
-    summary,
-    trial_command,
-    trials_of,
-    values_after,
+    TrialRun,
+    make_trials,
+    summarize,
     write_page,
 )
 from megaframe.errors import UserError, report_errors
-from megaframe.io.run_files import METRICS_FILE
 
 PAGE = "sweep.html"
 _PAUSE = 0.1
@@ -52,79 +41,77 @@ def main() -> None:
     """Run the sweep, and write and print its results; exit with status 1 if all trials failed."""
     arguments = parse_arguments()
     with report_errors():
-        config, words = run_of(arguments.run)
-        space = space_of(arguments.sweep)
-        trials = trials_of(space, arguments.trials, arguments.seed)
-        check_trials([trial.keys for trial in trials], words)
-        sweep = Sweep.of(config, words, arguments)
-        found = sweep.run(trials)
-        text, failed = summary(found, space, sweep.metric)
+        sweep = Sweep.parse(arguments.run, arguments.sweep, arguments.metric)
+        trials = make_trials(sweep.space, arguments.trials, arguments.seed)
+        sweep.check(trial.keys for trial in trials)
+        gpus = arguments.gpus.split(",") if arguments.gpus else ()
+        results = LocalSweep(sweep, arguments.jobs, arguments.ranks, gpus).run(trials)
+        text, failures = summarize(results, sweep.space, sweep.metric)
         print(text)
         print(f"wrote {sweep.folder / SUMMARY}")
-        if failed < len(found):
+        if failures < len(results):
             try:
-                write_page(sweep.folder / PAGE, found, space, sweep.metric)
+                write_page(sweep.folder / PAGE, results, sweep.space, sweep.metric)
                 print(f"wrote {sweep.folder / PAGE}")
             except UserError as error:
                 print(f"no plot: {error}")
-    sys.exit(int(failed == len(found)))
+    sys.exit(int(failures == len(results)))
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """How the trials of a sweep are run.
+class LocalSweep:
+    """Runs the trials of a sweep on this machine.
 
-    folder: of the sweep. words: command line of the run. metric: what trials are compared by.
-    jobs: trials side by side. ranks: of each. gpus: devices to deal out to the jobs, if any.
+    Args:
+        sweep: what to run.
+        jobs: trials side by side.
+        ranks: of each.
+        gpus: devices to deal out to the jobs, if any.
+
+    Raises:
+        UserError: if it cannot be run so.
     """
 
-    folder: Path
-    words: tuple[str, ...]
-    metric: str
-    jobs: int
-    ranks: int
-    gpus: tuple[str, ...]
-
-    @staticmethod
-    def of(config: RunConfig, words: Sequence[str], asked: argparse.Namespace) -> Sweep:
-        """Return the sweep that was asked for. Raises `UserError` if it cannot be run."""
-        for name in ("jobs", "ranks"):
-            if (number := getattr(asked, name)) < 1:
+    def __init__(self, sweep: Sweep, jobs: int, ranks: int, gpus: Sequence[str] = ()) -> None:
+        for name, number in (("jobs", jobs), ("ranks", ranks)):
+            if number < 1:
                 raise UserError(f"--{name} {number} is too few; use 1 or more")
-        gpus = tuple(asked.gpus.split(",")) if asked.gpus else ()
-        if gpus and len(gpus) < asked.jobs * asked.ranks:
+        if gpus and len(gpus) < jobs * ranks:
             raise UserError(
-                f"--jobs {asked.jobs} with --ranks {asked.ranks} need {asked.jobs * asked.ranks} "
-                f"GPUs, and --gpus {asked.gpus} names {len(gpus)}"
+                f"--jobs {jobs} with --ranks {ranks} need {jobs * ranks} GPUs, and --gpus "
+                f"{','.join(gpus)} names {len(gpus)}"
             )
-        if config.checkpoint.folder is not None:
+        checkpoint = sweep.config.checkpoint
+        if checkpoint.folder is not None:
             raise UserError(
-                f"checkpoint.folder={config.checkpoint.folder} would be shared by all trials; "
+                f"checkpoint.folder={checkpoint.folder} would be shared by all trials; "
                 "leave it out, and each saves in its own folder"
             )
-        resume = [] if config.checkpoint.resume else ["checkpoint.resume=latest"]
-        metric = metric_of(config, asked.metric)
-        folder = Path(config.run.dir).absolute()
-        return Sweep(folder, (*words, *resume), metric, asked.jobs, asked.ranks, gpus)
+        self._sweep, self._jobs, self._ranks, self._gpus = sweep, jobs, ranks, gpus
+        resume = () if checkpoint.resume else ("checkpoint.resume=latest",)
+        self._words = [*sweep.words, *resume]
 
     def run(self, trials: Sequence[Trial]) -> list[Result]:
         """Run all trials that are not done yet, and return the results of all, in their order."""
-        found = self._done(trials)
-        print(f"{len(trials)} trials in {self.folder}, {len(found)} done before", flush=True)
-        waiting = deque(trial for trial in trials if trial.name not in found)
+        results = self._read_finished(trials)
+        print(
+            f"{len(trials)} trials in {self._sweep.folder}, {len(results)} done before", flush=True
+        )
+        waiting = deque(trial for trial in trials if trial.name not in results)
         running: dict[int, tuple[Trial, subprocess.Popen[bytes]]] = {}
         try:
             while waiting or running:
-                for slot in range(self.jobs):
+                for slot in range(self._jobs):
                     if slot not in running and waiting:
                         trial = waiting.popleft()
                         running[slot] = trial, self._start(trial, slot)
                 for slot, (trial, process) in list(running.items()):
                     if process.poll() is not None:
                         del running[slot]
-                        found[trial.name] = self._result(trial, process.returncode)
-                        self._tell(found[trial.name], f"{len(found)} of {len(trials)}")
-                        self._write([found[one.name] for one in trials if one.name in found])
+                        results[trial.name] = self._result(trial, process.returncode)
+                        self._print_result(results[trial.name], f"{len(results)} of {len(trials)}")
+                        self._sweep.write_results(
+                            [results[one.name] for one in trials if one.name in results]
+                        )
                 time.sleep(_PAUSE)
         finally:
             if running:
@@ -133,70 +120,62 @@ class Sweep:
                 process.terminate()
             for _, process in running.values():
                 process.wait()
-        return [found[trial.name] for trial in trials]
+        return [results[trial.name] for trial in trials]
+
+    def _trial_run(self, trial: Trial) -> TrialRun:
+        folder = self._sweep.folder / trial.name
+        return TrialRun(folder, self._words, trial.keys, self._ranks)
 
     def _start(self, trial: Trial, slot: int) -> subprocess.Popen[bytes]:
         """Start a trial as job number `slot`, in a session of its own: Ctrl-C reaches it through
         this program only."""
-        run = self.folder / trial.name
-        run.mkdir(parents=True, exist_ok=True)
         environment = dict(os.environ)
-        if self.jobs > 1:
+        if self._jobs > 1:
             # Otherwise each rank would start a thread for every core.
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-            threads = max(1, cores // (self.jobs * self.ranks))
+            threads = max(1, cores // (self._jobs * self._ranks))
             environment.setdefault("OMP_NUM_THREADS", str(threads))
-        if self.gpus:
-            mine = self.gpus[slot * self.ranks : (slot + 1) * self.ranks]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-        command = trial_command(self.words, trial.keys, run, self.ranks)
-        with open(run / CONSOLE, "wb") as console:
-            return subprocess.Popen(
-                command, env=environment, stdout=console, stderr=console, start_new_session=True
-            )
+        if self._gpus:
+            devices = self._gpus[slot * self._ranks : (slot + 1) * self._ranks]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        return self._trial_run(trial).start(env=environment, start_new_session=True)
 
     def _result(self, trial: Trial, status: int) -> Result:
         """Return what a trial has come to. status: exit status of its run."""
-        run = self.folder / trial.name
-        metrics = Metrics(run / METRICS_FILE)
-        metrics.read()
-        told = list(values_after(metrics, self.metric, 0))
-        step, value = told[-1] if told else (None, None)
+        run = self._trial_run(trial)
+        values = run.read_metric(self._sweep.metric)
+        step, value = values[-1] if values else (None, None)
         return {
             "keys": trial.keys,
             "step": step,
-            self.metric: value,
-            "folder": str(run),
-            "error": failure(run, status) if status else None,
-            "words": list(self.words),
+            self._sweep.metric: value,
+            "folder": str(run.folder),
+            "error": run.describe_failure(status) if status else None,
+            "words": self._words,
         }
 
-    def _tell(self, result: Result, count: str) -> None:
-        value = result[self.metric]
-        said = "no step was done" if value is None else f"{self.metric} {value:.4f}"
-        print(f"{count}: {Trial(result['keys'])}: {result['error'] or said}", flush=True)
+    def _print_result(self, result: Result, count: str) -> None:
+        metric = self._sweep.metric
+        value = result[metric]
+        outcome = "no step was done" if value is None else f"{metric} {value:.4f}"
+        print(f"{count}: {Trial(result['keys'])}: {result['error'] or outcome}", flush=True)
 
-    def _done(self, trials: Sequence[Trial]) -> dict[str, Result]:
+    def _read_finished(self, trials: Sequence[Trial]) -> dict[str, Result]:
         """Return the results, by name, of trials that the same command has run to their end.
         Raises `UserError` if the file with the results is damaged."""
-        path = self.folder / SUMMARY
+        path = self._sweep.folder / SUMMARY
         if not path.exists():
             return {}
         try:
-            ended = {
-                Trial(one["keys"]).name
-                for one in json.loads(path.read_text())
-                if one["error"] is None and one["words"] == list(self.words)
+            finished = {
+                Trial(result["keys"]).name
+                for result in json.loads(path.read_text())
+                if result["error"] is None and result["words"] == self._words
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             raise UserError(f"{path} is not the result of a sweep; move it away") from None
-        found = {one.name: self._result(one, 0) for one in trials if one.name in ended}
-        return {name: result for name, result in found.items() if result["step"] is not None}
-
-    def _write(self, results: Sequence[Result]) -> None:
-        unfinished = self.folder / f"{SUMMARY}.unfinished"
-        unfinished.write_text(json.dumps(results, indent=2) + "\n")
-        unfinished.replace(self.folder / SUMMARY)
+        results = {trial.name: self._result(trial, 0) for trial in trials if trial.name in finished}
+        return {name: result for name, result in results.items() if result["step"] is not None}
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -285,7 +285,7 @@ class MegaframeCheckpoint(CheckpointedState):
             checkpoint.load(slices, {(part.name, part.box) for part in slices})
 
     def stalled(self) -> dict[str, float]:
-        step, blocked = self.step(self.begin, self.writer.copied)
+        step, blocked = self.step(self.begin, self.writer.wait_for_copy)
         return {"step with save": step, "blocked": blocked}
 
 

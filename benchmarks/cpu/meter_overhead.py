@@ -47,7 +47,7 @@ def work(folder: Path, steps: int) -> None:
     import numpy as np
 
     from megaframe.config import load
-    from megaframe.data.indexed import TokenFileWriter
+    from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
     from megaframe.distributed.mesh import Mesh, global_rank
     from megaframe.layout import Layout
     from megaframe.metrics import Meter, StepTimer
@@ -64,7 +64,7 @@ def work(folder: Path, steps: int) -> None:
     }  # fmt: skip
     config = load(None, [f"{key}={value}" for key, value in keys.items()])
     if global_rank() == 0:
-        with TokenFileWriter(str(folder / "tokens"), np.dtype(np.uint16)) as writer:
+        with IndexedDatasetWriter(str(folder / "tokens"), np.dtype(np.uint16)) as writer:
             writer.append(np.random.default_rng(0).integers(0, 4096, 10**6).astype(np.uint16))
         (folder / "ready").touch()
     while not (folder / "ready").exists():

@@ -171,9 +171,9 @@ def _corpus(folder: Path) -> Path:
     """Write a few documents, from which samples are drawn without end."""
     import numpy as np
 
-    from megaframe.data.indexed import TokenFileWriter
+    from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 
-    with TokenFileWriter(str(folder / "tokens"), np.dtype(np.uint16)) as writer:
+    with IndexedDatasetWriter(str(folder / "tokens"), np.dtype(np.uint16)) as writer:
         for _ in range(8):
             writer.append(np.arange(4096, dtype=np.uint16))
     return folder / "tokens"

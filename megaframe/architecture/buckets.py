@@ -53,12 +53,12 @@ def group_blocks_into_buckets(sizes: Sequence[tuple[int, int]], least: int) -> l
         sizes: elements of each block's matrices: those of its late part, and the others.
         least: `parallel.bucket_size`.
     """
-    found: list[BucketBlocks] = []
+    groups: list[BucketBlocks] = []
     stop, total = len(sizes), 0
     for start in reversed(range(len(sizes))):
         total += sum(sizes[start])
         halves = stop - start == 1 and max(sizes[start]) >= least
         if total >= least or halves or start == 0:
-            found.append(BucketBlocks(start, stop, halves))
+            groups.append(BucketBlocks(start, stop, halves))
             stop, total = start, 0
-    return found[::-1]
+    return groups[::-1]

@@ -28,12 +28,12 @@ def block_matrices(model: ModelConfig, layer: int) -> list[MatrixShape]:
     are numbered after the last layer."""
     if model.emulate is not None:
         return []
-    moe, found = model.moe, [*_attention(model)]
+    moe, shapes = model.moe, [*_attention(model)]
     if moe is None or not has_experts(moe, layer):
-        return [*found, *_mlp(model, model.ffn)]
+        return [*shapes, *_mlp(model, model.ffn)]
     width = moe.ffn or model.ffn
-    found += [MatrixShape(moe.experts, model.hidden), *_mlp(model, width, moe.experts)]
-    return [*found, *(_mlp(model, moe.shared * width) if moe.shared else [])]
+    shapes += [MatrixShape(moe.experts, model.hidden), *_mlp(model, width, moe.experts)]
+    return [*shapes, *(_mlp(model, moe.shared * width) if moe.shared else [])]
 
 
 def attention_matrix_elements(model: ModelConfig) -> int:

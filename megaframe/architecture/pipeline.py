@@ -65,7 +65,7 @@ def summarize_pipeline(config: RunConfig, schedule: Schedule) -> Iterator[str]:
     )
     yield f"stages      {len(plans)}, {layers} blocks in all"
     for plan in plans:
-        again = f", {plan.recomputed} recomputed" if plan.recomputed else ""
+        recomputed = f", {plan.recomputed} recomputed" if plan.recomputed else ""
         share = work[plan.number] / sum(work)
         rank = schedule.rank_of[plan.number]
-        yield f"  {plan.number:<4} rank {rank:<4} {share:6.1%} of the work  {plan}{again}"
+        yield f"  {plan.number:<4} rank {rank:<4} {share:6.1%} of the work  {plan}{recomputed}"

@@ -62,8 +62,8 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
     plans, start = [], 0
     for number, count in enumerate(layers):
         blocks = range(start, start + count)
-        again = _per_stage(config.train.recompute_blocks, number)
-        recomputed = count if config.train.recompute == "full" else min(count, again)
+        recomputed_first = _per_stage(config.train.recompute_blocks, number)
+        recomputed = count if config.train.recompute == "full" else min(count, recomputed_first)
         plans.append(StagePlan(number, stages, blocks, recomputed))
         start += count
     assert start == config.model.layers, "every layer is on one stage"
@@ -86,7 +86,7 @@ def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[
     starts: list[list[int]] = []
     for stage in range(stages):
         extra = head if stage == stages - 1 else 0.0
-        found = [
+        choices = [
             min(
                 (
                     (squares[start] + (ends[end] - ends[start] + extra) ** 2, start)
@@ -97,8 +97,8 @@ def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[
             )
             for end in range(len(ends))
         ]
-        squares = [value for value, _ in found]
-        starts.append([start for _, start in found])
+        squares = [value for value, _ in choices]
+        starts.append([start for _, start in choices])
     counts, end = [], len(blocks)
     for start in reversed(starts):
         counts.append(end - start[end])
@@ -157,9 +157,9 @@ def output_work(config: RunConfig) -> PassWork:
     forward, backward, weight = head, 0.0, 0.0
     for depth in range(model.mtp_depth):
         block = block_work(config, model.layers + depth)
-        again = block.forward + join if config.train.recompute == "full" else 0.0
+        recomputed = block.forward + join if config.train.recompute == "full" else 0.0
         forward += head + block.forward + join
-        backward += block.backward + join + again
+        backward += block.backward + join + recomputed
         weight += block.weight + join
     return PassWork(forward, backward, weight)
 
@@ -209,14 +209,14 @@ def _least_maximum(ends: Sequence[float], head: float, stages: int) -> float:
 
 def _fits(ends: Sequence[float], head: float, stages: int, limit: float) -> bool:
     """Return whether stages of at most `limit` work suffice; they are filled from the last one."""
-    room, end = limit - head, len(ends) - 1
+    free_work, end = limit - head, len(ends) - 1
     for _ in range(stages):
-        if room < 0:
+        if free_work < 0:
             return False
         start = end
-        while start and ends[end] - ends[start - 1] <= room:
+        while start and ends[end] - ends[start - 1] <= free_work:
             start -= 1
-        room, end = limit, start
+        free_work, end = limit, start
     return end == 0
 
 

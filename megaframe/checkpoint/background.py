@@ -26,47 +26,49 @@ class HostCopy:
     def __init__(self, size: int) -> None:
         self.size = size
         self._data: memoryview | None = None
-        self._there = 0
+        self._copied_bytes = 0
         self._failure: Exception | None = None
-        self._news = Condition()
+        self._changed = Condition()
 
-    def take(self, piece: FileEntry) -> memoryview:
+    def wait_for_entry(self, piece: FileEntry) -> memoryview:
         """Wait until a piece has been copied and return its bytes. Raises the error if copying
         failed."""
-        with self._news:
-            self._news.wait_for(lambda: self._there >= piece.stop or self._failure is not None)
-            if self._there < piece.stop and self._failure is not None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._copied_bytes >= piece.stop or self._failure is not None
+            )
+            if self._copied_bytes < piece.stop and self._failure is not None:
                 raise self._failure
             assert self._data is not None
             return self._data[piece.start : piece.stop]
 
-    def held(self) -> memoryview:
+    def wait_for_memory(self) -> memoryview:
         """Wait for the memory to be allocated and return all of it, which may not be filled yet.
         Raises the error if that failed."""
-        with self._news:
-            self._news.wait_for(lambda: self._data is not None or self._failure is not None)
+        with self._changed:
+            self._changed.wait_for(lambda: self._data is not None or self._failure is not None)
             if self._data is None:
                 assert self._failure is not None
                 raise self._failure
             return self._data
 
-    def begin(self, data: memoryview) -> None:
+    def set_memory(self, data: memoryview) -> None:
         """Set the memory that the copy is made in."""
-        with self._news:
+        with self._changed:
             self._data = data
-            self._news.notify_all()
+            self._changed.notify_all()
 
-    def reach(self, stop: int) -> None:
+    def mark_copied(self, stop: int) -> None:
         """Announce that all bytes before `stop` have been copied."""
-        with self._news:
-            self._there = stop
-            self._news.notify_all()
+        with self._changed:
+            self._copied_bytes = stop
+            self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
         """Announce that copying failed."""
-        with self._news:
+        with self._changed:
             self._failure = error
-            self._news.notify_all()
+            self._changed.notify_all()
 
 
 BackgroundTask = Callable[[list[FileEntry], HostCopy], None]
@@ -85,18 +87,18 @@ class BackgroundCopier:
         self._stream: torch.cuda.Stream | None = None
         self._thread: Thread | None = None
         self._failure: Exception | None = None
-        self._copied = Event()
-        self._arrival: torch.cuda.Event | None = None
+        self._copy_done = Event()
+        self._copy_event: torch.cuda.Event | None = None
 
     def start(self, slices: Sequence[Slice], work: BackgroundTask) -> None:
         """Copy the slices and do the work, both in the background. The slices must not change until
-        `copied` has returned. Waits for the previous work. Raises ValueError for slices that cannot
-        be saved."""
+        `wait_for_copy` has returned. Waits for the previous work. Raises ValueError for slices that
+        cannot be saved."""
         self.wait()
         held = sort_by_alignment(slices)
         planned, parts = plan_entries(held)
-        self._copied.clear()
-        self._arrival = None
+        self._copy_done.clear()
+        self._copy_event = None
         devices = {part.tensor.device for part in held if part.tensor.is_cuda}
         written = None
         for device in devices:  # at most one, the rank's own
@@ -109,14 +111,14 @@ class BackgroundCopier:
         copier.start()
         self._thread.start()
 
-    def copied(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until the slices may change: until the copy is done or, on a device, until later
         work in the current stream is ordered after it."""
         if self._thread is None:
             return
-        self._copied.wait()
-        if self._arrival is not None and self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._arrival)
+        self._copy_done.wait()
+        if self._copy_event is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._copy_event)
 
     def wait(self) -> None:
         """Wait until the work is done. Raises its error, if there was one."""
@@ -124,7 +126,7 @@ class BackgroundCopier:
             self._thread.join()
         self.poll()
 
-    def let_go(self, seconds: float) -> None:
+    def wait_at_most(self, seconds: float) -> None:
         """Wait at most `seconds` for the work, and raise nothing. To be called last."""
         if self._thread is not None:
             self._thread.join(seconds)
@@ -155,16 +157,16 @@ class BackgroundCopier:
             if self._stream is not None:  # new threads start with device 0
                 torch.cuda.set_device(self._stream.device)
             self._reserve(copy.size)
-            copy.begin(self._buffer.numpy().data[: copy.size])
+            copy.set_memory(self._buffer.numpy().data[: copy.size])
             if written is None:
                 self._copy(parts, copy)
             else:
                 self._copy_from_device(parts, written, copy)
-        except Exception as error:  # `take` raises it in the thread that works
+        except Exception as error:  # `wait_for_entry` raises it in the thread that works
             copy.fail(error)
         finally:
             parts.clear()
-            self._copied.set()
+            self._copy_done.set()
 
     def _reserve(self, size: int) -> None:
         if self._buffer.numel() >= size:
@@ -180,7 +182,7 @@ class BackgroundCopier:
         start = 0
         for tile in tiles:
             start = self._start_copy(tile, start)
-            copy.reach(start)
+            copy.mark_copied(start)
 
     def _copy_from_device(
         self, tiles: Iterable[Tensor], written: torch.cuda.Event, copy: HostCopy
@@ -194,11 +196,11 @@ class BackgroundCopier:
             for tile in tiles:
                 start = self._start_copy(tile, start)
                 marks.append((self._stream.record_event(), start))
-            self._arrival = self._stream.record_event()
-        self._copied.set()
+            self._copy_event = self._stream.record_event()
+        self._copy_done.set()
         for arrival, there in marks:
             arrival.synchronize()
-            copy.reach(there)
+            copy.mark_copied(there)
 
     def _start_copy(self, tensor: Tensor, start: int) -> int:
         """Start copying a tensor to offset `start` of the host memory. Returns the offset of its

@@ -34,8 +34,8 @@ _REQUESTS = 5
 class SaveCoordinator:
     """One rank's part in the coordination of one save.
 
-    No method waits for another rank except `hear`, which polls, so that others can use the store in
-    between.
+    No method waits for another rank except `collect_reports`, which polls, so that others can use
+    the store in between.
     """
 
     def __init__(self, store: Store, *, step: int, rank: int, world: int, timeout: float) -> None:
@@ -52,24 +52,24 @@ class SaveCoordinator:
         # `get` alone would block other users of the store until the key exists.
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def open(self) -> str:
+    def open_attempt(self) -> str:
         """Leader: open an attempt. Returns its id."""
         attempt = secrets.token_hex(4)
         self._store.set(self._key("attempt"), attempt)
         return attempt
 
-    def attempt(self) -> str | None:
+    def latest_attempt(self) -> str | None:
         """Return the id of the attempt that was opened last, possibly by a dead run, or None."""
         return self._find(self._key("attempt"))
 
-    def tell(self, attempt: str, topic: str, message: Message) -> None:
+    def send_report(self, attempt: str, topic: str, message: Message) -> None:
         self._store.set(self._key(attempt, topic, self._rank), json.dumps(message))
 
-    def hear(self, attempt: str, topic: str) -> list[Message]:
+    def collect_reports(self, attempt: str, topic: str) -> list[Message]:
         """Leader: wait for every rank's message. Raises UserError that names the ranks that sent
         none in time."""
         keys = [self._key(attempt, topic, rank) for rank in range(self._world)]
-        for _ in self.looks(self._timeout):
+        for _ in self.poll(self._timeout):
             if self._store.check(keys):
                 return [json.loads(message) for message in self._store.multi_get(keys)]
         missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -78,14 +78,14 @@ class SaveCoordinator:
             f"({topic}) from ranks {_format_ranks(missing)} of {self._world}"
         )
 
-    def go(self, attempt: str, stage: str) -> None:
+    def start_stage(self, attempt: str, stage: str) -> None:
         """Leader: let the ranks begin a stage, about which they report afterwards."""
         self._store.set(self._key(attempt, "go", stage), "")
 
-    def may_go(self, attempt: str, stage: str) -> bool:
+    def has_started(self, attempt: str, stage: str) -> bool:
         return self._find(self._key(attempt, "go", stage)) is not None
 
-    def end(self, attempt: str, failure: str) -> None:
+    def end_attempt(self, attempt: str, failure: str) -> None:
         """Leader: announce how the attempt ended (an empty `failure` is success), and delete its
         messages."""
         self._store.set(self._key(attempt, "end"), failure)
@@ -93,10 +93,10 @@ class SaveCoordinator:
             for rank in range(self._world):
                 self._store.delete_key(self._key(attempt, topic, rank))
 
-    def ending(self, attempt: str) -> str | None:
+    def outcome(self, attempt: str) -> str | None:
         return self._find(self._key(attempt, "end"))
 
-    def looks(self, timeout: float) -> Iterator[None]:
+    def poll(self, timeout: float) -> Iterator[None]:
         """Pace a loop that polls the store, until `timeout` seconds have passed."""
         deadline = time.monotonic() + timeout
         pause = _FIRST_PAUSE

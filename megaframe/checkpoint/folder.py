@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints ("home"): finds and lists them, keeps the pointer, deletes old
+"""The folder of a run's checkpoints ("root"): finds and lists them, keeps the pointer, deletes old
 ones."""
 
 from __future__ import annotations
@@ -38,53 +38,53 @@ def step_of(path: StorePath) -> int:
     return int(match[1])
 
 
-def list_checkpoints(home: StorePath) -> list[StorePath]:
+def list_checkpoints(root: StorePath) -> list[StorePath]:
     """Return the complete checkpoints, highest step first. A replaced one follows its successor."""
     found = []
-    for name in store_of(home).finished(home):
+    for name in store_of(root).list_committed(root):
         match = CHECKPOINT_NAME.fullmatch(name)
         if match:
             found.append((int(match[1]), match[2] is None, name))
-    return [home / name for _, _, name in sorted(found, reverse=True)]
+    return [root / name for _, _, name in sorted(found, reverse=True)]
 
 
-def read_pointer(home: StorePath) -> str | None:
+def read_pointer(root: StorePath) -> str | None:
     """Return the unchecked contents of the file `latest`, or None if there is no such file."""
-    content = store_of(home).content(home / POINTER, _POINTER_BYTES)
+    content = store_of(root).read_small_file(root / POINTER, _POINTER_BYTES)
     return None if content is None else content.decode(errors="replace").strip()
 
 
-def move_pointer(home: StorePath, name: str, attempt: str) -> None:
-    store_of(home).replace(home / POINTER, f"{name}\n".encode("ascii"), attempt)
+def move_pointer(root: StorePath, name: str, attempt: str) -> None:
+    store_of(root).replace_file(root / POINTER, f"{name}\n".encode("ascii"), attempt)
 
 
-def withdraw_checkpoint(home: StorePath, bad: StorePath, before: str | None, attempt: str) -> None:
+def withdraw_checkpoint(root: StorePath, bad: StorePath, before: str | None, attempt: str) -> None:
     """Undo a commit: move the pointer back and delete the checkpoint `bad`.
 
     The pointer then names the checkpoint that it named before or, if that is gone, the newest one
     left; if none is left, it is deleted. before: what `read_pointer` returned before the commit. If
     the commit replaced the checkpoint of that name, its `.replaced` copy is named.
     """
-    store = store_of(home)
-    left = [path.name for path in list_checkpoints(home) if path != bad]
+    store = store_of(root)
+    left = [path.name for path in list_checkpoints(root) if path != bad]
     wanted = [name for name in (before, f"{before}.replaced") if name in left] + left
     if wanted:
-        move_pointer(home, wanted[0], attempt)
-    store.remove(bad, attempt)
+        move_pointer(root, wanted[0], attempt)
+    store.remove_checkpoint(bad, attempt)
     if not wanted:
-        store.delete(home / POINTER)
+        store.delete_file(root / POINTER)
 
 
 def prune_checkpoints(
-    home: StorePath, written: StorePath, keep: int, every: int, attempt: str
+    root: StorePath, written: StorePath, keep: int, every: int, attempt: str
 ) -> None:
     """Delete old checkpoints that are not in use.
 
     Kept are the one just written, the `keep - 1` newest others, and those whose steps are multiples
     of `every` (0: none).
     """
-    store = store_of(home)
-    found = list_checkpoints(home)
+    store = store_of(root)
+    found = list_checkpoints(root)
     successors = {path.name for path in found}
     kept = 1
     for path in found:
@@ -97,7 +97,7 @@ def prune_checkpoints(
         elif not is_replaced and every and step_of(path) % every == 0:
             continue
         elif not store.is_in_use(path):
-            store.remove(path, attempt)
+            store.remove_checkpoint(path, attempt)
 
 
 def _print_warning(text: str) -> None:
@@ -111,12 +111,12 @@ def checkpoint_folder(config: RunConfig) -> StorePath:
 
 
 def find_checkpoint(
-    home: StorePath, resume: str, note: Callable[[str], None] = _print_warning
+    root: StorePath, resume: str, note: Callable[[str], None] = _print_warning
 ) -> StorePath | None:
     """Find the checkpoint that `checkpoint.resume` asks for.
 
     resume: `latest`, or what `locate_checkpoint` takes. `latest` means the checkpoint that the
-    pointer in `home` names. If that is not intact, the newest intact one is returned and `note` is
+    pointer in `root` names. If that is not intact, the newest intact one is returned and `note` is
     called with the reason; if there is none yet, None is returned.
 
     Raises what `locate_checkpoint` raises.
@@ -124,9 +124,9 @@ def find_checkpoint(
     if resume != "latest":
         return locate_checkpoint(resume, "checkpoint.resume", note)
     try:
-        return _newest_intact(home, note)
+        return _newest_intact(root, note)
     except OSError as error:
-        raise _unreachable_error(home, error) from None
+        raise _unreachable_error(root, error) from None
 
 
 def locate_checkpoint(
@@ -147,10 +147,10 @@ def locate_checkpoint(
             raise UserError(f"{key}={path}: there is no such folder; it takes {ACCEPTED_PATHS}")
         if is_temporary(path.name):
             raise UserError(f"{key}={path} is a save that was never finished")
-        if CHECKPOINT_NAME.fullmatch(path.name) or MANIFEST in store.entries(path):
+        if CHECKPOINT_NAME.fullmatch(path.name) or MANIFEST in store.list_entries(path):
             return path
-        for home in _candidate_folders(path):
-            if (newest := _newest_intact(home, note)) is not None:
+        for root in _candidate_folders(path):
+            if (newest := _newest_intact(root, note)) is not None:
                 return newest
     except OSError as error:
         raise _unreachable_error(path, error) from None

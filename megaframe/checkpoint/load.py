@@ -75,12 +75,12 @@ class Checkpoint:
     def close(self) -> None:
         self._file.close()
 
-    def load(self, slices: Sequence[Slice], alone: Collection[tuple[str, Box]] = ()) -> None:
+    def load(self, slices: Sequence[Slice], unshared: Collection[tuple[str, Box]] = ()) -> None:
         """Fill the slices' tensors in place, converting to their dtypes.
 
-        alone: names and boxes of the slices that no other rank of this machine loads. Extra memory
-        is only needed for a few saved slices at a time. Raises UserError if a tensor is not in the
-        checkpoint or has another shape there (then nothing has been filled), or if a file is
+        unshared: names and boxes of the slices that no other rank of this machine loads. Extra
+        memory is only needed for a few saved slices at a time. Raises UserError if a tensor is not
+        in the checkpoint or has another shape there (then nothing has been filled), or if a file is
         damaged (then some tensors may have been filled).
         """
         self._require(slices)
@@ -95,7 +95,7 @@ class Checkpoint:
                 boxes = [part.box for part in parts if intersect(piece.box, part.box)]
                 if boxes:
                     met[name].append(piece)
-                if any((name, box) not in alone for box in boxes):
+                if any((name, box) not in unshared for box in boxes):
                     shared.add((name, piece))
         for name, piece, saved in self.read(met, shared):
             _copy_overlaps(saved, piece, wanted[name])
@@ -114,11 +114,13 @@ class Checkpoint:
         reads: defaultdict[tuple[str, bool], list[SliceRequest]] = defaultdict(list)
         for name, pieces in wanted.items():
             for piece in pieces:
-                alone = (name, piece) not in shared
-                reads[piece.file, alone].append((name, self.tensors[name], piece))
+                sole_reader = (name, piece) not in shared
+                reads[piece.file, sole_reader].append((name, self.tensors[name], piece))
         rooms = allocate_buffers(chain.from_iterable(reads.values()))
-        for (file, alone), slices in reads.items():
-            with ShardReader(self.path / file, self._manifest.files[file], alone=alone) as reader:
+        for (file, sole_reader), slices in reads.items():
+            with ShardReader(
+                self.path / file, self._manifest.files[file], sole_reader=sole_reader
+            ) as reader:
                 for (name, _, piece), saved in reader.read_all(slices, rooms):
                     yield name, piece, saved
 
@@ -177,7 +179,7 @@ def _open_manifest(path: StorePath) -> tuple[Manifest, ReadHandle]:
     use so that it is not deleted."""
     source = path / MANIFEST
     try:
-        file = store_of(path).open(source, hold=True)
+        file = store_of(path).open(source, lock=True)
     except OSError as error:
         raise UserError(f"{path} is not a checkpoint: {MANIFEST}: {error.strerror}") from None
     try:
@@ -207,7 +209,7 @@ def _check_step(path: StorePath, manifest: Manifest) -> None:
 
 def _check_files(path: StorePath, manifest: Manifest) -> None:
     try:
-        sizes = store_of(path).entries(path)
+        sizes = store_of(path).list_entries(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     for name, saved in manifest.files.items():

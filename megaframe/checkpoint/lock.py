@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megaframe.checkpoint.stores.store import LOCK, LOCK_BYTES, StorePath, store_of
 from megaframe.errors import UserError
-from megaframe.io.process import has_ended, namespace, started
+from megaframe.io.process import has_ended, namespace, read_start_time
 
 LEASE_SECONDS = 30.0
 """Seconds after its last renewal for which a lock holds on other hosts. Clocks of hosts that share
@@ -59,7 +59,7 @@ class LockHolder(BaseModel):
     def this() -> LockHolder:
         """Return this process as a holder from now on."""
         number, now = os.getpid(), time.time()
-        start = started(number) or 0
+        start = read_start_time(number) or 0
         host = os.uname().nodename
         return LockHolder(
             host=host,
@@ -139,7 +139,7 @@ class RunLock:
             with suppress(OSError, UserError):
                 content, holder = _read_lock(key, folder)
                 if holder is not None and holder.is_same_process(self._me):
-                    store_of(folder).exchange(folder / LOCK, content, None)
+                    store_of(folder).compare_and_swap(folder / LOCK, content, None)
                 if self._made[key] and isinstance(folder, Path):
                     folder.rmdir()  # fails if the run has written anything
         self._made.clear()
@@ -163,7 +163,7 @@ class RunLock:
                 if _wait_for_renewal(key, folder, seen, holder):
                     continue
                 why = f"{holder}, which has not renewed its lock for {LEASE_SECONDS:g} s"
-            if store.exchange(folder / LOCK, content, self._record()):
+            if store.compare_and_swap(folder / LOCK, content, self._record()):
                 self._made[key] = made
                 return why
 
@@ -186,13 +186,13 @@ class RunLock:
             )
         elif content is not None or store_of(folder).is_folder(folder):
             # A folder that was deleted gets its lock again once a save has made it again.
-            store_of(folder).exchange(folder / LOCK, content, self._record())
+            store_of(folder).compare_and_swap(folder / LOCK, content, self._record())
 
 
 def _read_lock(key: str, folder: StorePath) -> tuple[bytes | None, LockHolder | None]:
     """Return the content of a folder's lock and what it says; None if there is no lock. Raises
     `UserError` if the file is not a lock, and OSError."""
-    content = store_of(folder).content(folder / LOCK, LOCK_BYTES)
+    content = store_of(folder).read_small_file(folder / LOCK, LOCK_BYTES)
     if content is None:
         return None, None
     try:
@@ -217,7 +217,7 @@ def _wait_for_renewal(key: str, folder: StorePath, content: bytes, holder: LockH
         )
     while time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
-        if store_of(folder).content(folder / LOCK, LOCK_BYTES) != content:
+        if store_of(folder).read_small_file(folder / LOCK, LOCK_BYTES) != content:
             return True
     return False
 

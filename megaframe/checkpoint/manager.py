@@ -48,31 +48,35 @@ class CheckpointManager:
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
-        self._folder = Path(config.run.dir)
-        self.home = checkpoint_folder(config)
-        self._group: Group | None = None
-        self._ram: MemoryFolder | None = None
+        self._run_folder = Path(config.run.dir)
+        self.root = checkpoint_folder(config)
+        self._memory_group: Group | None = None
+        self._memory_folder: MemoryFolder | None = None
         self._writer: CheckpointWriter | None = None
-        self._memory: PeerMemoryWriter | None = None
+        self._memory_writer: PeerMemoryWriter | None = None
         self._notes: list[str] = []
         self._agreements = 0
         if config.checkpoint.memory_every:
-            self._group = mesh.new_control_group()
-            self._ram = MemoryFolder.of(Path(config.checkpoint.memory_dir), self._folder)
+            self._memory_group = mesh.new_control_group()
+            self._memory_folder = MemoryFolder.of(
+                Path(config.checkpoint.memory_dir), self._run_folder
+            )
 
-    def newest(self) -> Checkpoint | None:
+    def open_newest(self) -> Checkpoint | None:
         """Open the checkpoint that `checkpoint.resume` asks for, or newer copies in memory with
         `latest`. None for a fresh start."""
         wanted = self._config.checkpoint.resume
-        path = find_checkpoint(self.home, wanted, self._notes.append) if wanted else None
+        path = find_checkpoint(self.root, wanted, self._notes.append) if wanted else None
         saved = None if path is None else open_checkpoint(path)
-        if wanted != "latest" or self._group is None or self._ram is None:
+        if wanted != "latest" or self._memory_group is None or self._memory_folder is None:
             return saved
-        run = self._run_id(self._group)
+        run = self._run_id(self._memory_group)
         if run is None:
             return saved
         step = None if saved is None else saved.step
-        recalled = open_peer_memory(self._ram, run, self._group, step, self._notes.append)
+        recalled = open_peer_memory(
+            self._memory_folder, run, self._memory_group, step, self._notes.append
+        )
         if recalled is None:
             return saved
         if saved is not None:
@@ -86,7 +90,7 @@ class CheckpointManager:
         notes, self._notes = self._notes, []
         return notes
 
-    def agree(self, wrong: str) -> str:
+    def agree_on_error(self, wrong: str) -> str:
         """Return, on all ranks, the text of the first rank whose `wrong` is not empty; empty if
         there is none. All ranks must call this."""
         mesh = self._mesh
@@ -94,32 +98,32 @@ class CheckpointManager:
         first = int(all_reduce(torch.tensor(mine, device=mesh.device), mesh.world, "min").wait())
         if first == mesh.world.size:
             return ""
-        return self._told(wrong if mesh.rank == first else None)
+        return self._broadcast(wrong if mesh.rank == first else None)
 
-    def before(self, source: Checkpoint, wrong: str) -> Checkpoint:
+    def open_previous(self, source: Checkpoint, wrong: str) -> Checkpoint:
         """Open the newest intact checkpoint before `source`, which cannot be read. All ranks must
         call this, and get the same one.
 
         wrong: what is wrong with `source`.
-        Raises `UserError` if the config asks for `source` by name, if `source` is not in the home
+        Raises `UserError` if the config asks for `source` by name, if `source` is not in the root
         of the run's checkpoints, or if no earlier checkpoint is intact.
         """
         asked = self._config.checkpoint.resume
-        if source.path.parent != self.home or (asked and source.path == parse_path(asked)):
+        if source.path.parent != self.root or (asked and source.path == parse_path(asked)):
             raise UserError(wrong)
         text = (
-            json.dumps(_newest_intact_before(self.home, source.step))
+            json.dumps(_newest_intact_before(self.root, source.step))
             if self._mesh.rank == 0
             else None
         )
-        name, problems = json.loads(self._told(text))
+        name, problems = json.loads(self._broadcast(text))
         wrong = "; ".join([wrong, *problems])
         if not name:
             raise UserError(f"{wrong}; no earlier checkpoint is intact")
         self._notes.append(f"{wrong}; {name} is used instead")
-        return open_checkpoint(self.home / name)
+        return open_checkpoint(self.root / name)
 
-    def _told(self, text: str | None) -> str:
+    def _broadcast(self, text: str | None) -> str:
         """Return the text of one rank on all ranks; the others pass None. All ranks must call
         this."""
         self._agreements += 1
@@ -128,7 +132,7 @@ class CheckpointManager:
             store.set(key, text)
         return store.get(key).decode()
 
-    def begin(self, source: Checkpoint | None, saved: Callable[[int], None]) -> None:
+    def create_writers(self, source: Checkpoint | None, saved: Callable[[int], None]) -> None:
         """Create the writers. All ranks must call this, once none of them needs any saved
         checkpoint but `source`, from which the run continues.
 
@@ -137,7 +141,7 @@ class CheckpointManager:
         config, mesh = self._config, self._mesh
         if config.checkpoint.every:
             self._writer = CheckpointWriter(
-                self.home,
+                self.root,
                 rank=mesh.rank,
                 world=mesh.layout.world,
                 store=mesh.store,
@@ -147,15 +151,17 @@ class CheckpointManager:
                 timeout=config.parallel.timeout,
                 saved=saved,
             )
-        if self._group is not None and self._ram is not None:
+        if self._memory_group is not None and self._memory_folder is not None:
             size = config.parallel.node_size or ranks_on_this_node()
             peers = PeerRanks.of(mesh.rank, mesh.layout.world, size)
-            run = self._run_id(self._group, make=True)
+            run = self._run_id(self._memory_group, make=True)
             assert run is not None
             kept = source.step if isinstance(source, PeerMemoryCheckpoint) else None
-            self._memory = PeerMemoryWriter(self._ram, self._group, peers, run, kept)
+            self._memory_writer = PeerMemoryWriter(
+                self._memory_folder, self._memory_group, peers, run, kept
+            )
 
-    def due(
+    def writer_due(
         self, step: int, *, leaving: bool = False
     ) -> CheckpointWriter | PeerMemoryWriter | None:
         """Return the writer to save with after this step, or None. A step that is saved to the
@@ -164,11 +170,11 @@ class CheckpointManager:
         config, last = self._config.checkpoint, self._config.train.steps
         if self._writer is not None and (step % config.every == 0 or step == last or leaving):
             return self._writer
-        if self._memory is None or step >= last:
+        if self._memory_writer is None or step >= last:
             return None
-        return self._memory if step % config.memory_every == 0 or leaving else None
+        return self._memory_writer if step % config.memory_every == 0 or leaving else None
 
-    def start(
+    def start_save(
         self,
         writer: CheckpointWriter | PeerMemoryWriter,
         step: int,
@@ -177,7 +183,7 @@ class CheckpointManager:
         note: Callable[[str], None],
     ) -> None:
         """Start a save once the previous one is finished. The slices must not change before the
-        writer's `copied` returns."""
+        writer's `wait_for_copy` returns."""
         began = time.monotonic()
         self._report(writer.wait, note)
         waited = time.monotonic() - began
@@ -189,42 +195,42 @@ class CheckpointManager:
             )
         writer.save(step, slices, state)
 
-    def watch(self, note: Callable[[str], None]) -> None:
+    def report_failures(self, note: Callable[[str], None]) -> None:
         """Report the saves that have failed since the last call."""
-        for writer in (self._writer, self._memory):
+        for writer in (self._writer, self._memory_writer):
             if writer is not None:
                 self._report(writer.poll, note)
 
-    def settle(self, note: Callable[[str], None]) -> None:
+    def wait_for_saves(self, note: Callable[[str], None]) -> None:
         """Wait for all saves in progress; a failed one is reported."""
-        for writer in (self._writer, self._memory):
+        for writer in (self._writer, self._memory_writer):
             if writer is not None:
                 self._report(writer.wait, note)
 
-    def rewind(self) -> None:
+    def forget_memory_copies(self) -> None:
         """Forget the copies in memory after the run has gone back to a saved checkpoint: they are
         not newer than it, or of steps that were undone. All ranks must call this, after
-        `settle`."""
-        if self._memory is not None:
-            self._memory.forget()
+        `wait_for_saves`."""
+        if self._memory_writer is not None:
+            self._memory_writer.forget()
 
     def finish(self, note: Callable[[str], None], *, leaving: bool = False) -> None:
         """Wait for the last save, at the end of the run or, with `leaving`, of a run that will be
         continued. Raises the error of a failed save to the checkpoint folder."""
         if self._writer is not None:
             self._writer.wait()
-        if self._memory is not None:
-            self._report(self._memory.wait, note)
+        if self._memory_writer is not None:
+            self._report(self._memory_writer.wait, note)
             if self._writer is not None or not leaving:
-                self._memory.close()
+                self._memory_writer.close()
 
-    def let_go(self) -> None:
+    def wait_briefly(self) -> None:
         """Before an in-process restart, wait until the save in progress on this rank is complete or
         has failed, at most `_GRACE_SECONDS` seconds: it may be waiting for a rank that has not
         begun it."""
-        for writer in (self._writer, self._memory):
+        for writer in (self._writer, self._memory_writer):
             if writer is not None:
-                writer.let_go(_GRACE_SECONDS)
+                writer.wait_at_most(_GRACE_SECONDS)
 
     def _report(self, ask: Callable[[], object], note: Callable[[str], None]) -> None:
         try:
@@ -235,13 +241,13 @@ class CheckpointManager:
     def _run_id(self, group: Group, *, make: bool = False) -> str | None:
         """Return, on all ranks, the run id that the group's first rank reads from the run folder,
         None if there is none. With `make`, that rank writes a new id if there is no valid one."""
-        path, found = self._folder / _RUN_ID_FILE, None
+        path, found = self._run_folder / _RUN_ID_FILE, None
         if group.index == 0:
             if path.is_file():
                 found = path.read_bytes()[:64].decode(errors="replace").strip()
             if make and not re.fullmatch("[0-9a-f]{16}", found or ""):
                 found = secrets.token_hex(8)
-                self._folder.mkdir(parents=True, exist_ok=True)
+                self._run_folder.mkdir(parents=True, exist_ok=True)
                 path.write_text(found + "\n", encoding="ascii")
         told: str | None = gather_json(group, found)[0]
         return told
@@ -255,11 +261,11 @@ def written_folders(config: RunConfig) -> dict[str, StorePath]:
     return folders
 
 
-def _newest_intact_before(home: StorePath, step: int) -> tuple[str, list[str]]:
+def _newest_intact_before(root: StorePath, step: int) -> tuple[str, list[str]]:
     """Return the name of the newest checkpoint before `step` whose manifest is complete and whose
     files have the right sizes (empty if there is none), and what is wrong with newer ones."""
     problems: list[str] = []
-    for path in list_checkpoints(home):
+    for path in list_checkpoints(root):
         if step_of(path) < step:
             try:
                 open_checkpoint(path).close()

@@ -25,7 +25,7 @@ from megaframe.checkpoint.shard_file import (
 from megaframe.checkpoint.shard_reader import verify_shard_file
 from megaframe.checkpoint.stores.store import StorePath, checkpoint_name, store_of
 from megaframe.errors import UserError
-from megaframe.io.untrusted import without_secrets
+from megaframe.io.untrusted import mask_secrets
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ def refuse_secrets(source: object, names: Sequence[str], state: Mapping[str, Jso
     """Raise `UserError` if there is a secret in what would be copied from a source: the names of
     its tensors and its state. No run saves one."""
     text = json.dumps([names, dict(state)])
-    if without_secrets(text) != text:
+    if mask_secrets(text) != text:
         raise UserError(f"{source} has a password or key in its state; it is not copied")
 
 
@@ -98,15 +98,15 @@ def assemble_checkpoint(
     """
     store, final = store_of(folder), folder / checkpoint_name(step)
     attempt = secrets.token_hex(4)
-    draft = store.draft(folder, step, attempt)
+    draft = store.draft_path(folder, step, attempt)
     try:
         if final in list_checkpoints(folder):
             raise UserError(f"{final} already exists; remove it or give another folder")
-        store.begin(draft)
+        store.create_draft(draft)
         saved = {}
         for number, group in enumerate(groups):
             for part, planned in enumerate(
-                split_into_files(assign_byte_ranges(group), store.file_bytes)
+                split_into_files(assign_byte_ranges(group), store.max_file_bytes)
             ):
                 name = store.file_name(number, part, attempt)
                 saved[name] = write_shard_file(draft / name, planned, bytes_of)
@@ -115,4 +115,4 @@ def assemble_checkpoint(
     except OSError as error:
         raise UserError(f"cannot write {error.filename or draft}: {error.strerror}") from None
     finally:
-        store.discard(draft, attempt)
+        store.discard_draft(draft, attempt)

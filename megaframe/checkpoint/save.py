@@ -61,7 +61,7 @@ _HEADER_THREADS = 16
 
 
 class CheckpointWriter(BackgroundCopier):
-    """Writes one rank's part of each checkpoint of a run into `home`, which all ranks share.
+    """Writes one rank's part of each checkpoint of a run into `root`, which all ranks share.
 
     keep:       number of newest checkpoints to keep (at least 1).
     keep_every: checkpoints of steps that are multiples of it are kept for good; 0: none.
@@ -77,7 +77,7 @@ class CheckpointWriter(BackgroundCopier):
 
     def __init__(
         self,
-        home: StorePath,
+        root: StorePath,
         *,
         rank: int,
         world: int,
@@ -89,35 +89,35 @@ class CheckpointWriter(BackgroundCopier):
         saved: Callable[[int], None] = lambda step: None,
     ) -> None:
         super().__init__()
-        self._home = home
-        self._storage = store_of(home)
+        self._root = root
+        self._backend = store_of(root)
         self._rank = rank
         self._world = world
         # A separate connection, since others may be waiting in the given one. (torch's stubs lack
         # `clone`.)
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._keep, self._keep_every = keep, keep_every
-        later = self._storage.keeps_replaced
+        later = self._backend.keeps_replaced
         self._verifies = read_back and not later
         self._stages = (WRITE, READ_BACK) if read_back and later else (WRITE,)
         self._timeout, self._saved = timeout, saved
         if rank == 0:
-            with _explain_os_errors(f"cannot use {home} for checkpoints", home):
-                self._storage.prepare(home)
+            with _explain_os_errors(f"cannot use {root} for checkpoints", root):
+                self._backend.prepare(root)
 
     def save(self, step: int, slices: Sequence[Slice], state: Mapping[str, JsonValue]) -> None:
         """Start saving `slices` and `state` in the background.
 
         The state is copied before this returns. The slices are copied in the background and must
-        not change until `copied` has returned. Every rank calls this with the same step. Together
-        the ranks' slices cover each tensor exactly once; a rank may have none. Only rank 0's
-        `state` is saved; its floats are restored bit for bit. Waits for the previous save.
+        not change until `wait_for_copy` has returned. Every rank calls this with the same step.
+        Together the ranks' slices cover each tensor exactly once; a rank may have none. Only rank
+        0's `state` is saved; its floats are restored bit for bit. Waits for the previous save.
         """
         kept = json.loads(json.dumps(dict(state)))
         self.start(slices, lambda planned, data: self._write(_SaveJob(step, planned, data, kept)))
 
     def _write(self, job: _SaveJob) -> None:
-        meeting = SaveCoordinator(
+        coordinator = SaveCoordinator(
             self._store,
             step=job.step,
             rank=self._rank,
@@ -125,43 +125,45 @@ class CheckpointWriter(BackgroundCopier):
             timeout=self._timeout,
         )
         if self._rank == 0:
-            self._lead(meeting, job)
+            self._lead(coordinator, job)
         else:
-            self._follow(meeting, job)
+            self._follow(coordinator, job)
 
-    def _lead(self, meeting: SaveCoordinator, job: _SaveJob) -> None:
-        attempt = meeting.open()
-        draft = self._storage.draft(self._home, job.step, attempt)
+    def _lead(self, coordinator: SaveCoordinator, job: _SaveJob) -> None:
+        attempt = coordinator.open_attempt()
+        draft = self._backend.draft_path(self._root, job.step, attempt)
         failure = "rank 0 was stopped"
         try:
-            meeting.tell(attempt, NEED, {"bytes": job.data.size})
-            needed = sum(int(message["bytes"]) for message in meeting.hear(attempt, NEED))
+            coordinator.send_report(attempt, NEED, {"bytes": job.data.size})
+            needed = sum(
+                int(message["bytes"]) for message in coordinator.collect_reports(attempt, NEED)
+            )
             with _explain_os_errors(
                 f"cannot write the checkpoint of step {job.step}", draft, needed
             ):
-                self._storage.begin(draft)  # makes the home again if it was deleted
-                _require_space(self._home, job.step, needed)
-                meeting.go(attempt, WRITE)
-                self._contribute(meeting, attempt, job, WRITE)
-                files = _merge_reports(job.step, meeting.hear(attempt, WRITE))
-                before = read_pointer(self._home)
-                final = commit_checkpoint(draft, self._home, job.step, job.state, files, attempt)
+                self._backend.create_draft(draft)  # makes the root again if it was deleted
+                _require_space(self._root, job.step, needed)
+                coordinator.start_stage(attempt, WRITE)
+                self._contribute(coordinator, attempt, job, WRITE)
+                files = _merge_reports(job.step, coordinator.collect_reports(attempt, WRITE))
+                before = read_pointer(self._root)
+                final = commit_checkpoint(draft, self._root, job.step, job.state, files, attempt)
                 if READ_BACK in self._stages:
-                    self._prove(meeting, attempt, job, final, before)
+                    self._read_back(coordinator, attempt, job, final, before)
                 self._saved(job.step)
-                prune_checkpoints(self._home, final, self._keep, self._keep_every, attempt)
+                prune_checkpoints(self._root, final, self._keep, self._keep_every, attempt)
             failure = ""
         except Exception as error:
             failure = str(error) if isinstance(error, UserError) else repr(error)
             raise
         finally:
             if failure:
-                self._storage.discard(draft, attempt)
-            meeting.end(attempt, failure)
+                self._backend.discard_draft(draft, attempt)
+            coordinator.end_attempt(attempt, failure)
 
-    def _prove(
+    def _read_back(
         self,
-        meeting: SaveCoordinator,
+        coordinator: SaveCoordinator,
         attempt: str,
         job: _SaveJob,
         final: StorePath,
@@ -170,36 +172,36 @@ class CheckpointWriter(BackgroundCopier):
         """Have all ranks read back their files of a checkpoint, and withdraw it if any of them
         reports an error. If some rank does not answer, the checkpoint stays and so do older ones.
         before: the name that `latest` held before the commit."""
-        meeting.go(attempt, READ_BACK)
-        self._contribute(meeting, attempt, job, READ_BACK)
-        told = meeting.hear(attempt, READ_BACK)
+        coordinator.start_stage(attempt, READ_BACK)
+        self._contribute(coordinator, attempt, job, READ_BACK)
+        told = coordinator.collect_reports(attempt, READ_BACK)
         try:
             _merge_reports(job.step, told)
         except UserError:
-            withdraw_checkpoint(self._home, final, before, attempt)
+            withdraw_checkpoint(self._root, final, before, attempt)
             raise
 
-    def _follow(self, meeting: SaveCoordinator, job: _SaveJob) -> None:
+    def _follow(self, coordinator: SaveCoordinator, job: _SaveJob) -> None:
         taken, old_failure = None, None
         left = [*self._stages]
         patience = (1 + len(left)) * self._timeout
         # Longer than the leader waits, because the leader can name the ranks that are missing.
-        for _ in meeting.looks(patience):
-            attempt = meeting.attempt()
+        for _ in coordinator.poll(patience):
+            attempt = coordinator.latest_attempt()
             if attempt is not None and attempt != taken:
-                old_failure = meeting.ending(attempt)
+                old_failure = coordinator.outcome(attempt)
                 if old_failure is None:
                     taken, left = attempt, [*self._stages]
-                    meeting.tell(taken, NEED, {"bytes": job.data.size})
+                    coordinator.send_report(taken, NEED, {"bytes": job.data.size})
             if taken is None:
                 continue
-            failure = meeting.ending(taken)
+            failure = coordinator.outcome(taken)
             if failure:
                 raise UserError(failure)
             if failure is not None:
                 return
-            if left and meeting.may_go(taken, left[0]):
-                self._contribute(meeting, taken, job, left.pop(0))
+            if left and coordinator.has_started(taken, left[0]):
+                self._contribute(coordinator, taken, job, left.pop(0))
         raise UserError(
             f"checkpoint of step {job.step} was abandoned by rank {self._rank} after "
             f"{patience:g} s: rank 0 did not finish it"
@@ -207,7 +209,7 @@ class CheckpointWriter(BackgroundCopier):
         )
 
     def _contribute(
-        self, meeting: SaveCoordinator, attempt: str, job: _SaveJob, stage: str
+        self, coordinator: SaveCoordinator, attempt: str, job: _SaveJob, stage: str
     ) -> None:
         """Write this rank's files (none if it has no data) or read them back. Tell the leader which
         files they are, or what went wrong."""
@@ -217,28 +219,28 @@ class CheckpointWriter(BackgroundCopier):
                 self._write_files(attempt, job)
             else:
                 for name, saved in job.files.items():
-                    verify_shard_file(self._home / checkpoint_name(job.step) / name, saved)
+                    verify_shard_file(self._root / checkpoint_name(job.step) / name, saved)
             message = {"files": {name: saved.model_dump() for name, saved in job.files.items()}}
         except UserError as error:
             message = {"error": str(error)}
         except Exception:
             message = {"error": traceback.format_exc()}
-        meeting.tell(attempt, stage, message)
+        coordinator.send_report(attempt, stage, message)
 
     def _write_files(self, attempt: str, job: _SaveJob) -> None:
         job.files.clear()
-        with ThreadPoolExecutor(self._storage.at_once(self._home)) as pool:
-            groups = enumerate(split_into_files(job.planned, self._storage.file_bytes))
+        with ThreadPoolExecutor(self._backend.num_parallel_files(self._root)) as pool:
+            groups = enumerate(split_into_files(job.planned, self._backend.max_file_bytes))
             job.files.update(pool.map(lambda one: self._file(attempt, job, *one), groups))
 
     def _file(
         self, attempt: str, job: _SaveJob, part: int, pieces: Sequence[FileEntry]
     ) -> tuple[str, SavedFile]:
-        draft = self._storage.draft(self._home, job.step, attempt)
-        path = draft / self._storage.file_name(self._rank, part, attempt)
+        draft = self._backend.draft_path(self._root, job.step, attempt)
+        path = draft / self._backend.file_name(self._rank, part, attempt)
         with _explain_os_errors("cannot write", path, job.data.size, discard=path):
-            held = job.data.held() if len(pieces) == len(job.planned) else None
-            saved = write_shard_file(path, pieces, job.data.take, held)
+            held = job.data.wait_for_memory() if len(pieces) == len(job.planned) else None
+            saved = write_shard_file(path, pieces, job.data.wait_for_entry, held)
             if self._verifies:
                 verify_shard_file(path, saved)
         return path.name, saved
@@ -246,13 +248,13 @@ class CheckpointWriter(BackgroundCopier):
 
 def commit_checkpoint(
     draft: StorePath,
-    home: StorePath,
+    root: StorePath,
     step: int,
     state: Mapping[str, JsonValue],
     files: Mapping[str, SavedFile],
     attempt: str,
 ) -> StorePath:
-    """Make the files of a draft the newest checkpoint of `home`: write the manifest, publish the
+    """Make the files of a draft the newest checkpoint of `root`: write the manifest, publish the
     draft, and last move the pointer. Returns the checkpoint's place. Raises OSError."""
 
     def tensors(name: str) -> dict[str, SavedTensor]:
@@ -264,8 +266,8 @@ def commit_checkpoint(
     manifest = Manifest(
         step=step, state=dict(state), files=dict(files), tensors=merge_tensors(parts)
     )
-    final = store_of(home).publish(draft, step, attempt, encode_manifest(manifest), files.keys())
-    move_pointer(home, final.name, attempt)
+    final = store_of(root).publish(draft, step, attempt, encode_manifest(manifest), files.keys())
+    move_pointer(root, final.name, attempt)
     return final
 
 
@@ -289,11 +291,11 @@ def _merge_reports(step: int, messages: Sequence[Message]) -> dict[str, SavedFil
     }
 
 
-def _require_space(home: StorePath, step: int, needed: int) -> None:
-    free = store_of(home).free(home)
+def _require_space(root: StorePath, step: int, needed: int) -> None:
+    free = store_of(root).free_bytes(root)
     if free is not None and free < needed:
         raise UserError(
-            f"checkpoint of step {step} needs {needed:,} bytes but {home} has {free:,} bytes "
+            f"checkpoint of step {step} needs {needed:,} bytes but {root} has {free:,} bytes "
             "free; free some space or lower checkpoint.keep"
         )
 
@@ -308,11 +310,11 @@ def _explain_os_errors(
         yield
     except OSError as error:
         if discard is not None:
-            store_of(discard).delete(discard)
+            store_of(discard).delete_file(discard)
         text = f"{what}: {error.filename or path}: {error.strerror}"
         if needed is not None:
             with suppress(OSError):
-                free = store_of(path).free(path.parent)
+                free = store_of(path).free_bytes(path.parent)
                 if free is not None:
                     text += f" (it needs {needed:,} bytes and {free:,} bytes are free)"
         raise UserError(text) from error

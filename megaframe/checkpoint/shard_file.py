@@ -141,7 +141,7 @@ def write_shard_file(
     checksums = ["0" * 16] * len(planned)
     reserved = len(_encode_header(path.name, planned, checksums))
     size = reserved + sum(piece.bytes for piece in planned)
-    with store_of(path).create(path, size, reserved, held) as file:
+    with store_of(path).create_file(path, size, reserved, held) as file:
         for index, piece in enumerate(given):
             digest = xxhash.xxh3_64()
             data = bytes_of(piece)

@@ -49,17 +49,24 @@ SliceRequest = tuple[str, SavedTensor, SavedSlice]
 class ShardReader:
     """A file of a checkpoint, open for reading. Its header is checked before it is parsed.
 
-    fresh, alone: see `Store.open`. Raises UnreadableFile that names the file and, if one is
-        concerned,
+    bypass_cache, sole_reader: see `Store.open`. Raises UnreadableFile that names the file and, if
+        one is concerned,
     the tensor.
     """
 
     def __init__(
-        self, path: StorePath, saved: SavedFile, *, fresh: bool = False, alone: bool = False
+        self,
+        path: StorePath,
+        saved: SavedFile,
+        *,
+        bypass_cache: bool = False,
+        sole_reader: bool = False,
     ) -> None:
         self.path = path
         try:
-            self._file = store_of(path).open(path, fresh=fresh, alone=alone)
+            self._file = store_of(path).open(
+                path, bypass_cache=bypass_cache, sole_reader=sole_reader
+            )
         except OSError as error:
             raise UnreadableFile(f"cannot read {path}: {error.strerror}") from None
         try:
@@ -195,7 +202,7 @@ def verify_shard_file(path: StorePath, saved: SavedFile) -> dict[str, SavedTenso
     """Read a whole file back and check it, with the code that loads it. Returns the tensors in it.
     Raises UnreadableFile."""
     # Bypass the page cache; otherwise only memory would be verified.
-    with ShardReader(path, saved, fresh=True) as reader:
+    with ShardReader(path, saved, bypass_cache=True) as reader:
         tensors = reader.tensors()
         slices = [(name, one, piece) for name, one in tensors.items() for piece in one.slices]
         for _ in reader.read_all(slices, allocate_buffers(slices)):

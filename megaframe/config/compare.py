@@ -23,16 +23,16 @@ TRAINING_ONLY = frozenset(
 
 
 def find_differences(
-    there: object, here: object, free: Collection[str], name: str = ""
+    theirs: object, ours: object, free: Collection[str], name: str = ""
 ) -> Iterator[str]:
     """Yield a line for each key that differs between two sections, or two values, called `name`.
     Keys in `free`, and everything inside them, are not compared."""
     if name in free:
         return
-    if isinstance(there, BaseModel) and isinstance(here, BaseModel):
-        for key in type(here).model_fields:
+    if isinstance(theirs, BaseModel) and isinstance(ours, BaseModel):
+        for key in type(ours).model_fields:
             yield from find_differences(
-                getattr(there, key), getattr(here, key), free, f"{name}.{key}"
+                getattr(theirs, key), getattr(ours, key), free, f"{name}.{key}"
             )
-    elif there != here:
-        yield f"{name}: {format_value(there)} there, {format_value(here)} here"
+    elif theirs != ours:
+        yield f"{name}: {format_value(theirs)} there, {format_value(ours)} here"

@@ -99,13 +99,13 @@ def config_keys() -> Mapping[str, ConfigKey]:
 
 
 def _walk(section: type[Section], prefix: str) -> list[ConfigKey]:
-    found = []
+    keys = []
     for name, field in section.model_fields.items():
         inner = _section(field.annotation)
-        found.append(ConfigKey(prefix + name, field, inner))
+        keys.append(ConfigKey(prefix + name, field, inner))
         if inner:
-            found += _walk(inner, f"{prefix}{name}.")
-    return found
+            keys += _walk(inner, f"{prefix}{name}.")
+    return keys
 
 
 def _section(annotation: Any) -> type[Section] | None:
@@ -156,8 +156,10 @@ def describe_type_at(key: ConfigKey, path: Sequence[int | str]) -> str:
     """Describe in words the values allowed at `path` inside a key's value, e.g. `(0, "weight")`."""
     annotation, bounds = key.field.annotation, tuple(key.field.metadata)
     for part in path:
-        found = _without_null(annotation)
-        annotation = found[0] if len(found) == 1 else annotation  # null has nothing inside
+        alternatives = _without_null(annotation)
+        annotation = (
+            alternatives[0] if len(alternatives) == 1 else annotation
+        )  # null has nothing inside
         section, items = _section(annotation), get_args(annotation)
         if section is not None:
             field = section.model_fields[str(part)]
@@ -229,16 +231,17 @@ def suggest_keys(name: str) -> str:
     return translate_setting(name[:MAX_NAME]) or f"did you mean {find_nearest_keys(name)}?"
 
 
-def describe_unknown_options(given: Sequence[str], options: Iterable[str]) -> str:
+def describe_unknown_options(arguments: Sequence[str], options: Iterable[str]) -> str:
     """Return the message about options of a command line that do not exist.
 
     Args:
-        given: These options as they were typed, perhaps with a value; the value is not repeated.
+        arguments: These options as they were typed, perhaps with a value; the value is not
+            repeated.
         options: Those that exist.
     """
     known = [*options]
     lines: list[str] = []
-    for option in (text.partition("=")[0] for text in given):
+    for option in (text.partition("=")[0] for text in arguments):
         name = option.lstrip("-").replace("-", "_")
         close = get_close_matches(option.replace("_", "-"), known, 1, 0.8)
         if name in config_keys():

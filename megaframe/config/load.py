@@ -55,16 +55,16 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
-def config_path(given: str) -> str:
+def config_path(name: str) -> str:
     """Return the file that `--config` means: a path is returned unchanged, and a bare name, such as
     llama3-8b, is a shipped config. Raises `UserError` if no shipped config has that name."""
-    if "/" in given or given.endswith((".yaml", ".yml")) or Path(given).exists():
-        return given
-    path = CONFIGS / f"{given}.yaml"
+    if "/" in name or name.endswith((".yaml", ".yml")) or Path(name).exists():
+        return name
+    path = CONFIGS / f"{name}.yaml"
     if not path.is_file():
-        names = sorted(found.stem for found in CONFIGS.glob("*.yaml"))
-        close = get_close_matches(given, names, 3, 0.0)
-        raise UserError(f"--config {given}: no such file or shipped config; use {', '.join(close)}")
+        names = sorted(config.stem for config in CONFIGS.glob("*.yaml"))
+        close = get_close_matches(name, names, 3, 0.0)
+        raise UserError(f"--config {name}: no such file or shipped config; use {', '.join(close)}")
     return str(path)
 
 
@@ -76,12 +76,12 @@ def dump(config: RunConfig) -> str:
 
 def _validated(table: ConfigTable) -> tuple[RunConfig | None, list[ConfigMistake]]:
     nested: dict[str, Any] = {}
-    for name, given in table.items():
+    for name, value in table.items():
         *sections, last = name.split(".")
         inner = nested
         for section in sections:
             inner = inner.setdefault(section, {})
-        inner[last] = given.value()
+        inner[last] = value.value()
     try:
         return RunConfig.model_validate(nested), []
     except ValidationError as errors:
@@ -97,7 +97,7 @@ def _mistake(kind: str, location: tuple[int | str, ...], table: ConfigTable) -> 
     full = ".".join(map(str, (name, *path)))
     if name not in table:
         section = name.rpartition(".")[0]
-        first = next(given for key, given in table.items() if key.startswith(f"{section}."))
+        first = next(value for key, value in table.items() if key.startswith(f"{section}."))
         takes = config_keys()[name].allowed
         text = f"{name}: missing, but other keys of {section} are given; it takes {takes}"
         return ConfigMistake(first.origin, first.line, text)
@@ -131,10 +131,10 @@ def _without_numbers(name: str) -> str:
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
-def _whole_number(given: ConfigValue, text: str) -> str:
+def _whole_number(config_value: ConfigValue, text: str) -> str:
     """Return how to write a whole number that was given as, e.g., 1e6, or that one is too large;
     empty if not needed."""
-    value = given.value()
+    value = config_value.value()
     if not isinstance(value, str | int) or "takes a whole number" not in text:
         return ""
     try:
@@ -149,6 +149,6 @@ def _whole_number(given: ConfigValue, text: str) -> str:
     return f"; write {int(number)}" if writable else ""
 
 
-def _shown(given: ConfigValue) -> str:
-    text = format_value(given.value())
+def _shown(value: ConfigValue) -> str:
+    text = format_value(value.value())
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

@@ -241,17 +241,17 @@ replaced it. Of each two, a run could use only one."""
 def upgrade_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config in a checkpoint, as plain values, with the keys of this version: what the
     former ones said that had an effect, under the keys that have replaced them."""
-    given = config.get("parallel")
-    if not isinstance(given, dict):
+    section = config.get("parallel")
+    if not isinstance(section, dict):
         return {**config}
     # These had defaults of their own; only that of the compression in use meant anything.
     unused = {"compress_rank": "topk", "compress_share": "powersgd"}
-    parallel = {name: value for name, value in given.items() if name not in RENAMED_KEYS}
+    parallel = {name: value for name, value in section.items() if name not in RENAMED_KEYS}
     for name in RENAMED_KEYS:
-        kind = given.get("compress")
-        if given.get(name) is None or (name in unused and kind in ("none", "int8", unused[name])):
+        kind = section.get("compress")
+        if section.get(name) is None or (name in unused and kind in ("none", "int8", unused[name])):
             continue
-        parallel[RENAMED_KEYS[name].partition(".")[2]] = given[name]
+        parallel[RENAMED_KEYS[name].partition(".")[2]] = section[name]
     return {**config, "parallel": parallel}
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from megaframe.config.describe import config_keys, suggest_keys
-from megaframe.config.url import text_mistake
-from megaframe.io.untrusted import PlainLoader, open_file, plain
+from megaframe.config.url import find_text_mistake
+from megaframe.io.untrusted import PlainLoader, open_file, plain_data
 
 COMMAND_LINE = "command line"
 MAX_BYTES = 1_000_000
@@ -79,7 +79,7 @@ class ConfigValue:
 
     def value(self) -> Any:
         """Return the value as plain lists, dicts and text; None for null."""
-        return plain(self.node)
+        return plain_data(self.node)
 
 
 ConfigTable = dict[str, ConfigValue]
@@ -114,12 +114,14 @@ class ConfigReader:
         if not isinstance(root, yaml.MappingNode):
             self._wrong(path, root, "a config must be made of sections, such as `train:`")
             return {}
-        here = (*chain, os.path.realpath(path))
+        chain_with_file = (*chain, os.path.realpath(path))
         table: ConfigTable = {}
         for name, node in self._items(root, path):
             if name == "extends":
                 for base, base_node in self._bases(node, path):
-                    table = merge_tables(table, self._extended(base, base_node, path, here))
+                    table = merge_tables(
+                        table, self._extended(base, base_node, path, chain_with_file)
+                    )
         return merge_tables(table, self._flat(root, "", path, skip="extends"))
 
     def overrides(self, texts: Iterable[str]) -> ConfigTable:
@@ -128,7 +130,9 @@ class ConfigReader:
         table: ConfigTable = {}
         for text in _joined(texts):
             name, equals, value = text.partition("=")
-            if any(0xDC80 <= ord(one) <= 0xDCFF for one in text):  # how Python passes other bytes
+            if any(
+                0xDC80 <= ord(character) <= 0xDCFF for character in text
+            ):  # how Python passes other bytes
                 self._wrong(COMMAND_LINE, None, f"{text!r} has bytes that are not UTF-8")
                 continue
             if not equals:
@@ -173,7 +177,7 @@ class ConfigReader:
     def _extended(
         self, base: str, node: yaml.Node, origin: str, chain: tuple[str, ...]
     ) -> ConfigTable:
-        if mistake := text_mistake(base):
+        if mistake := find_text_mistake(base):
             self._wrong(origin, node, f"extends: {mistake}")
             return {}
         path = os.path.normpath(os.path.join(os.path.dirname(origin), base))
@@ -246,7 +250,7 @@ class ConfigReader:
         if node.tag not in _TAGS:
             self._wrong(origin, node, f"{name}: YAML tag {node.tag.replace(_PREFIX, '!!')} refused")
             return False
-        if isinstance(node, yaml.ScalarNode) and (mistake := text_mistake(node.value)):
+        if isinstance(node, yaml.ScalarNode) and (mistake := find_text_mistake(node.value)):
             self._wrong(origin, node, f"{name}: {mistake}")
             return False
         if isinstance(node, yaml.MappingNode):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from megaframe.io.untrusted import without_secrets
+from megaframe.io.untrusted import mask_secrets
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
 
@@ -18,13 +18,13 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
-def text_mistake(text: str) -> str | None:
+def find_text_mistake(text: str) -> str | None:
     """Return why no key takes a text, without repeating it; else None."""
-    if "\0" in text or any("\ud800" <= one <= "\udfff" for one in text):
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
         return (
             "has a character that no file name or text can hold: NUL, or half of a surrogate pair"
         )
-    if without_secrets(text) != text:
+    if mask_secrets(text) != text:
         return (
             "has a secret in it: a password, a key, or what follows ? or # in a URL; leave it out, "
             "and give it in the environment or the store's own configuration"
@@ -32,7 +32,7 @@ def text_mistake(text: str) -> str | None:
     return None
 
 
-def url_mistake(text: str) -> str | None:
+def find_url_mistake(text: str) -> str | None:
     """Return why a URL is refused, without repeating anything of it but its scheme; else None."""
     if not _REMOTE.match(text):
         return "it is a URL without a scheme, such as s3://"
@@ -44,7 +44,7 @@ def url_mistake(text: str) -> str | None:
             f"{scheme}://... has a ? or #, which secrets may follow; leave out the rest from there"
         )
     host = text.partition("://")[2].partition("/")[0]
-    if ":" in host.rpartition("@")[0] or without_secrets(text) != text:
+    if ":" in host.rpartition("@")[0] or mask_secrets(text) != text:
         return (
             f"{scheme}://... has a password in it; leave it out, and give it in the environment "
             "or the store's own configuration"

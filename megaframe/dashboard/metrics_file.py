@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from megaframe.io.untrusted import open_file, showable
+from megaframe.io.untrusted import open_file, sanitize_text
 
 _LONGEST_LINE = 1 << 24
 _MOST_COLUMNS = 5_000
@@ -176,7 +176,7 @@ def _numbers(line: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Itera
     for name, value in line.items():
         if isinstance(value, bool) or value is None:
             continue
-        name = showable(name)
+        name = sanitize_text(name)
         if isinstance(value, (int, float)):
             yield prefix + name, float(value)
         elif isinstance(value, dict) and depth < 4 and (prefix or name != "ranks"):
@@ -189,4 +189,4 @@ def _rows(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, list[flo
             yield name, value
     elif isinstance(value, dict) and depth < 4:
         for key, inner in value.items():
-            yield from _rows(inner, f"{name}/{showable(key)}", depth + 1)
+            yield from _rows(inner, f"{name}/{sanitize_text(key)}", depth + 1)

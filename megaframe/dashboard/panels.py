@@ -14,7 +14,7 @@ from megaframe.dashboard.downsample import Floats, buckets, extremes, means, sho
 from megaframe.dashboard.rows import bars, heat
 from megaframe.dashboard.run_folder import Run, differences, flat, shown
 from megaframe.errors import UserError
-from megaframe.io.untrusted import parsed_json, read_file, showable
+from megaframe.io.untrusted import parse_json, read_file, sanitize_text
 
 POINTS = 800
 """Maximum number of steps of a run that a page shows; more are thinned out."""
@@ -110,7 +110,7 @@ def run_data(run: Run, name: str, points: int) -> dict[str, Any]:
     axes = {"step": metrics.column("step"), "tokens": tokens, "hours": hours}
     return {
         "name": name,
-        "folder": showable(str(run.folder)),
+        "folder": sanitize_text(str(run.folder)),
         "steps": len(metrics),
         "notes": run.notes,
         "summary": summary(run),
@@ -198,7 +198,7 @@ def read_prediction(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        found = shown(parsed_json(read_file(path, _LARGEST)))
+        found = shown(parse_json(read_file(path, _LARGEST)))
         if not all(map(math.isfinite, predicted(found).values())):
             raise ValueError("not finite")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError):

@@ -15,7 +15,7 @@ from megaframe.dashboard.advice import advice
 from megaframe.dashboard.panels import label, losses, predicted, summary
 from megaframe.dashboard.run_folder import Run, value_of
 from megaframe.io.http import CONTENT_SECURITY_POLICY
-from megaframe.io.untrusted import showable
+from megaframe.io.untrusted import sanitize_text
 
 REPORT_FILES = "report.md", "report.html"
 _CONFIG = (
@@ -137,7 +137,7 @@ def _text(text: str) -> str:
 
 def _plain(text: str) -> str:
     """Escape text so that Markdown treats all of it as plain text."""
-    return re.sub(r"([\\`*_\[\]<|#])", r"\\\1", showable(" ".join(text.split())))
+    return re.sub(r"([\\`*_\[\]<|#])", r"\\\1", sanitize_text(" ".join(text.split())))
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -13,7 +13,7 @@ import numpy as np
 from megaframe.dashboard.metrics_file import Metrics
 from megaframe.errors import UserError
 from megaframe.io.run_files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE
-from megaframe.io.untrusted import parsed_json, parsed_yaml, read_file, showable
+from megaframe.io.untrusted import parse_json, parse_yaml, read_file, sanitize_text
 
 _LARGEST = 1 << 20
 
@@ -37,7 +37,7 @@ class Run:
             raise UserError(
                 f"{folder} has neither {METRICS_FILE} nor {CONFIG_FILE}: it is not a run folder"
             )
-        self.folder, self.name = folder, showable(folder.resolve().name)
+        self.folder, self.name = folder, sanitize_text(folder.resolve().name)
         self.metrics = Metrics(folder / METRICS_FILE)
         self.config: dict[str, Any] = {}
         self.environment: dict[str, Any] = {}
@@ -92,7 +92,7 @@ class Run:
     def _described(self, name: str) -> dict[str, Any]:
         """Return a YAML or JSON mapping, in which all text can be shown; empty if the file is
         missing or cannot be read. Values of YAML are text."""
-        parsed = parsed_json if name.endswith(".json") else parsed_yaml
+        parsed = parse_json if name.endswith(".json") else parse_yaml
         try:
             found = shown(parsed(read_file(self.folder / name, _LARGEST)))
         except FileNotFoundError:
@@ -112,7 +112,7 @@ def shown(value: Any) -> Any:
         return {shown(str(key)): shown(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [shown(inner) for inner in value]
-    return showable(value) if isinstance(value, str) else value
+    return sanitize_text(value) if isinstance(value, str) else value
 
 
 def flat(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:

@@ -15,8 +15,9 @@ import math
 import random
 import re
 import shutil
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -28,8 +29,9 @@ import yaml
 from megaframe.config import RunConfig, load
 from megaframe.dashboard.metrics_file import Metrics
 from megaframe.errors import UserError
+from megaframe.io.run_files import METRICS_FILE
 
-ENTRY = str(Path(__file__).resolve().parent.parent / "pretrain_gpt.py")
+ENTRY = str(Path(__file__).resolve().parents[2] / "pretrain_gpt.py")
 SUMMARY = "sweep.json"
 CONSOLE = "console.txt"
 """File in a trial's folder with what its run prints."""
@@ -78,58 +80,148 @@ class Trial:
         return " ".join(f"{key}={value}" for key, value in sorted(self.keys.items()))
 
 
-def run_of(words: Sequence[str]) -> tuple[RunConfig, list[str]]:
+@dataclass(frozen=True)
+class Sweep:
+    """A run, what a sweep varies in it, and what its trials are compared by.
+
+    config, words: of the run that is varied, and its command line. metric: lower is better.
+    """
+
+    config: RunConfig
+    words: tuple[str, ...]
+    space: Space
+    metric: str
+
+    @staticmethod
+    def parse(words: Sequence[str], space: Sequence[str], metric: str | None) -> Sweep:
+        """Return the sweep that a command line asks for.
+
+        Args:
+            words: command line of the run.
+            space: KEY=[A, B], KEY=uniform:LOW:HIGH or KEY=log:LOW:HIGH.
+            metric: what the user has named; None for `eval_loss`, or `loss` without evaluations.
+
+        Raises:
+            UserError: for mistakes in any of them, and a metric that the run does not have.
+        """
+        config, line = parse_run(words)
+        ranges = parse_space(space)
+        metric = metric or ("eval_loss" if config.train.eval_every else "loss")
+        if metric.startswith("eval") and not config.train.eval_every:
+            raise UserError(f"--metric {metric}: with train.eval_every=0 there is none; use loss")
+        return Sweep(config, tuple(line), ranges, metric)
+
+    @property
+    def folder(self) -> Path:
+        """Where the folders of the trials are."""
+        return Path(self.config.run.dir).absolute()
+
+    def check(self, trials: Iterable[Mapping[str, str]]) -> None:
+        """Raise `UserError` if the values of a trial are not a valid config."""
+        for keys in trials:
+            parse_run([*self.words, *(f"{key}={value}" for key, value in keys.items())])
+
+    def write_results(self, results: Sequence[Result]) -> Path:
+        """Write the results into the sweep's folder, and return the file."""
+        path = self.folder / SUMMARY
+        unfinished = path.with_name(f"{SUMMARY}.unfinished")
+        unfinished.write_text(json.dumps(results, indent=2) + "\n")
+        unfinished.replace(path)
+        return path
+
+
+class TrialRun:
+    """The run of a trial, in a folder of its own.
+
+    Args:
+        folder: of the trial; it is made.
+        words: command line of the run.
+        keys: values of the trial.
+        ranks: number of ranks.
+    """
+
+    def __init__(
+        self, folder: Path, words: Sequence[str], keys: Mapping[str, Any], ranks: int
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._command = trial_command(words, keys, folder, ranks)
+        self._metrics, self._last_step = Metrics(folder / METRICS_FILE), 0
+
+    def start(self, **options: Any) -> subprocess.Popen[bytes]:
+        """Start it, with what it prints in a file of its folder. options: of `subprocess.Popen`."""
+        with open(self.folder / CONSOLE, "wb") as console:
+            return subprocess.Popen(self._command, stdout=console, stderr=console, **options)
+
+    def read_metric(self, metric: str) -> list[tuple[int, float]]:
+        """Return (step, metric) for the steps that were written since the last call."""
+        self._metrics.read()
+        values = list(values_after(self._metrics, metric, self._last_step))
+        if values:
+            self._last_step = values[-1][0]
+        return values
+
+    def describe_failure(self, status: int) -> str:
+        """Return why the run failed, in one line. status: its exit status."""
+        tail = (self.folder / CONSOLE).read_bytes()[-_TAIL:].decode(errors="replace")
+        lines = [line for line in tail.splitlines() if line.strip()] or ["nothing was printed"]
+        mistakes = [line for line in lines if line.startswith("error: ")]
+        return f"status {status}: {(mistakes or lines[-1:])[0]}"
+
+
+def parse_run(words: Sequence[str]) -> tuple[RunConfig, list[str]]:
     """Return the config of a command line of `pretrain_gpt.py`, and that line with an absolute path
     of the config file. Raises `UserError` for a mistake in the config."""
     parser = argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False)
     parser.add_argument("--config")
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args([word for word in words if word != "--"])
-    named = Path(given.config).absolute() if given.config else None
-    file = str(named) if named is not None and named.exists() else given.config
-    return load(file, given.overrides), [*(["--config", file] if file else []), *given.overrides]
+    arguments = parser.parse_args([word for word in words if word != "--"])
+    named = Path(arguments.config).absolute() if arguments.config else None
+    file = str(named) if named is not None and named.exists() else arguments.config
+    options = ["--config", file] if file else []
+    return load(file, arguments.overrides), [*options, *arguments.overrides]
 
 
-def space_of(texts: Sequence[str]) -> Space:
+def parse_space(texts: Sequence[str]) -> Space:
     """Parse KEY=[A, B], KEY=uniform:LOW:HIGH and KEY=log:LOW:HIGH into what is swept over. Raises
     `UserError` for other forms, for a repeated key, and if there is nothing to sweep over."""
-    found: dict[str, Range | list[str]] = {}
+    space: dict[str, Range | list[str]] = {}
     for text in texts:
-        key, _, asked = text.partition("=")
-        drawn = _RANGE.fullmatch(asked)
-        if key in found:
+        key, _, values = text.partition("=")
+        range_match = _RANGE.fullmatch(values)
+        if key in space:
             raise UserError(f"--sweep {key} is given twice; put all values into one list")
         if key in ("run.dir", "checkpoint.folder"):
             raise UserError(
                 f"--sweep {key}: every trial has its own folder in run.dir; leave it out"
             )
-        found[key] = _range_of(text, drawn) if drawn else _values_of(text, asked)
-    if not found:
+        space[key] = _parse_range(text, range_match) if range_match else _parse_values(text, values)
+    if not space:
         raise UserError(
             "there is nothing to sweep over; give --sweep 'optim.lr=[1e-3, 3e-3]', for example"
         )
-    return found
+    return space
 
 
-def _range_of(text: str, drawn: re.Match[str]) -> Range:
-    """Return a range. text: for messages. drawn: match of `_RANGE`. Raises `UserError` if the range
+def _parse_range(text: str, match: re.Match[str]) -> Range:
+    """Return a range. text: for messages. match: match of `_RANGE`. Raises `UserError` if the range
     is empty or its bounds are not numbers."""
     try:
-        low, high = float(drawn[2]), float(drawn[3])
+        low, high = float(match[2]), float(match[3])
     except ValueError:
         low = high = math.nan
-    if not -math.inf < low < high < math.inf or (drawn[1] == "log" and low <= 0):
+    if not -math.inf < low < high < math.inf or (match[1] == "log" and low <= 0):
         raise UserError(
             f"--sweep {text}: LOW and HIGH are numbers, LOW < HIGH, and above 0 for log"
         )
-    return Range(low, high, drawn[1] == "log")
+    return Range(low, high, match[1] == "log")
 
 
-def _values_of(text: str, asked: str) -> list[str]:
+def _parse_values(text: str, listed: str) -> list[str]:
     """Return the values of a list, each in the format of a command line. Raises `UserError` if it
     is not a list, or is empty."""
     try:
-        values = yaml.safe_load(asked)
+        values = yaml.safe_load(listed)
     except yaml.YAMLError:
         values = None
     if not isinstance(values, list) or not values:
@@ -139,42 +231,26 @@ def _values_of(text: str, asked: str) -> list[str]:
     return [json.dumps(value) if not isinstance(value, str) else value for value in values]
 
 
-def trials_of(space: Space, times: int, seed: int) -> list[Trial]:
+def make_trials(space: Space, times: int, seed: int) -> list[Trial]:
     """Return every combination of the lists' values, `times` times, each time with new numbers from
     the ranges. Raises `UserError` if that would repeat trials."""
     if times < 1:
         raise UserError(f"--trials {times} is too few; use 1 or more")
-    ranges = {key: kept for key, kept in space.items() if isinstance(kept, Range)}
-    lists = {key: kept for key, kept in space.items() if not isinstance(kept, Range)}
+    ranges = {key: values for key, values in space.items() if isinstance(values, Range)}
+    lists = {key: values for key, values in space.items() if not isinstance(values, Range)}
     if times > 1 and not ranges:
         raise UserError(
             f"--trials {times} would repeat the same runs, because no key has a range; sweep over "
             f"run.seed={list(range(times))} instead"
         )
-    found = {}
-    for number, values in product(range(times), product(*lists.values())):
-        keys = dict(zip(lists, values, strict=True))
+    trials = {}
+    for number, combination in product(range(times), product(*lists.values())):
+        keys = dict(zip(lists, combination, strict=True))
         name = f"{seed} {number} {Trial(keys)}"
-        drawn = {key: f"{kept.draw(f'{name} {key}')}" for key, kept in ranges.items()}
-        trial = Trial({key: {**keys, **drawn}[key] for key in space})
-        found[trial.name] = trial
-    return list(found.values())
-
-
-def check_trials(trials: Sequence[Mapping[str, str]], words: Sequence[str]) -> None:
-    """Raise `UserError` if the values of a trial are not a valid config. words: command line of the
-    run."""
-    for keys in trials:
-        run_of([*words, *(f"{key}={value}" for key, value in keys.items())])
-
-
-def metric_of(config: RunConfig, asked: str | None) -> str:
-    """Return the metric that trials are compared by, lower being better. asked: what the user has
-    named. Raises `UserError` if the run does not have it."""
-    metric = asked or ("eval_loss" if config.train.eval_every else "loss")
-    if metric.startswith("eval") and not config.train.eval_every:
-        raise UserError(f"--metric {metric}: with train.eval_every=0 there is none; use loss")
-    return metric
+        numbers = {key: f"{values.draw(f'{name} {key}')}" for key, values in ranges.items()}
+        trial = Trial({key: {**keys, **numbers}[key] for key in space})
+        trials[trial.name] = trial
+    return list(trials.values())
 
 
 def trial_command(
@@ -193,54 +269,51 @@ def trial_command(
     ]
 
 
-def failure(run: Path, status: int) -> str:
-    """Return why the run of a trial failed, in one line."""
-    tail = (run / CONSOLE).read_bytes()[-_TAIL:].decode(errors="replace")
-    said = [line for line in tail.splitlines() if line.strip()] or ["nothing was printed"]
-    mistakes = [line for line in said if line.startswith("error: ")]
-    return f"status {status}: {(mistakes or said[-1:])[0]}"
-
-
-def values_after(metrics: Metrics, metric: str, told: int) -> Iterator[tuple[int, float]]:
-    """Yield (step, metric) for the steps after `told` that have the metric. A training metric is
-    averaged over the last `SMOOTHED` steps."""
+def values_after(metrics: Metrics, metric: str, last_step: int) -> Iterator[tuple[int, float]]:
+    """Yield (step, metric) for the steps after `last_step` that have the metric. A training metric
+    is averaged over the last `SMOOTHED` steps."""
     values, steps = metrics.column(metric), metrics.column("step")
-    for place in np.flatnonzero(np.isfinite(values) & (steps > told)):
-        first = place if metric.startswith("eval") else max(0, place - SMOOTHED + 1)
-        yield int(steps[place]), float(np.nanmean(values[first : place + 1]))
+    for index in np.flatnonzero(np.isfinite(values) & (steps > last_step)):
+        first = index if metric.startswith("eval") else max(0, index - SMOOTHED + 1)
+        yield int(steps[index]), float(np.nanmean(values[first : index + 1]))
 
 
-def summary(found: Sequence[Result], space: Space, metric: str) -> tuple[str, int]:
+def summarize(results: Sequence[Result], space: Space, metric: str) -> tuple[str, int]:
     """Return the trials as a table, best first, with the keys of the best one; and how many
     failed."""
-    good = [one for one in found if one["error"] is None and one[metric] is not None]
+    finished = _finished(results, metric)
     # Trials that were stopped early have trained less, so those with most steps come first.
-    good.sort(key=lambda one: (-one["step"], one[metric]))
+    finished.sort(key=lambda result: (-result["step"], result[metric]))
     rows = [["step", metric, *space, "folder"]]
-    for one in good:
-        values = (shown(one["keys"][key]) for key in space)
-        rows.append([str(one["step"]), f"{one[metric]:.4f}", *values, Path(one["folder"]).name])
+    for result in finished:
+        numbers = str(result["step"]), f"{result[metric]:.4f}"
+        values = (_format(result["keys"][key]) for key in space)
+        rows.append([*numbers, *values, Path(result["folder"]).name])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in rows
     ]
-    for one in found:
-        if one not in good:
-            keys = " ".join(f"{key}={shown(one['keys'].get(key))}" for key in space)
-            lines.append(f"failed: {keys}: {one['error'] or 'no step was done'}")
-    if good:
-        best = " ".join(f"{key}={shown(good[0]['keys'][key])}" for key in space)
-        lines.append(f"best: {best} ({good[0]['folder']})")
-    return "\n".join(lines), len(found) - len(good)
+    for result in results:
+        if result not in finished:
+            keys = " ".join(f"{key}={_format(result['keys'].get(key))}" for key in space)
+            lines.append(f"failed: {keys}: {result['error'] or 'no step was done'}")
+    if finished:
+        best = " ".join(f"{key}={_format(finished[0]['keys'][key])}" for key in space)
+        lines.append(f"best: {best} ({finished[0]['folder']})")
+    return "\n".join(lines), len(results) - len(finished)
 
 
-def shown(value: Any) -> str:
+def _finished(results: Sequence[Result], metric: str) -> list[Result]:
+    return [one for one in results if one["error"] is None and one[metric] is not None]
+
+
+def _format(value: Any) -> str:
     """Return a value as text."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def write_page(path: Path, found: Sequence[Result], space: Space, metric: str) -> None:
+def write_page(path: Path, results: Sequence[Result], space: Space, metric: str) -> None:
     """Write a page with the metric over the values of each key, which needs no network. Raises
     `UserError` if plotly is not installed."""
     try:
@@ -249,25 +322,25 @@ def write_page(path: Path, found: Sequence[Result], space: Space, metric: str) -
         raise UserError(
             f"{path} needs plotly, which is not installed; pip install 'megaframe[plan]'"
         ) from None
-    good = [one for one in found if one["error"] is None and one[metric] is not None]
+    finished = _finished(results, metric)
     figure = make_subplots(1, len(space), shared_yaxes=True)
     for column, key in enumerate(space, 1):
-        values = [_number(one["keys"][key]) for one in good]
+        values = [_number(result["keys"][key]) for result in finished]
         numbers = [value for value in values if isinstance(value, float)]
         wide = len(numbers) == len(values) > 0 and 0 < _WIDE * min(numbers) <= max(numbers)
         kind = "category" if len(numbers) < len(values) else "log" if wide else "linear"
         figure.add_scatter(
             x=values,
-            y=[one[metric] for one in good],
+            y=[result[metric] for result in finished],
             mode="markers",
-            text=[f"{Trial(one['keys'])}<br>{Path(one['folder']).name}" for one in good],
+            text=[f"{Trial(one['keys'])}<br>{Path(one['folder']).name}" for one in finished],
             showlegend=False,
             row=1,
             col=column,
         )
         figure.update_xaxes(title_text=key, type=kind, row=1, col=column)
     figure.update_yaxes(title_text=metric, row=1, col=1)
-    figure.update_layout(template="plotly_white", title=f"{len(good)} trials")
+    figure.update_layout(template="plotly_white", title=f"{len(finished)} trials")
     figure.write_html(path)
 
 

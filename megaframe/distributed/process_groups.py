@@ -73,7 +73,7 @@ class ProcessGroups:
         self.layout, self.rank, self.device = layout, rank, device
         self.nccl = nccl
         self.progress = RankProgress()
-        self.coordinate = layout.place(rank)
+        self.coordinate = layout.full_coordinate(rank)
         self.num_communicators = 0
         self._timeout, self._serial = timeout, serial
         self._host_staged, self._fake = host_staged, fake

@@ -78,7 +78,7 @@ class Chip:
         wanted = self.product_watts - self.idle_watts
         return min(1.0, ((self.watts - self.idle_watts) / wanted) ** CLOCK_EXPONENT)
 
-    def sustained(self, kind: str) -> float | None:
+    def sustained_flops(self, kind: str) -> float | None:
         """Return the FLOP/s of the type `kind` within the power limit, or None if the chip lacks
         this type."""
         peak = self.peaks.get(kind)

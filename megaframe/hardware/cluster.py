@@ -23,7 +23,7 @@ from megaframe.config.load import CONFIGS
 from megaframe.config.section import Positive, Section
 from megaframe.errors import UserError, join_or
 from megaframe.hardware.chips import CHIPS, UNKNOWN, Chip, chip_named, chip_of, nearest_chips
-from megaframe.io.untrusted import parsed_yaml, read_file, without_secrets
+from megaframe.io.untrusted import mask_secrets, parse_yaml, read_file
 
 DEFAULT = "h100-ib"
 """Cluster of a plan that names none: nodes of 8 H100 SXM with 400 Gb/s InfiniBand per GPU."""
@@ -346,7 +346,7 @@ def _read(name: str, path: Path) -> Any:
         ) from None
     try:
         # Scalars stay text: `4e11` is a number to pydantic, and text to YAML.
-        return parsed_yaml(raw)
+        return parse_yaml(raw)
     except ValueError as error:
         raise UserError(f"cluster {path.name}: not valid YAML: {str(error)[:200]}") from None
 
@@ -360,5 +360,5 @@ def _told(error: Any) -> str:
         known = [key for one in _FILES for key in one.model_fields]
         near = get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0) or known
         return f"{where}: unknown key; did you mean {near[0]}?"
-    given = without_secrets(str(error["input"]))[:60]
+    given = mask_secrets(str(error["input"]))[:60]
     return f"{where}={given}: {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 
-def started(process: int) -> int | None:
+def read_start_time(process: int) -> int | None:
     """Return when a process started, in clock ticks since boot. None if there is no such process,
     if it has ended and its parent has not noticed, or on a system without /proc."""
     try:
@@ -31,7 +31,7 @@ def has_ended(process: int, start: int) -> bool:
         return True
     except PermissionError:
         pass
-    return Path(f"/proc/{process}/stat").exists() and started(process) != start
+    return Path(f"/proc/{process}/stat").exists() and read_start_time(process) != start
 
 
 def namespace() -> str:

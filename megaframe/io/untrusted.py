@@ -51,7 +51,7 @@ def open_file(path: Name, buffering: int = -1) -> BinaryIO:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except ValueError:
         reason = "No file can have this name"
-        raise OSError(errno.EINVAL, reason, printable(os.fspath(path))) from None
+        raise OSError(errno.EINVAL, reason, escape_unprintable(os.fspath(path))) from None
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
@@ -73,7 +73,7 @@ def read_file(path: Name, limit: int) -> bytes:
         return file.read()
 
 
-def parsed_json(data: bytes) -> Any:
+def parse_json(data: bytes) -> Any:
     """Parse JSON. Raises ValueError for what is not JSON, or is nested more than `MAX_DEPTH` deep.
     Integers of very many digits become floats."""
     try:
@@ -94,17 +94,19 @@ def _number(text: str) -> int | float:
 
 def _depth(value: Any) -> int:
     """Return how deep a value is nested, or `MAX_DEPTH + 1` if deeper."""
-    level, found = [value], 0
-    while level and found <= MAX_DEPTH:
-        inside = [one for one in level if isinstance(one, dict | list)]
+    level, depth = [value], 0
+    while level and depth <= MAX_DEPTH:
+        inside = [container for container in level if isinstance(container, dict | list)]
         level = [
-            item for one in inside for item in (one.values() if isinstance(one, dict) else one)
+            item
+            for container in inside
+            for item in (container.values() if isinstance(container, dict) else container)
         ]
-        found += bool(inside)
-    return found
+        depth += bool(inside)
+    return depth
 
 
-def parsed_yaml(data: bytes) -> Any:
+def parse_yaml(data: bytes) -> Any:
     """Parse YAML into dicts, lists and text (None for null), whatever its tags say. Raises
     ValueError for what is not YAML, and for what `PlainLoader` refuses; it does not quote the text,
     because half of a secret would not be recognised."""
@@ -115,7 +117,7 @@ def parsed_yaml(data: bytes) -> Any:
         raise ValueError(f"line {line}: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ValueError(str(error).splitlines()[0]) from None
-    return None if node is None else plain(node)
+    return None if node is None else plain_data(node)
 
 
 class PlainLoader(yaml.SafeLoader):
@@ -138,49 +140,53 @@ class PlainLoader(yaml.SafeLoader):
         return node
 
 
-def plain(node: yaml.Node) -> Any:
+def plain_data(node: yaml.Node) -> Any:
     """Return a node tree as dicts, lists and text, None for null. Keys that are not text are left
     out."""
     if isinstance(node, yaml.MappingNode):
         return {
-            key.value: plain(value) for key, value in node.value if isinstance(key, yaml.ScalarNode)
+            key.value: plain_data(value)
+            for key, value in node.value
+            if isinstance(key, yaml.ScalarNode)
         }
     if isinstance(node, yaml.SequenceNode):
-        return [plain(item) for item in node.value]
+        return [plain_data(item) for item in node.value]
     return None if node.tag == "tag:yaml.org,2002:null" else node.value
 
 
-def whole_number(least: int, most: int = 10**9) -> Callable[[str], int]:
+def integer_parser(least: int, most: int = 10**9) -> Callable[[str], int]:
     """Return a parser of whole numbers from `least` to `most`, as a `type` of argparse."""
 
     def parse(text: str) -> int:
         number = int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
         if number is None or not least <= number <= most:
             raise argparse.ArgumentTypeError(
-                f"{printable(text[:40])!r} is not a whole number from {least} to {most}"
+                f"{escape_unprintable(text[:40])!r} is not a whole number from {least} to {most}"
             )
         return number
 
     return parse
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Return the text with escapes for what a terminal would obey, what nobody sees, and what
     cannot be encoded. Line ends stay."""
     if text.isprintable():
         return text
     return "".join(
-        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode()
-        for one in text
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape").decode()
+        for character in text
     )
 
 
-def showable(text: str) -> str:
+def sanitize_text(text: str) -> str:
     """Return the text without secrets and control characters."""
-    return printable(without_secrets(text))
+    return escape_unprintable(mask_secrets(text))
 
 
-def without_secrets(text: str, *settings: Any) -> str:
+def mask_secrets(text: str, *settings: Any) -> str:
     """Return the text with secrets masked: those that are known by their form, and those in
     settings (mappings and lists, at any depth) whose names suggest one."""
     known = {secret for table in settings for secret in _secrets(table)}

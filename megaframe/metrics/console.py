@@ -19,7 +19,7 @@ from rich.table import Table
 
 from megaframe.config import RunConfig
 from megaframe.io.run_files import LOG_FILE, METRICS_FILE
-from megaframe.io.untrusted import printable
+from megaframe.io.untrusted import escape_unprintable
 from megaframe.metrics.sinks import Line, cannot_write, finite
 from megaframe.metrics.totals import Totals
 
@@ -114,7 +114,7 @@ class ConsoleSink:
     def _print(self, text: str, said: Mapping[str, Any] | None) -> None:
         """Log `text` and, depending on `meter.console`, print it. said: its JSON form; None for the
         text of a step."""
-        text, how = printable(text), self._config.meter.console
+        text, how = escape_unprintable(text), self._config.meter.console
         if how == "lines" or (how == "quiet" and said is not None):
             print(text, flush=True)
         elif how == "json" and said is not None:
@@ -124,7 +124,7 @@ class ConsoleSink:
 
 def note_elsewhere(config: RunConfig, text: str) -> None:
     """Print a note of a rank that has no sink, and append it to the run log."""
-    text = printable(text)
+    text = escape_unprintable(text)
     said = json.dumps({"note": text}) if config.meter.console == "json" else text
     print(said, flush=True)
     path = Path(config.run.dir) / LOG_FILE

@@ -108,7 +108,7 @@ class Choices:
     def _on_owners(self, bucket: Bucket) -> list[Division]:
         """Return how the bucket is divided on each of the owners."""
         layout, ranks = self._mesh.layout, self.owners.ranks
-        places, sizes = map(layout.place, ranks), layout.sizes
+        places, sizes = map(layout.full_coordinate, ranks), layout.sizes
         indices = self._mesh.indices(ranks, *bucket.sharing.shard.axes)
         return [
             bucket.divided([p.spec.local(place, sizes) for p in bucket.parameters], index)

@@ -22,7 +22,7 @@ from megaframe.checkpoint import StorePath
 from megaframe.checkpoint.folder import list_checkpoints, step_of
 from megaframe.checkpoint.train_state import TrainState
 from megaframe.config import RunConfig
-from megaframe.data.loader import Step
+from megaframe.data.loader import StepBatch
 from megaframe.data.microbatch import Microbatch
 from megaframe.data_parallel.replicas import Finding, Replicas
 from megaframe.distributed.mesh import Mesh
@@ -116,7 +116,7 @@ class Guard:
         is; empty for something without a time limit."""
         self._mesh.progress.begin_activity(doing)
 
-    def leaves_out(self, batch: Step) -> bool:
+    def leaves_out(self, batch: StepBatch) -> bool:
         """Return whether this data is to be skipped."""
         return self.history.leaves_out(batch.first)
 
@@ -137,7 +137,7 @@ class Guard:
         self._meter.note(text)
         return again
 
-    def trained(self, step: int, batch: Step, outcome: Outcome) -> None:
+    def trained(self, step: int, batch: StepBatch, outcome: Outcome) -> None:
         """Keep the outcome of a step until it can be judged (see `heed`)."""
         samples = [microbatch.samples_B for microbatch in batch.microbatches]
         self._unjudged.append(_Done(step, batch.first, samples, outcome))

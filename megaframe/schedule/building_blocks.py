@@ -71,13 +71,13 @@ def drop_missing_microbatches(order: Iterable[Action], microbatches: int) -> lis
 def split_backwards(
     order: Sequence[Action],
     chosen: Collection[int] | None = None,
-    held: Collection[int] = (),
+    deferred: Collection[int] = (),
 ) -> list[Action]:
     """Split backwards into B and W. Each chosen backward (by default all) puts its W into a queue.
-    After every backward that is not in `held`, the oldest W in the queue runs. The remaining ones
-    run at the end.
+    After every backward that is not in `deferred`, the oldest W in the queue runs. The remaining
+    ones run at the end.
 
-    chosen, held: numbers of backwards, counted in the order of the list.
+    chosen, deferred: numbers of backwards, counted in the order of the list.
     """
     weighed: list[Action] = []
     queue: list[Action] = []
@@ -88,7 +88,7 @@ def split_backwards(
             continue
         if chosen is None or number in chosen:
             queue.append(Action(ActionKind.W, action.stage, action.microbatch))
-        if queue and number not in held:
+        if queue and number not in deferred:
             weighed.append(queue.pop(0))
         number += 1
     return weighed + queue

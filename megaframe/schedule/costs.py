@@ -55,7 +55,7 @@ class ActionCosts:
 
         def part(value: PerStage) -> PerStage:
             if isinstance(value, tuple):
-                return tuple(_divide(one, chunks) for one in value)
+                return tuple(_divide(seconds, chunks) for seconds in value)
             return _divide(value, chunks)
 
         return replace(

@@ -61,7 +61,10 @@ def draw_svg(timeline: Timeline, name: str) -> str:
         lines.append(
             f'<rect class="track" x="{_LEFT}" y="{top}" width="{width}" height="{_ROW - _GAP}"/>'
         )
-        lines += [_box(one, rank, scale, palette[_kind(one), one.chunk]) for one in intervals]
+        lines += [
+            _box(interval, rank, scale, palette[_kind(interval), interval.chunk])
+            for interval in intervals
+        ]
     lines += [*_axis(float(timeline.time), scale, _TOP + ranks * _ROW), "</svg>"]
     return "\n".join(lines) + "\n"
 
@@ -73,12 +76,16 @@ def _kind(interval: ActionInterval) -> str:
 def _palette(timeline: Timeline) -> _Palette:
     """Return the colours of fill and label for each kind and chunk that occurs. Later chunks are
     lighter."""
-    found = {(_kind(one), one.chunk) for intervals in timeline.compute for one in intervals}
-    last = max(1, *(chunk for _, chunk in found), 1)
+    shades = {
+        (_kind(interval), interval.chunk)
+        for intervals in timeline.compute
+        for interval in intervals
+    }
+    last = max(1, *(chunk for _, chunk in shades), 1)
     order = list(_HUES)
     return {
         (kind, chunk): _colours(_HUES[kind][0], 0.40 + 0.38 * chunk / last)
-        for kind, chunk in sorted(found, key=lambda one: (order.index(one[0]), one[1]))
+        for kind, chunk in sorted(shades, key=lambda shade: (order.index(shade[0]), shade[1]))
     }
 
 

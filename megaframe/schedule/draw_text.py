@@ -46,7 +46,10 @@ def draw_text(timeline: Timeline, width: int = 120) -> str:
     names = [f"rank {rank}" for rank in range(len(timeline.encoded.steps))]
     margin = max(map(len, names)) + 1
     space = max(20, width - margin)
-    rows = [[label_action(timeline, one) for one in intervals] for intervals in timeline.compute]
+    rows = [
+        [label_action(timeline, interval) for interval in intervals]
+        for intervals in timeline.compute
+    ]
     cell = 1 + max(len(text) for row in rows for text in row)
     per_band = space // cell
     columns = timeline.time / timeline.tick if timeline.tick else math.inf

@@ -57,14 +57,16 @@ def metadata_event(rank: int, thread: int, what: str, **arguments: str | int) ->
 
 def _compute(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for rank, intervals in enumerate(timeline.compute):
-        for one in intervals:
+        for interval in intervals:
             arguments = {
-                "stage": one.action.stage,
-                "chunk": one.chunk,
-                "microbatch": one.action.microbatch,
+                "stage": interval.action.stage,
+                "chunk": interval.chunk,
+                "microbatch": interval.action.microbatch,
             }
-            category = "BW" if one.fused else one.action.kind.value
-            event = slice_event(rank, _COMPUTE, str(one.action), category, one.start, one.end)
+            category = "BW" if interval.fused else interval.action.kind.value
+            event = slice_event(
+                rank, _COMPUTE, str(interval.action), category, interval.start, interval.end
+            )
             yield event | {"args": arguments}
 
 
@@ -80,20 +82,23 @@ def slice_event(
 
 
 def _transfers(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    starts = {one.action: one.start for intervals in timeline.compute for one in intervals}
-    for number, one in enumerate(timeline.transfers):
-        kind = one.producer.kind.value
-        lanes = ((one.source, _send(one.target)), (one.target, _receive(one.source)))
+    starts = {interval.action: interval.start for row in timeline.compute for interval in row}
+    for number, transfer in enumerate(timeline.transfers):
+        kind = transfer.producer.kind.value
+        lanes = (
+            (transfer.source, _send(transfer.target)),
+            (transfer.target, _receive(transfer.source)),
+        )
         for what, action, (rank, thread) in zip(
-            ("SEND", "RECV"), (one.producer, one.consumer), lanes, strict=True
+            ("SEND", "RECV"), (transfer.producer, transfer.consumer), lanes, strict=True
         ):
             name = f"{action.stage}{what}_{kind}{action.microbatch}"
-            yield slice_event(rank, thread, name, what, one.start, one.end)
-        used = (one.target, _COMPUTE)
+            yield slice_event(rank, thread, name, what, transfer.start, transfer.end)
+        used = (transfer.target, _COMPUTE)
         for phase, (rank, thread), at in (
-            ("s", lanes[0], one.start),
-            ("t", lanes[1], one.start),
-            ("f", used, starts[one.consumer]),
+            ("s", lanes[0], transfer.start),
+            ("t", lanes[1], transfer.start),
+            ("f", used, starts[transfer.consumer]),
         ):
             place = {"pid": rank, "tid": thread, "ts": _microseconds(at)}
             arrow = {"ph": phase, "id": number, "name": "tensor", "cat": "transfer", **place}

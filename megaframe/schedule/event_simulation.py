@@ -48,12 +48,12 @@ class EncodedSchedule:
     def split(self) -> Sequence[bool]:
         """Whether a backward has a separate W, by stage * microbatches + microbatch."""
         start, stop = 2 * self.block, 3 * self.block
-        found = [False] * self.block
+        separate = [False] * self.block
         for steps in self.steps:
             for code in steps:
                 if start <= code < stop:
-                    found[code - start] = True
-        return found
+                    separate[code - start] = True
+        return separate
 
     def action(self, code: int) -> Action:
         """Return the action with this code."""

@@ -59,13 +59,14 @@ def schedule_mistakes(
     except UserError as error:
         return [f"parallel.schedule={name}: {error}"]
     per_rank = [len(schedule.stages(rank)) for rank in range(len(schedule.ranks))]
-    found = {
+    sizes = {
         "parallel.pipeline": (ranks, [len(schedule.ranks)]),
         "parallel.chunks": (chunks, sorted(set(per_rank))),
         "the microbatches of a step": (microbatches, [schedule.microbatches]),
     }
     return [
-        f"parallel.schedule={name} is made for {', '.join(map(str, valid))}, but {key} is {given}"
-        for key, (given, valid) in found.items()
-        if valid != [given]
+        f"parallel.schedule={name} is made for {', '.join(map(str, valid))}, but {key} is "
+        f"{requested}"
+        for key, (requested, valid) in sizes.items()
+        if valid != [requested]
     ] + list(group_mistakes(name, ranks, group))

@@ -130,9 +130,9 @@ class _GreedyRun:
         ready, soonest = self._ready(_B, self.stages[rank], now)
         if ready is not None:
             return _B, ready
-        room = self.problem.capacity - self.live[rank]
-        room = min(room, self.bound[rank] - self.ahead[rank])
-        stages = [stage for stage in self.stages[rank] if self.later[stage] <= room]
+        free_slots = self.problem.capacity - self.live[rank]
+        free_slots = min(free_slots, self.bound[rank] - self.ahead[rank])
+        stages = [stage for stage in self.stages[rank] if self.later[stage] <= free_slots]
         ready, other = self._ready(_F, stages, now)
         if ready is not None:
             return _F, ready

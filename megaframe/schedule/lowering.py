@@ -73,7 +73,7 @@ def _receives(schedule: Schedule, ahead: int) -> list[Posts]:
             to, wanted = schedule.rank_of[consumer.stage], position[consumer]
             latest[to] = min(max(0, wanted - ahead), latest.get(to, wanted))
             posts[to][latest[to]].append(receive)
-    return [{at: found[::-1] for at, found in rank.items()} for rank in posts]
+    return [{at: receives[::-1] for at, receives in rank.items()} for rank in posts]
 
 
 def _find_transfer(action: Action, rank_of: Sequence[int]) -> tuple[Action, Action, Action] | None:

@@ -85,14 +85,14 @@ def zb_h1(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]
     """1F1B with weight gradients deferred as far as the memory of 1F1B's first rank allows
     (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). Bubble (p-1)(F+B-W) for m >= p and
     W <= F, B; live p."""
-    return split_backwards(_one_stage(rank, microbatches, ranks - 1 - rank), held=range(rank))
+    return split_backwards(_one_stage(rank, microbatches, ranks - 1 - rank), deferred=range(rank))
 
 
 def zb_h2(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """Like zb-h1, with enough forwards in the warm-up to fill the pipeline. Bubble
     (p-1)(F+B-2W) for m >= 2p-1 and W <= F, B with 2W <= F+B, so 0 at F=B=W; live 2p-1."""
     return split_backwards(
-        _one_stage(rank, microbatches, 2 * (ranks - 1 - rank)), held=range(2 * rank)
+        _one_stage(rank, microbatches, 2 * (ranks - 1 - rank)), deferred=range(2 * rank)
     )
 
 
@@ -102,7 +102,7 @@ def zb_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     backwards that come back through the V, except after the first of these backwards."""
     order = _vee(rank, ranks, microbatches)
     first = 2 * microbatches - _trailing(order) + 1
-    return split_backwards(order, held=range(first, first + 2 * rank))
+    return split_backwards(order, deferred=range(first, first + 2 * rank))
 
 
 def dualpipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
@@ -110,7 +110,9 @@ def dualpipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Ac
     and the last p backwards of a rank are split. Bubble p/2 at F=B=W=1; live p."""
     order = _vee(rank, ranks, microbatches)
     tail = range(max(0, 2 * microbatches - ranks), 2 * microbatches)
-    return split_backwards(order, chosen={*range(ranks - 1 - rank), *tail}, held=tail[: rank + 1])
+    return split_backwards(
+        order, chosen={*range(ranks - 1 - rank), *tail}, deferred=tail[: rank + 1]
+    )
 
 
 def v_half(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:

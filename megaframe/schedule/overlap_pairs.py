@@ -19,7 +19,7 @@ from megaframe.schedule.simulate import simulate
 def find_overlap_pairs(schedule: Schedule, costs: ActionCosts) -> dict[Action, Action]:
     """Return the backward of each pair, by its forward, for a schedule that `check` accepts."""
     timeline = simulate(schedule, costs)
-    found = {one.action: one for compute in timeline.compute for one in compute}
+    intervals = {interval.action: interval for compute in timeline.compute for interval in compute}
     last = len(schedule.rank_of) - 1
     paired: dict[Action, Action] = {}
     for compute in timeline.compute:
@@ -33,8 +33,8 @@ def find_overlap_pairs(schedule: Schedule, costs: ActionCosts) -> dict[Action, A
                 if backward.stage < last
                 else (ActionKind.F, last)
             )
-            maker = found[Action(kind, stage, backward.microbatch)]
-            if maker.end <= first.start:
+            producer = intervals[Action(kind, stage, backward.microbatch)]
+            if producer.end <= first.start:
                 paired[forward] = backward
     return paired
 

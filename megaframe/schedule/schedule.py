@@ -33,13 +33,13 @@ class Schedule:
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
         """The rank of every stage, by stage number."""
-        found = {
+        rank_by_stage = {
             action.stage: rank
             for rank, actions in enumerate(self.ranks)
             for action in actions
             if action.stage is not None
         }
-        return tuple(found[stage] for stage in sorted(found))
+        return tuple(rank_by_stage[stage] for stage in sorted(rank_by_stage))
 
     @cached_property
     def microbatches(self) -> int:

@@ -146,8 +146,8 @@ class Timeline:
     @cached_property
     def transfers(self) -> tuple[StageTransfer, ...]:
         """The transfers between ranks, in order of arrival."""
-        found = sorted(self._transfers(), key=lambda transfer: transfer.end)
-        return tuple(found)
+        transfers = sorted(self._transfers(), key=lambda transfer: transfer.end)
+        return tuple(transfers)
 
     def _transfers(self) -> Iterator[StageTransfer]:
         encoded, size = self.encoded, self.encoded.microbatches
@@ -185,10 +185,10 @@ def simulate(schedule: Schedule | EncodedSchedule, costs: ActionCosts) -> Timeli
 
 def _tick(values: Iterable[Seconds]) -> Fraction | None:
     """Return the greatest common divisor, None if there are floats."""
-    found = set(values)
-    if any(isinstance(value, float) for value in found):
+    distinct = set(values)
+    if any(isinstance(value, float) for value in distinct):
         return None
-    fractions = [Fraction(value) for value in found]
+    fractions = [Fraction(value) for value in distinct]
     whole = math.lcm(*(value.denominator for value in fractions))
     divisor = math.gcd(*(int(value * whole) for value in fractions))
     return Fraction(divisor or 1, whole)

@@ -122,7 +122,7 @@ class _BucketPass(NamedTuple):
 def _passes(stages: BucketsByStage, actions: Sequence[Action]) -> list[_BucketPass]:
     """Return the passes of a list of actions, without the actions that compute nothing."""
     later = {(action.stage, action.microbatch) for action in actions if action.kind is ActionKind.W}
-    found: list[_BucketPass] = []
+    passes: list[_BucketPass] = []
     following: UnitBuckets | None = None
     open_stages = {action.stage for action in actions if action.kind is ActionKind.REDUCE}
     for action in reversed(actions):
@@ -132,10 +132,10 @@ def _passes(stages: BucketsByStage, actions: Sequence[Action]) -> list[_BucketPa
         split = kind is ActionKind.B and (stage, action.microbatch) in later
         last = kind is not ActionKind.F and not split and stage in open_stages
         open_stages -= {stage} if last else set()
-        found.append(_BucketPass(kind, stage, split, last, following))
+        passes.append(_BucketPass(kind, stage, split, last, following))
         if kind is not ActionKind.W:
             following = next(iter(stages[stage].units(backward=kind is ActionKind.B)), None)
-    return found[::-1]
+    return passes[::-1]
 
 
 class _BufferState(NamedTuple):

@@ -86,7 +86,7 @@ def with_buckets(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
         return decided, []
     plans = stage_plans(decided)
     by_stage = (
-        count_parameters(decided, layout, [plan]).blocks_together(decided, [plan]) for plan in plans
+        count_parameters(decided, layout, [plan]).group_blocks(decided, [plan]) for plan in plans
     )
     groups = [*chain.from_iterable(by_stage)]
     if all(of.halves for of in groups):

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from megaframe.architecture.output_head import max_logits_per_chunk
 from megaframe.config.schema import DataConfig, RunConfig
-from megaframe.data.indexed import TokenFile
+from megaframe.data.blended_dataset import BlendedDataset
+from megaframe.data.gpt_dataset import Split, document_numbers, document_positions
+from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.data.microbatch import IGNORE, Microbatch
-from megaframe.data.preprocessing.documents import texts
-from megaframe.data.preprocessing.input_shards import Reading, pieces
-from megaframe.data.reader import Reader
-from megaframe.data.samples import Split, documents, positions
+from megaframe.data.preprocessing.documents import read_documents
+from megaframe.data.preprocessing.input_shards import CorpusFormat, split_file
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
 from megaframe.pipeline_parallel.stage import Stage
@@ -219,8 +219,8 @@ def _microbatch(
     heed = data or DataConfig()
     if heed.mask_eod:
         labels_WS[beginnings_WT[:, 1:]] = IGNORE
-    numbers = documents(beginnings_WT[:, :-1]) if heed.reset_attention else None
-    places = positions(beginnings_WT[:, :-1]) if heed.reset_positions else None
+    numbers = document_numbers(beginnings_WT[:, :-1]) if heed.reset_attention else None
+    places = document_positions(beginnings_WT[:, :-1]) if heed.reset_positions else None
     tokens, labels, samples, restarted, apart = (
         None if made is None else torch.from_numpy(made).to(device)
         for made in (tokens_WS, labels_WS, np.arange(shape[0]), places, numbers)
@@ -229,7 +229,7 @@ def _microbatch(
     return Microbatch(tokens, labels, samples, restarted, apart)
 
 
-def read_passage(path: str, tokenizer: Tokenizer | None, reading: Reading) -> Passage:
+def read_passage(path: str, tokenizer: Tokenizer | None, reading: CorpusFormat) -> Passage:
     """Read a text file or token file as one passage, with its documents end to end.
 
     Every document of a text ends with `eod`, as in token files. One more `eod` comes before the
@@ -252,14 +252,14 @@ def read_passage(path: str, tokenizer: Tokenizer | None, reading: Reading) -> Pa
 def read_split(config: RunConfig, split: Split) -> Iterator[tuple[str, Passage]]:
     """Yield the name of each source of a run and its documents of a split, end to end. Raises
     `UserError` for sources that cannot be read, and if no source has a share of the split."""
-    reader = Reader(config, split, seed=0)
+    reader = BlendedDataset(config, split, seed=0)
     for name, source in zip(reader.names, reader.sources, strict=True):
         tokens = source.tokens.astype(np.int64)
-        yield name, Passage(tokens, 1, _marks(len(tokens), source.starts()))
+        yield name, Passage(tokens, 1, _marks(len(tokens), source.document_starts()))
 
 
 def _token_file(prefix: str) -> Passage:
-    file = TokenFile(prefix)
+    file = IndexedDataset(prefix)
     if file.dtype.kind not in "iu":
         raise UserError(f"{prefix} holds {file.dtype}; token ids are whole numbers")
     tokens = np.concatenate([file.sequence(number) for number in range(len(file))])
@@ -268,8 +268,12 @@ def _token_file(prefix: str) -> Passage:
     return Passage(tokens.astype(np.int64), 1, _marks(len(tokens), starts[starts < len(tokens)]))
 
 
-def _text_file(path: str, tokenizer: Tokenizer, reading: Reading) -> Passage:
-    found = (text for piece in pieces(path, reading, _PIECE) for text in texts(piece, reading))
+def _text_file(path: str, tokenizer: Tokenizer, reading: CorpusFormat) -> Passage:
+    found = (
+        text
+        for piece in split_file(path, reading, _PIECE)
+        for text in read_documents(piece, reading)
+    )
     encoded = list(_encoded(found, tokenizer))
     eod = np.array([tokenizer.eod], np.int64)
     parts = [eod, *(part for one in encoded for part in (one, eod))]

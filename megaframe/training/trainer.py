@@ -100,8 +100,8 @@ class Trainer:
         self.loader = Loader(config, data.index, data.size)
         self.batches = Batches(self.loader, mesh.data_control_group, masked=config.data.mask_eod)
         self._token_bytes = _token_bytes(config, mesh.device)
-        self.saving = CheckpointManager(config, mesh)
-        source = self.saving.newest()
+        self.checkpointer = CheckpointManager(config, mesh)
+        source = self.checkpointer.open_newest()
         state = self._restore_or_initialise(source)
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
         aside = None
@@ -144,7 +144,7 @@ class Trainer:
                 f"started from scratch, because no checkpoint had been saved; the {lines} lines of "
                 f"the previous start are in {kept}"
             )
-        for line in (*self._differences, *self.saving.take_notes()):
+        for line in (*self._differences, *self.checkpointer.take_notes()):
             self.meter.note(line)
         if self._at_end():
             self.meter.note(
@@ -160,7 +160,7 @@ class Trainer:
             self.meter.note(warning)
         for line in layout_dependence_note(config):
             self.meter.note(line)
-        self.saving.begin(source, ledger.saved)
+        self.checkpointer.create_writers(source, ledger.saved)
         self.guard = Guard(
             config, mesh, self.pipeline, self.meter, ledger, self._go_back, launcher or Launcher()
         )
@@ -175,7 +175,7 @@ class Trainer:
             try:
                 while not self._finished():
                     self._one_step()
-                self.saving.finish(self.meter.note, leaving=not self._at_end())
+                self.checkpointer.finish(self.meter.note, leaving=not self._at_end())
                 barrier(self.mesh.world)
             except torch.OutOfMemoryError as error:
                 held, device = self.optimizer.held(), self.mesh.device
@@ -190,14 +190,14 @@ class Trainer:
         """Return what the summary says about a run that a signal has ended."""
         name = signal.Signals(self.guard.told).name
         rows = [("cut short", f"by {name} after step {self.step} of {self.config.train.steps}")]
-        if self.saving.due(self.step, leaving=True) is None:
+        if self.checkpointer.writer_due(self.step, leaving=True) is None:
             return [*rows, ("continue with", "nothing: checkpoint.every=0 saves no step")]
         return [*rows, ("continue with", command_to_continue())]
 
     def let_go(self) -> None:
         """Close what this trainer has open before an in-process restart, so that the next trainer
         can continue the run."""
-        self.saving.let_go()
+        self.checkpointer.wait_briefly()
         self.meter.let_go()
 
     def _finished(self) -> bool:
@@ -228,8 +228,8 @@ class Trainer:
             self._lock.check()
         if self._due(config.faults.compare_every) and guard.replicas_differ(self.step):
             return
-        self.saving.watch(self.meter.note)
-        writer = self.saving.due(self.step, leaving=bool(guard.told))
+        self.checkpointer.report_failures(self.meter.note)
+        writer = self.checkpointer.writer_due(self.step, leaving=bool(guard.told))
         if writer is not None:
             # The line of a step is written before its checkpoint is saved. Otherwise a run resumed
             # from the checkpoint could miss the line.
@@ -340,15 +340,15 @@ class Trainer:
         )
         slices, unsent = self._slices(owned_only=True), self._unsent()
         part = self.step, [*slices, *unsent], state.model_dump(mode="json")
-        self.saving.start(writer, *part, self.meter.note)
+        self.checkpointer.start_save(writer, *part, self.meter.note)
         if unsent or self.config.parallel.serial:  # residuals change before the update
-            writer.copied()
+            writer.wait_for_copy()
         else:
             self.optimizer.hold(partial(self._until_copied, writer))
 
     def _until_copied(self, writer: CheckpointWriter | PeerMemoryWriter) -> None:
         with self.guard.saving():
-            writer.copied()
+            writer.wait_for_copy()
 
     def _slices(self, *, owned_only: bool) -> list[Slice]:
         """Return this rank's pieces of weights and optimizer state in a checkpoint. owned_only:
@@ -382,14 +382,14 @@ class Trainer:
     ) -> tuple[int, TrainState] | None:
         """Wait for saves in progress, then continue from the checkpoint that `choose` picks in the
         folder of checkpoints. Returns its step and state, or None if it picks none."""
-        self.saving.settle(self.meter.note)
-        path = choose(self.saving.home)
+        self.checkpointer.wait_for_saves(self.meter.note)
+        path = choose(self.checkpointer.root)
         if path is None:
             return None
         state = self._restore(open_checkpoint(path))
-        for line in self.saving.take_notes():
+        for line in self.checkpointer.take_notes():
             self.meter.note(line)
-        self.saving.rewind()
+        self.checkpointer.forget_memory_copies()
         self._loss_before = None
         return self.step, state
 
@@ -402,9 +402,9 @@ class Trainer:
             state = self._load(source)
         except UnreadableFile as error:
             wrong = str(error)
-        wrong = self.saving.agree(wrong)
+        wrong = self.checkpointer.agree_on_error(wrong)
         if wrong:
-            return self._restore(self.saving.before(source, wrong))
+            return self._restore(self.checkpointer.open_previous(source, wrong))
         self.optimizer.load_state(state.optimizer)
         self._differences += self.loader.load(state.data)
         self._loss_before = state.loss
@@ -447,8 +447,9 @@ class Trainer:
             reached, saved = found
             raise UserError(
                 f"run.dir={self.folder} holds a run up to step {reached} whose last checkpoint was "
-                f"of step {saved}, and there is none in {self.saving.home}: bring its checkpoints "
-                f"back there, give another run.dir, or delete {self.folder} to start from scratch"
+                f"of step {saved}, and there is none in {self.checkpointer.root}: bring its "
+                f"checkpoints back there, give another run.dir, or delete {self.folder} to start "
+                "from scratch"
             )
 
     def _refuse_to_overwrite(self) -> None:
@@ -460,7 +461,7 @@ class Trainer:
                 f"run.dir={self.folder} already holds a run; continue it with "
                 "checkpoint.resume=latest, or give another run.dir"
             )
-        home = self.saving.home
+        home = self.checkpointer.root
         if key.folder is not None and key.every and find_checkpoint(home, "latest") is not None:
             raise UserError(
                 f"checkpoint.folder={home} already holds checkpoints; continue from them with "

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from megaframe.config.schema import CheckpointConfig, RunConfig
-from megaframe.config.url import is_url, url_mistake
+from megaframe.config.url import find_url_mistake, is_url
 from megaframe.errors import nearest_multiples
 from megaframe.layout import Layout
 
@@ -14,16 +14,17 @@ _API_KEY = re.compile("[0-9a-f]{40}")
 
 
 def saving_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
-    every, kept = checkpoint.every, checkpoint.keep_every
-    if kept and not every:
+    every, keep_every = checkpoint.every, checkpoint.keep_every
+    if keep_every and not every:
         yield (
-            f"checkpoint.keep_every={kept} has no effect with checkpoint.every=0, which saves "
+            f"checkpoint.keep_every={keep_every} has no effect with checkpoint.every=0, which "
+            "saves "
             "nothing; leave it out"
         )
-    elif kept and kept % every:
+    elif keep_every and keep_every % every:
         yield (
-            f"checkpoint.keep_every={kept} is not a multiple of checkpoint.every={every}; "
-            f"use {nearest_multiples(every, kept)}"
+            f"checkpoint.keep_every={keep_every} is not a multiple of checkpoint.every={every}; "
+            f"use {nearest_multiples(every, keep_every)}"
         )
 
 
@@ -31,7 +32,7 @@ def checkpoint_url_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
     for key in ("folder", "resume", "weights"):
         value = getattr(checkpoint, key)
         if value is not None and is_url(value):
-            mistake = url_mistake(value)
+            mistake = find_url_mistake(value)
             if mistake:
                 yield f"checkpoint.{key}: {mistake}"
 
@@ -44,7 +45,7 @@ def path_mistakes(config: RunConfig) -> Iterator[str]:
         "parallel.cluster": config.parallel.cluster,
         "data.tokenizer": config.data.tokenizer,
         "meter.wandb": config.meter.wandb,
-        **{f"data.sources.{n}.path": one.path for n, one in enumerate(config.data.sources)},
+        **{f"data.sources.{n}.path": source.path for n, source in enumerate(config.data.sources)},
     }
     for key, value in paths.items():
         takes = "the name of a project" if key == "meter.wandb" else "a path of this machine"

@@ -13,14 +13,15 @@ from megaframe.errors import divisors, join_or
 def context_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message for each mistake in parallel.context_kind and parallel.context_heads."""
     parallel = config.parallel
-    context, kind, given = parallel.context, parallel.context_kind, parallel.context_heads
+    context, kind, neighbours = parallel.context, parallel.context_kind, parallel.context_heads
     if kind != "nested":
-        if given is not None:
+        if neighbours is not None:
             yield (
-                f"parallel.context_heads={given} has no effect with parallel.context_kind={kind}; "
+                f"parallel.context_heads={neighbours} has no effect with "
+                f"parallel.context_kind={kind}; "
                 "leave it out, or use parallel.context_kind=nested"
             )
-    elif given is None or context % given or not 1 < given < context:
+    elif neighbours is None or context % neighbours or not 1 < neighbours < context:
         yield _no_nesting(config)
         return
     ranks = exchanging_ranks(parallel)
@@ -29,17 +30,17 @@ def context_mistakes(config: RunConfig) -> Iterator[str]:
 
 
 def _no_nesting(config: RunConfig) -> str:
-    context, given = config.parallel.context, config.parallel.context_heads
+    context, neighbours = config.parallel.context, config.parallel.context_heads
     inner = [d for d in divisors(context)[1:-1] if _fits(config, d)]
-    value = "left out" if given is None else str(given)
-    others = "parallel.context_kind=ring"
+    value = "left out" if neighbours is None else str(neighbours)
+    alternatives = "parallel.context_kind=ring"
     if _fits(config, context):
-        others += " or all_to_all"
+        alternatives += " or all_to_all"
     if inner:
-        near = sorted(sorted(inner, key=lambda d: abs(d - (given or d)))[:2])
-        mend = f"use parallel.context_heads={join_or(near)}, or {others}"
+        near = sorted(sorted(inner, key=lambda d: abs(d - (neighbours or d)))[:2])
+        mend = f"use parallel.context_heads={join_or(near)}, or {alternatives}"
     else:
-        mend = f"no number does; use {others}"
+        mend = f"no number does; use {alternatives}"
     return (
         f"parallel.context_heads={value} does not divide parallel.context={context} into a ring of "
         f"more than one group of more than one rank, as parallel.context_kind=nested needs; {mend}"

@@ -39,5 +39,5 @@ def find_layout_dependence(config: RunConfig) -> Iterator[str]:
 
 def layout_dependence_note(config: RunConfig) -> Iterator[str]:
     """Yield one line with all such options; nothing if there are none."""
-    if found := "; ".join(find_layout_dependence(config)):
-        yield f"layout may change the answer: {found}"
+    if options := "; ".join(find_layout_dependence(config)):
+        yield f"layout may change the answer: {options}"

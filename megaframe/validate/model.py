@@ -101,8 +101,8 @@ def latent_mistakes(model: ModelConfig, latent: LatentAttentionConfig) -> Iterat
             f"model.latent.head_dim={latent.head_dim} dims besides model.latent.rotary_dim="
             f"{latent.rotary_dim} rotated ones; leave it out"
         )
-    for name, given in (("qk_norm", model.qk_norm), ("qkv_bias", model.qkv_bias)):
-        if given:
+    for name, enabled in (("qk_norm", model.qk_norm), ("qkv_bias", model.qkv_bias)):
+        if enabled:
             yield f"model.{name}=true cannot be combined with model.latent; use model.{name}=false"
     yield from _rotated(model, latent)
 

@@ -34,16 +34,16 @@ def learning_rate_mistakes(optim: OptimConfig, steps: int) -> Iterator[str]:
         )
     if optim.decay is None:
         return
-    room = steps - optim.warmup
+    steps_after_warmup = steps - optim.warmup
     if optim.schedule == "wsd" and optim.decay >= steps:
         yield (
             f"optim.decay={optim.decay} steps of final decay are not fewer than train.steps="
             f"{steps}; use {max(1, steps // 5)} (a fifth)"
         )
-    elif optim.schedule == "wsd" and optim.decay > room >= 0:
+    elif optim.schedule == "wsd" and optim.decay > steps_after_warmup >= 0:
         yield (
             f"optim.warmup={optim.warmup} and the final optim.decay={optim.decay} steps overlap "
-            f"in train.steps={steps}; use optim.decay={room} or fewer"
+            f"in train.steps={steps}; use optim.decay={steps_after_warmup} or fewer"
         )
     if optim.schedule in ("cosine", "linear") and optim.decay <= optim.warmup:
         yield (

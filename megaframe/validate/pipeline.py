@@ -25,14 +25,16 @@ def stage_mistakes(config: RunConfig) -> Iterator[str]:
         valid = join_or(text for text in mend if not text.endswith("=0"))
         yield f"{what} is {stages} stages for model.layers={layers}; use {valid}"
         return
-    given = parallel.layers_per_stage
-    if given is not None and (len(given) != stages or sum(given) != layers):
-        wrong = f"has {len(given)} stages, but {what} makes {stages}"
-        if len(given) == stages:
-            wrong = f"sums to {sum(given)}, not to model.layers={layers}"
+    layers_per_stage = parallel.layers_per_stage
+    if layers_per_stage is not None and (
+        len(layers_per_stage) != stages or sum(layers_per_stage) != layers
+    ):
+        wrong = f"has {len(layers_per_stage)} stages, but {what} makes {stages}"
+        if len(layers_per_stage) == stages:
+            wrong = f"sums to {sum(layers_per_stage)}, not to model.layers={layers}"
         even = tuple((layers + number) // stages for number in reversed(range(stages)))
         yield (
-            f"parallel.layers_per_stage={format_value(given)} {wrong}; use for example "
+            f"parallel.layers_per_stage={format_value(layers_per_stage)} {wrong}; use for example "
             f"{format_value(even)}, "
             "or leave it out to divide by work"
         )
@@ -56,10 +58,10 @@ def step_schedule_mistakes(config: RunConfig, data: int) -> Iterator[str]:
         )
     sizes = {train.global_batch} | ({train.batch_ramp.start} if train.batch_ramp else set())
     together = train.microbatch * data
-    found: dict[str, None] = {}  # ordered; most mistakes are the same for every batch size
+    mistakes: dict[str, None] = {}  # ordered; most mistakes are the same for every batch size
     for size in sorted(sizes):
         if size % together == 0:
-            found |= dict.fromkeys(
+            mistakes |= dict.fromkeys(
                 schedule_mistakes(
                     parallel.schedule,
                     parallel.pipeline,
@@ -68,4 +70,4 @@ def step_schedule_mistakes(config: RunConfig, data: int) -> Iterator[str]:
                     group=None if parallel.schedule == "search" or group is None else int(group),
                 )
             )
-    yield from found
+    yield from mistakes

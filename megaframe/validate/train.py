@@ -79,12 +79,12 @@ def precision_mistakes(train: TrainConfig) -> Iterator[str]:
             f"train.fp8={train.fp8} has no gradient scale, which train.precision=fp16 needs; use "
             "train.precision=bf16"
         )
-    again = train.recompute_blocks
-    none = again == 0 if isinstance(again, int) else not any(again)
-    if train.offload and train.recompute != "full" and none:
+    blocks = train.recompute_blocks
+    no_blocks = blocks == 0 if isinstance(blocks, int) else not any(blocks)
+    if train.offload and train.recompute != "full" and no_blocks:
         yield (
             "train.offload=true moves the inputs of recomputed blocks, and train.recompute="
-            f"{train.recompute} with train.recompute_blocks={format_value(again)} has none; use "
+            f"{train.recompute} with train.recompute_blocks={format_value(blocks)} has none; use "
             "train.recompute=full, or train.recompute_blocks=1 or more"
         )
 

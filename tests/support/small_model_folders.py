@@ -5,8 +5,8 @@ import json
 import torch
 from safetensors.torch import save_file
 
-from megaframe.checkpoint.convert.huggingface.families import model_of
-from megaframe.checkpoint.convert.huggingface.tensors import tensors_of
+from megaframe.checkpoint.convert.huggingface.families import model_from_config
+from megaframe.checkpoint.convert.huggingface.tensors import map_tensors
 from megaframe.config import RunConfig
 from megaframe.pipeline_parallel.stage import model_specs
 
@@ -64,11 +64,11 @@ CONFIGS = {
 
 def weights(config, dtype=torch.float32):
     """Return random weights of a model with this config, by their names in a folder."""
-    run = RunConfig(model=model_of(config))
+    run = RunConfig(model=model_from_config(config))
     generator = torch.Generator().manual_seed(0)
     return {
         one.name: torch.randn(one.shape, generator=generator).to(dtype)
-        for one in tensors_of(run.model, model_specs(run))
+        for one in map_tensors(run.model, model_specs(run))
     }
 
 

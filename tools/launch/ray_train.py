@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.config import RunConfig
-from megaframe.dashboard.sweep import ENTRY, run_of
+from megaframe.dashboard.sweep import ENTRY, parse_run
 from megaframe.errors import EXIT_USER_ERROR, UserError, report_errors
 
 ENDED = "ray-status"
@@ -35,7 +35,7 @@ def main() -> None:
     """Check the command line, run the ranks, and exit with the status of the run."""
     arguments = parse_arguments()
     with report_errors():
-        config, words = run_of(arguments.run)
+        config, words = parse_run(arguments.run)
         if arguments.failures and config.checkpoint.resume is None:
             raise UserError(
                 f"a run that is started again (--failures {arguments.failures}) would start from "

@@ -13,35 +13,17 @@ arXiv:1810.05934). Needs the extra `ray`.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ray_train import check_room, connect
 
-from megaframe.config import RunConfig
-from megaframe.dashboard.metrics_file import Metrics
-from megaframe.dashboard.sweep import (
-    CONSOLE,
-    SUMMARY,
-    Range,
-    Space,
-    check_trials,
-    failure,
-    metric_of,
-    run_of,
-    space_of,
-    summary,
-    trial_command,
-    values_after,
-)
+from megaframe.dashboard.sweep import Range, Sweep, TrialRun, summarize
 from megaframe.errors import report_errors
-from megaframe.io.run_files import METRICS_FILE
 
 _PAUSE = 0.5
 
@@ -50,68 +32,64 @@ def main() -> None:
     """Run the sweep, and write and print its summary; exit with status 1 if all trials failed."""
     arguments = parse_arguments()
     with report_errors():
-        config, words = run_of(arguments.run)
-        space = space_of(arguments.sweep)
-        check_space(space, words)
-        metric = metric_of(config, arguments.metric)
+        sweep = Sweep.parse(arguments.run, arguments.sweep, arguments.metric)
+        sweep.check(extreme_trials(sweep))
         connect(arguments.address)
         what = "GPU" if arguments.gpus else "CPU"
         check_room((1, 1), {what: float(arguments.ranks)})
-        found = sweep(config, words, space, metric, arguments)
-        text, failed = summary(found, space, metric)
+        results = run_trials(sweep, arguments)
+        text, failures = summarize(results, sweep.space, sweep.metric)
         print(text)
-        path = Path(config.run.dir) / SUMMARY
-        path.write_text(json.dumps(found, indent=2) + "\n")
-        print(f"wrote {path}")
-    sys.exit(int(failed == len(found)))
+        print(f"wrote {sweep.write_results(results)}")
+    sys.exit(int(failures == len(results)))
 
 
-def check_space(space: Space, words: Sequence[str]) -> None:
-    """Raise `UserError` if some combination of values (of a range, its ends) is not a valid
-    config. words: command line of the run."""
-    ends = [
-        [str(value) for value in (kept if isinstance(kept, list) else (kept.low, kept.high))]
-        for kept in space.values()
+def extreme_trials(sweep: Sweep) -> Iterator[dict[str, str]]:
+    """Yield every combination of values, where a range has its two ends."""
+    values = [
+        list(map(str, kept if isinstance(kept, list) else (kept.low, kept.high)))
+        for kept in sweep.space.values()
     ]
-    check_trials([dict(zip(space, values, strict=True)) for values in product(*ends)], words)
+    for combination in product(*values):
+        yield dict(zip(sweep.space, combination, strict=True))
 
 
-def sweep(
-    config: RunConfig, words: Sequence[str], space: Space, metric: str, asked: argparse.Namespace
-) -> list[dict[str, Any]]:
+def run_trials(sweep: Sweep, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Run all trials, and return for each its keys, last step, metric, folder and error."""
     from ray import tune
     from ray.tune.schedulers import ASHAScheduler
 
-    folder = Path(config.run.dir).absolute()
+    folder, metric = sweep.folder, sweep.metric
     folder.mkdir(parents=True, exist_ok=True)
-    steps = config.train.steps
+    steps = sweep.config.train.steps
     halving = ASHAScheduler(
         time_attr="step",
         max_t=steps,
-        grace_period=min(steps, asked.grace or max(1, steps // 8)),
+        grace_period=min(steps, arguments.grace or max(1, steps // 8)),
         reduction_factor=2,
     )
-    of_a_trial = {"CPU": float(asked.ranks), **({"GPU": float(asked.ranks)} if asked.gpus else {})}
+    resources = {"CPU": float(arguments.ranks)}
+    if arguments.gpus:
+        resources["GPU"] = float(arguments.ranks)
     trainable = tune.with_resources(
         tune.with_parameters(
             run_trial,
-            words=list(words),
+            words=list(sweep.words),
             folder=str(folder),
-            here=str(Path.cwd()),
-            ranks=asked.ranks,
+            working_folder=str(Path.cwd()),
+            ranks=arguments.ranks,
             metric=metric,
         ),
-        tune.PlacementGroupFactory([of_a_trial]),
+        tune.PlacementGroupFactory([resources]),
     )
     tuner = tune.Tuner(
         trainable,
-        param_space={key: drawn_from(kept) for key, kept in space.items()},
+        param_space={key: to_ray(values) for key, values in sweep.space.items()},
         tune_config=tune.TuneConfig(
             metric=metric,
             mode="min",
-            num_samples=asked.trials,
-            scheduler=None if asked.whole else halving,
+            num_samples=arguments.trials,
+            scheduler=None if arguments.whole else halving,
             trial_dirname_creator=lambda trial: f"trial-{trial.trial_id}",
         ),
         run_config=tune.RunConfig(name="ray", storage_path=str(folder), verbose=1),
@@ -128,41 +106,50 @@ def sweep(
     ]
 
 
-def drawn_from(kept: Range | list[str]) -> Any:
+def to_ray(values: Range | list[str]) -> Any:
     """Return a range or list in the form that Ray Tune takes."""
     from ray import tune
 
-    if isinstance(kept, list):
-        return tune.grid_search(kept)
-    return (tune.loguniform if kept.log else tune.uniform)(kept.low, kept.high)
+    if isinstance(values, list):
+        return tune.grid_search(values)
+    return (tune.loguniform if values.log else tune.uniform)(values.low, values.high)
 
 
 def run_trial(
-    keys: Mapping[str, Any], *, words: list[str], folder: str, here: str, ranks: int, metric: str
+    keys: Mapping[str, Any],
+    *,
+    words: list[str],
+    folder: str,
+    working_folder: str,
+    ranks: int,
+    metric: str,
 ) -> None:
     """Run one trial, and report its metric to Ray Tune as it appears. If Ray Tune stops the trial,
-    this process ends, upon which the run gets SIGTERM. Raises `RuntimeError` if the run fails.
+    this process ends, upon which the run gets SIGTERM.
 
-    keys: values of this trial. words: command line of the run. folder: of the sweep. here: working
-    folder of the run.
+    Args:
+        keys: values of this trial.
+        words: command line of the run.
+        folder: of the sweep.
+        working_folder: of the run.
+        ranks: number of ranks of the run.
+        metric: to report.
+
+    Raises:
+        RuntimeError: if the run fails.
     """
     from ray import tune
 
-    run = Path(folder) / f"trial-{tune.get_context().get_trial_id()}"
-    run.mkdir(parents=True, exist_ok=True)
-    command = trial_command(words, keys, run, ranks)
-    with open(run / CONSOLE, "wb") as console:
-        process = subprocess.Popen(command, cwd=here, stdout=console, stderr=console)
-    metrics, told, ended = Metrics(run / METRICS_FILE), 0, False
+    trial_folder = Path(folder) / f"trial-{tune.get_context().get_trial_id()}"
+    run = TrialRun(trial_folder, words, keys, ranks)
+    process, ended = run.start(cwd=working_folder), False
     while not ended:
         ended = process.poll() is not None  # read once more after the end, for the last lines
-        metrics.read()
-        for step, value in values_after(metrics, metric, told):
-            told = step
-            tune.report({"step": step, metric: value, "folder": str(run)})
+        for step, value in run.read_metric(metric):
+            tune.report({"step": step, metric: value, "folder": str(trial_folder)})
         time.sleep(0 if ended else _PAUSE)
     if process.returncode:
-        raise RuntimeError(failure(run, process.returncode))
+        raise RuntimeError(run.describe_failure(process.returncode))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaframe.errors import UserError
-from megaframe.io.process import started
+from megaframe.io.process import read_start_time
 
 BURST, QUEUE = "128kb", "4mb"
 """Bytes that a link sends at once before the rate applies, and bytes of its queue, for `tc`."""
@@ -143,7 +143,7 @@ def remove_stale_namespaces() -> list[str]:
     for line in _run("ip", "netns", "list").splitlines():
         name = line.split()[0] if line.split() else ""
         owner = _NAMESPACE.match(name)
-        if owner and started(int(owner[1])) != int(owner[2]):
+        if owner and read_start_time(int(owner[1])) != int(owner[2]):
             _remove(name)
             removed.append(name)
     return removed
@@ -181,7 +181,7 @@ def _connect_to_switch(host: Host) -> None:
 def _namespace(name: str) -> Iterator[str]:
     """Make a network namespace that belongs to this process, and yield its name. On exit it is
     removed, and all processes in it are killed."""
-    name = f"netlab-{os.getpid()}-{started(os.getpid())}-{name}"
+    name = f"netlab-{os.getpid()}-{read_start_time(os.getpid())}-{name}"
     try:
         _run("ip", "netns", "add", name)
         yield name

@@ -52,17 +52,18 @@ _UNSUPPORTED_ERRORS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 class DirectReadHandle:
     """A regular file open for reading, possibly by several threads.
 
-    fresh, alone: see `Store.open`. With either of them reads do not fill the page cache. With
-    `alone` a file of which most is in the cache is read from there; with `fresh` it never is.
+    bypass_cache, sole_reader: see `Store.open`. With either of them reads do not fill the page
+    cache. With `sole_reader` a file of which most is in the cache is read from there; with
+    `bypass_cache` it never is.
     """
 
-    def __init__(self, file: BinaryIO, *, fresh: bool, alone: bool) -> None:
-        self._file, self._fresh = file, fresh
+    def __init__(self, file: BinaryIO, *, bypass_cache: bool, sole_reader: bool) -> None:
+        self._file, self._bypass_cache = file, bypass_cache
         self._direct: int | None = None
         self.size = os.fstat(file.fileno()).st_size
-        if fresh:
+        if bypass_cache:
             self._forget()
-        past = fresh or (alone and not _is_cached(file.fileno(), self.size))
+        past = bypass_cache or (sole_reader and not _is_cached(file.fileno(), self.size))
         # The kernel reads ahead for one thread that reads through the cache, but not for two.
         self.chunk, self.at_once = (_DIRECT_READ_BYTES, 2) if past else (_CACHED_READ_BYTES, 1)
         if past:
@@ -96,7 +97,7 @@ class DirectReadHandle:
         return os.preadv(self._file.fileno(), [into], start)
 
     def close(self) -> None:
-        if self._fresh:
+        if self._bypass_cache:
             self._forget()  # not needed again soon
         if self._direct is not None:
             os.close(self._direct)

@@ -35,10 +35,10 @@ from megaframe.checkpoint.stores.store import (
 class LocalStore(Store[Path]):
     """Folders of this machine."""
 
-    file_bytes = None
+    max_file_bytes = None
     keeps_replaced = True
 
-    def at_once(self, home: Path) -> int:
+    def num_parallel_files(self, root: Path) -> int:
         return 1
 
     def file_name(self, rank: int, part: int, attempt: str) -> str:
@@ -47,7 +47,7 @@ class LocalStore(Store[Path]):
     def is_folder(self, found: Path) -> bool:
         return found.is_dir()
 
-    def entries(self, folder: Path) -> dict[str, int | None]:
+    def list_entries(self, folder: Path) -> dict[str, int | None]:
         found: dict[str, int | None] = {}
         for entry in _list_folder(folder):
             with suppress(FileNotFoundError):  # a link to nothing, or deleted meanwhile
@@ -55,42 +55,47 @@ class LocalStore(Store[Path]):
                 found[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
         return found
 
-    def finished(self, home: Path) -> list[str]:
+    def list_committed(self, root: Path) -> list[str]:
         return [
             path.name
-            for path in _list_folder(home)
+            for path in _list_folder(root)
             if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()
         ]
 
     def open(
-        self, file: Path, *, hold: bool = False, fresh: bool = False, alone: bool = False
+        self,
+        file: Path,
+        *,
+        lock: bool = False,
+        bypass_cache: bool = False,
+        sole_reader: bool = False,
     ) -> ReadHandle:
         if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe might block forever
             raise OSError(errno.EINVAL, "Not a regular file", str(file))
         opened = open(file, "rb", buffering=0)  # noqa: SIM115 (closed by the source)
-        if hold:
+        if lock:
             # Without a lock the file can still be read. If a checkpoint is deleted meanwhile, the
             # reader's error names the missing file.
             with suppress(OSError):
                 fcntl.flock(opened.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return DirectReadHandle(opened, fresh=fresh, alone=alone)
+        return DirectReadHandle(opened, bypass_cache=bypass_cache, sole_reader=sole_reader)
 
-    def prepare(self, home: Path) -> None:
-        home.mkdir(parents=True, exist_ok=True)
-        for path in home.iterdir():
+    def prepare(self, root: Path) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        for path in root.iterdir():
             if TEMPORARY_NAME.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
             elif re.fullmatch(rf"{POINTER}\.[0-9a-f]+\.tmp", path.name):
                 path.unlink(missing_ok=True)
 
-    def draft(self, home: Path, step: int, attempt: str) -> Path:
+    def draft_path(self, root: Path, step: int, attempt: str) -> Path:
         # The name contains the attempt, so a process of a dead run cannot write into this save.
-        return home / f"{checkpoint_name(step)}.{attempt}.tmp"
+        return root / f"{checkpoint_name(step)}.{attempt}.tmp"
 
-    def begin(self, draft: Path) -> None:
+    def create_draft(self, draft: Path) -> None:
         draft.mkdir(parents=True)
 
-    def create(
+    def create_file(
         self, file: Path, size: int, start: int, held: memoryview | None
     ) -> AbstractContextManager[WriteHandle]:
         return DirectWriteHandle(file, size, start, held)
@@ -110,13 +115,13 @@ class LocalStore(Store[Path]):
         replaced = draft.parent / f"{final.name}.replaced"
         if final.exists():
             if replaced.exists():
-                self.remove(replaced, attempt)
+                self.remove_checkpoint(replaced, attempt)
             os.rename(final, replaced)
         os.rename(draft, final)
         fsync_folder(draft.parent)
         return final
 
-    def replace(self, file: Path, content: bytes, attempt: str) -> None:
+    def replace_file(self, file: Path, content: bytes, attempt: str) -> None:
         temporary = file.with_name(f"{file.name}.{attempt}.tmp")
         with open(temporary, "wb") as opened:
             opened.write(content)
@@ -125,14 +130,14 @@ class LocalStore(Store[Path]):
         os.replace(temporary, file)
         fsync_folder(file.parent)
 
-    def exchange(self, file: Path, old: bytes | None, new: bytes | None) -> bool:
+    def compare_and_swap(self, file: Path, old: bytes | None, new: bytes | None) -> bool:
         if old is None:
             file.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with suppress(OSError):  # network file systems without locks: the last writer has it
                 fcntl.flock(folder, fcntl.LOCK_EX)
-            if self.content(file, LOCK_BYTES) != old:
+            if self.read_small_file(file, LOCK_BYTES) != old:
                 return False
             if new is None:
                 file.unlink(missing_ok=True)
@@ -142,16 +147,16 @@ class LocalStore(Store[Path]):
                 temporary.write_bytes(new)
                 os.replace(temporary, file)
             except OSError:
-                self.delete(temporary)
+                self.delete_file(temporary)
                 raise
             return True
         finally:
             os.close(folder)
 
-    def discard(self, draft: Path, attempt: str) -> None:
-        self.remove(draft, attempt)
+    def discard_draft(self, draft: Path, attempt: str) -> None:
+        self.remove_checkpoint(draft, attempt)
 
-    def remove(self, checkpoint: Path, attempt: str) -> None:
+    def remove_checkpoint(self, checkpoint: Path, attempt: str) -> None:
         gone = checkpoint
         if not is_temporary(checkpoint.name):
             gone = checkpoint.with_name(f"{checkpoint.name}.{attempt}.tmp")
@@ -162,7 +167,7 @@ class LocalStore(Store[Path]):
             return
         shutil.rmtree(gone, ignore_errors=True)
 
-    def delete(self, file: Path) -> None:
+    def delete_file(self, file: Path) -> None:
         with suppress(OSError):
             file.unlink()
 
@@ -177,8 +182,8 @@ class LocalStore(Store[Path]):
             return False
         return False
 
-    def free(self, home: Path) -> int | None:
-        return shutil.disk_usage(home).free
+    def free_bytes(self, root: Path) -> int | None:
+        return shutil.disk_usage(root).free
 
 
 def _list_folder(folder: Path) -> Iterator[Path]:

@@ -100,11 +100,11 @@ class ObjectStore(Store[RemotePath]):
     keeps_replaced = False
 
     @property
-    def file_bytes(self) -> int:  # type: ignore[override]
+    def max_file_bytes(self) -> int:  # type: ignore[override]
         return FILE_BYTES
 
-    def at_once(self, home: RemotePath) -> int:
-        system, _ = filesystem_of(home)
+    def num_parallel_files(self, root: RemotePath) -> int:
+        system, _ = filesystem_of(root)
         return _PARALLEL_REQUESTS if system.async_impl else 1  # others may not be thread-safe
 
     def file_name(self, rank: int, part: int, attempt: str) -> str:
@@ -113,7 +113,7 @@ class ObjectStore(Store[RemotePath]):
     def is_folder(self, found: RemotePath) -> bool:
         return bool(_list_folder(found))
 
-    def entries(self, folder: RemotePath) -> dict[str, int | None]:
+    def list_entries(self, folder: RemotePath) -> dict[str, int | None]:
         return {
             str(one["name"]).rstrip("/").rpartition("/")[2]: one.get("size")
             if one["type"] == "file"
@@ -121,40 +121,45 @@ class ObjectStore(Store[RemotePath]):
             for one in _list_folder(folder)
         }
 
-    def finished(self, home: RemotePath) -> list[str]:
-        names = [name for name, size in self.entries(home).items() if size is None]
+    def list_committed(self, root: RemotePath) -> list[str]:
+        names = [name for name, size in self.list_entries(root).items() if size is None]
         names = [name for name in names if CHECKPOINT_NAME.fullmatch(name)]
-        return [name for name, whole in self._whole(home, names) if whole]
+        return [name for name, whole in self._whole(root, names) if whole]
 
-    def _whole(self, home: RemotePath, names: list[str]) -> list[tuple[str, bool]]:
+    def _whole(self, root: RemotePath, names: list[str]) -> list[tuple[str, bool]]:
         def has_manifest(name: str) -> tuple[str, bool]:
             with suppress(FileNotFoundError):
-                _file_size(home / name / MANIFEST)
+                _file_size(root / name / MANIFEST)
                 return name, True
             return name, False
 
-        with ThreadPoolExecutor(self.at_once(home)) as pool:
+        with ThreadPoolExecutor(self.num_parallel_files(root)) as pool:
             return list(pool.map(has_manifest, names))
 
     def open(
-        self, file: RemotePath, *, hold: bool = False, fresh: bool = False, alone: bool = False
+        self,
+        file: RemotePath,
+        *,
+        lock: bool = False,
+        bypass_cache: bool = False,
+        sole_reader: bool = False,
     ) -> ReadHandle:
         return ObjectReadHandle(file, _file_size(file))
 
-    def prepare(self, home: RemotePath) -> None:
-        system, path = filesystem_of(home)
-        retry_request(home, lambda: system.makedirs(path, exist_ok=True))
-        names = [name for name, size in self.entries(home).items() if size is None]
+    def prepare(self, root: RemotePath) -> None:
+        system, path = filesystem_of(root)
+        retry_request(root, lambda: system.makedirs(path, exist_ok=True))
+        names = [name for name, size in self.list_entries(root).items() if size is None]
         for name, whole in self._whole(
-            home, [name for name in names if CHECKPOINT_NAME.fullmatch(name)]
+            root, [name for name in names if CHECKPOINT_NAME.fullmatch(name)]
         ):
-            self._remove_unnamed(home / name, whole)
+            self._remove_unnamed(root / name, whole)
 
     def _remove_unnamed(self, folder: RemotePath, whole: bool) -> None:
         """Delete the files that no manifest names, if it is certain which ones these are. whole:
         whether the folder has a manifest."""
         kept: Collection[str] = ()
-        files = [name for name in self.entries(folder) if UPLOADED_NAME.fullmatch(name)]
+        files = [name for name in self.list_entries(folder) if UPLOADED_NAME.fullmatch(name)]
         if whole:
             if len({name.split(".")[-2] for name in files}) < 2:
                 return  # all of one attempt, which was committed
@@ -164,14 +169,14 @@ class ObjectStore(Store[RemotePath]):
                 return
         _delete_files([folder / name for name in files if name not in kept])
 
-    def draft(self, home: RemotePath, step: int, attempt: str) -> RemotePath:
-        return home / checkpoint_name(step)
+    def draft_path(self, root: RemotePath, step: int, attempt: str) -> RemotePath:
+        return root / checkpoint_name(step)
 
-    def begin(self, draft: RemotePath) -> None:
+    def create_draft(self, draft: RemotePath) -> None:
         """Do nothing: object stores have no folders, and in other stores `_upload_once` creates
         them."""
 
-    def create(
+    def create_file(
         self, file: RemotePath, size: int, start: int, held: memoryview | None
     ) -> AbstractContextManager[WriteHandle]:
         return nullcontext(ObjectWriteHandle(file, start))
@@ -181,32 +186,32 @@ class ObjectStore(Store[RemotePath]):
     ) -> RemotePath:
         _upload(draft / MANIFEST, manifest)
         with suppress(OSError):
-            names = [name for name in self.entries(draft) if name.endswith(".safetensors")]
+            names = [name for name in self.list_entries(draft) if name.endswith(".safetensors")]
             _delete_files(
                 [draft / name for name in names if name not in kept and _is_shard_file(name)]
             )
         return draft
 
-    def replace(self, file: RemotePath, content: bytes, attempt: str) -> None:
+    def replace_file(self, file: RemotePath, content: bytes, attempt: str) -> None:
         _upload(file, content)
 
-    def exchange(self, file: RemotePath, old: bytes | None, new: bytes | None) -> bool:
+    def compare_and_swap(self, file: RemotePath, old: bytes | None, new: bytes | None) -> bool:
         """Few stores compare and write in one request. Therefore the content is read again after a
         while: of several that write at the same time, the last one has it."""
-        if self.content(file, LOCK_BYTES) != old:
+        if self.read_small_file(file, LOCK_BYTES) != old:
             return False
         if new is None:
             _delete_files([file])
             return True
         _upload(file, new)
         time.sleep(_SETTLE_SECONDS)
-        return self.content(file, LOCK_BYTES) == new
+        return self.read_small_file(file, LOCK_BYTES) == new
 
-    def discard(self, draft: RemotePath, attempt: str) -> None:
+    def discard_draft(self, draft: RemotePath, attempt: str) -> None:
         with suppress(OSError):
             mine = [
                 name
-                for name in self.entries(draft)
+                for name in self.list_entries(draft)
                 if (found := UPLOADED_NAME.fullmatch(name)) and found[1] == attempt
             ]
             # The manifest may have been stored although its request seemed to fail. Then the draft
@@ -221,21 +226,25 @@ class ObjectStore(Store[RemotePath]):
         except FileNotFoundError:
             return False
 
-    def remove(self, checkpoint: RemotePath, attempt: str) -> None:
+    def remove_checkpoint(self, checkpoint: RemotePath, attempt: str) -> None:
         with suppress(OSError):
             _delete_files([checkpoint / MANIFEST])
             _delete_files(
-                [checkpoint / name for name in self.entries(checkpoint) if _is_shard_file(name)]
+                [
+                    checkpoint / name
+                    for name in self.list_entries(checkpoint)
+                    if _is_shard_file(name)
+                ]
             )
 
-    def delete(self, file: RemotePath) -> None:
+    def delete_file(self, file: RemotePath) -> None:
         with suppress(OSError):
             _delete_files([file])
 
     def is_in_use(self, checkpoint: RemotePath) -> bool:
         return False  # stores have no locks; a reader's error names the missing file
 
-    def free(self, home: RemotePath) -> int | None:
+    def free_bytes(self, root: RemotePath) -> int | None:
         return None
 
 

@@ -241,7 +241,7 @@ class PeerMemoryWriter(BackgroundCopier):
         path, rank = self._ram.path(step, self._group.index), self._group.index
         try:
             self._ram.prepare(step, rank)
-            file = write_shard_file(path, planned, data.take, data.held())
+            file = write_shard_file(path, planned, data.wait_for_entry, data.wait_for_memory())
             verify_shard_file(path, file)
             record = encode_record(
                 CopyRecord(

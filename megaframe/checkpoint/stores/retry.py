@@ -21,7 +21,7 @@ from fsspec.spec import AbstractFileSystem
 
 from megaframe.checkpoint.stores.store import RemotePath
 from megaframe.errors import UserError
-from megaframe.io.untrusted import without_secrets
+from megaframe.io.untrusted import mask_secrets
 
 T = TypeVar("T")
 RETRY_SECONDS = 120.0
@@ -111,7 +111,7 @@ def _clean_error(error: Exception, found: RemotePath) -> OSError:
     elif isinstance(error, PermissionError):
         number = errno.EACCES
     text = text.splitlines()[0] if text else os.strerror(number)
-    text = without_secrets(text, dict(os.environ), system.storage_options)
+    text = mask_secrets(text, dict(os.environ), system.storage_options)
     return OSError(
         number, text[:_MAX_MESSAGE_CHARS], str(found)
     )  # becomes the subclass for this errno

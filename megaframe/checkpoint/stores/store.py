@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from megaframe.config.url import is_url, url_mistake
+from megaframe.config.url import find_url_mistake, is_url
 from megaframe.errors import UserError
 
 POINTER = "latest"
@@ -69,7 +69,7 @@ def parse_path(text: str) -> StorePath:
     the message repeats no secret."""
     if not is_url(text):
         return Path(text)
-    mistake = url_mistake(text)
+    mistake = find_url_mistake(text)
     if mistake:
         raise UserError(mistake)
     scheme, _, rest = text.partition("://")
@@ -112,14 +112,14 @@ class Store(ABC, Generic[P]):
     """Operations on places of one kind. Methods raise OSError only, with a `strerror` and a
     `filename` that can be shown to users."""
 
-    file_bytes: int | None
+    max_file_bytes: int | None
     """Most bytes of tensors in one file. None: a rank writes a single file of any size."""
     keeps_replaced: bool
     """Whether `publish` keeps a checkpoint that it replaces until that is removed, so that the new
     one can still be withdrawn."""
 
     @abstractmethod
-    def at_once(self, home: P) -> int:
+    def num_parallel_files(self, root: P) -> int:
         """Return the best number of files for one rank to write at the same time."""
 
     @abstractmethod
@@ -130,37 +130,38 @@ class Store(ABC, Generic[P]):
     def is_folder(self, found: P) -> bool: ...
 
     @abstractmethod
-    def entries(self, folder: P) -> Mapping[str, int | None]:
+    def list_entries(self, folder: P) -> Mapping[str, int | None]:
         """Return the size in bytes of each file in a folder, and None for entries that are not
         regular files. Empty if there is no such folder."""
 
     @abstractmethod
-    def finished(self, home: P) -> list[str]:
-        """Return the names of the committed checkpoints in `home`, in any order."""
+    def list_committed(self, root: P) -> list[str]:
+        """Return the names of the committed checkpoints in `root`, in any order."""
 
     @abstractmethod
     def open(
-        self, file: P, *, hold: bool = False, fresh: bool = False, alone: bool = False
+        self, file: P, *, lock: bool = False, bypass_cache: bool = False, sole_reader: bool = False
     ) -> ReadHandle:
         """Open a regular file for reading.
 
-        hold: mark the file's checkpoint as in use while the file is open. fresh: read from storage,
-        not from the page cache. alone: no other process of this machine will read the same data.
+        lock: mark the file's checkpoint as in use while the file is open. bypass_cache: read from
+        storage, not from the page cache. sole_reader: no other process of this machine will read
+        the same data.
         """
 
     @abstractmethod
-    def prepare(self, home: P) -> None:
+    def prepare(self, root: P) -> None:
         """Create the folder of checkpoints, and delete what killed saves have left in it."""
 
     @abstractmethod
-    def draft(self, home: P, step: int, attempt: str) -> P:
+    def draft_path(self, root: P, step: int, attempt: str) -> P:
         """Return the place where the files of a checkpoint are written before it is committed."""
 
     @abstractmethod
-    def begin(self, draft: P) -> None: ...
+    def create_draft(self, draft: P) -> None: ...
 
     @abstractmethod
-    def create(
+    def create_file(
         self, file: P, size: int, start: int, held: memoryview | None
     ) -> AbstractContextManager[WriteHandle]:
         """Create a file of `size` bytes.
@@ -179,15 +180,15 @@ class Store(ABC, Generic[P]):
         place."""
 
     @abstractmethod
-    def replace(self, file: P, content: bytes, attempt: str) -> None:
+    def replace_file(self, file: P, content: bytes, attempt: str) -> None:
         """Write a small file, replacing an existing one atomically."""
 
     @abstractmethod
-    def exchange(self, file: P, old: bytes | None, new: bytes | None) -> bool:
+    def compare_and_swap(self, file: P, old: bytes | None, new: bytes | None) -> bool:
         """Replace the whole content of a small file if it is still `old`. None stands for no file;
         the folder is created if needed. Returns whether the file now has the content `new`."""
 
-    def content(self, file: P, most: int) -> bytes | None:
+    def read_small_file(self, file: P, most: int) -> bytes | None:
         """Return the first bytes of a file, at most `most`, or None if there is no such file."""
         try:
             source = self.open(file)
@@ -200,24 +201,24 @@ class Store(ABC, Generic[P]):
             source.close()
 
     @abstractmethod
-    def discard(self, draft: P, attempt: str) -> None:
+    def discard_draft(self, draft: P, attempt: str) -> None:
         """Delete what is left of a draft, unless it has become a checkpoint. Never raises."""
 
     @abstractmethod
-    def remove(self, checkpoint: P, attempt: str) -> None:
+    def remove_checkpoint(self, checkpoint: P, attempt: str) -> None:
         """Delete a checkpoint, beginning with what makes it one (its name or manifest). What cannot
         be deleted is left for a later call. Never raises."""
 
     @abstractmethod
-    def delete(self, file: P) -> None:
+    def delete_file(self, file: P) -> None:
         """Delete a file, if it exists and can be deleted. Never raises."""
 
     @abstractmethod
     def is_in_use(self, checkpoint: P) -> bool:
-        """Return whether a process is known to have the checkpoint open (see `hold` of `open`)."""
+        """Return whether a process is known to have the checkpoint open (see `lock` of `open`)."""
 
     @abstractmethod
-    def free(self, home: P) -> int | None:
+    def free_bytes(self, root: P) -> int | None:
         """Return how many bytes can still be written, or None if no limit is known."""
 
 

@@ -100,8 +100,8 @@ def test_the_number_of_buckets_follows_from_latency_and_bandwidth():
     assert found == pytest.approx(
         min(64.0, float(balanced_bucket_count(transfer, latency))), rel=1e-6
     )
-    half = exchange_times(machine, MATRICES, 2.0).in_turn(1)
-    whole = exchange_times(machine, MATRICES, 1.0).in_turn(1)
+    half = exchange_times(machine, MATRICES, 2.0).total_at(1)
+    whole = exchange_times(machine, MATRICES, 1.0).total_at(1)
     assert half - whole == pytest.approx(latency, rel=1e-6)
 
 

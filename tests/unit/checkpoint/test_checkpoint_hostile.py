@@ -183,7 +183,7 @@ def test_links_out_of_the_folder_are_refused(good, tmp_path, name, target):
 @pytest.mark.slow
 def test_a_load_takes_little_more_than_what_is_loaded():
     """A load uses less than a tenth of the rank's own part in addition, so never a whole tensor."""
-    child = Path(__file__).with_name("checkpoint_child.py")
+    child = Path(__file__).parents[2] / "support" / "checkpoint_child.py"
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         done = subprocess.run(

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from megaframe.checkpoint import CheckpointWriter, Slice, find_checkpoint, open_checkpoint
 
-CHILD = [sys.executable, str(Path(__file__).with_name("checkpoint_child.py"))]
+CHILD = [sys.executable, str(Path(__file__).parents[2] / "support" / "checkpoint_child.py")]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 

@@ -108,7 +108,7 @@ def test_past_the_cache_or_not_the_same_is_read(tmp_path, start, size, fresh, al
     if not path.exists():
         path.write_bytes(os.urandom(15_000))
     room = allocate_aligned(size + ALIGNMENT)[start % ALIGNMENT :][:size]
-    source = LOCAL_STORE.open(path, fresh=fresh, alone=alone)
+    source = LOCAL_STORE.open(path, bypass_cache=fresh, sole_reader=alone)
     got = source.read_into(start, room.data)
     source.close()
     assert room[:got].tobytes() == path.read_bytes()[start : start + size]
@@ -131,7 +131,7 @@ def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path):
         weight.fill_(step)
         state["losses"][0] = float(step)
         writer.save(step, [whole("a", weight)], state)
-        writer.copied()
+        writer.wait_for_copy()
         weight.fill_(-1)
         state["losses"][0] = -1.0
     writer.wait()

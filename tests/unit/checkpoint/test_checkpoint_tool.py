@@ -111,13 +111,13 @@ def test_other_files_hold_the_same(files):
         rows = [part("a", WEIGHT, ((row, 0), (1, 10))) for row in range(6)]
         source = save(folder / "source", [rows[:1], [*rows[1:], whole("b", MOMENT)]])
         with tool.open_checkpoint(source) as opened:
-            made = tool.regroup(opened, folder / "made", files)
+            made = tool.reshard_checkpoint(opened, folder / "made", files)
         assert 1 <= len(list(made.glob("*.safetensors"))) <= files
         assert not list((folder / "made").glob("*.tmp"))
         found, wanted = load_all(made), load_all(source)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-        assert list(tool.damage(made)) == []
+        assert list(tool.find_damage(made)) == []
 
 
 def test_a_checkpoint_that_is_there_is_not_written_over(saved, capsys, monkeypatch):

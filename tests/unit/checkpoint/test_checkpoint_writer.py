@@ -234,7 +234,7 @@ class TestBackground:
 
         def work(planned, data):
             for piece in planned:
-                taken.append(bytes(data.take(piece)))
+                taken.append(bytes(data.wait_for_entry(piece)))
                 first.set()
 
         background._start_copy = copy
@@ -249,8 +249,10 @@ class TestBackground:
             raise MemoryError("no room")
 
         background._start_copy = copy
-        background.start([whole("a", torch.ones(4))], lambda planned, data: data.take(planned[0]))
-        background.copied()
+        background.start(
+            [whole("a", torch.ones(4))], lambda planned, data: data.wait_for_entry(planned[0])
+        )
+        background.wait_for_copy()
         with pytest.raises(MemoryError, match="no room"):
             background.wait()
 

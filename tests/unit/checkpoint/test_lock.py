@@ -22,7 +22,7 @@ from megaframe.checkpoint.lock import LockHolder, RunLock
 from megaframe.checkpoint.stores import object_store as remote_module
 from megaframe.checkpoint.stores.store import LOCK, LOCK_BYTES, store_of
 from megaframe.errors import UserError
-from megaframe.io.process import has_ended, started
+from megaframe.io.process import has_ended, read_start_time
 
 COUNT = itertools.count()
 
@@ -44,14 +44,14 @@ def home(request, tmp_path):
 
 
 def content(home):
-    return store_of(home).content(home / LOCK, LOCK_BYTES)
+    return store_of(home).read_small_file(home / LOCK, LOCK_BYTES)
 
 
 def leave(home, **changes):
     """Leave the lock of another process, by default on another host and renewed just now."""
     changes = {"host": "elsewhere", "process": 4242, "started": 7, **changes}
     text = LockHolder.this().model_copy(update=changes).model_dump_json().encode()
-    assert store_of(home).exchange(home / LOCK, content(home), text)
+    assert store_of(home).compare_and_swap(home / LOCK, content(home), text)
     return text
 
 
@@ -106,17 +106,17 @@ def test_a_folder_belongs_to_the_process_that_has_it_until_it_dies(taken, tmp_pa
 
 def test_a_process_is_known_by_its_start_as_ids_are_reused(taken, tmp_path):
     here = {"host": os.uname().nodename, "process": os.getppid()}
-    leave(tmp_path, **here, started=started(os.getppid()))
+    leave(tmp_path, **here, started=read_start_time(os.getppid()))
     with pytest.raises(UserError, match="is in use"):
         taken(tmp_path)
-    leave(tmp_path, **here, started=started(os.getppid()) - 1)
+    leave(tmp_path, **here, started=read_start_time(os.getppid()) - 1)
     _, (line,) = taken(tmp_path)
     assert "which has ended" in line
 
 
 def test_a_process_whose_parent_has_not_noticed_its_end_has_ended():
     child = subprocess.Popen(["sleep", "1000"])
-    start = started(child.pid)
+    start = read_start_time(child.pid)
     assert not has_ended(child.pid, start) and has_ended(child.pid, start - 1)
     child.kill()
     wait_until(lambda: has_ended(child.pid, start))
@@ -161,7 +161,7 @@ def test_a_lock_that_is_renewed_is_not_waited_for(taken, home, monkeypatch):
         taken(home)
     renewing.join()
     freeing = threading.Timer(
-        0.2, lambda: store_of(home).exchange(home / LOCK, content(home), None)
+        0.2, lambda: store_of(home).compare_and_swap(home / LOCK, content(home), None)
     )
     freeing.start()
     assert taken(home)[1] == []
@@ -206,7 +206,7 @@ def test_a_run_that_lost_its_lock_is_told_and_leaves_the_folder_alone(taken, hom
 
     def lost():
         # A store without exchanges in one request may have lost this to a renewal.
-        store_of(home).exchange(home / LOCK, content(home), other)
+        store_of(home).compare_and_swap(home / LOCK, content(home), other)
         return lock._lost
 
     wait_until(lost)
@@ -218,7 +218,7 @@ def test_a_run_that_lost_its_lock_is_told_and_leaves_the_folder_alone(taken, hom
 
 def test_what_was_locked_is_unlocked_if_the_rest_is_not_free(tmp_path):
     leave(tmp_path / "saves", host=os.uname().nodename, process=os.getppid(),
-          started=started(os.getppid()))  # fmt: skip
+          started=read_start_time(os.getppid()))  # fmt: skip
     lock = RunLock({"run.dir": tmp_path / "run", "checkpoint.folder": tmp_path / "saves"})
     with pytest.raises(UserError, match=r"checkpoint\.folder"):
         lock.take()
@@ -253,7 +253,7 @@ def test_no_exchange_in_a_folder_is_lost(tmp_path):
     def add():
         for _ in range(50):
             before = content(tmp_path)
-            if store.exchange(file, before, b"%d" % (int(before or b"0") + 1)):
+            if store.compare_and_swap(file, before, b"%d" % (int(before or b"0") + 1)):
                 succeeded.append(1)
 
     threads = [threading.Thread(target=add) for _ in range(4)]

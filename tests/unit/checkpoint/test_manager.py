@@ -86,10 +86,10 @@ def no_room(trainer):
     """Limit the size of files so that the save of step 2 fails, and lift the limit after it."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     if trainer.step == 2:
-        trainer.saving._writer._thread.join()  # the save of step 1
+        trainer.checkpointer._writer._thread.join()  # the save of step 1
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     if trainer.step == 3:
-        trainer.saving._writer._thread.join()
+        trainer.checkpointer._writer._thread.join()
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
@@ -104,8 +104,8 @@ def test_a_save_that_fails_is_said_and_the_run_goes_on(pool, overrides, tmp_path
 def delete_home(trainer):
     """Delete the folder of checkpoints between two saves."""
     if trainer.step == 3:
-        trainer.saving._writer.wait()
-        shutil.rmtree(trainer.saving.home)
+        trainer.checkpointer._writer.wait()
+        shutil.rmtree(trainer.checkpointer.root)
 
 
 def test_a_folder_that_was_deleted_is_made_again_by_the_next_save(pool, overrides, tmp_path):
@@ -122,14 +122,14 @@ def delete_again_and_again(trainer):
 
         def delete():
             while not trainer.over.wait(0.002):
-                shutil.rmtree(trainer.saving.home, ignore_errors=True)
+                shutil.rmtree(trainer.checkpointer.root, ignore_errors=True)
 
         trainer.deleting = threading.Thread(target=delete)
         trainer.deleting.start()
     if trainer.step == 20:
         trainer.over.set()
         trainer.deleting.join()
-        trainer.saving.settle(trainer.meter.note)
+        trainer.checkpointer.wait_for_saves(trainer.meter.note)
 
 
 def test_a_folder_that_is_deleted_during_saves_does_not_end_the_run(pool, overrides, tmp_path):

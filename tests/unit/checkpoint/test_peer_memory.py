@@ -53,14 +53,14 @@ def train(keys, memory, stop=False, node_size=2):
     def train_step():
         step()
         if stop and trainer.step == 9:
-            trainer.saving._memory.wait()
+            trainer.checkpointer._memory_writer.wait()
             raise Stopped
 
     trainer._train_step = train_step
     try:
         trainer.run()
     except Stopped:
-        trainer.saving._writer.wait()
+        trainer.checkpointer._writer.wait()
         return True
     finally:
         mesh.close()

@@ -12,12 +12,12 @@ from megaframe.config import DataSourceConfig, RunConfig, dump, explain, load
 from megaframe.config.describe import config_keys
 from megaframe.config.migration import translate_setting
 from megaframe.config.schema import ParallelConfig
-from megaframe.config.url import text_mistake
+from megaframe.config.url import find_text_mistake
 from megaframe.errors import UserError
 from megaframe.layout import axis_sizes, fewest_ranks
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12).filter(
-    lambda text: text_mistake(text) is None
+    lambda text: find_text_mistake(text) is None
 )
 
 

@@ -55,7 +55,7 @@ def test_all_ranks_and_the_plan_put_the_same_blocks_together(model, parallel, wo
             place = layout.coordinate(rank)["pipeline"]
             here = [plans[stage] for stage in schedule.stages(place)]
             blocks = [layer for plan in here for layer in plan.blocks]
-            planned = count_parameters(config, layout, here).blocks_together(config, here)
+            planned = count_parameters(config, layout, here).group_blocks(config, here)
             wanted = sorted(tuple(blocks[of.start : of.stop]) for of in planned)
             found = groups_of(config, layout, rank)
             # Experts have buckets of their own, of those of the blocks that have any.

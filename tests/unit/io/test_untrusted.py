@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from megaframe.errors import UserError, report_errors
 from megaframe.io.untrusted import (
     MAX_DEPTH,
+    escape_unprintable,
+    integer_parser,
+    mask_secrets,
     open_file,
-    parsed_json,
-    parsed_yaml,
-    printable,
+    parse_json,
+    parse_yaml,
     read_file,
-    whole_number,
-    without_secrets,
 )
 
 
@@ -47,29 +47,29 @@ def test_a_file_over_its_limit_is_not_read(tmp_path):
 
 def test_json_and_yaml_are_bounded():
     deepest = b"[" * MAX_DEPTH + b"]" * MAX_DEPTH
-    assert parsed_json(deepest) == parsed_yaml(deepest)
+    assert parse_json(deepest) == parse_yaml(deepest)
     for depth in (MAX_DEPTH + 1, 100_000):
         with pytest.raises(ValueError, match="nested more than"):
-            parsed_json(b"[" * depth + b"]" * depth)
+            parse_json(b"[" * depth + b"]" * depth)
         with pytest.raises(ValueError, match="line 1: nested more than"):
-            parsed_yaml(b"[" * depth + b"]" * depth)
+            parse_yaml(b"[" * depth + b"]" * depth)
     with pytest.raises(ValueError, match="line 2: alias"):
-        parsed_yaml(b"a: &a [x]\nb: [*a, *a]")
+        parse_yaml(b"a: &a [x]\nb: [*a, *a]")
     for text in (b"a: b\n? {hunter22@host", b"hunter22@host: \0", b"hunter22@host: \xff"):
         with pytest.raises(ValueError) as caught:  # half of a URL's secret has no known form
-            parsed_yaml(text)
+            parse_yaml(text)
         assert "hunter22" not in str(caught.value)
-    assert parsed_json(b"1" * 400) == float("1" * 400) and parsed_json(b"9" * 5000) == float("inf")
+    assert parse_json(b"1" * 400) == float("1" * 400) and parse_json(b"9" * 5000) == float("inf")
     tagged = b"{a: ~, b: 1_000, c: !!python/object:os.system x, ? [k] : v}"
-    assert parsed_yaml(tagged) == {"a": None, "b": "1_000", "c": "x"}
+    assert parse_yaml(tagged) == {"a": None, "b": "1_000", "c": "x"}
 
 
 @given(st.text() | st.sampled_from(["\x1b[31m\x07", "\ud800", "a\u202eb", "one\ntwo\r", "\x9b"]))
 def test_what_is_shown_drives_no_terminal(text):
-    found = printable(text)
+    found = escape_unprintable(text)
     assert all(one.isprintable() or one == "\n" for one in found)
-    assert printable(found.encode().decode()) == found
-    assert str(UserError(text)) == printable(without_secrets(text))
+    assert escape_unprintable(found.encode().decode()) == found
+    assert str(UserError(text)) == escape_unprintable(mask_secrets(text))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_what_is_shown_drives_no_terminal(text):
     ],
 )
 def test_secrets_are_masked_by_their_form(text, masked):
-    assert without_secrets(text) == masked
+    assert mask_secrets(text) == masked
     assert str(UserError(text)) == masked
 
 
@@ -101,13 +101,13 @@ def test_secrets_of_settings_are_masked_by_their_names():
         "client": [{"token": "longer-abcdef"}],
         "user": "name42",
     }
-    assert without_secrets("longer-abcdef abcdef name42", settings) == "*** *** name42"
+    assert mask_secrets("longer-abcdef abcdef name42", settings) == "*** *** name42"
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1_000", "١٢", "1.0", "", "65536", "9" * 5000, "²"])
 def test_a_number_in_an_argument_is_in_its_range(text, capsys):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=whole_number(1, 65535))
+    parser.add_argument("--port", type=integer_parser(1, 65535))
     assert parser.parse_args(["--port", "65535"]).port == 65535
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(["--port", text])

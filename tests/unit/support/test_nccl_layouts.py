@@ -89,7 +89,7 @@ def test_a_ring_that_sends_first_is_found(ranks, monkeypatch):
 )
 def test_links_that_a_step_has_to_connect_are_found(schedule, ranks, monkeypatch):
     monkeypatch.setattr(process_groups, "connect_link", lambda *arguments, **options: None)
-    with pytest.raises(Deadlock, match=r"rank \d, host: receive .* \[engine\.py:\d+\]"):
+    with pytest.raises(Deadlock, match=r"rank \d, host: receive .* \[executor\.py:\d+\]"):
         simulate(recorded(configured(ranks, LLAMA, scheduled(schedule, ranks)), ranks))
 
 
@@ -103,7 +103,7 @@ def test_receives_on_more_streams_than_queues_are_found(schedule):
     simulate(calls, count)
     for queues in (1, 2):
         assert queues < count
-        with pytest.raises(Deadlock, match=r"device: receive .* \[engine\.py:\d+\]"):
+        with pytest.raises(Deadlock, match=r"device: receive .* \[executor\.py:\d+\]"):
             simulate(calls, queues)
 
 

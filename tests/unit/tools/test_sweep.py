@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from megaframe.dashboard.metrics_file import Metrics
 from megaframe.dashboard.sweep import (
     Range,
-    check_trials,
-    space_of,
-    summary,
-    trials_of,
+    Sweep,
+    make_trials,
+    parse_space,
+    summarize,
     values_after,
 )
 from megaframe.errors import UserError
@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools/sweep.py"
 _spec = importlib.util.spec_from_file_location("sweep_tool", TOOL)
 tool = importlib.util.module_from_spec(_spec)
-sys.modules["sweep_tool"] = tool  # its dataclass looks for its own module
 _spec.loader.exec_module(tool)
 
 
@@ -46,14 +45,14 @@ _spec.loader.exec_module(tool)
 )
 def test_what_is_no_space_is_refused(text, said):
     with pytest.raises(UserError, match=said):
-        space_of([text])
+        parse_space([text])
 
 
 def test_a_sweep_over_nothing_and_over_a_key_twice_is_refused():
     with pytest.raises(UserError, match="nothing to sweep over"):
-        space_of([])
+        parse_space([])
     with pytest.raises(UserError, match=r"optim\.lr is given twice"):
-        space_of(["optim.lr=[1]", "optim.lr=[2]"])
+        parse_space(["optim.lr=[1]", "optim.lr=[2]"])
 
 
 SPACES = st.dictionaries(
@@ -72,7 +71,7 @@ def test_a_larger_sweep_has_the_trials_of_a_smaller_one(space, times, more, seed
     ranges = {key: kept for key, kept in space.items() if isinstance(kept, Range)}
     if not ranges:
         times, more = 1, 0
-    found = trials_of(space, times, seed)
+    found = make_trials(space, times, seed)
     combinations = 1
     for kept in space.values():
         combinations *= 1 if isinstance(kept, Range) else len(kept)
@@ -81,24 +80,25 @@ def test_a_larger_sweep_has_the_trials_of_a_smaller_one(space, times, more, seed
         assert all(ranges[key].low <= float(trial.keys[key]) <= ranges[key].high for key in ranges)
         assert all(trial.keys[key] in space[key] for key in space.keys() - ranges.keys())
     wider = {key: kept if key in ranges else [*kept, "new"] for key, kept in space.items()}
-    again = trials_of(wider, times + more, seed)
+    again = make_trials(wider, times + more, seed)
     assert {one.name for one in found} <= {one.name for one in again}
     if ranges:
-        other = trials_of(space, times, seed + 1)
+        other = make_trials(space, times, seed + 1)
         assert not {one.name for one in found} & {one.name for one in other}
 
 
 def test_a_grid_is_not_repeated():
     with pytest.raises(UserError, match=r"--trials 2 would repeat .* run\.seed=\[0, 1\]"):
-        trials_of({"optim.lr": ["1", "2"]}, 2, 0)
+        make_trials({"optim.lr": ["1", "2"]}, 2, 0)
     with pytest.raises(UserError, match="--trials 0 is too few"):
-        trials_of({"optim.lr": ["1", "2"]}, 0, 0)
+        make_trials({"optim.lr": ["1", "2"]}, 0, 0)
 
 
 def test_values_are_checked_against_the_config_before_a_trial(overrides):
-    check_trials([{"optim.lr": "1e-3"}], overrides())
+    sweep = Sweep.parse(overrides(), ["optim.lr=[1e-3]"], None)
+    sweep.check([{"optim.lr": "1e-3"}])
     with pytest.raises(UserError, match="no_key"):
-        check_trials([{"optim.lr": "1e-3"}, {"optim.no_key": "1"}], overrides())
+        sweep.check([{"optim.lr": "1e-3"}, {"optim.no_key": "1"}])
 
 
 def test_a_loss_is_told_as_the_mean_of_a_few_steps(tmp_path):
@@ -122,7 +122,7 @@ def test_the_table_has_the_best_first_and_what_failed_last():
             ("five", None, None, None),
         )
     ]
-    text, failed = summary(found, {"a.b": []}, "loss")
+    text, failed = summarize(found, {"a.b": []}, "loss")
     lines = [line.split() for line in text.splitlines()]
     assert [line[2] for line in lines[:4]] == ["a.b", "two", "one", "three"]
     assert [" ".join(line) for line in lines[4:]] == [

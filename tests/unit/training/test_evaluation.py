@@ -18,9 +18,9 @@ from tolerances import near
 
 from megaframe.checkpoint import parse_path
 from megaframe.config import RunConfig
-from megaframe.data.indexed import TokenFileWriter
+from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.data.microbatch import Microbatch
-from megaframe.data.preprocessing.input_shards import Reading
+from megaframe.data.preprocessing.input_shards import CorpusFormat
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
@@ -51,7 +51,7 @@ def run(monkeypatch, *arguments):
 
 
 def write(prefix, documents):
-    with TokenFileWriter(str(prefix), np.dtype(np.uint16)) as writer:
+    with IndexedDatasetWriter(str(prefix), np.dtype(np.uint16)) as writer:
         for document in documents:
             writer.append(np.array(document, np.uint16))
     return str(prefix)
@@ -113,7 +113,7 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     sources = {"data__sources": f"[{{path: {source}}}]"}
     pool.run(2, train, overrides(**every, **sources, **layout, **heed))
     config, stage = load_model(parse_path(str(tmp_path / "run/checkpoints")))
-    passage = read_passage(str(tmp_path / "held.bin"), None, Reading())
+    passage = read_passage(str(tmp_path / "held.bin"), None, CorpusFormat())
     (found,) = score(stage, [passage], context=16, stride=16, data=config.data)
     assert found.tokens == 96 - bool(heed)
     assert found.loss == near(lines(tmp_path / "run")[-1]["eval_loss"], LOGITS, torch.float32)
@@ -168,7 +168,7 @@ def test_equal_logits_give_the_logarithm_of_the_vocabulary(build, tmp_path):
     text = tmp_path / "two.jsonl"
     text.write_text('{"text": "grüße"}\n{"text": "a much longer line of text"}\n')
     tokenizer = load_tokenizer("bytes")
-    passage = read_passage(str(text), tokenizer, Reading())
+    passage = read_passage(str(text), tokenizer, CorpusFormat())
     (found,) = score(stage, [passage], context=12, stride=4, token_bytes=tokenizer.token_bytes())
     size = len("grüße".encode()) + len("a much longer line of text")
     assert (found.tokens, found.bytes) == (size + 2, size)
@@ -231,7 +231,7 @@ def test_a_run_without_a_tokenizer_asks_for_one(build, tmp_path):
     with pytest.raises(UserError, match="name one with --tokenizer"):
         tokenizer_of(build().config)
     with pytest.raises(UserError, match="name one"):
-        read_passage(str(tmp_path / "some.txt"), None, Reading())
+        read_passage(str(tmp_path / "some.txt"), None, CorpusFormat())
 
 
 def test_tasks_without_the_harness_say_what_to_install(alone, monkeypatch, capsys):

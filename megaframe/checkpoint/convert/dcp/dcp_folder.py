@@ -33,8 +33,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megaframe.checkpoint import Checkpoint, StorePath
-from megaframe.checkpoint.convert.dcp.metadata import METADATA, Chunk, Contents, read_metadata
-from megaframe.checkpoint.convert.dcp.payload import DataFile
+from megaframe.checkpoint.convert.dcp.metadata import (
+    METADATA,
+    DCPContents,
+    StoredChunk,
+    read_metadata,
+)
+from megaframe.checkpoint.convert.dcp.payload import DCPDataFile
 from megaframe.checkpoint.manifest import DTYPES, SavedSlice, SavedTensor
 from megaframe.checkpoint.reshard import assemble_checkpoint, group_by_bytes, refuse_secrets
 from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, FileEntry, TensorBox
@@ -42,18 +47,18 @@ from megaframe.checkpoint.slices import Shape, split_into_runs
 from megaframe.checkpoint.train_state import initial_train_state
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
-from megaframe.io.untrusted import parsed_json
+from megaframe.io.untrusted import parse_json
 from megaframe.pipeline_parallel.stage import model_specs
 
-STATE = "megaframe.state"
+RUN_STATE_NAME = "megaframe.state"
 """Name of the entry whose text contains the step and the state of a run."""
 FILE_BYTES = 2 << 30
 """Bytes of tensors after which a new file is begun."""
-_MAX_STATE = 64 << 20
+_MAX_STATE_BYTES = 64 << 20
 _VERSION = "1.0.0"
 
 
-def export(checkpoint: Checkpoint, folder: Path) -> None:
+def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     """Write a checkpoint as a folder that `torch.distributed.checkpoint.load` can read.
 
     Raises `UserError` if the folder exists or cannot be written, or holds a secret.
@@ -67,9 +72,9 @@ def export(checkpoint: Checkpoint, folder: Path) -> None:
         stored = _write_files(checkpoint, temporary)
         state = json.dumps({"step": checkpoint.step, "state": dict(checkpoint.state)})
         with open(temporary / "__0_0.distcp", "ab") as file:
-            stored[MetadataIndex(STATE)] = _append(file, file.name, state)
+            stored[MetadataIndex(RUN_STATE_NAME)] = _append_value(file, file.name, state)
         with open(temporary / METADATA, "wb") as file:
-            pickle.dump(_metadata(checkpoint.tensors, stored), file)
+            pickle.dump(_build_metadata(checkpoint.tensors, stored), file)
             file.flush()
             os.fsync(file.fileno())
         os.rename(temporary, folder)
@@ -79,17 +84,17 @@ def export(checkpoint: Checkpoint, folder: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-_Stored = dict[MetadataIndex, _StorageInfo]
+_StorageInfos = dict[MetadataIndex, _StorageInfo]
 
 
-def _write_files(checkpoint: Checkpoint, folder: Path) -> _Stored:
+def _write_files(checkpoint: Checkpoint, folder: Path) -> _StorageInfos:
     """Write each saved slice as one DCP chunk of its tensor. Returns where each was stored."""
     slices = [
         (name, tensor.bytes_of(piece.shape), piece)
         for name, tensor in checkpoint.tensors.items()
         for piece in tensor.slices
     ]
-    stored: _Stored = {}
+    stored: _StorageInfos = {}
     for number, group in enumerate(group_by_bytes(slices, lambda one: one[1], FILE_BYTES)):
         wanted: dict[str, list[SavedSlice]] = {}
         for name, _, piece in group:
@@ -97,13 +102,15 @@ def _write_files(checkpoint: Checkpoint, folder: Path) -> _Stored:
         with open(folder / f"__{number}_0.distcp", "wb") as file:
             for name, piece, saved in checkpoint.read(wanted):
                 # Cloned, because torch.save writes the whole storage that a tensor is a view of.
-                stored[MetadataIndex(name, piece.offset)] = _append(file, file.name, saved.clone())
+                stored[MetadataIndex(name, piece.offset)] = _append_value(
+                    file, file.name, saved.clone()
+                )
             file.flush()
             os.fsync(file.fileno())
     return stored
 
 
-def _append(file: Any, path: str, value: Any) -> _StorageInfo:
+def _append_value(file: Any, path: str, value: Any) -> _StorageInfo:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     start = file.tell()
@@ -111,7 +118,7 @@ def _append(file: Any, path: str, value: Any) -> _StorageInfo:
     return _StorageInfo(Path(path).name, start, file.tell() - start)
 
 
-def _metadata(tensors: Mapping[str, SavedTensor], stored: _Stored) -> Metadata:
+def _build_metadata(tensors: Mapping[str, SavedTensor], stored: _StorageInfos) -> Metadata:
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         name: TensorStorageMetadata(
             TensorProperties(dtype=DTYPES[tensor.dtype]),
@@ -123,13 +130,13 @@ def _metadata(tensors: Mapping[str, SavedTensor], stored: _Stored) -> Metadata:
         )
         for name, tensor in tensors.items()
     }
-    described[STATE] = BytesStorageMetadata()
+    described[RUN_STATE_NAME] = BytesStorageMetadata()
     whole = {name: (name,) for name in described}
     return Metadata(described, planner_data=whole, storage_data=stored, version=_VERSION)
 
 
 @dataclass(frozen=True)
-class Imported:
+class DCPImportResult:
     """The result of an import.
 
     path: the new checkpoint. left_out: names of what a checkpoint cannot contain: tensors of other
@@ -142,15 +149,17 @@ class Imported:
     has_state: bool
 
 
-def load(folder: Path, to: StorePath, config: RunConfig | None = None) -> Imported:
+def import_checkpoint(
+    folder: Path, to: StorePath, config: RunConfig | None = None
+) -> DCPImportResult:
     """Import a folder of torch.distributed.checkpoint as a checkpoint in the folder `to`.
 
-    config: config of a run that has these weights, for a folder that `export` did not write. The
-    result is then a checkpoint of that run at step 0. Raises `UserError` if the folder is damaged
-    or malicious, or does not fit the config.
+    config: config of a run that has these weights, for a folder that `export_checkpoint` did not
+    write. The result is then a checkpoint of that run at step 0. Raises `UserError` if the folder
+    is damaged or malicious, or does not fit the config.
     """
     contents = read_metadata(folder)
-    step, state = _state_of(folder, contents, config)
+    step, state = _read_run_state(folder, contents, config)
     kept = {
         name: stored
         for name, stored in contents.tensors.items()
@@ -160,7 +169,7 @@ def load(folder: Path, to: StorePath, config: RunConfig | None = None) -> Import
         raise UserError(f"{folder} holds no tensors of floating-point numbers")
     refuse_secrets(folder, [*kept], state)
     boxes: list[TensorBox] = []
-    origin: dict[tuple[str, Shape], Chunk] = {}
+    origin: dict[tuple[str, Shape], StoredChunk] = {}
     for name, stored in kept.items():
         assert stored.dtype is not None
         limit = max(1, MAX_ENTRY_BYTES // DTYPES[stored.dtype].itemsize)
@@ -169,32 +178,35 @@ def load(folder: Path, to: StorePath, config: RunConfig | None = None) -> Import
                 boxes.append(TensorBox(name, stored.shape, offset, shape, stored.dtype))
                 origin[name, offset] = chunk
     boxes.sort(key=lambda box: -DTYPES[box.dtype].itemsize)  # so that each starts aligned
-    reader = _Reader(folder, origin)
+    reader = _ChunkReader(folder, origin)
     try:
         groups = group_by_bytes(boxes, lambda box: box.bytes, FILE_BYTES)
         path = assemble_checkpoint(to, step, state, groups, reader.bytes_of)
     finally:
         reader.close()
-    left_out = [*(contents.tensors.keys() - kept.keys()), *(contents.others.keys() - {STATE})]
-    return Imported(path, sorted(left_out), bool(state))
+    left_out = [
+        *(contents.tensors.keys() - kept.keys()),
+        *(contents.others.keys() - {RUN_STATE_NAME}),
+    ]
+    return DCPImportResult(path, sorted(left_out), bool(state))
 
 
-class _Reader:
+class _ChunkReader:
     """Reads the bytes of pieces. One file is open at a time.
 
     origin: the DCP chunk that contains each piece, by tensor name and offset of the piece.
     """
 
-    def __init__(self, folder: Path, origin: Mapping[tuple[str, Shape], Chunk]) -> None:
+    def __init__(self, folder: Path, origin: Mapping[tuple[str, Shape], StoredChunk]) -> None:
         self._folder, self._origin = folder, origin
-        self._file: DataFile | None = None
+        self._file: DCPDataFile | None = None
 
     def bytes_of(self, piece: FileEntry) -> memoryview:
         chunk = self._origin[piece.name, piece.offset]
         path = self._folder / chunk.extent.file
         if self._file is None or self._file.path != path:
             self.close()
-            self._file = DataFile(path)
+            self._file = DCPDataFile(path)
         return self._file.read(piece.name, piece.dtype, chunk, (piece.offset, piece.shape))
 
     def close(self) -> None:
@@ -203,37 +215,37 @@ class _Reader:
             self._file = None
 
 
-def _state_of(
-    folder: Path, contents: Contents, config: RunConfig | None
+def _read_run_state(
+    folder: Path, contents: DCPContents, config: RunConfig | None
 ) -> tuple[int, dict[str, JsonValue]]:
     """Return step and run state: those of a new run with this config if one is given, else those
-    that `export` stored, else 0 and an empty state. Raises UserError if the tensors do not fit the
-    config, or the stored state is damaged."""
+    that `export_checkpoint` stored, else 0 and an empty state. Raises UserError if the tensors do
+    not fit the config, or the stored state is damaged."""
     if config is not None:
-        problems = list(_misfits(contents, config))
+        problems = list(_find_misfits(contents, config))
         if problems:
             more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
             shown = "\n  ".join(problems[:5])
             raise UserError(f"{folder} does not fit the config:\n  {shown}{more}")
         return 0, initial_train_state(config).model_dump(mode="json")
-    extent = contents.others.get(STATE)
+    extent = contents.others.get(RUN_STATE_NAME)
     if extent is None:
         return 0, {}
-    file = DataFile(folder / extent.file)
+    file = DCPDataFile(folder / extent.file)
     try:
-        text = file.text(STATE, extent, _MAX_STATE)
+        text = file.text(RUN_STATE_NAME, extent, _MAX_STATE_BYTES)
     finally:
         file.close()
     with suppress(ValueError):
-        given = parsed_json(text.encode())
+        given = parse_json(text.encode())
         if isinstance(given, dict) and given.keys() == {"step", "state"}:
             step, state = given["step"], given["state"]
             if type(step) is int and 0 <= step < 1 << 48 and isinstance(state, dict):
                 return step, state
-    raise UserError(f"{folder / extent.file} is damaged: {STATE} is not a run state")
+    raise UserError(f"{folder / extent.file} is damaged: {RUN_STATE_NAME} is not a run state")
 
 
-def _misfits(contents: Contents, config: RunConfig) -> Iterator[str]:
+def _find_misfits(contents: DCPContents, config: RunConfig) -> Iterator[str]:
     for spec in model_specs(config):
         stored = contents.tensors.get(spec.name)
         if stored is None:

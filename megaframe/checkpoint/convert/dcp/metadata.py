@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from megaframe.checkpoint.convert.dcp.pickle_parser import Name, Record, describe
+from megaframe.checkpoint.convert.dcp.pickle_parser import GlobalName, PickledCall, parse_pickle
 from megaframe.checkpoint.manifest import DTYPES, DTypeName
 from megaframe.checkpoint.slices import Shape, find_tiling_problem, is_inside
 from megaframe.errors import UserError
@@ -31,16 +31,16 @@ _MAX_DIMS = 8
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", re.ASCII)
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
-_METADATA = Name(_CLASSES, "Metadata")
-_TENSOR = Name(_CLASSES, "TensorStorageMetadata")
-_BYTES = Name(_CLASSES, "BytesStorageMetadata")
-_PROPERTIES = Name(_CLASSES, "TensorProperties")
-_CHUNK = Name(_CLASSES, "ChunkStorageMetadata")
-_INDEX = Name(_CLASSES, "MetadataIndex")
-_INFO = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-_SIZE = Name("torch", "Size")
-DTYPE_OF: dict[Name, DTypeName] = {
-    Name("torch", str(dtype).removeprefix("torch.")): name for name, dtype in DTYPES.items()
+_METADATA = GlobalName(_CLASSES, "Metadata")
+_TENSOR = GlobalName(_CLASSES, "TensorStorageMetadata")
+_BYTES = GlobalName(_CLASSES, "BytesStorageMetadata")
+_PROPERTIES = GlobalName(_CLASSES, "TensorProperties")
+_CHUNK = GlobalName(_CLASSES, "ChunkStorageMetadata")
+_INDEX = GlobalName(_CLASSES, "MetadataIndex")
+_INFO = GlobalName("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_SIZE = GlobalName("torch", "Size")
+DTYPE_OF: dict[GlobalName, DTypeName] = {
+    GlobalName("torch", str(dtype).removeprefix("torch.")): name for name, dtype in DTYPES.items()
 }
 _OTHER_DTYPES = (
     "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool", "complex64",
@@ -48,18 +48,18 @@ _OTHER_DTYPES = (
 )  # fmt: skip
 _EXPECTED = {
     *(_METADATA, _TENSOR, _BYTES, _PROPERTIES, _CHUNK, _INDEX, _INFO, _SIZE, *DTYPE_OF),
-    *(Name("torch", name) for name in _OTHER_DTYPES),
-    Name(_CLASSES, "StorageMeta"),
-    Name(_CLASSES, "_MEM_FORMAT_ENCODING"),
-    Name("torch.serialization", "_get_layout"),
-    Name("collections", "OrderedDict"),
-    *(Name(module, f"{kind}Path") for module in ("pathlib", "pathlib._local")
+    *(GlobalName("torch", name) for name in _OTHER_DTYPES),
+    GlobalName(_CLASSES, "StorageMeta"),
+    GlobalName(_CLASSES, "_MEM_FORMAT_ENCODING"),
+    GlobalName("torch.serialization", "_get_layout"),
+    GlobalName("collections", "OrderedDict"),
+    *(GlobalName(module, f"{kind}Path") for module in ("pathlib", "pathlib._local")
       for kind in ("Posix", "Windows", "PurePosix", "PureWindows")),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Extent:
+class ByteRange:
     """A byte range of a file in the folder."""
 
     file: str
@@ -68,32 +68,32 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StoredChunk:
     """A box of a tensor, and where it is stored."""
 
     offset: Shape
     shape: Shape
-    extent: Extent
+    extent: ByteRange
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A stored tensor. dtype: None if checkpoints of this project cannot contain the dtype."""
 
     shape: Shape
     dtype: DTypeName | None
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
 
 
 @dataclass(frozen=True)
-class Contents:
+class DCPContents:
     """Everything in a folder, by name. others: where values that are not tensors are stored."""
 
-    tensors: Mapping[str, Stored]
-    others: Mapping[str, Extent]
+    tensors: Mapping[str, StoredTensor]
+    others: Mapping[str, ByteRange]
 
 
-def read_metadata(folder: Path) -> Contents:
+def read_metadata(folder: Path) -> DCPContents:
     """Read what a folder contains. Raises UserError if its metadata is damaged or malicious."""
     path = folder / METADATA
     try:
@@ -103,14 +103,14 @@ def read_metadata(folder: Path) -> Contents:
             f"{folder} is not a torch.distributed.checkpoint folder: {METADATA}: {error.strerror}"
         ) from None
     try:
-        contents = _contents(describe(data, _EXPECTED))
+        contents = _parse_contents(parse_pickle(data, _EXPECTED))
         _check_sizes(folder, contents)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     return contents
 
 
-def _check_sizes(folder: Path, contents: Contents) -> None:
+def _check_sizes(folder: Path, contents: DCPContents) -> None:
     """Check that the files are large enough for the tensors. Raises ValueError if one is not."""
     sizes: dict[str, int] = {}
     needed: Counter[str] = Counter()
@@ -134,47 +134,47 @@ def _check_sizes(folder: Path, contents: Contents) -> None:
             raise ValueError(f"{file} of {sizes[file]} bytes should hold {length}")
 
 
-def _contents(root: Any) -> Contents:
-    state = _state(root, _METADATA)
-    places = _places(_typed(state.get("storage_data"), dict, "storage_data"))
-    tensors: dict[str, Stored] = {}
-    others: dict[str, Extent] = {}
+def _parse_contents(root: Any) -> DCPContents:
+    state = _fields_of(root, _METADATA)
+    places = _parse_storage_data(_check_type(state.get("storage_data"), dict, "storage_data"))
+    tensors: dict[str, StoredTensor] = {}
+    others: dict[str, ByteRange] = {}
     left = _MAX_CHUNKS
-    for name, entry in _typed(state.get("state_dict_metadata"), dict, "names").items():
+    for name, entry in _check_type(state.get("state_dict_metadata"), dict, "names").items():
         if not isinstance(name, str) or not name.isprintable():
             raise ValueError("it has a name that is not text, or not printable")
-        if isinstance(entry, Record) and entry.what == _BYTES:
+        if isinstance(entry, PickledCall) and entry.what == _BYTES:
             if (name, None) in places:
                 others[name] = places[name, None]
             continue
-        chunks = _typed(_state(entry, _TENSOR).get("chunks"), list, f"chunks of {name!r}")
+        chunks = _check_type(_fields_of(entry, _TENSOR).get("chunks"), list, f"chunks of {name!r}")
         left -= len(chunks)
         if left < 0:
             raise ValueError(f"it has more than {_MAX_CHUNKS:,} chunks of tensors")
-        tensors[name] = _stored(name, entry.state, chunks, places)
-    return Contents(tensors, others)
+        tensors[name] = _parse_tensor(name, entry.state, chunks, places)
+    return DCPContents(tensors, others)
 
 
-def _stored(
+def _parse_tensor(
     name: str,
     state: Mapping[str, Any],
     chunks: Iterable[Any],
-    places: Mapping[tuple[str, Shape | None], Extent],
-) -> Stored:
-    shape = _size(state.get("size"))
+    places: Mapping[tuple[str, Shape | None], ByteRange],
+) -> StoredTensor:
+    shape = _parse_size(state.get("size"))
     properties = state.get("properties")
-    if not isinstance(properties, Record) or properties.what != _PROPERTIES:
+    if not isinstance(properties, PickledCall) or properties.what != _PROPERTIES:
         raise ValueError(f"{name!r} has no properties")
-    dtype = _typed(properties.state, tuple, f"properties of {name!r}")[0]
+    dtype = _check_type(properties.state, tuple, f"properties of {name!r}")[0]
     found = []
     for chunk in chunks:
-        inner = _state(chunk, _CHUNK)
-        box = _size(inner.get("offsets")), _size(inner.get("sizes"))
+        inner = _fields_of(chunk, _CHUNK)
+        box = _parse_size(inner.get("offsets")), _parse_size(inner.get("sizes"))
         if 0 not in shape and not is_inside(shape, box):
             raise ValueError(f"{name!r} of shape {shape} has a chunk outside it: {box}")
         if (name, box[0]) not in places:
             raise ValueError(f"{name!r} has a chunk at {box[0]} that is stored nowhere")
-        found.append(Chunk(*box, places[name, box[0]]))
+        found.append(StoredChunk(*box, places[name, box[0]]))
     wrong = (
         None
         if 0 in shape
@@ -182,14 +182,16 @@ def _stored(
     )
     if wrong:
         raise ValueError(f"{name!r} of shape {shape}: {wrong}")
-    return Stored(shape, DTYPE_OF.get(dtype) if isinstance(dtype, Name) else None, tuple(found))
+    return StoredTensor(
+        shape, DTYPE_OF.get(dtype) if isinstance(dtype, GlobalName) else None, tuple(found)
+    )
 
 
-def _places(given: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Extent]:
+def _parse_storage_data(given: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], ByteRange]:
     """Return where each item is stored, by name and offset of its box (None: not a tensor)."""
-    places: dict[tuple[str, Shape | None], Extent] = {}
+    places: dict[tuple[str, Shape | None], ByteRange] = {}
     for key, value in given.items():
-        index, info = _state(key, _INDEX), _state(value, _INFO)
+        index, info = _fields_of(key, _INDEX), _fields_of(value, _INFO)
         name, offset = index.get("fqn"), index.get("offset")
         file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(name, str):
@@ -200,26 +202,28 @@ def _places(given: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Extent]:
             raise ValueError(f"{name!r} is stored in no part of {file}")
         if info.get("transform_descriptors"):
             raise ValueError(f"{name!r} is stored transformed; save without extensions")
-        places[name, None if offset is None else _size(offset)] = Extent(file, start, length)
+        places[name, None if offset is None else _parse_size(offset)] = ByteRange(
+            file, start, length
+        )
     return places
 
 
-def _state(given: Any, what: Name) -> dict[str, Any]:
+def _fields_of(given: Any, what: GlobalName) -> dict[str, Any]:
     """Return the fields of a record. Raises ValueError if it is not of the class `what`."""
-    if not isinstance(given, Record) or given.what != what:
+    if not isinstance(given, PickledCall) or given.what != what:
         raise ValueError(f"it has something else in place of a {what.name}")
-    return _typed({} if given.state is None else given.state, dict, what.name)
+    return _check_type({} if given.state is None else given.state, dict, what.name)
 
 
-def _typed(given: Any, kind: type, what: str) -> Any:
+def _check_type(given: Any, kind: type, what: str) -> Any:
     if type(given) is not kind or (kind is tuple and not given):
         raise ValueError(f"its {what} is not a {kind.__name__}")
     return given
 
 
-def _size(given: Any) -> Shape:
+def _parse_size(given: Any) -> Shape:
     """Return the sizes of a described torch.Size."""
-    if isinstance(given, Record) and given.what == _SIZE and len(given.arguments) == 1:
+    if isinstance(given, PickledCall) and given.what == _SIZE and len(given.arguments) == 1:
         sizes = given.arguments[0]
         few = type(sizes) in (tuple, list) and len(sizes) <= _MAX_DIMS
         if few and all(_is_count(size) for size in sizes):

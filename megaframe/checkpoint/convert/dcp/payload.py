@@ -18,14 +18,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaframe.checkpoint.convert.dcp.metadata import Chunk, Extent
-from megaframe.checkpoint.convert.dcp.pickle_parser import PERSISTENT, Name, Record, describe
+from megaframe.checkpoint.convert.dcp.metadata import ByteRange, StoredChunk
+from megaframe.checkpoint.convert.dcp.pickle_parser import (
+    PERSISTENT_ID,
+    GlobalName,
+    PickledCall,
+    parse_pickle,
+)
 from megaframe.checkpoint.manifest import DTYPES, DTypeName
 from megaframe.checkpoint.slices import Box, Shape, index_within
 from megaframe.errors import UserError
 from megaframe.io.untrusted import open_file
 
-_MAX_PART = 1 << 20
+_MAX_READ_BYTES = 1 << 20
 """Largest size of an archive's directory, and of the pickle that describes a tensor, in bytes."""
 _LOCAL_HEADER = 30
 _STORAGES: dict[DTypeName, str] = {
@@ -34,11 +39,11 @@ _STORAGES: dict[DTypeName, str] = {
     "F16": "HalfStorage",
     "BF16": "BFloat16Storage",
 }
-_REBUILD_2, _REBUILD_3 = (Name("torch._utils", f"_rebuild_tensor_v{v}") for v in (2, 3))
-_ORDERED = Name("collections", "OrderedDict")
+_REBUILD_V2, _REBUILD_V3 = (GlobalName("torch._utils", f"_rebuild_tensor_v{v}") for v in (2, 3))
+_ORDERED_DICT = GlobalName("collections", "OrderedDict")
 
 
-class DataFile:
+class DCPDataFile:
     """A file with tensors, mapped into memory. Errors are UserErrors that name the file and, if one
     is concerned, the tensor."""
 
@@ -50,13 +55,13 @@ class DataFile:
         except (OSError, ValueError) as error:
             text = error.strerror if isinstance(error, OSError) else "it is empty"
             raise UserError(f"cannot read {path}: {text}") from None
-        self._last: tuple[Extent, NDArray[Any]] | None = None
+        self._last: tuple[ByteRange, NDArray[Any]] | None = None
 
     def close(self) -> None:
         self._last = None
         self._memory.close()
 
-    def read(self, name: str, dtype: DTypeName, chunk: Chunk, box: Box) -> memoryview:
+    def read(self, name: str, dtype: DTypeName, chunk: StoredChunk, box: Box) -> memoryview:
         """Return the bytes of a box within a chunk, in row-major order."""
         try:
             if self._last is None or self._last[0] != chunk.extent:
@@ -69,33 +74,33 @@ class DataFile:
         found = np.ascontiguousarray(self._last[1][inside])
         return found.reshape(-1).view(np.uint8).data
 
-    def text(self, name: str, extent: Extent, limit: int) -> str:
+    def text(self, name: str, extent: ByteRange, limit: int) -> str:
         """Return a stored text of at most `limit` bytes."""
         try:
-            archive = _Archive(self._part(extent), limit)
-            found = describe(archive.read("data.pkl"), ())
+            archive = _TensorArchive(self._part(extent), limit)
+            found = parse_pickle(archive.read("data.pkl"), ())
         except (ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
             raise UserError(f"{self.path} is damaged: {name}: {error}") from None
         if not isinstance(found, str):
             raise UserError(f"{self.path} is damaged: {name} is not text")
         return found
 
-    def _part(self, extent: Extent) -> _Part:
+    def _part(self, extent: ByteRange) -> _ByteRangeFile:
         if extent.start + extent.length > len(self._memory):
             raise ValueError(
                 f"it should be in bytes {extent.start} to {extent.start + extent.length}, "
                 f"and the file has {len(self._memory)}"
             )
-        return _Part(self._memory, extent)
+        return _ByteRangeFile(self._memory, extent)
 
-    def _array(self, dtype: DTypeName, chunk: Chunk) -> NDArray[Any]:
+    def _array(self, dtype: DTypeName, chunk: StoredChunk) -> NDArray[Any]:
         """Return a view of a chunk's elements in the file, as unsigned integers of the dtype's
         size. Raises ValueError for a chunk that is damaged or not as described."""
-        archive = _Archive(self._part(chunk.extent), _MAX_PART)
+        archive = _TensorArchive(self._part(chunk.extent), _MAX_READ_BYTES)
         if archive.read("byteorder") != b"little":
             raise ValueError("its byte order is not that of this machine")
         size = DTYPES[dtype].itemsize
-        key, first, shape, strides = _described(archive.read("data.pkl"), dtype)
+        key, first, shape, strides = _parse_tensor(archive.read("data.pkl"), dtype)
         if shape != chunk.shape:
             raise ValueError(f"it is of shape {shape} instead of {chunk.shape}")
         start, length = archive.position(f"data/{key}")
@@ -111,19 +116,19 @@ class DataFile:
         )
 
 
-def _described(data: bytes, dtype: DTypeName) -> tuple[str, int, Shape, Shape]:
+def _parse_tensor(data: bytes, dtype: DTypeName) -> tuple[str, int, Shape, Shape]:
     """Return what a pickle says about its tensor: key of the storage, index of the first element,
     shape and strides. Raises ValueError if it is not a plain tensor of this dtype."""
-    torch_name = Name("torch", str(DTYPES[dtype]).removeprefix("torch."))
-    storage = Name("torch", _STORAGES[dtype]) if dtype in _STORAGES else None
-    untyped = {Name("torch", "UntypedStorage"), Name("torch.storage", "UntypedStorage")}
-    expected = {_REBUILD_2, _REBUILD_3, _ORDERED, torch_name, *untyped}
-    tensor = describe(data, expected | ({storage} if storage else set()))
-    if not isinstance(tensor, Record) or tensor.what not in (_REBUILD_2, _REBUILD_3):
+    torch_name = GlobalName("torch", str(DTYPES[dtype]).removeprefix("torch."))
+    storage = GlobalName("torch", _STORAGES[dtype]) if dtype in _STORAGES else None
+    untyped = {GlobalName("torch", "UntypedStorage"), GlobalName("torch.storage", "UntypedStorage")}
+    expected = {_REBUILD_V2, _REBUILD_V3, _ORDERED_DICT, torch_name, *untyped}
+    tensor = parse_pickle(data, expected | ({storage} if storage else set()))
+    if not isinstance(tensor, PickledCall) or tensor.what not in (_REBUILD_V2, _REBUILD_V3):
         raise ValueError("it is not a plain tensor")
     memory, first, shape, strides, *rest = tensor.arguments
-    kind, held, key, *_ = memory.arguments[0] if _is_memory(memory) else (None,) * 3
-    right = held == storage if tensor.what == _REBUILD_2 else torch_name in rest
+    kind, held, key, *_ = memory.arguments[0] if _is_storage(memory) else (None,) * 3
+    right = held == storage if tensor.what == _REBUILD_V2 else torch_name in rest
     if kind != "storage" or not right or not re.fullmatch(r"[0-9]{1,9}", str(key)):
         raise ValueError(f"it is not stored as {torch_name.name}")
     if not all(map(_are_counts, ((first,), shape, strides))) or len(shape) != len(strides):
@@ -131,8 +136,8 @@ def _described(data: bytes, dtype: DTypeName) -> tuple[str, int, Shape, Shape]:
     return str(key), first, shape, strides
 
 
-def _is_memory(given: Any) -> bool:
-    if not isinstance(given, Record) or given.what != PERSISTENT:
+def _is_storage(given: Any) -> bool:
+    if not isinstance(given, PickledCall) or given.what != PERSISTENT_ID:
         return False
     return type(given.arguments[0]) is tuple and len(given.arguments[0]) >= 3
 
@@ -145,13 +150,13 @@ def _are_counts(given: Any) -> bool:
     )
 
 
-class _Part(io.RawIOBase):
+class _ByteRangeFile(io.RawIOBase):
     """A part of a file as a file object. Reading more than `limit` bytes at once raises
     ValueError."""
 
-    def __init__(self, memory: mmap.mmap, extent: Extent) -> None:
+    def __init__(self, memory: mmap.mmap, extent: ByteRange) -> None:
         self._memory, self._extent, self._at = memory, extent, 0
-        self.limit = _MAX_PART
+        self.limit = _MAX_READ_BYTES
 
     def seekable(self) -> bool:
         return True
@@ -185,11 +190,11 @@ class _Part(io.RawIOBase):
             return whole[begin : begin + size]
 
 
-class _Archive:
+class _TensorArchive:
     """The zip archive in a part of a file. Entry names do not include the top folder. limit: most
     bytes to read of one entry."""
 
-    def __init__(self, part: _Part, limit: int) -> None:
+    def __init__(self, part: _ByteRangeFile, limit: int) -> None:
         part.limit = self._limit = limit
         self._part = part
         self._zip = zipfile.ZipFile(part)

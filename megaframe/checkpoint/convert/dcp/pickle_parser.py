@@ -18,7 +18,7 @@ pickle alone would not."""
 
 
 @dataclass(frozen=True)
-class Name:
+class GlobalName:
     """The name of a class or function that a pickle would import."""
 
     module: str
@@ -29,27 +29,27 @@ class Name:
 
 
 @dataclass(eq=False)
-class Record:
+class PickledCall:
     """A call that a pickle would make, of a function or class, and the state that it would set on
     the result."""
 
-    what: Name
+    what: GlobalName
     arguments: tuple[Any, ...]
     state: Any = None
 
 
-PERSISTENT = Name("", "persistent")
+PERSISTENT_ID = GlobalName("", "persistent")
 """The name in the record of a persistent id, which refers to an object outside of the pickle. The
 id is the record's only argument."""
 
 
-def describe(data: bytes, expected: Collection[Name]) -> Any:
-    """Return the contents of a pickle as plain values, `Name`s and `Record`s.
+def parse_pickle(data: bytes, expected: Collection[GlobalName]) -> Any:
+    """Return the contents of a pickle as plain values, `GlobalName`s and `PickledCall`s.
 
     Nothing that the pickle names is imported, called or compared. Raises ValueError if `data` is
     not a pickle, has instructions that are not supported, or has a name that is not in `expected`.
     """
-    machine = _Machine(expected)
+    machine = _PickleParser(expected)
     try:
         for count, (code, argument, _) in enumerate(pickletools.genops(data)):
             if count == MAX_INSTRUCTIONS:
@@ -62,7 +62,7 @@ def describe(data: bytes, expected: Collection[Name]) -> Any:
     raise ValueError("it is not a pickle: it has no end")
 
 
-class _Mark:
+class _StackMark:
     """Marks where the items of a tuple, list or dict begin on the stack."""
 
 
@@ -73,12 +73,12 @@ _VALUES = {
 }  # fmt: skip
 _GETS = {"BINGET", "LONG_BINGET"}
 _PUTS = {"BINPUT", "LONG_BINPUT"}
-_NOTHING = {"PROTO", "FRAME"}
+_IGNORED = {"PROTO", "FRAME"}
 
 
 @dataclass
-class _Machine:
-    expected: Collection[Name]
+class _PickleParser:
+    expected: Collection[GlobalName]
     stack: list[Any] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
 
@@ -91,20 +91,20 @@ class _Machine:
             self.stack.append(self.memo[argument])
         elif code in _PUTS:
             self.memo[argument] = self.stack[-1]
-        elif code in _ACTS:
-            _ACTS[code](self, argument)
-        elif code not in _NOTHING:
+        elif code in _HANDLERS:
+            _HANDLERS[code](self, argument)
+        elif code not in _IGNORED:
             raise ValueError(f"it has the instruction {code}, which is not allowed")
 
     def pop(self) -> Any:
         value = self.stack.pop()
-        if value is _Mark:
+        if value is _StackMark:
             raise ValueError("it is not a pickle: a mark in place of a value")
         return value
 
     def _since_mark(self) -> list[Any]:
         place = len(self.stack) - 1
-        while self.stack[place] is not _Mark:
+        while self.stack[place] is not _StackMark:
             place -= 1
             if place < 0:
                 raise ValueError("it is not a pickle: a mark is missing")
@@ -128,12 +128,12 @@ class _Machine:
             raise ValueError("it is not a pickle: something is put into what is not a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             # Other keys, such as tuples, are hashed by their contents, which may be nested deeply.
-            if not isinstance(key, str | int | Record):
+            if not isinstance(key, str | int | PickledCall):
                 raise ValueError("it has keys that are neither text nor records")
             target[key] = value
 
     def _named(self, module: Any, name: Any) -> None:
-        found = Name(str(module), str(name))
+        found = GlobalName(str(module), str(name))
         if found not in self.expected:
             raise ValueError(f"it names {str(found)[:80]!r}, which is not allowed")
         self.stack.append(found)
@@ -146,19 +146,19 @@ class _Machine:
 
     def _call(self, _: Any) -> None:
         arguments, what = self.pop(), self.pop()
-        if not isinstance(what, Name) or type(arguments) is not tuple:
+        if not isinstance(what, GlobalName) or type(arguments) is not tuple:
             raise ValueError("it calls what has no name")
-        self.stack.append(Record(what, arguments))
+        self.stack.append(PickledCall(what, arguments))
 
     def _build(self, _: Any) -> None:
         state, target = self.pop(), self.stack[-1]
-        if not isinstance(target, Record) or target.state is not None:
+        if not isinstance(target, PickledCall) or target.state is not None:
             raise ValueError("it gives a state to what has none")
         target.state = state
 
 
-_ACTS: dict[str, Callable[[_Machine, Any], None]] = {
-    "MARK": lambda machine, _: machine.stack.append(_Mark),
+_HANDLERS: dict[str, Callable[[_PickleParser, Any], None]] = {
+    "MARK": lambda machine, _: machine.stack.append(_StackMark),
     "EMPTY_DICT": lambda machine, _: machine.stack.append({}),
     "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
     "MEMOIZE": lambda machine, _: machine.memo.update({len(machine.memo): machine.stack[-1]}),
@@ -171,9 +171,11 @@ _ACTS: dict[str, Callable[[_Machine, Any], None]] = {
     "SETITEM": lambda machine, _: machine._set([machine.pop(), machine.pop()][::-1]),
     "SETITEMS": lambda machine, _: machine._set(machine._since_mark()),
     "GLOBAL": lambda machine, argument: machine._named(*argument.split(" ", 1)),
-    "STACK_GLOBAL": _Machine._stack_global,
-    "REDUCE": _Machine._call,
-    "NEWOBJ": _Machine._call,
-    "BUILD": _Machine._build,
-    "BINPERSID": lambda machine, _: machine.stack.append(Record(PERSISTENT, (machine.pop(),))),
+    "STACK_GLOBAL": _PickleParser._stack_global,
+    "REDUCE": _PickleParser._call,
+    "NEWOBJ": _PickleParser._call,
+    "BUILD": _PickleParser._build,
+    "BINPERSID": lambda machine, _: machine.stack.append(
+        PickledCall(PERSISTENT_ID, (machine.pop(),))
+    ),
 }

@@ -13,19 +13,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megaframe.checkpoint.convert.huggingface.read_files import shown
+from megaframe.checkpoint.convert.huggingface.read_files import printable
 from megaframe.errors import UserError
 
 Shape = tuple[int, ...]
-_LARGEST = 2**31 - 1
+_MAX_SIZE = 2**31 - 1
 """Largest size that a config may have, before the tensors bound it further."""
-_Size = Annotated[int, Field(ge=1, le=_LARGEST)] | None
-_Count = Annotated[int, Field(ge=0, le=_LARGEST)] | None
-_Above = Annotated[float, Field(gt=0)] | None
-_Least = Annotated[float, Field(ge=0)] | None
+_Size = Annotated[int, Field(ge=1, le=_MAX_SIZE)] | None
+_Count = Annotated[int, Field(ge=0, le=_MAX_SIZE)] | None
+_Positive = Annotated[float, Field(gt=0)] | None
+_NonNegative = Annotated[float, Field(ge=0)] | None
 
 
-class _Rope(BaseModel):
+class _RopeKeys(BaseModel):
     """`rope_parameters`, or `rope_scaling` with the base outside. Other keys change the rotation in
     ways that are not supported, so they are refused."""
 
@@ -33,21 +33,21 @@ class _Rope(BaseModel):
 
     rope_type: str | None = None
     type: str | None = None
-    rope_theta: _Above = None
+    rope_theta: _Positive = None
     factor: Annotated[float, Field(ge=1)] | None = None
     original_max_position_embeddings: _Size = None
-    low_freq_factor: _Above = None
-    high_freq_factor: _Above = None
-    beta_fast: _Above = None
-    beta_slow: _Above = None
-    mscale: _Least = None
-    mscale_all_dim: _Least = None
+    low_freq_factor: _Positive = None
+    high_freq_factor: _Positive = None
+    beta_fast: _Positive = None
+    beta_slow: _Positive = None
+    mscale: _NonNegative = None
+    mscale_all_dim: _NonNegative = None
     partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = None
     attention_factor: None = None
     truncate: Literal[True] | None = None
 
 
-class _Sizes(BaseModel):
+class _SizeKeys(BaseModel):
     """Sizes that no model can have more of than its largest tensor has rows or columns, or than it
     has tensors."""
 
@@ -81,27 +81,27 @@ class _Sizes(BaseModel):
     topk_group: _Size = None
 
 
-class _Keys(_Sizes):
+class _ConfigKeys(_SizeKeys):
     """All keys that are read, of every family."""
 
     model_type: str
     dtype: str | None = None
     torch_dtype: str | None = None
     max_position_embeddings: _Size = None
-    rms_norm_eps: _Above = None
-    layer_norm_epsilon: _Above = None
-    initializer_range: _Above = None
+    rms_norm_eps: _Positive = None
+    layer_norm_epsilon: _Positive = None
+    initializer_range: _Positive = None
     tie_word_embeddings: bool = False
     attention_bias: bool | None = None
-    rope_theta: _Above = None
-    rope_parameters: _Rope | None = None
-    rope_scaling: _Rope | None = None
+    rope_theta: _Positive = None
+    rope_parameters: _RopeKeys | None = None
+    rope_scaling: _RopeKeys | None = None
     sliding_window: _Size = None
     use_sliding_window: bool | None = None
     max_window_layers: _Count = None
     layer_types: list[str] | None = None
     norm_topk_prob: bool | None = None
-    routed_scaling_factor: _Above = None
+    routed_scaling_factor: _Positive = None
     topk_method: str | None = None
 
 
@@ -144,10 +144,10 @@ _PRESENT = {
 def check_keys(config: Mapping[str, Any]) -> None:
     """Raise `UserError` for the first key whose type or range is wrong, or that is missing."""
     try:
-        _Keys.model_validate_json(json.dumps(config))
+        _ConfigKeys.model_validate_json(json.dumps(config))
     except ValidationError as errors:
         error = errors.errors()[0]
-        key = shown(".".join(map(str, error["loc"])) or "config.json")
+        key = printable(".".join(map(str, error["loc"])) or "config.json")
         given = "" if error["type"] == "missing" else f"={reprlib.repr(error['input'])}"
         problem = error["msg"][0].lower() + error["msg"][1:]
         raise UserError(f"{key}{given}: {problem}") from None
@@ -164,7 +164,7 @@ def check_sizes(config: Mapping[str, Any], shapes: Collection[Shape]) -> None:
     layers = config.get("num_hidden_layers") or config.get("n_layer") or 0
     if layers > len(shapes):
         raise UserError(f"{layers} layers are more than the folder's {len(shapes)} tensors")
-    for key in _Sizes.model_fields:
+    for key in _SizeKeys.model_fields:
         size = config.get(key) or 0
         if size > max(widest, len(shapes)):
             raise UserError(

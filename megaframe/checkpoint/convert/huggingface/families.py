@@ -79,7 +79,7 @@ _FIXED: dict[str, Keys] = {
     "deepseek_v2": {"hidden_act": "silu", "scoring_func": "softmax"},
 }
 """Keys of each family that must have this value if they are present."""
-_BASES = {"mixtral": 1e6}
+_DEFAULT_ROTARY_BASES = {"mixtral": 1e6}
 """Rotary bases of families for which it is not 10000 unless the config gives another."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 """The values of `layer_types`."""
@@ -97,7 +97,9 @@ ARCHITECTURES = {
 }
 
 
-def model_of(config: Mapping[str, Any], shapes: Collection[Shape] | None = None) -> ModelConfig:
+def model_from_config(
+    config: Mapping[str, Any], shapes: Collection[Shape] | None = None
+) -> ModelConfig:
     """Return the `model` section for a Hugging Face config. Raises `UserError` for anything that is
     not supported, or of a wrong type.
 
@@ -127,7 +129,7 @@ def model_of(config: Mapping[str, Any], shapes: Collection[Shape] | None = None)
         raise UserError(f"{family}: {where}={given}: {error['msg']}") from None
 
 
-def config_of(model: ModelConfig, positions: int) -> Keys:
+def config_from_model(model: ModelConfig, positions: int) -> Keys:
     """Return the config of the Hugging Face model that computes the same. Raises `UserError` with
     the differing keys if there is none.
 
@@ -142,10 +144,10 @@ def config_of(model: ModelConfig, positions: int) -> Keys:
         **_FIXED[family],
         **_FAMILIES[family].write(model),
     }
-    again = model_of(config)
+    again = model_from_config(config)
     free = {"dropout", "init_std", "mtp_depth", "positions"}
     ours, theirs = model.model_dump(), again.model_dump()
-    ours["window"], theirs["window"] = _pattern(_layer_windows(model)), again.window
+    ours["window"], theirs["window"] = _shortest_pattern(_layer_windows(model)), again.window
     if ours.get("moe") and theirs.get("moe"):
         for key in ("balance", "balance_rate", "balance_loss", "z_loss", "jitter"):
             ours["moe"][key] = theirs["moe"][key] = None  # concern training only
@@ -203,8 +205,8 @@ def _read_common(config: Mapping[str, Any]) -> Keys:
     keys: Keys = {ours: config.get(theirs) for ours, theirs in _COMMON.items()}
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = rope.get("rope_theta") or config.get("rope_theta")
-    keys["rotary_base"] = base or _BASES.get(config["model_type"], 10000.0)
-    keys["rotary_scaling"] = _scaling_of({k: v for k, v in rope.items() if v is not None})
+    keys["rotary_base"] = base or _DEFAULT_ROTARY_BASES.get(config["model_type"], 10000.0)
+    keys["rotary_scaling"] = _read_rope_scaling({k: v for k, v in rope.items() if v is not None})
     keys["tie_embeddings"] = config.get("tie_word_embeddings", False)
     return {**keys, **_LIKE_LLAMA}
 
@@ -251,7 +253,7 @@ def _read_layer_types(config: Mapping[str, Any], window: int | None, full: int) 
             f"layer_types has {_SLIDING} layers, and there is no sliding_window for them"
         )
     windows = [window if kind == _SLIDING else None for kind in kinds]
-    return {**_read_attention(config), "window": _pattern(windows)}
+    return {**_read_attention(config), "window": _shortest_pattern(windows)}
 
 
 def _read_ministral(config: Mapping[str, Any]) -> Keys:
@@ -274,7 +276,7 @@ def _write_common(model: ModelConfig) -> Keys:
     keys: Keys = {theirs: getattr(model, ours) for ours, theirs in _COMMON.items()}
     keys["rope_parameters"] = {
         "rope_theta": model.rotary_base,
-        **_rope_of(model.rotary_scaling),
+        **_write_rope_scaling(model.rotary_scaling),
     }
     return keys
 
@@ -288,7 +290,7 @@ def _write_attention(model: ModelConfig) -> Keys:
 
 
 def _write_sliding(model: ModelConfig) -> Keys:
-    return {**_write_attention(model), "sliding_window": _the_window(model)}
+    return {**_write_attention(model), "sliding_window": _first_window(model)}
 
 
 def _write_layer_types(model: ModelConfig) -> Keys:
@@ -307,7 +309,7 @@ def _layer_windows(model: ModelConfig) -> list[int | None]:
     return [window_of(model, layer) for layer in range(model.layers)]
 
 
-def _pattern(windows: Sequence[int | None]) -> int | tuple[int | None, ...] | None:
+def _shortest_pattern(windows: Sequence[int | None]) -> int | tuple[int | None, ...] | None:
     """Return the shortest `model.window` that gives the layers these windows."""
     size = next(
         size
@@ -317,13 +319,13 @@ def _pattern(windows: Sequence[int | None]) -> int | tuple[int | None, ...] | No
     return windows[0] if size == 1 else tuple(windows[:size])
 
 
-def _the_window(model: ModelConfig) -> int | None:
-    """Return the window of the first layer that has one. `config_of` refuses models whose layers
-    have several different windows."""
+def _first_window(model: ModelConfig) -> int | None:
+    """Return the window of the first layer that has one. `config_from_model` refuses models whose
+    layers have several different windows."""
     return next((window for window in _layer_windows(model) if window is not None), None)
 
 
-def _scaling_of(rope: Mapping[str, Any]) -> Keys:
+def _read_rope_scaling(rope: Mapping[str, Any]) -> Keys:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
@@ -346,7 +348,7 @@ def _scaling_of(rope: Mapping[str, Any]) -> Keys:
     }
 
 
-def _rope_of(scaling: RotaryScalingConfig) -> Keys:
+def _write_rope_scaling(scaling: RotaryScalingConfig) -> Keys:
     if scaling.kind == "none":
         return {"rope_type": "default"}
     shared = {
@@ -405,7 +407,7 @@ def _write_qwen3_moe(model: ModelConfig) -> Keys:
         "num_experts_per_tok": model.moe.top_k,
         "moe_intermediate_size": model.moe.ffn or model.ffn,
         "norm_topk_prob": model.moe.normalise,
-        "use_sliding_window": _the_window(model) is not None,
+        "use_sliding_window": _first_window(model) is not None,
     }
 
 

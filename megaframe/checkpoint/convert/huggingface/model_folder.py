@@ -19,24 +19,24 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaframe.checkpoint import Checkpoint, Slice, StorePath
-from megaframe.checkpoint.convert.huggingface.families import config_of, model_of
+from megaframe.checkpoint.convert.huggingface.families import config_from_model, model_from_config
 from megaframe.checkpoint.convert.huggingface.read_files import (
     INDEX,
     SINGLE,
-    Header,
+    TensorHeader,
     check_finite,
+    check_regular_file,
     check_type,
+    printable,
     read_headers,
     read_json,
     read_tensor,
-    regular,
-    shown,
 )
-from megaframe.checkpoint.convert.huggingface.tensors import Theirs, tensors_of
+from megaframe.checkpoint.convert.huggingface.tensors import HuggingFaceTensor, map_tensors
 from megaframe.checkpoint.convert.huggingface.tokenizer import (
     TOKENIZER_FILES,
+    check_tokenizer_path,
     export_tokenizer,
-    trusted,
 )
 from megaframe.checkpoint.reshard import as_bytes, assemble_checkpoint, group_by_bytes
 from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, FileEntry, TensorBox
@@ -48,7 +48,7 @@ from megaframe.parameters.spec import Constant, ParamSpec
 from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.validate.run import find_mistakes
 
-_Origin = tuple[Theirs | ParamSpec, int]
+_Origin = tuple[HuggingFaceTensor | ParamSpec, int]
 """Where a box comes from: a tensor of the Hugging Face model and the index of the part in it, or a
 spec with a constant initial value."""
 _Origins = dict[tuple[str, tuple[int, ...]], _Origin]
@@ -62,11 +62,11 @@ _TYPES = {
     "fp16": torch.float16,
 }
 _CONFIG = "config.json"
-_FEW = 5
+_MAX_NAMED_TENSORS = 5
 """Number of tensors that an error names."""
 
 
-def export(
+def export_model(
     checkpoint: Checkpoint, folder: Path, dtype: str | None = None, tokenizer: str | None = None
 ) -> list[str]:
     """Write a checkpoint's weights as a folder that `from_pretrained` can load, with its tokenizer.
@@ -82,16 +82,16 @@ def export(
         raise UserError(f"{folder} already exists; remove it or give another folder")
     run = read_train_state(checkpoint).config
     kind = _TYPES[dtype or run.train.precision]
-    name = tokenizer or trusted(run.data.tokenizer, checkpoint.path)
+    name = tokenizer or check_tokenizer_path(run.data.tokenizer, checkpoint.path)
     words = export_tokenizer(name, run.model.vocab or 0, run.train.seq)
     ends = {"bos_token_id": words.eod, "eos_token_id": words.eod}
     learned = run.model.position == "learned" and run.model.positions
     config = {
-        **config_of(run.model, learned or run.train.seq),
+        **config_from_model(run.model, learned or run.train.seq),
         **ends,
-        "dtype": _name_of(kind),
+        "dtype": _dtype_name(kind),
     }
-    theirs = list(tensors_of(run.model, model_specs(run)))
+    theirs = list(map_tensors(run.model, model_specs(run)))
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir(parents=True)
@@ -109,9 +109,9 @@ def export(
 
 
 def _write_files(
-    checkpoint: Checkpoint, theirs: list[Theirs], folder: Path, dtype: torch.dtype
+    checkpoint: Checkpoint, theirs: list[HuggingFaceTensor], folder: Path, dtype: torch.dtype
 ) -> None:
-    def bytes_of(one: Theirs) -> int:
+    def bytes_of(one: HuggingFaceTensor) -> int:
         return sum(part.box.size for part in one.parts) * dtype.itemsize
 
     groups = group_by_bytes(theirs, bytes_of, FILE_BYTES)
@@ -129,7 +129,7 @@ def _write_files(
         )
         joined = {one.name: one.join(mine) for one, mine in zip(group, boxes, strict=True)}
         for tensor, content in joined.items():
-            check_finite(tensor, content, _name_of(dtype))
+            check_finite(tensor, content, _dtype_name(dtype))
         save_file(joined, str(folder / name), metadata={"format": "pt"})
         index |= dict.fromkeys(joined, name)
     if len(groups) > 1:
@@ -143,7 +143,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def load(folder: Path, to: StorePath) -> StorePath:
+def import_model(folder: Path, to: StorePath) -> StorePath:
     """Import the model in a Hugging Face folder as a checkpoint of step 0 in the folder `to`, in
     fp32.
 
@@ -153,16 +153,18 @@ def load(folder: Path, to: StorePath) -> StorePath:
     """
     config = read_json(folder / _CONFIG)
     headers = read_headers(folder)
-    model = model_of(config, [header.shape for header in headers.values()])
+    model = model_from_config(config, [header.shape for header in headers.values()])
     run = RunConfig(
-        model=model, data=DataConfig(tokenizer=_tokenizer_in(folder)), train=_train(config, model)
+        model=model,
+        data=DataConfig(tokenizer=_find_tokenizer(folder)),
+        train=_train_section(config, model),
     )
     if wrong := find_mistakes(run, 1, data=False):
         raise UserError(f"{folder}: {wrong[0]}")
     specs = model_specs(run)
-    theirs = _matched(folder, tensors_of(model, specs), headers, model.tie_embeddings)
-    boxes, source = _boxes(specs, theirs)
-    found = _Boxes(headers, source)
+    theirs = _match_tensors(folder, map_tensors(model, specs), headers, model.tie_embeddings)
+    boxes, source = _plan_boxes(specs, theirs)
+    found = _BoxReader(headers, source)
     return assemble_checkpoint(
         to,
         0,
@@ -172,30 +174,32 @@ def load(folder: Path, to: StorePath) -> StorePath:
     )
 
 
-def _tokenizer_in(folder: Path) -> str | None:
+def _find_tokenizer(folder: Path) -> str | None:
     for kind, name in TOKENIZER_FILES.items():
         if (folder / name).exists():
-            regular(folder / name)
+            check_regular_file(folder / name)
             return f"{kind}:{folder / name}"
     return None
 
 
-def _train(config: Mapping[str, Any], model: ModelConfig) -> TrainConfig:
+def _train_section(config: Mapping[str, Any], model: ModelConfig) -> TrainConfig:
     """Return a `train` section: the type that the weights are stored in, by default bf16, and
     samples as long as the texts that the model was trained on."""
     dtype = config.get("dtype") or config.get("torch_dtype")
-    stored = next((ours for ours, theirs in _TYPES.items() if dtype == _name_of(theirs)), "bf16")
+    stored = next((ours for ours, theirs in _TYPES.items() if dtype == _dtype_name(theirs)), "bf16")
     positions = model.positions or config.get("max_position_embeddings")
     seq = {"seq": positions} if positions else {}
     return TrainConfig.model_validate({"precision": stored, **seq})
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a type in a config of transformers."""
     return str(dtype).removeprefix("torch.")
 
 
-def _boxes(specs: list[ParamSpec], theirs: list[Theirs]) -> tuple[list[TensorBox], _Origins]:
+def _plan_boxes(
+    specs: list[ParamSpec], theirs: list[HuggingFaceTensor]
+) -> tuple[list[TensorBox], _Origins]:
     """Return the boxes to save, ordered by the tensors of the Hugging Face model, and the origin of
     each. Parameters without a counterpart there get their initial value."""
     boxes: list[TensorBox] = []
@@ -218,12 +222,12 @@ def _boxes(specs: list[ParamSpec], theirs: list[Theirs]) -> tuple[list[TensorBox
     return boxes, source
 
 
-class _Boxes:
+class _BoxReader:
     """Provides the bytes of boxes. Keeps the tensor of the folder that was read last in memory."""
 
-    def __init__(self, headers: Mapping[str, Header], source: _Origins) -> None:
+    def __init__(self, headers: Mapping[str, TensorHeader], source: _Origins) -> None:
         self._headers, self._source = headers, source
-        self._held: Theirs | None = None
+        self._held: HuggingFaceTensor | None = None
         self._parts: list[Tensor] = []
 
     def bytes_of(self, piece: FileEntry) -> memoryview:
@@ -240,12 +244,15 @@ class _Boxes:
         return as_bytes(self._parts[place][inside])
 
 
-def _matched(
-    folder: Path, theirs: Iterable[Theirs], headers: Mapping[str, Header], tied: bool
-) -> list[Theirs]:
+def _match_tensors(
+    folder: Path,
+    theirs: Iterable[HuggingFaceTensor],
+    headers: Mapping[str, TensorHeader],
+    tied: bool,
+) -> list[HuggingFaceTensor]:
     """Return the tensors of the config, all of which the folder has. Raises `UserError` with a few
     of those that are missing, unknown, or of another shape or type."""
-    wanted: dict[str, Theirs] = {}
+    wanted: dict[str, HuggingFaceTensor] = {}
     problems: list[str] = []
     for one in theirs:
         header = headers.get(one.name)
@@ -256,23 +263,25 @@ def _matched(
         else:
             check_type(one.name, header)
         wanted[one.name] = one
-        if len(problems) > _FEW:  # before a wrong config becomes a long list
+        if len(problems) > _MAX_NAMED_TENSORS:  # before a wrong config becomes a long list
             break
     else:
         problems += [
-            f"{shown(name)} has no counterpart"
+            f"{printable(name)} has no counterpart"
             for name in headers
-            if name not in wanted and not _left_out(name, tied)
+            if name not in wanted and not _is_ignorable(name, tied)
         ]
     if problems:
-        more = "\n  and more" if len(problems) > _FEW else ""
+        more = "\n  and more" if len(problems) > _MAX_NAMED_TENSORS else ""
         raise UserError(
-            f"{folder} does not fit its config:\n  " + "\n  ".join(problems[:_FEW]) + more
+            f"{folder} does not fit its config:\n  "
+            + "\n  ".join(problems[:_MAX_NAMED_TENSORS])
+            + more
         )
     return list(wanted.values())
 
 
-def _left_out(name: str, tied: bool) -> bool:
+def _is_ignorable(name: str, tied: bool) -> bool:
     """Return whether a tensor can be ignored: a buffer that some folders contain, or the output
     weights that equal tied embeddings."""
     buffers = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")

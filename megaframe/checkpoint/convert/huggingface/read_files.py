@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megaframe.errors import UserError
-from megaframe.io.untrusted import open_file, parsed_json, read_file
+from megaframe.io.untrusted import open_file, parse_json, read_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -24,7 +24,7 @@ _MAX_JSON = 64 << 20
 
 
 @dataclass(frozen=True)
-class Header:
+class TensorHeader:
     """What a folder says about a tensor, without its elements. dtype: a name such as `BF16`."""
 
     file: Path
@@ -32,76 +32,78 @@ class Header:
     dtype: str
 
 
-def regular(path: Path) -> None:
+def check_regular_file(path: Path) -> None:
     """Raise `UserError` unless there is a regular file that can be read."""
     try:
         open_file(path).close()
     except OSError as error:
-        raise UserError(f"cannot read {shown(path)}: {error.strerror}") from None
+        raise UserError(f"cannot read {printable(path)}: {error.strerror}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises `UserError` if there is none."""
     try:
-        content = parsed_json(read_file(path, _MAX_JSON))
+        content = parse_json(read_file(path, _MAX_JSON))
     except OSError as error:
-        raise UserError(f"cannot read {shown(path)}: {error.strerror}") from None
+        raise UserError(f"cannot read {printable(path)}: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"{shown(path)} is not JSON: {error}") from None
+        raise UserError(f"{printable(path)} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{shown(path)} is not a JSON object")
+        raise UserError(f"{printable(path)} is not a JSON object")
     return content
 
 
-def read_headers(folder: Path) -> dict[str, Header]:
+def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """Return what a folder says about each of its tensors, by name.
 
     Raises `UserError` for files that cannot be read, and for tensors that are in two files or in
     another one than the index says.
     """
     if not (folder / INDEX).exists():
-        return _headers(folder / SINGLE)
+        return _read_headers(folder / SINGLE)
     index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(
         isinstance(name, str) and Path(name).name == name for name in index.values()
     ):
         raise UserError(f"{folder / INDEX} has no weight_map of file names in this folder")
-    found: dict[str, Header] = {}
+    found: dict[str, TensorHeader] = {}
     for name in sorted(set(index.values())):
-        for tensor, header in _headers(folder / name).items():
+        for tensor, header in _read_headers(folder / name).items():
             if tensor in found:
-                files = f"{shown(found[tensor].file.name)} and {shown(name)}"
-                raise UserError(f"{folder}: {shown(tensor)} is in two files, {files}")
+                files = f"{printable(found[tensor].file.name)} and {printable(name)}"
+                raise UserError(f"{folder}: {printable(tensor)} is in two files, {files}")
             found[tensor] = header
     for tensor, name in index.items():
         if tensor not in found or found[tensor].file.name != name:
-            raise UserError(f"{folder}: {shown(tensor)} is not in {shown(name)}, as {INDEX} says")
+            raise UserError(
+                f"{folder}: {printable(tensor)} is not in {printable(name)}, as {INDEX} says"
+            )
     return found
 
 
-def _headers(path: Path) -> dict[str, Header]:
-    regular(path)
+def _read_headers(path: Path) -> dict[str, TensorHeader]:
+    check_regular_file(path)
     try:
         with safe_open(path, framework="pt") as file:
             found = {}
             for name in file.keys():  # noqa: SIM118
                 one = file.get_slice(name)
-                found[name] = Header(path, tuple(one.get_shape()), one.get_dtype())
+                found[name] = TensorHeader(path, tuple(one.get_shape()), one.get_dtype())
             return found
     except (OSError, MemoryError, SafetensorError) as error:  # it maps the whole file
-        raise UserError(f"cannot read {shown(path)}: {error}") from None
+        raise UserError(f"cannot read {printable(path)}: {error}") from None
 
 
-def check_type(name: str, header: Header) -> None:
+def check_type(name: str, header: TensorHeader) -> None:
     """Raise `UserError` if a tensor is not one of floating-point numbers of 16 bits or more."""
     if header.dtype not in _FLOATS:
         raise UserError(
-            f"{shown(header.file)}: {shown(name)} has the type {header.dtype}; weights are "
+            f"{printable(header.file)}: {printable(name)} has the type {header.dtype}; weights are "
             f"{', '.join(_FLOATS)}"
         )
 
 
-def read_tensor(name: str, header: Header) -> Tensor:
+def read_tensor(name: str, header: TensorHeader) -> Tensor:
     """Return a tensor of a folder in fp32. Raises `UserError` if an element is not finite."""
     try:
         with safe_open(header.file, framework="pt") as file:
@@ -114,14 +116,15 @@ def read_tensor(name: str, header: Header) -> Tensor:
 
 def check_finite(name: str, tensor: Tensor, dtype: str) -> None:
     """Raise `UserError` with the number of elements that are NaN or infinite, if there are any."""
-    wrong = tensor.numel() - int(torch.isfinite(tensor).sum())
+    count = tensor.numel()
+    wrong = count - int(torch.isfinite(tensor).sum())
     if wrong:
         raise UserError(
-            f"{shown(name)}: {wrong} of {tensor.numel()} elements are NaN or infinite in {dtype}"
+            f"{printable(name)}: {wrong} of {count} elements are NaN or infinite in {dtype}"
         )
 
 
-def shown(text: object) -> str:
+def printable(text: object) -> str:
     """Return a foreign name as it can be printed: on one line, not too long, without escape
     sequences."""
     plain = str(text)

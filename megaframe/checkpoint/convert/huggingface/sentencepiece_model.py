@@ -38,7 +38,7 @@ class TextPiece:
 
 
 @dataclass(frozen=True)
-class PieceModel:
+class SentencePieceModel:
     """The content of a model file.
 
     kind: unigram, bpe, word or char. charsmap: the compiled rules that replace characters, empty
@@ -61,18 +61,22 @@ class PieceModel:
         return [(i, piece) for i, piece in enumerate(self.pieces) if piece.type in types]
 
 
-def parse(path: str, content: bytes) -> PieceModel:
+def parse_model(path: str, content: bytes) -> SentencePieceModel:
     """Parse a model file that the library has loaded. Raises `UserError` for anything in it that
     this reader does not know."""
     try:
-        fields = list(_fields(content))
-        messages = {field: dict(_fields(_bytes(data))) for field, data in fields if field in (2, 3)}
+        fields = list(_parse_fields(content))
+        messages = {
+            field: dict(_parse_fields(_expect_bytes(data)))
+            for field, data in fields
+            if field in (2, 3)
+        }
         trainer, normaliser = messages.get(2, {}), messages.get(3, {})
-        return PieceModel(
-            kind=_KINDS[_number(trainer.get(3, 1))],
-            pieces=[_piece(_bytes(data)) for field, data in fields if field == 1],
+        return SentencePieceModel(
+            kind=_KINDS[_expect_number(trainer.get(3, 1))],
+            pieces=[_parse_piece(_expect_bytes(data)) for field, data in fields if field == 1],
             byte_fallback=bool(trainer.get(35, 0)),
-            charsmap=_bytes(normaliser.get(2, b"")),
+            charsmap=_expect_bytes(normaliser.get(2, b"")),
             dummy_prefix=bool(normaliser.get(3, 1)),
             remove_extra_whitespaces=bool(normaliser.get(4, 1)),
             escape_whitespaces=bool(normaliser.get(5, 1)),
@@ -82,25 +86,25 @@ def parse(path: str, content: bytes) -> PieceModel:
         raise UserError(f"{path}: not a SentencePiece model of a known form: {error}") from None
 
 
-def _piece(data: bytes) -> TextPiece:
-    fields = dict(_fields(data))
-    (score,) = struct.unpack("<f", _bytes(fields.get(2, bytes(4))))
-    kind = PieceType(_number(fields.get(3, PieceType.NORMAL)))
-    return TextPiece(_bytes(fields[1]).decode(), score, kind)
+def _parse_piece(data: bytes) -> TextPiece:
+    fields = dict(_parse_fields(data))
+    (score,) = struct.unpack("<f", _expect_bytes(fields.get(2, bytes(4))))
+    kind = PieceType(_expect_number(fields.get(3, PieceType.NORMAL)))
+    return TextPiece(_expect_bytes(fields[1]).decode(), score, kind)
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+def _parse_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield the number and value of each field of a message: an integer, or bytes."""
     place = 0
     while place < len(data):
-        tag, place = _varint(data, place)
+        tag, place = _parse_varint(data, place)
         number, wire = tag >> 3, tag & 7
         if wire == _VARINT:
-            value, place = _varint(data, place)
+            value, place = _parse_varint(data, place)
             yield number, value
             continue
         if wire == _LENGTH:
-            size, place = _varint(data, place)
+            size, place = _parse_varint(data, place)
         elif wire in (_FOUR_BYTES, _EIGHT_BYTES):
             size = 4 if wire == _FOUR_BYTES else 8
         else:
@@ -109,7 +113,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         place += size
 
 
-def _varint(data: bytes, place: int) -> tuple[int, int]:
+def _parse_varint(data: bytes, place: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = data[place]
@@ -119,13 +123,13 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
             return value, place
 
 
-def _bytes(value: int | bytes) -> bytes:
+def _expect_bytes(value: int | bytes) -> bytes:
     if not isinstance(value, bytes):
         raise ValueError("a number where bytes are expected")
     return value
 
 
-def _number(value: int | bytes) -> int:
+def _expect_number(value: int | bytes) -> int:
     if not isinstance(value, int):
         raise ValueError("bytes where a number is expected")
     return value

@@ -23,7 +23,7 @@ from megaframe.parameters.spec import Box, ParamSpec
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A box of one of our tensors, as a matrix of `rows` rows. pairs: whether theirs interleaves
     its rows in rotary pairs."""
 
@@ -61,11 +61,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Theirs:
+class HuggingFaceTensor:
     """A tensor of a Hugging Face model: the parts that are stacked in it."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     transposed: bool = False
 
     @property
@@ -83,7 +83,7 @@ class Theirs:
         whole = torch.cat(rows) if len(rows) > 1 else rows[0]
         return (whole.t() if self.transposed else whole).contiguous()
 
-    def split(self, whole: Tensor) -> Iterator[tuple[Part, Tensor]]:
+    def split(self, whole: Tensor) -> Iterator[tuple[TensorPart, Tensor]]:
         """Split their tensor into the contents of our boxes. Its number of rows must match the
         parts; otherwise torch raises RuntimeError."""
         rows = whole.t() if self.transposed else whole
@@ -92,20 +92,20 @@ class Theirs:
             yield part, part.ours(piece)
 
 
-def tensors_of(model: ModelConfig, specs: Iterable[ParamSpec]) -> Iterator[Theirs]:
+def map_tensors(model: ModelConfig, specs: Iterable[ParamSpec]) -> Iterator[HuggingFaceTensor]:
     """Yield all tensors of the Hugging Face model that corresponds to `model`.
 
     specs: specs of our parameters. Predictors of further tokens are left out, because Hugging
     Face's code does not run them.
     """
-    names = _Names({spec.name: spec for spec in specs})
+    names = _PartBuilder({spec.name: spec for spec in specs})
     gpt2 = family_of(model) == "gpt2"
-    yield from _gpt2_ends(names) if gpt2 else _ends(names)
+    yield from _map_gpt2_ends(names) if gpt2 else _map_ends(names)
     for layer in range(model.layers):
-        yield from _gpt2_block(names, layer) if gpt2 else _block(names, model, layer)
+        yield from _map_gpt2_block(names, layer) if gpt2 else _map_block(names, model, layer)
 
 
-class _Names:
+class _PartBuilder:
     """Our specs by name. Builds parts of them."""
 
     def __init__(self, specs: Mapping[str, ParamSpec]) -> None:
@@ -114,7 +114,7 @@ class _Names:
     def __contains__(self, name: str) -> bool:
         return name in self._specs
 
-    def part(self, name: str, *index: int | slice, pairs: bool = False) -> Part:
+    def part(self, name: str, *index: int | slice, pairs: bool = False) -> TensorPart:
         """Return the part of a tensor that an index of ints and plain slices selects, dim by
         dim."""
         spec = self._specs[name]
@@ -123,31 +123,31 @@ class _Names:
             span = slice(where, where + 1) if isinstance(where, int) else where
             start, stop, _ = span.indices(spec.shape[dim])
             offset[dim], shape[dim] = start, stop - start
-        return Part(spec, Box(tuple(offset), tuple(shape)), pairs)
+        return TensorPart(spec, Box(tuple(offset), tuple(shape)), pairs)
 
-    def whole(self, theirs: str, ours: str, *, transposed: bool = False) -> Theirs:
+    def whole(self, theirs: str, ours: str, *, transposed: bool = False) -> HuggingFaceTensor:
         """Return a tensor of theirs that equals one of ours, except for transposition."""
-        return Theirs(theirs, (self.part(ours),), transposed)
+        return HuggingFaceTensor(theirs, (self.part(ours),), transposed)
 
 
-_EVERY = slice(None)
+_ALL = slice(None)
 
 
-def _ends(names: _Names) -> Iterator[Theirs]:
+def _map_ends(names: _PartBuilder) -> Iterator[HuggingFaceTensor]:
     yield names.whole("model.embed_tokens.weight", "embedding.tokens.weight")
     yield names.whole("model.norm.weight", "head.norm.gain")
     if "head.weight" in names:
         yield names.whole("lm_head.weight", "head.weight")
 
 
-def _gpt2_ends(names: _Names) -> Iterator[Theirs]:
+def _map_gpt2_ends(names: _PartBuilder) -> Iterator[HuggingFaceTensor]:
     yield names.whole("transformer.wte.weight", "embedding.tokens.weight")
     yield names.whole("transformer.wpe.weight", "embedding.positions.weight")
     for ours, theirs in (("gain", "weight"), ("bias", "bias")):
         yield names.whole(f"transformer.ln_f.{theirs}", f"head.norm.{ours}")
 
 
-def _gpt2_block(names: _Names, layer: int) -> Iterator[Theirs]:
+def _map_gpt2_block(names: _PartBuilder, layer: int) -> Iterator[HuggingFaceTensor]:
     ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
     for kind, norm in (("attention", "ln_1"), ("mlp", "ln_2")):
         for mine, other in (("gain", "weight"), ("bias", "bias")):
@@ -155,8 +155,8 @@ def _gpt2_block(names: _Names, layer: int) -> Iterator[Theirs]:
     for kind in ("weight", "bias"):
         matrix = kind == "weight"
         qkv = f"{ours}.attention.qkv.{kind}"
-        parts = tuple(names.part(qkv, _EVERY, which) for which in range(3))
-        yield Theirs(f"{theirs}.attn.c_attn.{kind}", parts, matrix)
+        parts = tuple(names.part(qkv, _ALL, which) for which in range(3))
+        yield HuggingFaceTensor(f"{theirs}.attn.c_attn.{kind}", parts, matrix)
         for mine, other in (
             ("attention.output", "attn.c_proj"),
             ("mlp.up", "mlp.c_fc"),
@@ -167,35 +167,39 @@ def _gpt2_block(names: _Names, layer: int) -> Iterator[Theirs]:
             )
 
 
-def _block(names: _Names, model: ModelConfig, layer: int) -> Iterator[Theirs]:
+def _map_block(names: _PartBuilder, model: ModelConfig, layer: int) -> Iterator[HuggingFaceTensor]:
     ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
     yield names.whole(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.gain")
     yield names.whole(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm.gain")
-    attention = _attention if model.latent is None else _latent_attention
+    attention = _map_attention if model.latent is None else _map_latent_attention
     yield from attention(names, model, f"{ours}.attention", f"{theirs}.self_attn")
     if model.moe is not None and has_experts(model.moe, layer):
-        yield from _experts(names, model, f"{ours}.moe", theirs)
+        yield from _map_experts(names, model, f"{ours}.moe", theirs)
     else:
-        yield from _mlp(names, f"{ours}.mlp", f"{theirs}.mlp")
+        yield from _map_mlp(names, f"{ours}.mlp", f"{theirs}.mlp")
 
 
-def _attention(names: _Names, model: ModelConfig, ours: str, theirs: str) -> Iterator[Theirs]:
+def _map_attention(
+    names: _PartBuilder, model: ModelConfig, ours: str, theirs: str
+) -> Iterator[HuggingFaceTensor]:
     groups = model.heads // model.kv_heads
     for kind in ("weight", "bias"):
         qkv = f"{ours}.qkv.{kind}"
         if qkv not in names:
             continue
         for letter, which in (("q", slice(0, groups)), ("k", groups), ("v", groups + 1)):
-            yield Theirs(f"{theirs}.{letter}_proj.{kind}", (names.part(qkv, _EVERY, which),))
+            yield HuggingFaceTensor(
+                f"{theirs}.{letter}_proj.{kind}", (names.part(qkv, _ALL, which),)
+            )
     yield names.whole(f"{theirs}.o_proj.weight", f"{ours}.output.weight")
     for mine, other in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
         if f"{ours}.{mine}.gain" in names:
             yield names.whole(f"{theirs}.{other}.weight", f"{ours}.{mine}.gain")
 
 
-def _latent_attention(
-    names: _Names, model: ModelConfig, ours: str, theirs: str
-) -> Iterator[Theirs]:
+def _map_latent_attention(
+    names: _PartBuilder, model: ModelConfig, ours: str, theirs: str
+) -> Iterator[HuggingFaceTensor]:
     """Map latent attention. In their layout, the rotated part of a head follows the rest of the
     head, with its pairs interleaved."""
     latent = model.latent
@@ -203,9 +207,9 @@ def _latent_attention(
     rank, down = latent.query_rank or 0, f"{ours}.down.weight"
     rotated = rank + latent.kv_rank
     if rank:
-        yield Theirs(f"{theirs}.q_a_proj.weight", (names.part(down, slice(0, rank)),))
+        yield HuggingFaceTensor(f"{theirs}.q_a_proj.weight", (names.part(down, slice(0, rank)),))
         yield names.whole(f"{theirs}.q_a_layernorm.weight", f"{ours}.query_norm.gain")
-    yield Theirs(
+    yield HuggingFaceTensor(
         f"{theirs}.kv_a_proj_with_mqa.weight",
         (
             names.part(down, slice(rank, rotated)),
@@ -213,23 +217,27 @@ def _latent_attention(
         ),
     )
     yield names.whole(f"{theirs}.kv_a_layernorm.weight", f"{ours}.kv_norm.gain")
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     for head in range(model.heads):
         query, turn = f"{ours}.query.weight", latent.rotary_dim
         parts.append(names.part(query, head, slice(turn, None)))
         parts.append(names.part(query, head, slice(0, turn), pairs=True))
-    yield Theirs(f"{theirs}.{'q_b_proj' if rank else 'q_proj'}.weight", tuple(parts))
+    yield HuggingFaceTensor(f"{theirs}.{'q_b_proj' if rank else 'q_proj'}.weight", tuple(parts))
     yield names.whole(f"{theirs}.kv_b_proj.weight", f"{ours}.kv.weight")
     yield names.whole(f"{theirs}.o_proj.weight", f"{ours}.output.weight")
 
 
-def _mlp(names: _Names, ours: str, theirs: str) -> Iterator[Theirs]:
+def _map_mlp(names: _PartBuilder, ours: str, theirs: str) -> Iterator[HuggingFaceTensor]:
     for which, name in enumerate(("gate_proj", "up_proj")):
-        yield Theirs(f"{theirs}.{name}.weight", (names.part(f"{ours}.up.weight", which),))
+        yield HuggingFaceTensor(
+            f"{theirs}.{name}.weight", (names.part(f"{ours}.up.weight", which),)
+        )
     yield names.whole(f"{theirs}.down_proj.weight", f"{ours}.down.weight")
 
 
-def _experts(names: _Names, model: ModelConfig, ours: str, theirs: str) -> Iterator[Theirs]:
+def _map_experts(
+    names: _PartBuilder, model: ModelConfig, ours: str, theirs: str
+) -> Iterator[HuggingFaceTensor]:
     assert model.moe is not None
     mixtral = family_of(model) == "mixtral"
     theirs += ".block_sparse_moe" if mixtral else ".mlp"
@@ -241,7 +249,9 @@ def _experts(names: _Names, model: ModelConfig, ours: str, theirs: str) -> Itera
         name = f"{theirs}.experts.{expert}"
         for which, other in enumerate((gate, up)):
             part = names.part(f"{ours}.experts.up.weight", expert, which)
-            yield Theirs(f"{name}.{other}.weight", (part,))
-        yield Theirs(f"{name}.{down}.weight", (names.part(f"{ours}.experts.down.weight", expert),))
+            yield HuggingFaceTensor(f"{name}.{other}.weight", (part,))
+        yield HuggingFaceTensor(
+            f"{name}.{down}.weight", (names.part(f"{ours}.experts.down.weight", expert),)
+        )
     if model.moe.shared:
-        yield from _mlp(names, f"{ours}.shared", f"{theirs}.shared_experts")
+        yield from _map_mlp(names, f"{ours}.shared", f"{theirs}.shared_experts")

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.checkpoint import StorePath
-from megaframe.checkpoint.convert.huggingface.read_files import shown
+from megaframe.checkpoint.convert.huggingface.read_files import printable
 from megaframe.checkpoint.convert.huggingface.sentencepiece_model import (
-    PieceModel,
     PieceType,
+    SentencePieceModel,
     TextPiece,
-    parse,
+    parse_model,
 )
 from megaframe.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer, read_file
 from megaframe.errors import UserError
@@ -43,7 +43,7 @@ class ExportedTokenizer:
     notes: list[str] = field(default_factory=list)
 
 
-def trusted(recorded: str | None, checkpoint: StorePath) -> str | None:
+def check_tokenizer_path(recorded: str | None, checkpoint: StorePath) -> str | None:
     """Return the tokenizer that a checkpoint records, if its file lies with the checkpoint.
 
     A checkpoint can name any file of this machine, and its export is meant to be passed on. Raises
@@ -63,7 +63,7 @@ def trusted(recorded: str | None, checkpoint: StorePath) -> str | None:
         if inside:
             return recorded
     raise UserError(
-        f"{checkpoint} names data.tokenizer={shown(recorded)}, which is not a file in its run "
+        f"{checkpoint} names data.tokenizer={printable(recorded)}, which is not a file in its run "
         f"folder; confirm one with --tokenizer KIND:PATH, or use --tokenizer {NO_TOKENIZER}"
     )
 
@@ -84,7 +84,7 @@ def export_tokenizer(name: str | None, vocab: int, positions: int) -> ExportedTo
             f"tokenizer {name} has {tokenizer.vocab_size} ids and the model {vocab}; use the one "
             f"that it was trained with"
         )
-    files, end, notes = _converted(name, tokenizer)
+    files, end, notes = _convert(name, tokenizer)
     if "tokenizer.json" in files:
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -93,37 +93,37 @@ def export_tokenizer(name: str | None, vocab: int, positions: int) -> ExportedTo
             "model_max_length": positions,
             "clean_up_tokenization_spaces": False,
         }
-        files["tokenizer_config.json"] = _as_json(config)
+        files["tokenizer_config.json"] = _encode_json(config)
     return ExportedTokenizer(files, tokenizer.eod, notes)
 
 
-def _converted(name: str, tokenizer: Tokenizer) -> tuple[dict[str, bytes], str, list[str]]:
+def _convert(name: str, tokenizer: Tokenizer) -> tuple[dict[str, bytes], str, list[str]]:
     """Return the files of a tokenizer, the token that ends its documents, and notes."""
     kind, _, path = name.partition(":")
     if kind == "bytes":
-        return {"tokenizer.json": _as_json(_byte_level(tokenizer.eod))}, _END, []
+        return {"tokenizer.json": _encode_json(_byte_level_tokenizer(tokenizer.eod))}, _END, []
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return {"tokenizer.json": read_file(path)}, tokenizer.eod_name, []
     if kind != "sentencepiece":
         return {}, "", [f"tokenizer: {name} is not exported; only its end of document is, as an id"]
     content = read_file(path)
-    model = parse(path, content)
+    model = parse_model(path, content)
     files = {"tokenizer.model": content}
-    if reasons := _impossible(model):
+    if reasons := _find_unsupported(model):
         notes = [f"tokenizer.json: not written, because it cannot describe {', '.join(reasons)}"]
     else:
-        files["tokenizer.json"] = _as_json(_from_pieces(model))
-        differing = "; ".join(_differences(model))
+        files["tokenizer.json"] = _encode_json(_convert_sentencepiece(model))
+        differing = "; ".join(_find_differences(model))
         notes = [f"tokenizer.json: ids can differ from tokenizer.model for {differing}"]
         notes = notes if differing else []
     return files, model.pieces[tokenizer.eod].text, notes
 
 
-def _as_json(content: Description) -> bytes:
+def _encode_json(content: Description) -> bytes:
     return (json.dumps(content, ensure_ascii=False) + "\n").encode()
 
 
-def _description(**parts: Any) -> Description:
+def _describe_tokenizer(**parts: Any) -> Description:
     return {
         **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": []},
         **{"normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None},
@@ -131,49 +131,49 @@ def _description(**parts: Any) -> Description:
     }
 
 
-def _added(token: int, text: str, *, special: bool) -> Description:
+def _added_token(token: int, text: str, *, special: bool) -> Description:
     off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": token, "content": text, **off, "special": special}
 
 
-def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **keys: Any) -> Description:
+def _bpe_model(vocab: dict[str, int], merges: list[tuple[str, str]], **keys: Any) -> Description:
     nothing = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
     off = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
     tables = {"vocab": vocab, "merges": merges}
     return {"type": "BPE", **dict.fromkeys(nothing), **off, **keys, **tables}
 
 
-def _byte_level(eod: int) -> Description:
+def _byte_level_tokenizer(eod: int) -> Description:
     """Describe the bytes of UTF-8 as ids, with GPT-2's character for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable}
     letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    return _description(
-        added_tokens=[_added(eod, _END, special=True)],
+    return _describe_tokenizer(
+        added_tokens=[_added_token(eod, _END, special=True)],
         pre_tokenizer={**level, "use_regex": False},
         decoder={**level, "use_regex": False},
-        model=_bpe({letters[byte]: byte for byte in range(256)} | {_END: eod}, []),
+        model=_bpe_model({letters[byte]: byte for byte in range(256)} | {_END: eod}, []),
     )
 
 
-def _from_pieces(model: PieceModel) -> Description:
+def _convert_sentencepiece(model: SentencePieceModel) -> Description:
     added = [
-        _added(token, piece.text, special=piece.type != PieceType.USER_DEFINED)
+        _added_token(token, piece.text, special=piece.type != PieceType.USER_DEFINED)
         for token, piece in enumerate(model.pieces)
         if piece.type in (PieceType.UNKNOWN, PieceType.CONTROL)
         or (piece.type == PieceType.USER_DEFINED and model.kind == "bpe")
     ]
-    return _description(
+    return _describe_tokenizer(
         added_tokens=added,
-        normalizer={"type": "Sequence", "normalizers": list(_normalisers(model))},
-        decoder={"type": "Sequence", "decoders": list(_decoders(model))},
-        model=_merging(model) if model.kind == "bpe" else _unigram(model),
+        normalizer={"type": "Sequence", "normalizers": list(_list_normalizers(model))},
+        decoder={"type": "Sequence", "decoders": list(_list_decoders(model))},
+        model=_bpe_from_pieces(model) if model.kind == "bpe" else _unigram_from_pieces(model),
     )
 
 
-def _normalisers(model: PieceModel) -> Iterator[Description]:
+def _list_normalizers(model: SentencePieceModel) -> Iterator[Description]:
     """Yield the steps of SentencePiece's `Normalizer::Normalize`, in its order."""
     if model.charsmap:
         rules = base64.b64encode(model.charsmap).decode()
@@ -188,7 +188,7 @@ def _normalisers(model: PieceModel) -> Iterator[Description]:
         yield _replace({"Regex": rf"{_SPACE}+\z"}, "")
 
 
-def _decoders(model: PieceModel) -> Iterator[Description]:
+def _list_decoders(model: SentencePieceModel) -> Iterator[Description]:
     yield _replace({"String": _SPACE}, " ")
     yield {"type": "ByteFallback"}
     yield {"type": "Fuse"}
@@ -200,7 +200,7 @@ def _replace(pattern: dict[str, str], content: str) -> Description:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
-def _merging(model: PieceModel) -> Description:
+def _bpe_from_pieces(model: SentencePieceModel) -> Description:
     """Describe byte-pair encoding. SentencePiece merges the two neighbours that make the piece of
     the best score, however each of them came about: all divisions of a piece are merges."""
     vocab = {piece.text: token for token, piece in enumerate(model.pieces)}
@@ -214,15 +214,15 @@ def _merging(model: PieceModel) -> Description:
     ]
     ((_, unknown),) = model.of_type(PieceType.UNKNOWN)
     keys = {"unk_token": unknown.text, "fuse_unk": True, "byte_fallback": model.byte_fallback}
-    return _bpe(vocab, merges, **keys)
+    return _bpe_model(vocab, merges, **keys)
 
 
-def _unigram(model: PieceModel) -> Description:
+def _unigram_from_pieces(model: SentencePieceModel) -> Description:
     """Describe a unigram model. Text never matches a control token, an unknown one or a byte's name
     in SentencePiece; here all pieces can match, so these score less than any other division."""
     normal = [piece.score for _, piece in model.of_type(PieceType.NORMAL)]
     best, worst = max(normal, default=0.0), min(normal, default=0.0)
-    longest = max(len(piece.text) for piece in _unmatched(model))
+    longest = max(len(piece.text) for piece in _unmatchable_pieces(model))
     never = (min(worst, 0.0) - 1.0) * (longest + 1)
 
     def score(piece: TextPiece) -> float:
@@ -238,13 +238,13 @@ def _unigram(model: PieceModel) -> Description:
     }
 
 
-def _unmatched(model: PieceModel) -> list[TextPiece]:
+def _unmatchable_pieces(model: SentencePieceModel) -> list[TextPiece]:
     """Return the pieces whose own text SentencePiece never encodes as them."""
     names = (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.BYTE)
     return [piece for _, piece in model.of_type(*names)]
 
 
-def _impossible(model: PieceModel) -> list[str]:
+def _find_unsupported(model: SentencePieceModel) -> list[str]:
     """Return what a model has that no tokenizer.json can describe."""
     reasons = {
         f"the kind {model.kind}": model.kind not in ("bpe", "unigram"),
@@ -255,7 +255,7 @@ def _impossible(model: PieceModel) -> list[str]:
     return [reason for reason, applies in reasons.items() if applies]
 
 
-def _differences(model: PieceModel) -> Iterator[str]:
+def _find_differences(model: SentencePieceModel) -> Iterator[str]:
     """Yield the texts whose ids can differ from those of SentencePiece."""
     normal = [piece for _, piece in model.of_type(PieceType.NORMAL)]
     symbols = [piece for _, piece in model.of_type(PieceType.USER_DEFINED)]
@@ -265,15 +265,15 @@ def _differences(model: PieceModel) -> Iterator[str]:
         yield "characters with several combining marks (the normaliser's rules)"
     if model.kind == "unigram":
         yield "texts with divisions of equal score (summed in fp64, not fp32)"
-        if not _letters(piece.text for piece in _unmatched(model)) <= texts:
+        if not _characters(piece.text for piece in _unmatchable_pieces(model)) <= texts:
             yield "names of tokens, such as <s> or <0x41>"
     elif len({piece.score for piece in normal}) < len(normal):
         yield "pieces of equal score"
-    if _letters(piece.text for piece in normal) - texts:
+    if _characters(piece.text for piece in normal) - texts:
         yield "characters that are no pieces but parts of some"
     if symbols and (model.charsmap or (model.kind == "bpe" and spaces)):
         yield "text next to user-defined symbols"
 
 
-def _letters(texts: Iterable[str]) -> set[str]:
+def _characters(texts: Iterable[str]) -> set[str]:
     return {letter for text in texts for letter in text}

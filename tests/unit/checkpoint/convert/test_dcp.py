@@ -28,9 +28,9 @@ from checkpoint_helpers import part, partitions, save, shapes, whole  # noqa: E4
 
 from megaframe.checkpoint import Slice, open_checkpoint, shard_file  # noqa: E402
 from megaframe.checkpoint.convert import dcp  # noqa: E402
-from megaframe.checkpoint.convert.dcp.dcp_folder import STATE  # noqa: E402
+from megaframe.checkpoint.convert.dcp.dcp_folder import RUN_STATE_NAME  # noqa: E402
 from megaframe.checkpoint.convert.dcp.metadata import read_metadata  # noqa: E402
-from megaframe.checkpoint.convert.dcp.pickle_parser import describe  # noqa: E402
+from megaframe.checkpoint.convert.dcp.pickle_parser import parse_pickle  # noqa: E402
 from megaframe.checkpoint.manifest import DTYPES  # noqa: E402
 from megaframe.checkpoint.train_state import read_train_state  # noqa: E402
 from megaframe.config import RunConfig  # noqa: E402
@@ -82,12 +82,14 @@ def test_what_is_exported_loads_in_torch_and_comes_back(data):
         patch.setattr(shard_file, "MAX_ENTRY_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
         patch.setattr(dcp.dcp_folder, "FILE_BYTES", data.draw(st.sampled_from([16, 1 << 20])))
         with open_checkpoint(save(folder / "ours", ranks, step=7, state=state)) as source:
-            dcp.export(source, folder / "dcp")
-        wanted = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()} | {STATE: ""}
+            dcp.export_checkpoint(source, folder / "dcp")
+        wanted = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()} | {
+            RUN_STATE_NAME: ""
+        }
         torch_dcp.load(wanted, checkpoint_id=folder / "dcp", no_dist=True)
-        assert json.loads(wanted.pop(STATE)) == {"step": 7, "state": state}
+        assert json.loads(wanted.pop(RUN_STATE_NAME)) == {"step": 7, "state": state}
         same(wanted, tensors)
-        done = dcp.load(folder / "dcp", folder / "back")
+        done = dcp.import_checkpoint(folder / "dcp", folder / "back")
         assert (done.left_out, done.has_state) == ([], True)
         same(held(done.path), tensors)
         with open_checkpoint(done.path) as back:
@@ -139,7 +141,7 @@ def test_what_ranks_of_torch_saved_is_imported(pool, tmp_path, threads):
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) >= 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_file, "MAX_ENTRY_BYTES", 64)
-        done = dcp.load(tmp_path / "dcp", tmp_path / "ours")
+        done = dcp.import_checkpoint(tmp_path / "dcp", tmp_path / "ours")
     full = whole_tensors()
     full["nested.columns"] = full.pop("columns")
     full["list.0"] = full.pop("scalar")
@@ -164,7 +166,7 @@ def refused(folder, match, to=None):
     before = sorted(os.listdir(folder))
     target = to or folder.parent / "made"
     with pytest.raises(UserError, match=match) as caught:
-        dcp.load(folder, target)
+        dcp.import_checkpoint(folder, target)
     assert sorted(os.listdir(folder)) == before
     assert not list(target.glob("*")) if target.exists() else True
     return str(caught.value)
@@ -250,7 +252,7 @@ HOSTILE = {
 def test_hostile_metadata_are_refused(copy, name):
     change, match = HOSTILE[name]
     edit(copy, lambda metadata: None)
-    same(held(dcp.load(copy, copy.parent / "fine").path), held_good())
+    same(held(dcp.import_checkpoint(copy, copy.parent / "fine").path), held_good())
     edit(copy, change)
     refused(copy, match)
 
@@ -320,7 +322,7 @@ def test_every_flipped_bit_and_truncation_is_refused_or_changes_nothing_else(goo
             del content[data.draw(st.integers(0, len(content) - 1)) :]
         file.write_bytes(content)
         try:
-            done = dcp.load(folder, Path(name) / "ours")
+            done = dcp.import_checkpoint(folder, Path(name) / "ours")
         except UserError as error:
             assert str(folder) in str(error)
         else:
@@ -338,7 +340,7 @@ OPCODES = st.sampled_from(
 @given(st.lists(OPCODES | st.binary(max_size=3), max_size=60).map(b"".join))
 def test_any_bytes_are_a_description_or_no_pickle(program):
     try:
-        describe(program, ())
+        parse_pickle(program, ())
     except ValueError:
         return
 
@@ -378,7 +380,7 @@ def config():
 def test_a_config_makes_foreign_weights_those_of_a_run(config, tmp_path):
     weights = {spec.name: torch.randn(spec.shape) for spec in model_specs(config)}
     torch_dcp.save(weights, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    done = dcp.load(tmp_path / "dcp", tmp_path / "ours", config)
+    done = dcp.import_checkpoint(tmp_path / "dcp", tmp_path / "ours", config)
     same(held(done.path), weights)
     with open_checkpoint(done.path) as checkpoint:
         assert checkpoint.step == 0
@@ -387,7 +389,7 @@ def test_a_config_makes_foreign_weights_those_of_a_run(config, tmp_path):
     weights["other"] = weights.pop(next(iter(weights)))
     torch_dcp.save(weights, checkpoint_id=tmp_path / "less", no_dist=True)
     with pytest.raises(UserError) as caught:
-        dcp.load(tmp_path / "less", tmp_path / "more", config)
+        dcp.import_checkpoint(tmp_path / "less", tmp_path / "more", config)
     assert f"{name} {tuple(weight.shape)} is missing" in str(caught.value)
 
 
@@ -398,13 +400,16 @@ def test_no_secret_of_a_foreign_state_is_copied(where, tmp_path):
     name = secret if where == "name" else "a"
     source = save(tmp_path / "ours", [[whole(name, torch.ones(2, 3))]], state=state)
     with open_checkpoint(source) as checkpoint, pytest.raises(UserError, match="not copied") as it:
-        dcp.export(checkpoint, tmp_path / "dcp")
+        dcp.export_checkpoint(checkpoint, tmp_path / "dcp")
     assert "hunter22" not in str(it.value) and not (tmp_path / "dcp").exists()
 
-    theirs = {name: torch.ones(2, 3), dcp.dcp_folder.STATE: json.dumps({"step": 1, "state": state})}
+    theirs = {
+        name: torch.ones(2, 3),
+        dcp.dcp_folder.RUN_STATE_NAME: json.dumps({"step": 1, "state": state}),
+    }
     torch_dcp.save(theirs, checkpoint_id=tmp_path / "theirs", no_dist=True)
     with pytest.raises(UserError, match="not copied") as it:
-        dcp.load(tmp_path / "theirs", tmp_path / "back")
+        dcp.import_checkpoint(tmp_path / "theirs", tmp_path / "back")
     assert "hunter22" not in str(it.value) and not (tmp_path / "back").exists()
 
 
@@ -438,15 +443,15 @@ def test_pieces_of_a_large_chunk_are_read_one_by_one(tmp_path, monkeypatch):
     full = torch.randn(1 << 9, 1 << 10)
     torch_dcp.save({"a": full}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     sizes = []
-    read = dcp.dcp_folder.DataFile.read
+    read = dcp.dcp_folder.DCPDataFile.read
 
     def counted(*arguments):
         found = read(*arguments)
         sizes.append(len(found))
         return found
 
-    monkeypatch.setattr(dcp.dcp_folder.DataFile, "read", counted)
-    done = dcp.load(tmp_path / "dcp", tmp_path / "ours")
+    monkeypatch.setattr(dcp.dcp_folder.DCPDataFile, "read", counted)
+    done = dcp.import_checkpoint(tmp_path / "dcp", tmp_path / "ours")
     assert (len(sizes), max(sizes)) == (32, 1 << 16)
     target = torch.zeros(3, 5)
     with open_checkpoint(done.path) as checkpoint:

@@ -17,10 +17,10 @@ from small_model_folders import small_folder
 
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
-from megaframe.checkpoint.convert.huggingface.sentencepiece_model import PieceType, parse
+from megaframe.checkpoint.convert.huggingface.sentencepiece_model import PieceType, parse_model
 from megaframe.checkpoint.convert.huggingface.tokenizer import export_tokenizer
 from megaframe.checkpoint.manifest import decode_manifest, encode_manifest
-from megaframe.data.preprocessing.input_shards import Reading
+from megaframe.data.preprocessing.input_shards import CorpusFormat
 from megaframe.data.preprocessing.train_tokenizer import train_sentencepiece
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
@@ -159,7 +159,7 @@ def test_ids_are_those_of_sentencepiece(kind, setting, tmp_path):
             "tokenizer.json: ids can differ from tokenizer.model for texts with divisions of equal "
             "score (summed in fp64, not fp32)"
         ]
-        pieces = parse("m", (tmp_path / "m.model").read_bytes()).pieces
+        pieces = parse_model("m", (tmp_path / "m.model").read_bytes()).pieces
         different = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
         for one, other in different:
             scores = [sum(pieces[token].score for token in ids) for ids in (one, other)]
@@ -175,7 +175,7 @@ def test_ids_are_those_of_sentencepiece(kind, setting, tmp_path):
 def test_a_tokenizer_of_the_tool_keeps_its_ids(kind, tmp_path):
     (tmp_path / "corpus.txt").write_text("\n".join(CORPUS), encoding="utf-8")
     train_sentencepiece(
-        [str(tmp_path / "corpus.txt")], Reading(), str(tmp_path / "m"), 320, kind, 1
+        [str(tmp_path / "corpus.txt")], CorpusFormat(), str(tmp_path / "m"), 320, kind, 1
     )
     native = load_tokenizer(f"sentencepiece:{tmp_path}/m.model")
     loaded, _ = exported(f"sentencepiece:{tmp_path}/m.model", tmp_path / "out")
@@ -206,7 +206,7 @@ def test_the_normalisers_rules_are_exported(tmp_path):
 def test_models_are_read_as_the_library_reads_them(tmp_path):
     train(tmp_path / "m", "unigram", **SETTINGS["symbols"])
     library = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
-    model = parse("m", (tmp_path / "m.model").read_bytes())
+    model = parse_model("m", (tmp_path / "m.model").read_bytes())
     assert model.kind == "unigram" and model.byte_fallback and not model.dummy_prefix
     for token, piece in enumerate(model.pieces):
         assert piece.text == library.id_to_piece(token)
@@ -240,7 +240,7 @@ def imported(tmp_path):
 
     def make(tokenizer, **keys):
         folder = small_folder(tmp_path / "run/theirs", **keys)
-        checkpoint = folders.load(folder, tmp_path / "run/checkpoints")
+        checkpoint = folders.import_model(folder, tmp_path / "run/checkpoints")
         manifest = checkpoint / "manifest.json"
         return record(manifest, tokenizer)
 
@@ -257,7 +257,7 @@ def record(manifest, tokenizer):
 
 def export(checkpoint, to, *arguments):
     with open_checkpoint(checkpoint) as opened:
-        return folders.export(opened, to, *arguments)
+        return folders.export_model(opened, to, *arguments)
 
 
 def test_an_export_says_what_was_trained(imported, tmp_path):

@@ -37,7 +37,7 @@ FREE = {"dtype", "max_window_layers", "sliding_window", "layer_types", "use_slid
 def refusal(folder, to):
     """Return the error of an import, of one folder to a new one, after which nothing is left."""
     with pytest.raises(UserError) as caught:
-        folders.load(folder, to)
+        folders.import_model(folder, to)
     assert not to.exists() or not os.listdir(to)
     return str(caught.value)
 
@@ -45,7 +45,7 @@ def refusal(folder, to):
 def assert_right(folder, to, exported):
     """Assert that an import has the folder's weights and what its config says."""
     with open_checkpoint(to / "step-00000000") as opened:
-        folders.export(opened, exported, "fp32", "none")
+        folders.export_model(opened, exported, "fp32", "none")
     ours, theirs = (load_file(one / "model.safetensors") for one in (exported, folder))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -84,7 +84,7 @@ def mutated(config, draw):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_changed_config_is_read_right_or_refused(family, tmp_path):
     folder = small_folder(tmp_path / "theirs", family)
-    folders.load(folder, tmp_path / "first")
+    folders.import_model(folder, tmp_path / "first")
     assert_right(folder, tmp_path / "first", tmp_path / "first-hf")
     draw, outcomes = random.Random(family), [0, 0]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -93,7 +93,7 @@ def test_a_changed_config_is_read_right_or_refused(family, tmp_path):
         (folder / "config.json").write_text(json.dumps(config))
         to = tmp_path / f"to-{number}"
         try:
-            folders.load(folder, to)
+            folders.import_model(folder, to)
         except UserError as error:
             assert str(error).isprintable() or "does not fit its config" in str(error)
             assert len(str(error)) < 2000 and not to.exists()
@@ -118,7 +118,7 @@ def test_changed_bytes_of_any_file_are_refused_or_read(data, tmp_path_factory):
     content[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
     path.write_bytes(content)
     try:
-        folders.load(folder, tmp_path / "to")
+        folders.import_model(folder, tmp_path / "to")
     except UserError:
         assert not (tmp_path / "to").exists()
 
@@ -191,9 +191,9 @@ def test_other_floating_point_types_are_read(dtype, tmp_path):
     tensors = weights(CONFIGS["llama"], dtype)
     named = str(dtype).removeprefix("torch.")
     folder = write_folder(tmp_path / "theirs", {**CONFIGS["llama"], "dtype": named}, tensors)
-    checkpoint = folders.load(folder, tmp_path / "to")
+    checkpoint = folders.import_model(folder, tmp_path / "to")
     with open_checkpoint(checkpoint) as opened:
-        folders.export(opened, tmp_path / "again")
+        folders.export_model(opened, tmp_path / "again")
     again = load_file(tmp_path / "again/model.safetensors")
     assert json.loads((tmp_path / "again/config.json").read_text())["dtype"] == named
     assert all(torch.equal(again[name], tensors[name].float().to(dtype)) for name in tensors)
@@ -204,9 +204,9 @@ def test_numbers_too_large_for_a_type_are_not_exported(tmp_path):
     tensors["model.norm.weight"][2] = 1e6
     folder = write_folder(tmp_path / "theirs", CONFIGS["llama"], tensors)
     message = r"norm\.weight: 1 of 16 .* infinite in float16"
-    checkpoint = folders.load(folder, tmp_path / "to")
+    checkpoint = folders.import_model(folder, tmp_path / "to")
     with open_checkpoint(checkpoint) as opened, pytest.raises(UserError, match=message):
-        folders.export(opened, tmp_path / "again", "fp16")
+        folders.export_model(opened, tmp_path / "again", "fp16")
     assert sorted(os.listdir(tmp_path)) == ["theirs", "to"]
 
 
@@ -232,7 +232,7 @@ def test_links_to_files_are_followed_as_the_hubs_cache_has_them(tmp_path):
     (tmp_path / "snapshot").mkdir()
     for path in folder.iterdir():
         (tmp_path / "snapshot" / path.name).symlink_to(path)
-    assert folders.load(tmp_path / "snapshot", tmp_path / "to").exists()
+    assert folders.import_model(tmp_path / "snapshot", tmp_path / "to").exists()
 
 
 @pytest.mark.parametrize(

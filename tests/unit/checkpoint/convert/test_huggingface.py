@@ -13,7 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megaframe.architecture.attention import windows
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
-from megaframe.checkpoint.convert.huggingface.families import ARCHITECTURES, config_of, model_of
+from megaframe.checkpoint.convert.huggingface.families import (
+    ARCHITECTURES,
+    config_from_model,
+    model_from_config,
+)
 from megaframe.checkpoint.inspect import find_damage
 from megaframe.config import ModelConfig
 from megaframe.data.microbatch import Microbatch
@@ -159,11 +163,11 @@ def assert_same_logits(checkpoint, folder):
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_same_both_ways(name, tmp_path):
     wanted = made(name, tmp_path / "theirs")
-    checkpoint = folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
     assert list(find_damage(checkpoint)) == []
     assert_same_logits(checkpoint, tmp_path / "theirs")
     with open_checkpoint(checkpoint) as opened:
-        folders.export(opened, tmp_path / "again", "fp32")
+        folders.export_model(opened, tmp_path / "again", "fp32")
     from transformers import AutoModelForCausalLM
 
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
@@ -185,11 +189,11 @@ def test_logits_are_the_same_both_ways(name, tmp_path):
     ],
 )
 def test_windows_are_the_shortest_pattern_of_their_layers(name, window):
-    model = model_of(MODELS[name]().to_dict())
+    model = model_from_config(MODELS[name]().to_dict())
     assert model.window == window
-    assert model_of(config_of(model, 64)).window == window
+    assert model_from_config(config_from_model(model, 64)).window == window
     again = model.model_copy(update={"window": (*windows(model), *windows(model))})
-    assert config_of(again, 64) == config_of(model, 64)
+    assert config_from_model(again, 64) == config_from_model(model, 64)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +208,9 @@ def test_windows_are_the_shortest_pattern_of_their_layers(name, window):
 def test_windows_that_no_family_has_are_refused(keys, message):
     shape = {"layers": 4, "hidden": 32, "heads": 4, "vocab": 61}
     with pytest.raises(UserError) as caught:
-        config_of(ModelConfig(**{**shape, "norm": "rmsnorm", "activation": "swiglu", **keys}), 64)
+        config_from_model(
+            ModelConfig(**{**shape, "norm": "rmsnorm", "activation": "swiglu", **keys}), 64
+        )
     assert message in str(caught.value)
 
 
@@ -219,7 +225,7 @@ def test_windows_that_no_family_has_are_refused(keys, message):
 )
 def test_layer_types_that_mean_nothing_here_are_refused(name, keys, message):
     with pytest.raises(UserError) as caught:
-        model_of({**MODELS[name]().to_dict(), **keys})
+        model_from_config({**MODELS[name]().to_dict(), **keys})
     assert message in str(caught.value)
 
 
@@ -227,16 +233,16 @@ def test_large_models_are_several_files(tmp_path, monkeypatch):
     wanted = made("qwen3_moe", tmp_path / "theirs")
     monkeypatch.setattr(folders, "FILE_BYTES", 10_000)
     monkeypatch.setattr(folders, "MAX_ENTRY_BYTES", 600)
-    checkpoint = folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
     assert len(list(checkpoint.glob("*.safetensors"))) > 3
     with open_checkpoint(checkpoint) as opened:
-        folders.export(opened, tmp_path / "again", "fp32")
+        folders.export_model(opened, tmp_path / "again", "fp32")
     assert len(list((tmp_path / "again").glob("*.safetensors"))) > 3
     from transformers import AutoModelForCausalLM
 
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert torch.equal(logits(again.eval()), wanted)
-    once_more = folders.load(tmp_path / "again", tmp_path / "twice")
+    once_more = folders.import_model(tmp_path / "again", tmp_path / "twice")
     assert_same_logits(once_more, tmp_path / "again")
 
 
@@ -264,7 +270,7 @@ def test_what_does_not_fit_is_named_and_nothing_written(keys, message, tmp_path)
     made("llama", tmp_path / "theirs")
     changed(tmp_path / "theirs", **keys)
     with pytest.raises(UserError) as caught:
-        folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+        folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
     assert message in str(caught.value)
     assert not list(tmp_path.glob("checkpoints/*"))
 
@@ -274,14 +280,14 @@ def test_foreign_folders_do_no_harm(tmp_path):
     index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
     (tmp_path / "theirs/model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="no weight_map of file names"):
-        folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+        folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
     (tmp_path / "theirs/model.safetensors.index.json").unlink()
     (tmp_path / "theirs/model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(UserError, match="cannot read"):
-        folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+        folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
     (tmp_path / "theirs/config.json").write_text("[" * 100_000)
     with pytest.raises(UserError, match="is not JSON"):
-        folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+        folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
 
 
 def test_a_run_starts_with_imported_weights_and_its_export_has_the_tokenizer(
@@ -289,7 +295,7 @@ def test_a_run_starts_with_imported_weights_and_its_export_has_the_tokenizer(
 ):
     """Also checks the names on the tool's command line."""
     made("qwen3", tmp_path / "theirs")
-    checkpoint = folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+    checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
     model, _ = load_model(checkpoint)
     keys = {
         f"model__{key}": value
@@ -312,7 +318,9 @@ def test_a_run_starts_with_imported_weights_and_its_export_has_the_tokenizer(
     )
     pool.run(2, train, run)
     with open_checkpoint(tmp_path / "run/checkpoints/step-00000001") as opened:
-        folders.export(opened, tmp_path / "again", tokenizer=f"hf:{folder / 'tokenizer.json'}")
+        folders.export_model(
+            opened, tmp_path / "again", tokenizer=f"hf:{folder / 'tokenizer.json'}"
+        )
     from transformers import AutoTokenizer
 
     # The step is lost in fp32, or moves a logit by less than its rounding.
