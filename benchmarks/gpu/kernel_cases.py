@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from megaframe_kernels import permute
-from megaframe_kernels.spans import find_spans
+from megaframe_kernels.attention.spans import find_spans
+from megaframe_kernels.experts import permute
 from torch import Tensor
 
 

@@ -28,7 +28,7 @@ from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.ops.local_attention import spans_of, tile_backward_by_kernel, tile_by_kernel
 
 if TYPE_CHECKING:
-    from megaframe_kernels.spans import Spans
+    from megaframe_kernels.attention.spans import Spans
 
 _HALVES = {(0,): (0, 1), (1,): (1, 2), (0, 1): (0, 2)}
 """{adjacent pieces of a rank: where they start and end, in pieces}."""

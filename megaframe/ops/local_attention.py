@@ -24,7 +24,7 @@ from megaframe.ops.attention_tiles import AttentionMask, Tile
 from megaframe.ops.kernel_dispatch import Kernels
 
 if TYPE_CHECKING:
-    from megaframe_kernels.spans import Spans
+    from megaframe_kernels.attention.spans import Spans
 
 _QUERIES = 128
 """Queries per masked tile on a CPU. Fewer queries waste less work on hidden keys; more queries make
@@ -91,7 +91,7 @@ def spans_of(
     queries, keys: ascending places of the tokens in their samples. With keys=None, queries and keys
     are both whole samples, and documents are ignored.
     """
-    from megaframe_kernels.spans import find_spans
+    from megaframe_kernels.attention.spans import find_spans
 
     documents, device = mask.documents_BS, queries.device
     if keys is None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_exactness import DEVICE, deterministic, generator
-from megaframe_kernels import cuda_library, permute
+from megaframe_kernels import cuda_library
 from megaframe_kernels.cuda_build import CHIPS, BuildError, build, cached, find_nvcc, sources
+from megaframe_kernels.experts import permute
 
 try:
     NVCC = find_nvcc()

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from kernel_exactness import DEVICE, rand
-from megaframe_kernels import permute
+from megaframe_kernels.attention.spans import find_spans
+from megaframe_kernels.experts import permute
 from megaframe_kernels.registry import KERNELS
 from megaframe_kernels.selection import select
-from megaframe_kernels.spans import find_spans
 from tolerances import assert_near
 from torch.nn import functional
 
