@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from megaframe.errors import UserError, report_errors
 from megaframe.hardware.chips import CHIPS, Chip, nearest_chips
 from megaframe.hardware.cluster import Cluster, device_cluster, load_cluster, write_cluster
-from megaframe.ops.matmul import product
+from megaframe.ops.matmul import multiply
 from megaframe.planner.constants import Constants, constants_of
 from megaframe.planner.kernel_times import kernel_rates, product_seconds
 
@@ -69,14 +69,14 @@ def product_times(
     for rows, outputs, terms in sizes:
         left = torch.randn(rows, terms, device=device).to(kind)
         right = torch.randn(terms, outputs, device=device).to(kind)
-        found.append(seconds_of(partial(product, left, right), device))
+        found.append(seconds_of(partial(multiply, left, right), device))
     return found
 
 
 def explained(
     chip: Chip, kind: str, sizes: list[tuple[int, int, int]], taken: list[float], at: Constants
 ) -> Measured:
-    """Return the constants whose `product` and `start` explain these products best, by a search on
+    """Return the constants whose `multiply` and `start` explain these products best, by a search on
     a grid: the model is not linear where memory bounds a product.
 
     sizes: as in `product_times`. taken: measured seconds. at: the other constants.

@@ -229,16 +229,16 @@ def write(path: Path, choice: LayoutChoice) -> None:
 
 def dry_run(choice: LayoutChoice, rank: int, *, as_json: bool) -> None:
     """Rehearse one rank alone, and print what it counts next to the plan."""
-    from megaframe.training.meta_step import rehearse
-    from megaframe.training.meta_step.compare import compared
+    from megaframe.training.meta_step import run_meta_step
+    from megaframe.training.meta_step.compare import compare_with_plan
 
     if not 0 <= rank < choice.layout.world:
         raise UserError(
             f"--rank {rank} is not one of the {choice.layout.world} ranks; use 0 to "
             f"{choice.layout.world - 1}"
         )
-    rows = compared(
-        choice.config, choice.layout, rank, rehearse(choice.config, choice.layout, rank)
+    rows = compare_with_plan(
+        choice.config, choice.layout, rank, run_meta_step(choice.config, choice.layout, rank)
     )
     if as_json:
         print(json.dumps([vars(row) for row in rows], indent=1))

@@ -20,7 +20,9 @@ from megaframe.architecture.optimizer_state import (
 )
 from megaframe.architecture.output_head import max_logits_per_chunk
 from megaframe.architecture.stages import StagePlan
-from megaframe.config.schema import OptimConfig, ParallelConfig, RunConfig
+from megaframe.config.optim import OptimConfig
+from megaframe.config.parallel import ParallelConfig
+from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.layout import Layout
 from megaframe.planner.activations import peak_activations

@@ -21,11 +21,11 @@ WITHIN_NODE = 450e9
 
 def tensor_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message for each mistake in parallel.tensor and parallel.tensor_chunks."""
-    yield from _matrices(config.model, config.parallel.tensor)
-    yield from _chunks(config)
+    yield from _matrix_mistakes(config.model, config.parallel.tensor)
+    yield from _chunk_mistakes(config)
 
 
-def _matrices(model: ModelConfig, tensor: int) -> Iterator[str]:
+def _matrix_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
     groups, heads = model.kv_heads, model.heads
     if model.latent is not None:
         if heads % tensor:
@@ -45,7 +45,7 @@ def _matrices(model: ModelConfig, tensor: int) -> Iterator[str]:
             yield f"{name}={size} is less than parallel.tensor={tensor}; use {size} or fewer ranks"
 
 
-def _chunks(config: RunConfig) -> Iterator[str]:
+def _chunk_mistakes(config: RunConfig) -> Iterator[str]:
     parallel, train = config.parallel, config.train
     chunks, tensor = parallel.tensor_chunks, parallel.tensor
     rows = -(-train.microbatch * train.seq // (tensor * parallel.context))
