@@ -124,16 +124,18 @@ def find_tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str | None:
     If there are too many boxes to check (see `MAX_CORNERS`), that is the reason returned.
     """
     whole: Box = (tuple(0 for _ in shape), shape)
-    split = [dim for dim in range(len(shape)) if any(size[dim] != shape[dim] for _, size in boxes)]
-    if len(boxes) << len(split) > MAX_CORNERS:
-        return f"{len(boxes)} slices over {len(split)} dims are too many to check"
-    if boxes and _count_corners(boxes, split) == _count_corners([whole], split):
+    split_dims = [
+        dim for dim in range(len(shape)) if any(size[dim] != shape[dim] for _, size in boxes)
+    ]
+    if len(boxes) << len(split_dims) > MAX_CORNERS:
+        return f"{len(boxes)} slices over {len(split_dims)} dims are too many to check"
+    if boxes and _count_corners(boxes, split_dims) == _count_corners([whole], split_dims):
         return None
-    held, needed = sum(prod(size) for _, size in boxes), prod(shape)
-    if held == needed:
+    covered, needed = sum(prod(size) for _, size in boxes), prod(shape)
+    if covered == needed:
         return "some slices overlap and others are missing"
-    return f"its slices hold {held} elements instead of {needed}: " + (
-        "some are missing" if held < needed else "some overlap"
+    return f"its slices hold {covered} elements instead of {needed}: " + (
+        "some are missing" if covered < needed else "some overlap"
     )
 
 
