@@ -91,9 +91,13 @@ class BackgroundCopier:
         self._copy_event: torch.cuda.Event | None = None
 
     def start(self, slices: Sequence[Slice], work: BackgroundTask) -> None:
-        """Copy the slices and do the work, both in the background. The slices must not change until
-        `wait_for_copy` has returned. Waits for the previous work. Raises ValueError for slices that
-        cannot be saved."""
+        """Copy the slices and do the work, both in the background.
+
+        The slices must not change until `wait_for_copy` has returned. Waits for the previous work.
+
+        Raises:
+            ValueError: For slices that cannot be saved.
+        """
         self.wait()
         nonempty = sort_by_alignment(slices)
         entries, tensors = plan_entries(nonempty)

@@ -62,8 +62,12 @@ def withdraw_checkpoint(root: StorePath, bad: StorePath, before: str | None, att
     """Undo a commit: move the pointer back and delete the checkpoint `bad`.
 
     The pointer then names the checkpoint that it named before or, if that is gone, the newest one
-    left; if none is left, it is deleted. before: what `read_pointer` returned before the commit. If
-    the commit replaced the checkpoint of that name, its `.replaced` copy is named.
+    left; if none is left, it is deleted.
+
+    Args:
+        bad: The checkpoint to delete.
+        before: What `read_pointer` returned before the commit. If the commit replaced the
+            checkpoint of that name, its `.replaced` copy is named.
     """
     store = store_of(root)
     remaining = [path.name for path in list_checkpoints(root) if path != bad]
@@ -115,11 +119,12 @@ def find_checkpoint(
 ) -> StorePath | None:
     """Find the checkpoint that `checkpoint.resume` asks for.
 
-    resume: `latest`, or what `locate_checkpoint` takes. `latest` means the checkpoint that the
-    pointer in `root` names. If that is not intact, the newest intact one is returned and `note` is
-    called with the reason; if there is none yet, None is returned.
-
     Raises what `locate_checkpoint` raises.
+
+    Args:
+        resume: `latest`, or what `locate_checkpoint` takes. `latest` means the checkpoint that the
+            pointer in `root` names. If that is not intact, the newest intact one is returned and
+            `note` is called with the reason; if there is none yet, None is returned.
     """
     if resume != "latest":
         return locate_checkpoint(resume, "checkpoint.resume", note)
@@ -134,11 +139,16 @@ def locate_checkpoint(
 ) -> StorePath:
     """Return the checkpoint that a path or URL stands for: `ACCEPTED_PATHS`.
 
-    key: the config key or the option that gives it, for messages. note: called with a reason if the
-    latest checkpoint is not intact, and the newest intact one is returned.
+    A checkpoint that is given itself is not checked here; opening it does that.
 
-    Raises UserError if there is no checkpoint, none in the folder is intact, or its place cannot be
-    reached. Whether a checkpoint that is given itself is intact shows when it is opened.
+    Args:
+        key: The config key or the option that gives it, for messages.
+        note: Called with a reason if the latest checkpoint is not intact, and the newest intact one
+            is returned.
+
+    Raises:
+        UserError: If there is no checkpoint, none in the folder is intact, or its store cannot be
+            reached.
     """
     path = parse_path(location) if isinstance(location, str) else location
     store = store_of(path)

@@ -81,8 +81,10 @@ def _find_file_damage(
 class TensorDifference:
     """How a tensor differs between two checkpoints.
 
-    distance: largest absolute difference of two elements. largest: largest magnitude in the first
-    checkpoint. what: why the two cannot be compared, or None.
+    Attributes:
+        distance: Largest absolute difference of two elements.
+        largest: Largest magnitude in the first checkpoint.
+        what: Why the two cannot be compared, or None.
     """
 
     name: str

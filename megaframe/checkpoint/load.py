@@ -78,10 +78,15 @@ class Checkpoint:
     def load(self, slices: Sequence[Slice], unshared: Collection[tuple[str, Box]] = ()) -> None:
         """Fill the slices' tensors in place, converting to their dtypes.
 
-        unshared: names and boxes of the slices that no other rank of this machine loads. Extra
-        memory is only needed for a few saved slices at a time. Raises UserError if a tensor is not
-        in the checkpoint or has another shape there (then nothing has been filled), or if a file is
-        damaged (then some tensors may have been filled).
+        Extra memory is only needed for a few saved slices at a time.
+
+        Args:
+            slices: What to load, under any division of the tensors.
+            unshared: Names and boxes of the slices that no other rank of this machine loads.
+
+        Raises:
+            UserError: If a tensor is not in the checkpoint or has another shape there (then nothing
+                has been filled), or if a file is damaged (then some tensors may have been filled).
         """
         self._require(slices)
         wanted: defaultdict[str, list[Slice]] = defaultdict(list)
@@ -107,9 +112,15 @@ class Checkpoint:
     ) -> Iterator[tuple[str, SavedSlice, torch.Tensor]]:
         """Read the given saved slices, file by file, and check each.
 
-        requested: slices by the name of their tensor. shared: those that other ranks of this
-        machine may read too. Yields name, slice and contents; the contents are valid until the next
-        iteration. Raises UserError if a file is damaged.
+        Args:
+            requested: Slices by the name of their tensor.
+            shared: Those that other ranks of this machine may read too.
+
+        Yields:
+            Name, slice and contents. The contents are valid until the next iteration.
+
+        Raises:
+            UserError: If a file is damaged.
         """
         requests: defaultdict[tuple[str, bool], list[SliceRequest]] = defaultdict(list)
         for name, saved_slices in requested.items():

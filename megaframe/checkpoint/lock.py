@@ -41,9 +41,10 @@ _Time = Annotated[float, Field(ge=0, le=253e9)]
 class LockHolder(BaseModel):
     """The process that has a folder, as its lock says.
 
-    namespace: in which the process id is valid (see `process.namespace`); empty if unknown.
-    started: clock ticks since boot; 0 if unknown.
-    since, renewed: when the process took the lock, and renewed it last.
+    Attributes:
+        namespace: In which the process id is valid (see `process.namespace`); empty if unknown.
+        started: Clock ticks since boot; 0 if unknown.
+        since, renewed: When the process took the lock, and renewed it last.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
@@ -87,7 +88,8 @@ class LockHolder(BaseModel):
 class RunLock:
     """The locks of one run, held by this process.
 
-    folders: by the config key that names each.
+    Args:
+        folders: By the config key that names each.
     """
 
     def __init__(self, folders: Mapping[str, StorePath]) -> None:
@@ -100,10 +102,15 @@ class RunLock:
         self._renewing: Thread | None = None
 
     def take(self) -> list[str]:
-        """Lock all folders, unless they are. Returns lines to log about locks of ended processes.
+        """Lock all folders, unless they are.
 
-        If the lock of a process on another host may have ended, waits until that is certain. Raises
-        `UserError` if another run has a folder, or a folder cannot be written.
+        If the lock of a process on another host may have ended, waits until that is certain.
+
+        Returns:
+            Lines to log about locks of ended processes.
+
+        Raises:
+            UserError: If another run has a folder, or a folder cannot be written.
         """
         if self._renewing is not None:
             self.check()

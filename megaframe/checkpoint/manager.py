@@ -105,12 +105,16 @@ class CheckpointManager:
         return self._broadcast(error if mesh.rank == first else None)
 
     def open_previous(self, source: Checkpoint, error: str) -> Checkpoint:
-        """Open the newest intact checkpoint before `source`, which cannot be read. All ranks must
-        call this, and get the same one.
+        """Open the newest intact checkpoint before `source`, which cannot be read.
 
-        error: what is wrong with `source`.
-        Raises `UserError` if the config asks for `source` by name, if `source` is not in the root
-        of the run's checkpoints, or if no earlier checkpoint is intact.
+        All ranks must call this, and get the same one.
+
+        Args:
+            error: What is wrong with `source`.
+
+        Raises:
+            UserError: If the config asks for `source` by name, if `source` is not in the root of
+                the run's checkpoints, or if no earlier checkpoint is intact.
         """
         resume = self._config.checkpoint.resume
         if source.path.parent != self.root or (resume and source.path == parse_path(resume)):
@@ -137,10 +141,13 @@ class CheckpointManager:
         return store.get(key).decode()
 
     def create_writers(self, source: Checkpoint | None, saved: Callable[[int], None]) -> None:
-        """Create the writers. All ranks must call this, once none of them needs any saved
-        checkpoint but `source`, from which the run continues.
+        """Create the writers.
 
-        saved: called on the first rank with the step of each complete checkpoint.
+        All ranks must call this, once none of them needs any saved checkpoint but `source`, from
+        which the run continues.
+
+        Args:
+            saved: Called on the first rank with the step of each complete checkpoint.
         """
         config, mesh = self._config, self._mesh
         if config.checkpoint.every:
@@ -168,9 +175,14 @@ class CheckpointManager:
     def writer_due(
         self, step: int, *, leaving: bool = False
     ) -> CheckpointWriter | PeerMemoryWriter | None:
-        """Return the writer to save with after this step, or None. A step that is saved to the
-        checkpoint folder needs no copy in memory. leaving: the run stops after this step, to be
-        continued later."""
+        """Return the writer to save with after this step, or None.
+
+        A step that is saved to the checkpoint folder needs no copy in memory.
+
+        Args:
+            step: The step that has just been done.
+            leaving: Whether the run stops after this step, to be continued later.
+        """
         config, last = self._config.checkpoint, self._config.train.steps
         if self._writer is not None and (step % config.every == 0 or step == last or leaving):
             return self._writer

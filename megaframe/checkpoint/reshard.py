@@ -92,9 +92,21 @@ def assemble_checkpoint(
     """Write a checkpoint as `folder`/step-... with one file per group, or several if the store
     limits the size of files.
 
-    bytes_of: returns the bytes of a piece. Every file is verified before the checkpoint is
-    committed, and nothing remains of one that fails. Returns the checkpoint's place. Raises
-    UserError if it already exists or cannot be written.
+    Every file is verified before the checkpoint is committed, and nothing remains of one that
+    fails.
+
+    Args:
+        folder: The folder of checkpoints.
+        step: Step of the checkpoint.
+        state: Run state of the checkpoint.
+        groups: The boxes of each file.
+        bytes_of: Returns the bytes of an entry.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        UserError: If it already exists or cannot be written.
     """
     store, checkpoint = store_of(folder), folder / checkpoint_name(step)
     attempt = secrets.token_hex(4)

@@ -65,16 +65,17 @@ _HEADER_THREADS = 16
 class CheckpointWriter(BackgroundCopier):
     """Writes one rank's part of each checkpoint of a run into `root`, which all ranks share.
 
-    keep:       number of newest checkpoints to keep (at least 1).
-    keep_every: checkpoints of steps that are multiples of it are kept for good; 0: none.
-    read_back:  read each checkpoint back and check it before older ones are deleted (in a store
-                that cannot withdraw a checkpoint: before it is committed).
-    timeout:    seconds to wait for another rank before a save is abandoned.
-    saved:      called on rank 0, in the background, with the step of each completed checkpoint.
-
     An error in the background is raised by the next `save`, `wait` or `poll`, as UserError if the
     user can fix it. After that the writer can be used again. The background thread is a daemon and
     ends with the process, so call `wait` before the process exits.
+
+    Args:
+        keep: Number of newest checkpoints to keep (at least 1).
+        keep_every: Checkpoints of steps that are multiples of it are kept for good; 0: none.
+        read_back: Read each checkpoint back and check it before older ones are deleted (in a store
+            that cannot withdraw a checkpoint: before it is committed).
+        timeout: Seconds to wait for another rank before a save is abandoned.
+        saved: Called on rank 0, in the background, with the step of each completed checkpoint.
     """
 
     def __init__(
@@ -176,8 +177,13 @@ class CheckpointWriter(BackgroundCopier):
         previous_name: str | None,
     ) -> None:
         """Have all ranks read back their files of a checkpoint, and withdraw it if any of them
-        reports an error. If some rank does not answer, the checkpoint stays and so do older ones.
-        previous_name: the name that `latest` held before the commit."""
+        reports an error.
+
+        If some rank does not answer, the checkpoint stays and so do older ones.
+
+        Args:
+            previous_name: The name that `latest` held before the commit.
+        """
         coordinator.start_stage(attempt, READ_BACK)
         self._contribute(coordinator, attempt, job, READ_BACK)
         reports = coordinator.collect_reports(attempt, READ_BACK)
@@ -265,7 +271,14 @@ def commit_checkpoint(
     attempt: str,
 ) -> StorePath:
     """Make the files of a draft the newest checkpoint of `root`: write the manifest, publish the
-    draft, and last move the pointer. Returns the checkpoint's place. Raises OSError."""
+    draft, and last move the pointer.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        OSError: If something cannot be written.
+    """
 
     def tensors(name: str) -> dict[str, SavedTensor]:
         with ShardReader(draft / name, files[name]) as reader:
@@ -317,7 +330,11 @@ def _explain_os_errors(
     action: str, path: StorePath, needed: int | None = None, discard: StorePath | None = None
 ) -> Iterator[None]:
     """Turn an OSError into a UserError that names the path and, if `needed` is given, the needed
-    and free bytes. discard: a file to delete first, so that its bytes count as free."""
+    and free bytes.
+
+    Args:
+        discard: A file to delete first, so that its bytes count as free.
+    """
     try:
         yield
     except OSError as error:

@@ -98,9 +98,15 @@ def sort_by_alignment(slices: Sequence[Slice]) -> list[Slice]:
 
 
 def plan_entries(slices: Sequence[Slice]) -> tuple[list[FileEntry], list[Tensor]]:
-    """Cut slices into pieces. Returns the pieces with their byte ranges (see `assign_byte_ranges`)
-    and, for each piece, the view of the slice's tensor that it covers. Raises ValueError if two
-    slices of one tensor disagree about its shape or dtype."""
+    """Cut slices into entries of a file.
+
+    Returns:
+        The entries with their byte ranges (see `assign_byte_ranges`) and, for each entry, the view
+        of the slice's tensor that it covers.
+
+    Raises:
+        ValueError: If two slices of one tensor disagree about its shape or dtype.
+    """
     boxes: list[TensorBox] = []
     tensors: list[Tensor] = []
     declared: dict[str, tuple[Shape, DTypeName]] = {}
@@ -144,11 +150,18 @@ def write_shard_file(
     bytes_of: Callable[[FileEntry], memoryview],
     aligned_data: memoryview | None = None,
 ) -> SavedFile:
-    """Write the bytes of the given pieces, back to back, to a new file. Returns its size and the
-    checksum of its header.
+    """Write the bytes of entries, back to back, to a new file.
 
-    entries: the pieces; their byte ranges are assigned anew. bytes_of: returns the bytes of a
-    piece. aligned_data: see `Store.create`. Raises OSError.
+    Args:
+        entries: The boxes to write; their byte ranges are assigned anew.
+        bytes_of: Returns the bytes of an entry.
+        aligned_data: See `Store.create_file`.
+
+    Returns:
+        The size of the file and the checksum of its header.
+
+    Raises:
+        OSError: If the file exists or cannot be written.
     """
     placed_entries = assign_byte_ranges(entries)
     checksums = ["0" * 16] * len(placed_entries)
@@ -161,7 +174,7 @@ def write_shard_file(
             for begin in range(0, len(data), CHUNK_BYTES):
                 chunk = data[begin : begin + CHUNK_BYTES]
                 digest.update(chunk)
-                file.put(chunk)
+                file.write(chunk)
             checksums[index] = digest.hexdigest()
         header = _encode_header(path.name, placed_entries, checksums)
         file.finish(header)

@@ -47,11 +47,17 @@ SliceRequest = tuple[str, SavedTensor, SavedSlice]
 
 
 class ShardReader:
-    """A file of a checkpoint, open for reading. Its header is checked before it is parsed.
+    """A file of a checkpoint, open for reading.
 
-    bypass_cache, sole_reader: see `Store.open`. Raises UnreadableFile that names the file and, if
-        one is concerned,
-    the tensor.
+    Its header is checked before it is parsed.
+
+    Args:
+        saved: What the manifest says about the file.
+        bypass_cache, sole_reader: See `Store.open`.
+
+    Raises:
+        UnreadableFile: If the file is missing or damaged. It names the file and, if one is
+            concerned, the tensor.
     """
 
     def __init__(
@@ -142,7 +148,7 @@ class ShardReader:
             next iteration, which reads another slice into its buffer.
         """
         pending, in_flight = iter(requests), deque[tuple[SliceRequest, Tensor, Future[Tensor]]]()
-        with ThreadPoolExecutor(self._file.at_once) as pool:
+        with ThreadPoolExecutor(self._file.num_threads) as pool:
 
             def start_read(buffer: Tensor) -> None:
                 for request in islice(pending, 1):
@@ -170,8 +176,8 @@ class ShardReader:
         skip = 0 if start % DTYPES[tensor.dtype].itemsize else start % ALIGNMENT
         destination = buffer.numpy().data[skip : skip + size]
         digest = xxhash.xxh3_64()
-        for position in range(0, size, self._file.chunk):
-            chunk = destination[position : position + self._file.chunk]
+        for position in range(0, size, self._file.chunk_bytes):
+            chunk = destination[position : position + self._file.chunk_bytes]
             self._read_into(start + position, chunk, f"tensor {name}")
             digest.update(chunk)
         if digest.hexdigest() != saved_slice.checksum:

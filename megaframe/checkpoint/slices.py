@@ -30,10 +30,11 @@ dims."""
 class Slice:
     """One box of a logical tensor, and the memory that holds it on this rank.
 
-    name:   name of the logical tensor, the same on every rank.
-    shape:  shape of the whole logical tensor; every size is at least 1.
-    offset: where the box starts in the logical tensor.
-    tensor: the contents of the box, contiguous or not, on any device. It may be empty.
+    Attributes:
+        name: Name of the logical tensor, the same on every rank.
+        shape: Shape of the whole logical tensor; every size is at least 1.
+        offset: Where the box starts in the logical tensor.
+        tensor: The contents of the box, contiguous or not, on any device. It may be empty.
     """
 
     name: str
@@ -140,8 +141,14 @@ def find_tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str | None:
 
 
 def _count_corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[Shape, int]:
-    """Count the boxes' corners, each with the sign given by the parity of its upper ends. Corners
-    whose counts cancel are left out. dims: the dims to look at."""
+    """Count the boxes' corners, each with the sign given by the parity of its upper ends.
+
+    Corners whose counts cancel are left out.
+
+    Args:
+        boxes: The boxes, of one tensor.
+        dims: The dims to look at.
+    """
     counts: Counter[Shape] = Counter()
     signs = [-1 if sum(ends) % 2 else 1 for ends in product((0, 1), repeat=len(dims))]
     for offset, size in boxes:

@@ -28,9 +28,10 @@ _MOST_SAMPLES = 1 << 53
 class SpikeHistory:
     """The judgement of earlier steps.
 
-    losses: the last losses.
-    left_out: the first samples of steps whose data is skipped.
-    failed: the first samples of steps that have failed once.
+    Attributes:
+        losses: The last losses.
+        left_out: The first samples of steps whose data is skipped.
+        failed: The first samples of steps that have failed once.
     """
 
     losses: Sequence[float] = ()
@@ -41,14 +42,15 @@ class SpikeHistory:
 class TrainState(BaseModel):
     """The state of a run in a checkpoint, besides its tensors.
 
-    config: the resolved config of the run. Keys that its version did not have are at their
-    defaults.
-    data: state of the loader.
-    optimizer: state of the optimizer besides its tensors.
-    loss, grad_norm: of the last step, for comparison with the first step after a load.
-    history: the judgement of earlier steps.
-    routines: what multiplies matrices and computes attention on the CPU. Empty on a GPU, and in
-    checkpoints of versions that did not record it.
+    Attributes:
+        config: The resolved config of the run. Keys that its version did not have are at their
+            defaults.
+        data: State of the loader.
+        optimizer: State of the optimizer besides its tensors.
+        loss, grad_norm: Of the last step, for comparison with the first step after a load.
+        history: The judgement of earlier steps.
+        routines: What multiplies matrices and computes attention on the CPU. Empty on a GPU, and in
+            checkpoints of versions that did not record it.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -153,7 +155,9 @@ def describe_resumption(
 ) -> Iterator[str]:
     """Yield lines that say from what a run continues, and which keys have changed since.
 
-    saved: the config of the checkpoint. source: the checkpoint, in words.
+    Args:
+        saved: The config of the checkpoint.
+        source: The checkpoint, in words.
     """
     yield f"resumed from step {step} of {source}"
     changed = [
