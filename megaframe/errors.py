@@ -72,8 +72,8 @@ _STATUS = {
     NotFinite: EXIT_NOT_FINITE,
     BadDevice: EXIT_BAD_DEVICE,
 }
-_PATIENCE = 2.0
-_SHOWN = 200
+_REPORT_DELAY = 2.0
+_MAX_NAME = 200
 _BAD_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EILSEQ)
 """Errors that only another name of a file can mend."""
 
@@ -108,14 +108,14 @@ def report_errors(rank: int = 0) -> Iterator[None]:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does
     try:
-        with _names_checked():
+        with _check_file_names():
             yield
     except (UserError, NotFinite, BadDevice) as error:
         if rank:
-            time.sleep(_PATIENCE * (1 + (os.environ.get("LOCAL_RANK") != "0")))
+            time.sleep(_REPORT_DELAY * (1 + (os.environ.get("LOCAL_RANK") != "0")))
         text = f"error: {f'rank {rank}: ' if rank else ''}{error}"
         print(text, file=sys.stderr, flush=True)
-        _tell_launcher(text)
+        _report_to_launcher(text)
         status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
         raise SystemExit(status) from None
     except LostRanks as error:
@@ -127,22 +127,22 @@ def report_errors(rank: int = 0) -> Iterator[None]:
         print("interrupted", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_INTERRUPTED) from None
     except Exception:
-        _tell_launcher(traceback.format_exc())
+        _report_to_launcher(traceback.format_exc())
         raise
 
 
 @contextmanager
-def _names_checked() -> Iterator[None]:
+def _check_file_names() -> Iterator[None]:
     """Return a context that turns errors about names that no file can have into UserErrors."""
     try:
         yield
     except OSError as error:
         if error.errno not in _BAD_NAMES or error.filename is None:
             raise
-        raise UserError(f"{str(error.filename)[:_SHOWN]}: {error.strerror}") from None
+        raise UserError(f"{str(error.filename)[:_MAX_NAME]}: {error.strerror}") from None
 
 
-def _tell_launcher(text: str) -> None:
+def _report_to_launcher(text: str) -> None:
     """Put a text into torchrun's failure summary, as torch's `record` does for exceptions."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
 from rank_pool import RARELY, Pool
 
 from megaframe.config import RunConfig
-from megaframe.data.indexed import TokenFileWriter
+from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
@@ -121,7 +121,7 @@ def corpus(tmp_path_factory):
     """Return the prefix of token files: 40 documents of a learnable language with 61 token ids."""
     prefix = str(tmp_path_factory.mktemp("corpus") / "tokens")
     generator = np.random.default_rng(0)
-    with TokenFileWriter(prefix, np.dtype(np.uint16)) as writer:
+    with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
         for _ in range(40):
             start, step = generator.integers(0, 60, 2)
             length = int(generator.integers(30, 200))

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megaframe import __version__
 from megaframe.config import load
-from megaframe.data.indexed import TokenFileWriter
+from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.distributed.collectives import (
     Group,
     all_gather,
@@ -330,7 +330,7 @@ def layout(name: str, doctor: Doctor) -> None:
     corpus = str(home / "tokens")
     if not home.exists():
         home.mkdir()
-        with TokenFileWriter(corpus, np.dtype(np.uint16)) as writer:
+        with IndexedDatasetWriter(corpus, np.dtype(np.uint16)) as writer:
             for start in range(40):
                 writer.append(((start + 7 * np.arange(100)) % 61).astype(np.uint16))
     more = _EXPERTS if name.endswith("experts") else {}

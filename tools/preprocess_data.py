@@ -10,9 +10,9 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megaframe.data.preprocessing.input_shards import FORMATS, Reading
-from megaframe.data.preprocessing.journal import Counts
-from megaframe.data.preprocessing.preprocess import Job, Result, preprocess
+from megaframe.data.preprocessing.input_shards import FORMATS, CorpusFormat
+from megaframe.data.preprocessing.journal import CorpusCounts
+from megaframe.data.preprocessing.preprocess import PreprocessJob, PreprocessResult, preprocess
 from megaframe.errors import UserError, report_errors
 
 _EPILOG = """\
@@ -29,15 +29,17 @@ def main() -> None:
     options = _options()
     if options.workers < 1:
         raise UserError(f"--workers {options.workers} is too few; use 1 or more")
-    reading = Reading(options.key, options.format, options.split_blank_lines)
-    job = Job(tuple(options.input), options.tokenizer, options.output, reading, not options.no_eod)
+    reading = CorpusFormat(options.key, options.format, options.split_blank_lines)
+    job = PreprocessJob(
+        tuple(options.input), options.tokenizer, options.output, reading, not options.no_eod
+    )
     begin = time.monotonic()
     columns = TextColumn("{task.description}"), BarColumn(), TransferSpeedColumn()
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task("tokenizing", total=None)
 
-        def report(done: Counts, disk_bytes: int) -> None:
+        def report(done: CorpusCounts, disk_bytes: int) -> None:
             shown = f"tokenizing {done.documents:,} documents, {done.tokens:,} tokens"
             progress.update(task, description=shown, total=disk_bytes, completed=done.disk_bytes)
 
@@ -45,7 +47,7 @@ def main() -> None:
     print(_summary(job, result, time.monotonic() - begin))
 
 
-def _summary(job: Job, result: Result, seconds: float) -> str:
+def _summary(job: PreprocessJob, result: PreprocessResult, seconds: float) -> str:
     total, resumed = result.total, result.resumed
     megabytes = (total.size - resumed.size) / 1e6
     line = (

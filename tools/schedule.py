@@ -37,9 +37,14 @@ example: python tools/schedule.py --schedule zb-v --stages 4 --chunks 2 --microb
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """The parameters of one schedule. name: as in `generate`. group: microbatches per turn
-    (interleaved). costs: those of a rank's whole share of the model. memory_limit: most activations
-    (search), in units of a microbatch on a rank."""
+    """The parameters of one schedule.
+
+    Attributes:
+        name: As in `generate`.
+        group: Microbatches per turn (interleaved).
+        costs: Those of a rank's whole share of the model.
+        memory_limit: Most activations (search), in units of a microbatch on a rank.
+    """
 
     name: str
     ranks: int
@@ -66,15 +71,15 @@ class ScheduleResult:
             "stages": request.ranks,
             "chunks": request.chunks,
             "microbatches": request.microbatches,
-            "bubble": _plain(timeline.bubble),
-            "bubble_time": _plain(timeline.bubble_time),
-            "time": _plain(timeline.time),
-            "peak_activations": [_plain(value) for value in timeline.peak_activations],
+            "bubble": _to_json_number(timeline.bubble),
+            "bubble_time": _to_json_number(timeline.bubble_time),
+            "time": _to_json_number(timeline.time),
+            "peak_activations": [_to_json_number(value) for value in timeline.peak_activations],
         }
 
 
 def main() -> None:
-    options = _options()
+    options = _parse_options()
     request = ScheduleRequest(
         options.schedule or "",
         options.stages,
@@ -88,7 +93,7 @@ def main() -> None:
     if options.compare:
         _compare(request, options.json)
         return
-    result = _answer(request, options.lowered)
+    result = _simulate_request(request, options.lowered)
     pictures = {
         options.svg: lambda: draw_svg(result.timeline, request.name),
         options.trace: lambda: draw_trace(result.timeline),
@@ -107,8 +112,8 @@ def main() -> None:
     print(f"{'waits':<17} {waits}")
 
 
-def _answer(request: ScheduleRequest, lowered: bool = False) -> ScheduleResult:
-    costs = request.costs.divided(request.chunks)
+def _simulate_request(request: ScheduleRequest, lowered: bool = False) -> ScheduleResult:
+    costs = request.costs.divide_by_chunks(request.chunks)
     schedule = generate(
         request.name,
         request.ranks,
@@ -143,7 +148,7 @@ def _compare(request: ScheduleRequest, as_json: bool) -> None:
         wrong = schedule_mistakes(name, variant.ranks, chunks, variant.microbatches, group=group)
         mistakes += wrong
         if not wrong:
-            results.append(_answer(variant))
+            results.append(_simulate_request(variant))
     if as_json:
         print(json.dumps([result.record() for result in results]))
         return
@@ -191,13 +196,13 @@ def _write(path: str, text: str) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _plain(value: Seconds) -> int | float:
+def _to_json_number(value: Seconds) -> int | float:
     """Return a number as JSON has it: an int if it is an exact integer, otherwise a float."""
     whole = not isinstance(value, float) and Fraction(value).denominator == 1
     return int(value) if whole else float(value)
 
 
-def _units(text: str) -> Fraction:
+def _parse_memory_limit(text: str) -> Fraction:
     """Parse the value of --memory-limit."""
     try:
         value = float(text)
@@ -208,7 +213,7 @@ def _units(text: str) -> Fraction:
     return Fraction(value).limit_denominator(1_000_000)
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Print a pipeline schedule, its bubble, its time and its memory.",
         epilog=_EPILOG,
@@ -226,8 +231,8 @@ def _options() -> argparse.Namespace:
     add("--group", type=int, metavar="G", help="interleaved: microbatches per turn (default: P)")
     add("--costs", default="F=1,B=1,W=1,comm=0", metavar="TIMES", help="seconds of a rank's whole "
         "share per microbatch, and of a transfer (default: %(default)s)")  # fmt: skip
-    add("--memory-limit", type=_units, metavar="X", help="search: most activations, in units of "
-        "one microbatch on one rank (default: P)")  # fmt: skip
+    add("--memory-limit", type=_parse_memory_limit, metavar="X", help="search: most activations, "
+        "in units of one microbatch on one rank (default: P)")  # fmt: skip
     add("--lowered", action="store_true", help="print the engine's lists instead of the grid")
     add("--json", action="store_true", help="print one object (with --compare: a list of them)")
     add("--svg", metavar="FILE", help="draw it as SVG")

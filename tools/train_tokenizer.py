@@ -6,7 +6,7 @@ import argparse
 import os
 import time
 
-from megaframe.data.preprocessing.input_shards import FORMATS, Reading
+from megaframe.data.preprocessing.input_shards import FORMATS, CorpusFormat
 from megaframe.data.preprocessing.train_tokenizer import KINDS, train_sentencepiece
 from megaframe.errors import UserError, report_errors
 
@@ -26,7 +26,7 @@ def main() -> None:
         raise UserError(
             f"--vocab {options.vocab} and --megabytes {options.megabytes} must be above 0"
         )
-    reading = Reading(options.key, options.format, options.split_blank_lines)
+    reading = CorpusFormat(options.key, options.format, options.split_blank_lines)
     begin = time.monotonic()
     used = train_sentencepiece(
         options.input, reading, options.output, options.vocab, options.kind, options.megabytes

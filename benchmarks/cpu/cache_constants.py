@@ -77,7 +77,7 @@ def gradient(dtype: torch.dtype) -> Work:
     """The gradient of a matrix of 2,048 by 512 over 2,048 tokens, added to sums in fp32."""
     left, right = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 512).to(dtype)
     out = torch.zeros(2048, 512)
-    return lambda: matmul.product_into(out, left.t(), right, add=True)
+    return lambda: matmul.multiply_into(out, left.t(), right, add=True)
 
 
 def update(dtype: torch.dtype) -> Work:
@@ -107,12 +107,12 @@ class CachedSize:
 
 CASES = {
     "chunk of the head": CachedSize("MAX_HOST_LOGITS", output_head, head),
-    "part of a chunk that is in fp32": CachedSize("_PARTS", loss, head),
+    "part of a chunk that is in fp32": CachedSize("_FP32_PARTS", loss, head),
     "piece of a product, head": CachedSize("PIECE_BYTES", matmul, head),
     "piece of a product, gradient": CachedSize("PIECE_BYTES", matmul, gradient),
-    "scores of a block": CachedSize("_SCORES", cpu_attention, attention),
-    "rows of a block": CachedSize("_ROWS", cpu_attention, attention),
-    "blocks of a tile": CachedSize("_PIECES", cpu_attention, attention),
+    "scores of a block": CachedSize("_SCORES_PER_BLOCK", cpu_attention, attention),
+    "rows of a block": CachedSize("_QUERIES_PER_BLOCK", cpu_attention, attention),
+    "blocks of a tile": CachedSize("_MIN_BLOCKS", cpu_attention, attention),
     "chunk of an update": CachedSize("_CHUNK", optimizer_state, update),
 }
 
@@ -159,8 +159,8 @@ def main() -> None:
     found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for precision in given.precision:
         dtype = PRECISIONS[precision].compute
-        routines = autotune.cached_or_measured(dtype)[0]
-        matmul.use(dtype, routines.products)
+        routines = autotune.load_or_measure(dtype)[0]
+        matmul.use_libraries(dtype, routines.products)
         print(f"\n{precision}, time relative to that of the constant; low and high of rounds")
         print(f"{'':<34}" + "".join(f"{f'x {factor:g}':>18}" for factor in FACTORS))
         for name, case in CASES.items():

@@ -135,10 +135,10 @@ def corpus(prefix: str) -> None:
     """Write a token file of random tokens."""
     import numpy as np
 
-    from megaframe.data.indexed import TokenFileWriter
+    from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 
     draw = np.random.default_rng(0)
-    with TokenFileWriter(prefix, np.dtype(np.uint16)) as writer:
+    with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
         for _ in range(100):
             writer.append(draw.integers(0, 8000, 2000).astype(np.uint16))
 

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import PEERS, ROOT, Spread, commit, machine
 
-from megaframe.data.indexed import TokenFileWriter
-from megaframe.data.samples import Source
+from megaframe.data.gpt_dataset import GPTDataset
+from megaframe.data.indexed_dataset import HEADER, MAGIC, VERSION, dtype_code
+from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.data.shuffle import sample_indices, source_key
-from megaframe.data.token_index import HEADER, MAGIC, VERSION, dtype_code
 
 SEQ, VOCAB = 256, 50304
 HUGE_TOKENS, HUGE_DOCUMENT = 10_000_000_000, 2_000
@@ -44,7 +44,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 def write_synthetic(prefix: str, tokens: int) -> None:
     """Write random token ids as u16, in documents of about 500 tokens with a long tail."""
     draw = np.random.default_rng(0)
-    with TokenFileWriter(prefix, np.dtype("<u2")) as writer:
+    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
         while tokens > 0:
             lengths = np.maximum(2, draw.lognormal(5.7, 1.0, 20_000)).astype(np.int64)
             ids = draw.integers(1, VOCAB, int(lengths.sum()), dtype=np.uint16)
@@ -79,7 +79,7 @@ def measure_order(folder: str) -> dict[str, Any]:
         sample_indices(numbers, windows, source_key(1, prefix))
 
     def file_and_order() -> None:
-        Source(prefix, "train", (0.98, 0.02, 0.0), SEQ, VOCAB)
+        GPTDataset(prefix, "train", (0.98, 0.02, 0.0), SEQ, VOCAB)
         order()
 
     for name, action in (("order", order), ("file and order", file_and_order)):

@@ -47,11 +47,11 @@ def work(folder: Path, steps: int) -> None:
     import numpy as np
 
     from megaframe.config import load
-    from megaframe.data.indexed import TokenFileWriter
+    from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
     from megaframe.distributed.mesh import Mesh, global_rank
     from megaframe.layout import Layout
-    from megaframe.metrics import Meter, StepTimer
-    from megaframe.metrics.meter import Known
+    from megaframe.metrics import MetricsLogger, StepTimer
+    from megaframe.metrics.metrics_logger import StepValues
     from megaframe.training.trainer import Trainer
 
     keys = {
@@ -64,28 +64,28 @@ def work(folder: Path, steps: int) -> None:
     }  # fmt: skip
     config = load(None, [f"{key}={value}" for key, value in keys.items()])
     if global_rank() == 0:
-        with TokenFileWriter(str(folder / "tokens"), np.dtype(np.uint16)) as writer:
+        with IndexedDatasetWriter(str(folder / "tokens"), np.dtype(np.uint16)) as writer:
             writer.append(np.random.default_rng(0).integers(0, 4096, 10**6).astype(np.uint16))
         (folder / "ready").touch()
     while not (folder / "ready").exists():
         time.sleep(0.1)
     marks: list[int] = []
     flushes: list[float] = []
-    take, flush = StepTimer.take, Meter.flush
+    take, flush = StepTimer.take, MetricsLogger.flush
 
     def counting(timer: StepTimer) -> Any:
         split = take(timer)
-        marks.append(len(split.marks) + len(split.flights))
+        marks.append(len(split.marks) + len(split.transfers))
         return split
 
-    def timed(meter: Meter, step: int) -> list[Known]:
+    def timed(meter: MetricsLogger, step: int) -> list[StepValues]:
         start = time.perf_counter()
         known = flush(meter, step)
         flushes.append(time.perf_counter() - start)
         return known
 
     setattr(StepTimer, "take", counting)  # noqa: B010
-    setattr(Meter, "flush", timed)  # noqa: B010
+    setattr(MetricsLogger, "flush", timed)  # noqa: B010
     mesh = Mesh(Layout.from_parallel(config.parallel, 2), device="cpu")
     Trainer(config, mesh).run()
     if mesh.rank == 0:

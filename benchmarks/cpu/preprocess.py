@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import ROOT, Spread, commit, machine
 
-from megaframe.data.indexed import TokenFile
-from megaframe.data.preprocessing.input_shards import Reading
-from megaframe.data.preprocessing.preprocess import Job, preprocess
+from megaframe.data.indexed_dataset import IndexedDataset
+from megaframe.data.preprocessing.input_shards import CorpusFormat
+from megaframe.data.preprocessing.preprocess import PreprocessJob, preprocess
 from megaframe.data.preprocessing.train_tokenizer import train_sentencepiece
 
 PEER = Path(__file__).resolve().parents[1] / "peers" / "token_files_megatron_core.py"
@@ -112,9 +112,9 @@ def measure_speed(
     measured: dict[str, Runs] = {}
     for title, (name, bare) in bare_libraries(folder, texts).items():
         output = str(folder / title.replace(" ", "-"))
-        job = Job(tuple(inputs), name, output, Reading())
+        job = PreprocessJob(tuple(inputs), name, output, CorpusFormat())
 
-        def ours(job: Job = job) -> None:
+        def ours(job: PreprocessJob = job) -> None:
             preprocess(job, overwrite=True)
 
         ours()
@@ -154,7 +154,7 @@ def summarise(measured: dict[str, Runs], megabytes: float) -> dict[str, Any]:
 def compare_with_megatron(python: Path, folder: Path, prefix: str) -> dict[str, Any]:
     """Compare our files with a small and a large vocabulary with theirs, both ways. Raises an error
     if a byte differs."""
-    ours = TokenFile(prefix)
+    ours = IndexedDataset(prefix)
     tokens, lengths = np.asarray(ours.tokens), np.asarray(ours.lengths)
     results = {}
     for vocab in (VOCAB, LARGE_VOCAB):
@@ -165,12 +165,12 @@ def compare_with_megatron(python: Path, folder: Path, prefix: str) -> dict[str, 
 def compare_one(
     python: Path, folder: Path, tokens: np.ndarray, lengths: np.ndarray, vocab: int
 ) -> dict[str, Any]:
-    from megaframe.data.indexed import TokenFileWriter
-    from megaframe.data.token_index import token_dtype
+    from megaframe.data.indexed_dataset import token_dtype
+    from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 
     our_prefix, their_prefix = str(folder / f"ours{vocab}"), str(folder / f"theirs{vocab}")
     start = time.perf_counter()
-    with TokenFileWriter(our_prefix, token_dtype(vocab)) as writer:
+    with IndexedDatasetWriter(our_prefix, token_dtype(vocab)) as writer:
         writer.append_batch(tokens, lengths)
     seconds = time.perf_counter() - start
     arrays = folder / "arrays.npz"
@@ -181,7 +181,7 @@ def compare_one(
         if pair[0] != pair[1]:
             sys.exit(f"vocabulary {vocab}: {suffix} differs from megatron-core's")
     read = run_peer(python, "read", our_prefix, arrays)
-    theirs, ours = np.load(arrays), TokenFile(their_prefix)
+    theirs, ours = np.load(arrays), IndexedDataset(their_prefix)
     for name in ("tokens", "lengths", "documents"):
         if not np.array_equal(theirs[name], getattr(ours, name)):
             sys.exit(f"vocabulary {vocab}: {name} read differently by megatron-core")
@@ -216,7 +216,7 @@ def main() -> None:
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
         for kind in ("bpe", "unigram"):
             model = str(folder / kind)
-            train_sentencepiece([str(corpus)], Reading(), model, VOCAB, kind, 2)
+            train_sentencepiece([str(corpus)], CorpusFormat(), model, VOCAB, kind, 2)
         train_hugging_face(texts[:200], folder / "hf.json")
         texts, megabytes = texts * given.repeat, megabytes * given.repeat
         print(f"{len(texts)} documents, {megabytes:.1f} MB, {given.rounds} rounds, one process")

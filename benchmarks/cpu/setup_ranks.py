@@ -96,7 +96,7 @@ def measure(world: int) -> dict[str, float]:
     from megaframe.data.loader import Loader
     from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
-    from megaframe.training.meta_step import Hollow
+    from megaframe.training.meta_step import MetaTensorMode
     from megaframe.training.train_step import Pipeline
 
     class Fake(Mesh):
@@ -149,7 +149,7 @@ def measure(world: int) -> dict[str, float]:
 
         def model() -> Pipeline:
             # The mesh has this rank alone, so tensors need no content.
-            with Hollow(), warnings.catch_warnings():
+            with MetaTensorMode(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 return Pipeline(config, Mesh(layout, alone=0), lambda part: nullcontext())
 
@@ -171,9 +171,9 @@ def _corpus(folder: Path) -> Path:
     """Write a few documents, from which samples are drawn without end."""
     import numpy as np
 
-    from megaframe.data.indexed import TokenFileWriter
+    from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 
-    with TokenFileWriter(str(folder / "tokens"), np.dtype(np.uint16)) as writer:
+    with IndexedDatasetWriter(str(folder / "tokens"), np.dtype(np.uint16)) as writer:
         for _ in range(8):
             writer.append(np.arange(4096, dtype=np.uint16))
     return folder / "tokens"

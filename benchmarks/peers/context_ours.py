@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megaframe.context_parallel.ring import RingMask, ring_attention
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.ops.attention_tiles import AttentionMask
+from megaframe.ops.attention_mask import AttentionMask
 
 
 def train(given: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from megaframe.distributed.device import tune_host_allocator
 from megaframe.expert_parallel.transfer import ExpertRows, SelectRows
 from megaframe.model.block import TransformerBlock
 from megaframe.model.moe.layer import MixtureOfExperts
-from megaframe.parameters.initialization import fill
+from megaframe.parameters.initialization import fill_initial_values
 from megaframe.parameters.parameter import PRECISIONS, Module
 from megaframe.parameters.spec import Box
 from megaframe.pipeline_parallel.stage import whole_model
@@ -41,7 +41,7 @@ def bind(module: Module, precision: str) -> None:
         parameter.bind(box, lambda: None)
         parameter.value = torch.empty(shape, dtype=types.compute)
         parameter.grad = torch.empty(shape, dtype=types.master)
-        fill(parameter.value, parameter.spec, box, seed=0)
+        fill_initial_values(parameter.value, parameter.spec, box, seed=0)
 
 
 def main() -> None:

@@ -51,8 +51,8 @@ def candidates(left: Tensor, right: Tensor) -> Iterator[Callable[[], object]]:
     for library in matmul.libraries_for(left.dtype):
         kind = torch.float32 if library.startswith("fp32-") else left.dtype
         operands = left[0].to(kind), right[0].to(kind)
-        plain: matmul.Library = "onednn" if library.endswith("onednn") else "torch"
-        yield lambda operands=operands, plain=plain: matmul._multiply(plain, *operands)  # type: ignore[misc]
+        plain: matmul.MatmulLibrary = "onednn" if library.endswith("onednn") else "torch"
+        yield lambda operands=operands, plain=plain: matmul._multiply_by(plain, *operands)  # type: ignore[misc]
 
 
 def seconds_of(left: Tensor, right: Tensor, rounds: int) -> float:

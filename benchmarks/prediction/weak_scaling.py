@@ -147,7 +147,7 @@ def simulate(
     config = resolve_bucket_size(config, layout, cluster)
     machine = Machine(config, cluster, constants, sizes_of(config, layout))
     here = count_parameters(config, layout, stage_plans(config))
-    halves = [*zip(here.blocks[1::2], here.blocks[::2], strict=True)]
+    halves = [*zip(here.split[1::2], here.split[::2], strict=True)]
     least = config.parallel.bucket_size
     groups = group_blocks_into_buckets(halves, 1 if least == "auto" else least)
     one, end = block_times(machine, 0).whole, head_times(machine).whole
@@ -181,7 +181,7 @@ def simulate(
     back = last_computed(gathered, [0.0, 0.0, *blocks, *(0.0 for _ in tables[1:])])
 
     owned = replace(
-        block_load(machine, 0).times(layers), tables=len(tables) * table_elements(machine)
+        block_load(machine, 0).scaled(layers), tables=len(tables) * table_elements(machine)
     )
     update = float(optimizer_seconds(machine, owned))
     many = int(machine.sizes.microbatches)

@@ -11,7 +11,11 @@ from megaframe.config.model import ModelConfig
 
 
 class MatrixShape(NamedTuple):
-    """A whole matrix of shape [outputs, inputs]. number: how many of them a block has."""
+    """A whole matrix of shape [outputs, inputs].
+
+    Attributes:
+        number: How many of them a block has.
+    """
 
     outputs: int
     inputs: int
@@ -24,24 +28,26 @@ class MatrixShape(NamedTuple):
 
 
 def block_matrices(model: ModelConfig, layer: int) -> list[MatrixShape]:
-    """Return the matrices of the block of a layer; none with emulated blocks. Predictors' blocks
-    are numbered after the last layer."""
+    """Return the matrices of the block of a layer; none with emulated blocks.
+
+    Predictors' blocks are numbered after the last layer.
+    """
     if model.emulate is not None:
         return []
-    moe, shapes = model.moe, [*_attention(model)]
+    moe, shapes = model.moe, [*_attention_matrices(model)]
     if moe is None or not has_experts(moe, layer):
-        return [*shapes, *_mlp(model, model.ffn)]
+        return [*shapes, *_mlp_matrices(model, model.ffn)]
     width = moe.ffn or model.ffn
-    shapes += [MatrixShape(moe.experts, model.hidden), *_mlp(model, width, moe.experts)]
-    return [*shapes, *(_mlp(model, moe.shared * width) if moe.shared else [])]
+    shapes += [MatrixShape(moe.experts, model.hidden), *_mlp_matrices(model, width, moe.experts)]
+    return [*shapes, *(_mlp_matrices(model, moe.shared * width) if moe.shared else [])]
 
 
 def attention_matrix_elements(model: ModelConfig) -> int:
     """Return the elements of the matrices of one block's attention."""
-    return sum(matrix.elements for matrix in _attention(model))
+    return sum(matrix.elements for matrix in _attention_matrices(model))
 
 
-def _attention(model: ModelConfig) -> Iterator[MatrixShape]:
+def _attention_matrices(model: ModelConfig) -> Iterator[MatrixShape]:
     hidden, heads, latent = model.hidden, model.heads, model.latent
     query, value = head_widths(model)
     yield MatrixShape(hidden, heads * value)
@@ -57,6 +63,6 @@ def _attention(model: ModelConfig) -> Iterator[MatrixShape]:
             yield MatrixShape(rank, hidden)
 
 
-def _mlp(model: ModelConfig, width: int, number: int = 1) -> list[MatrixShape]:
+def _mlp_matrices(model: ModelConfig, width: int, number: int = 1) -> list[MatrixShape]:
     up = 2 if model.activation == "swiglu" else 1
     return [MatrixShape(width, model.hidden, up * number), MatrixShape(model.hidden, width, number)]

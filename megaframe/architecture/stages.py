@@ -22,9 +22,13 @@ from megaframe.schedule.costs import ActionCosts
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Stage `number` of `stages`, and the blocks (layers) that it runs. The first stage also has
-    the embedding, the last one the head. recomputed: how many of its first blocks are recomputed in
-    backward."""
+    """Stage `number` of `stages`, and the blocks (layers) that it runs.
+
+    The first stage also has the embedding, the last one the head.
+
+    Attributes:
+        recomputed: How many of its first blocks are recomputed in backward.
+    """
 
     number: int
     stages: int
@@ -62,7 +66,7 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
     plans, start = [], 0
     for number, count in enumerate(layers):
         blocks = range(start, start + count)
-        recomputed_first = _per_stage(config.train.recompute_blocks, number)
+        recomputed_first = _value_for_stage(config.train.recompute_blocks, number)
         recomputed = count if config.train.recompute == "full" else min(count, recomputed_first)
         plans.append(StagePlan(number, stages, blocks, recomputed))
         start += count
@@ -72,15 +76,19 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
 
 @cache
 def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[int, ...]:
-    """Return how many consecutive blocks each stage gets. The largest work of a stage is minimal,
-    and among such divisions this is the most even one (least sum of squares).
+    """Return how many consecutive blocks each stage gets.
 
-    blocks: the work of each block. head: the work of the head, which is on the last stage.
+    The largest work of a stage is minimal, and among such divisions this is the most even one
+    (least sum of squares).
+
+    Args:
+        blocks: The work of each block.
+        head: The work of the head, which is on the last stage.
     """
     ends = [0.0]
     for work in blocks:
         ends.append(ends[-1] + work)
-    limit = _least_maximum(ends, head, stages)
+    limit = _minimize_maximum(ends, head, stages)
     # squares[n]: the least sum of squares over the stages so far, which have the first n blocks.
     squares = [0.0] + [math.inf] * len(blocks)
     starts: list[list[int]] = []
@@ -107,8 +115,10 @@ def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[
 
 
 def stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> ActionCosts:
-    """Return the modelled work of F, B and W of every stage, in FLOPs per token. Only the ratios
-    matter."""
+    """Return the modelled work of F, B and W of every stage, in FLOPs per token.
+
+    Only the ratios matter.
+    """
     end = output_work(config)
     works = [[block_work(config, layer) for layer in plan.blocks] for plan in plans]
     stages = list(zip(plans, works, strict=True))
@@ -135,8 +145,10 @@ class PassWork:
 
 
 def block_work(config: RunConfig, layer: int) -> PassWork:
-    """Return the work of the block of a layer. Attention counts the keys that it sees on average,
-    and has no weight gradient."""
+    """Return the work of the block of a layer.
+
+    Attention counts the keys that it sees on average, and has no weight gradient.
+    """
     emulated = config.model.emulate
     if emulated is not None:
         return PassWork(emulated.forward, emulated.backward, emulated.weight)
@@ -148,12 +160,14 @@ def block_work(config: RunConfig, layer: int) -> PassWork:
 
 
 def output_work(config: RunConfig) -> PassWork:
-    """Return the work after the last block. The head computes its gradients in the forward pass, so
-    all of its work counts as forward. Each predictor adds the head once more, a matrix and a
-    block."""
+    """Return the work after the last block.
+
+    The head computes its gradients in the forward pass, so all of its work counts as forward. Each
+    predictor adds the head once more, a matrix and a block.
+    """
     model = config.model
     join = 2.0 * predictor_projection_elements(model)
-    head = 3 * _head(config)
+    head = 3 * _head_flops(config)
     forward, backward, weight = head, 0.0, 0.0
     for depth in range(model.mtp_depth):
         block = block_work(config, model.layers + depth)
@@ -175,8 +189,10 @@ def stage_layers(model: ModelConfig, plan: StagePlan) -> list[int]:
 
 
 def active_matrix_elements(model: ModelConfig, layer: int) -> int:
-    """Return the elements of the matrices that one token uses in the block of a layer. Predictors'
-    blocks are numbered after the last layer."""
+    """Return the elements of the matrices that one token uses in the block of a layer.
+
+    Predictors' blocks are numbered after the last layer.
+    """
     mlp = (3 if model.activation == "swiglu" else 2) * model.hidden
     moe = model.moe
     if moe is None or not has_experts(moe, layer):
@@ -185,14 +201,14 @@ def active_matrix_elements(model: ModelConfig, layer: int) -> int:
     return attention_matrix_elements(model) + mlp * width + moe.experts * model.hidden
 
 
-def _head(config: RunConfig) -> float:
+def _head_flops(config: RunConfig) -> float:
     """Return the forward FLOPs per token of the head; 0 with emulated blocks."""
     if config.model.emulate is not None:
         return 0.0
     return 2.0 * config.model.hidden * (config.model.vocab or 0)
 
 
-def _least_maximum(ends: Sequence[float], head: float, stages: int) -> float:
+def _minimize_maximum(ends: Sequence[float], head: float, stages: int) -> float:
     """Return the smallest possible maximum work of a stage, by bisection over all spans of
     blocks."""
     spans = {end - start for i, end in enumerate(ends) for start in ends[: i + 1]}
@@ -200,14 +216,14 @@ def _least_maximum(ends: Sequence[float], head: float, stages: int) -> float:
     low, high = 0, len(candidates) - 1
     while low < high:
         middle = (low + high) // 2
-        if _fits(ends, head, stages, candidates[middle]):
+        if _fits_limit(ends, head, stages, candidates[middle]):
             high = middle
         else:
             low = middle + 1
     return candidates[low]
 
 
-def _fits(ends: Sequence[float], head: float, stages: int, limit: float) -> bool:
+def _fits_limit(ends: Sequence[float], head: float, stages: int, limit: float) -> bool:
     """Return whether stages of at most `limit` work suffice; they are filled from the last one."""
     free_work, end = limit - head, len(ends) - 1
     for _ in range(stages):
@@ -220,7 +236,7 @@ def _fits(ends: Sequence[float], head: float, stages: int, limit: float) -> bool
     return end == 0
 
 
-def _per_stage(value: int | tuple[int, ...] | Literal["auto"], stage: int) -> int:
+def _value_for_stage(value: int | tuple[int, ...] | Literal["auto"], stage: int) -> int:
     """Return the number for a stage; "auto", not settled yet (`again.settled`), counts as 0."""
     if value == "auto":
         return 0

@@ -55,9 +55,10 @@ COMMON = (
 class ConfigKey:
     """One dotted key.
 
-    name:    `section.key`.
-    field:   its pydantic field.
-    section: the class of the keys beneath it, None for a key that holds a value.
+    Attributes:
+        name: `section.key`.
+        field: Its pydantic field.
+        section: The class of the keys beneath it, None for a key that holds a value.
     """
 
     name: str
@@ -72,7 +73,7 @@ class ConfigKey:
     @property
     def several(self) -> bool:
         """Whether its values may be of more than one type, not counting null."""
-        return len(_without_null(self.field.annotation)) > 1
+        return len(_non_null_members(self.field.annotation)) > 1
 
     @property
     def text(self) -> str:
@@ -95,34 +96,34 @@ class ConfigKey:
 @lru_cache
 def config_keys() -> Mapping[str, ConfigKey]:
     """Return all keys by dotted name, in the order of the schema, each section before its keys."""
-    return {key.name: key for key in _walk(RunConfig, "")}
+    return {key.name: key for key in _collect_keys(RunConfig, "")}
 
 
-def _walk(section: type[Section], prefix: str) -> list[ConfigKey]:
+def _collect_keys(section: type[Section], prefix: str) -> list[ConfigKey]:
     keys = []
     for name, field in section.model_fields.items():
-        inner = _section(field.annotation)
+        inner = _section_class(field.annotation)
         keys.append(ConfigKey(prefix + name, field, inner))
         if inner:
-            keys += _walk(inner, f"{prefix}{name}.")
+            keys += _collect_keys(inner, f"{prefix}{name}.")
     return keys
 
 
-def _section(annotation: Any) -> type[Section] | None:
+def _section_class(annotation: Any) -> type[Section] | None:
     """Return the section class in `annotation`, which may be nullable; None if there is none."""
-    for kind in (annotation, *_alternatives(annotation)):
+    for kind in (annotation, *_union_members(annotation)):
         if isinstance(kind, type) and issubclass(kind, Section):
             return kind
     return None
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
+def _union_members(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
 
 
-def _without_null(annotation: Any) -> list[Any]:
+def _non_null_members(annotation: Any) -> list[Any]:
     """Return the types of a union except null; none if it is not a union."""
-    return [kind for kind in _alternatives(annotation) if kind is not type(None)]
+    return [kind for kind in _union_members(annotation) if kind is not type(None)]
 
 
 def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
@@ -131,7 +132,7 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
     if origin is Annotated:
         inner = (item for field in args[1:] for item in getattr(field, "metadata", ()))
         return describe_type(args[0], (*bounds, *inner))
-    if _alternatives(annotation):
+    if _union_members(annotation):
         # Lists come last: what follows a list would read as one of its items.
         ordered = sorted(args, key=lambda kind: get_origin(kind) is tuple)
         return " or ".join("null" if a is type(None) else describe_type(a, bounds) for a in ordered)
@@ -141,26 +142,26 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
         if args[-1] is Ellipsis:
             return f"a list, each {describe_type(args[0])}"
         return f"a list of {len(args)}, each {describe_type(args[0])}"
-    if _section(annotation):
+    if _section_class(annotation):
         fields = (
             f"{key.name}: {key.allowed} (default {key.default})"
             if not key.field.is_required()
             else f"{key.name}: {key.allowed}"
-            for key in _walk(annotation, "")
+            for key in _collect_keys(annotation, "")
         )
         return "{" + ", ".join(fields) + "}"
-    return _scalar(annotation, bounds)
+    return _describe_scalar(annotation, bounds)
 
 
 def describe_type_at(key: ConfigKey, path: Sequence[int | str]) -> str:
     """Describe in words the values allowed at `path` inside a key's value, e.g. `(0, "weight")`."""
     annotation, bounds = key.field.annotation, tuple(key.field.metadata)
     for part in path:
-        alternatives = _without_null(annotation)
+        alternatives = _non_null_members(annotation)
         annotation = (
             alternatives[0] if len(alternatives) == 1 else annotation
         )  # null has nothing inside
-        section, items = _section(annotation), get_args(annotation)
+        section, items = _section_class(annotation), get_args(annotation)
         if section is not None:
             field = section.model_fields[str(part)]
             annotation, bounds = field.annotation, tuple(field.metadata)
@@ -169,7 +170,7 @@ def describe_type_at(key: ConfigKey, path: Sequence[int | str]) -> str:
     return describe_type(annotation, bounds)
 
 
-def _scalar(kind: type, bounds: tuple[Any, ...]) -> str:
+def _describe_scalar(kind: type, bounds: tuple[Any, ...]) -> str:
     if kind is bool:
         return "true or false"
     if kind is str:
@@ -187,13 +188,15 @@ def _scalar(kind: type, bounds: tuple[Any, ...]) -> str:
     else:
         noun = "a number"
     if {"ge", "le"} <= limits.keys():
-        return f"{noun} from {_bound(limits['ge'])} to {_bound(limits['le'])}"
+        return f"{noun} from {_format_bound(limits['ge'])} to {_format_bound(limits['le'])}"
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    parts = [f"{sign} {_bound(limits[name])}" for name, sign in signs.items() if name in limits]
+    parts = [
+        f"{sign} {_format_bound(limits[name])}" for name, sign in signs.items() if name in limits
+    ]
     return " ".join([noun, " and ".join(parts)]).strip()
 
 
-def _bound(limit: float) -> str:
+def _format_bound(limit: float) -> str:
     return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
@@ -262,8 +265,8 @@ def _all_names() -> list[str]:
     for key in config_keys().values():
         names.append(key.name)
         items = get_args(key.field.annotation)
-        if get_origin(key.field.annotation) is tuple and _section(items[0]):
-            names += [inner.name for inner in _walk(items[0], f"{key.name}.")]
+        if get_origin(key.field.annotation) is tuple and _section_class(items[0]):
+            names += [inner.name for inner in _collect_keys(items[0], f"{key.name}.")]
     return names
 
 
@@ -280,11 +283,11 @@ def explain(name: str) -> str:
             k for k in config_keys().values() if k.name.startswith(f"{name}.") and not k.section
         ]
         parts = [key.text] if key.text else []
-        return "\n\n".join(["\n".join([name, *parts]), *(_explained(k) for k in inner)])
-    return _explained(key)
+        return "\n\n".join(["\n".join([name, *parts]), *(_explain_key(k) for k in inner)])
+    return _explain_key(key)
 
 
-def _explained(key: ConfigKey) -> str:
+def _explain_key(key: ConfigKey) -> str:
     default = "Required." if key.field.is_required() else f"Default: {key.default}."
     lines = [key.text, f"Takes {key.allowed}.", default]
     wrapped = (textwrap.fill(line, WIDTH - 2, break_on_hyphens=False) for line in lines)
@@ -295,8 +298,8 @@ def describe_common_keys() -> str:
     """Return what `--help` prints about keys: those of `COMMON`, one line each."""
     chosen = [config_keys()[name] for name in COMMON]
     return "\n".join(
-        head + textwrap.shorten(_first(key), WIDTH - len(head), placeholder=" ...")
-        for head, key in zip(_heads(chosen), chosen, strict=True)
+        head + textwrap.shorten(_first_sentence(key), WIDTH - len(head), placeholder=" ...")
+        for head, key in zip(_align_heads(chosen), chosen, strict=True)
     )
 
 
@@ -306,20 +309,20 @@ def describe_all_keys() -> str:
     blocks: dict[str, list[ConfigKey]] = {}
     for key in config_keys().values():
         blocks.setdefault(key.name.partition(".")[0], []).append(key)
-    return "\n\n".join(_block(*block) for block in blocks.values())
+    return "\n\n".join(_describe_section(*block) for block in blocks.values())
 
 
-def _block(section: ConfigKey, *inner: ConfigKey) -> str:
+def _describe_section(section: ConfigKey, *inner: ConfigKey) -> str:
     """Return one section's part of the listing."""
     leaves = [key for key in inner if not key.section]
     lines = [f"{section.name}: {section.text}"]
-    for head, key in zip(_heads(leaves), leaves, strict=True):
-        text = f"{head}{_first(key)} Takes {key.allowed}."
+    for head, key in zip(_align_heads(leaves), leaves, strict=True):
+        text = f"{head}{_first_sentence(key)} Takes {key.allowed}."
         lines.append(textwrap.fill(text, WIDTH, subsequent_indent=" " * len(head)))
     return "\n".join(lines)
 
 
-def _heads(leaves: Sequence[ConfigKey]) -> Iterator[str]:
+def _align_heads(leaves: Sequence[ConfigKey]) -> Iterator[str]:
     """Yield name and default of each key, in aligned columns."""
     name_width = max(len(key.name) for key in leaves) + 2
     default_width = max(len(key.default) for key in leaves) + 2
@@ -327,6 +330,6 @@ def _heads(leaves: Sequence[ConfigKey]) -> Iterator[str]:
         yield f"  {key.name:{name_width}}{key.default:{default_width}}"
 
 
-def _first(key: ConfigKey) -> str:
+def _first_sentence(key: ConfigKey) -> str:
     """Return the first sentence of a key's documentation."""
     return re.split(r"(?<=\.)\s", key.text, maxsplit=1)[0]

@@ -40,13 +40,15 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     overrides applied.
 
     `path` may also be the name of a shipped config, such as llama3-8b. A file may name others with
-    `extends`, relative to itself, and its keys replace theirs. Raises `UserError` with all
-    mistakes, each with its file and line.
+    `extends`, relative to itself, and its keys replace theirs.
+
+    Raises:
+        UserError: With all mistakes, each with its file and line.
     """
     reader = ConfigReader()
-    table = reader.file(config_path(path)) if path is not None else {}
-    table = merge_tables(table, reader.overrides(overrides))
-    config, mistakes = _validated(table)
+    table = reader.read_file(config_path(path)) if path is not None else {}
+    table = merge_tables(table, reader.read_overrides(overrides))
+    config, mistakes = _validate(table)
     mistakes += reader.mistakes
     if config is None or mistakes:
         lines = dict.fromkeys(str(mistake) for mistake in sorted(mistakes, key=lambda m: m.order))
@@ -57,7 +59,11 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 def config_path(name: str) -> str:
     """Return the file that `--config` means: a path is returned unchanged, and a bare name, such as
-    llama3-8b, is a shipped config. Raises `UserError` if no shipped config has that name."""
+    llama3-8b, is a shipped config.
+
+    Raises:
+        UserError: If no shipped config has that name.
+    """
     if "/" in name or name.endswith((".yaml", ".yml")) or Path(name).exists():
         return name
     path = CONFIGS / f"{name}.yaml"
@@ -74,26 +80,28 @@ def dump(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def _validated(table: ConfigTable) -> tuple[RunConfig | None, list[ConfigMistake]]:
+def _validate(table: ConfigTable) -> tuple[RunConfig | None, list[ConfigMistake]]:
     nested: dict[str, Any] = {}
     for name, value in table.items():
         *sections, last = name.split(".")
         inner = nested
         for section in sections:
             inner = inner.setdefault(section, {})
-        inner[last] = value.value()
+        inner[last] = value.to_plain()
     try:
         return RunConfig.model_validate(nested), []
     except ValidationError as errors:
         # A default derived from an invalid key cannot be computed; that is no mistake of its own.
         own = [e for e in errors.errors() if e["type"] != "default_factory_not_called"]
-        return None, [_mistake(e["type"], e["loc"], table) for e in own[:MAX_MISTAKES]]
+        return None, [_to_config_mistake(e["type"], e["loc"], table) for e in own[:MAX_MISTAKES]]
 
 
-def _mistake(kind: str, location: tuple[int | str, ...], table: ConfigTable) -> ConfigMistake:
+def _to_config_mistake(
+    kind: str, location: tuple[int | str, ...], table: ConfigTable
+) -> ConfigMistake:
     """Convert a pydantic error to a `ConfigMistake` in our words, located where the value was
     given."""
-    name, path = _split(location)
+    name, path = _split_location(location)
     full = ".".join(map(str, (name, *path)))
     if name not in table:
         section = name.rpartition(".")[0]
@@ -101,20 +109,21 @@ def _mistake(kind: str, location: tuple[int | str, ...], table: ConfigTable) -> 
         takes = config_keys()[name].allowed
         text = f"{name}: missing, but other keys of {section} are given; it takes {takes}"
         return ConfigMistake(first.origin, first.line, text)
-    place = table[name].at(path)
+    value = table[name].at(path)
     if kind == "extra_forbidden":
-        text = f"{full}: unknown key; {suggest_keys(_without_numbers(full))}"
+        text = f"{full}: unknown key; {suggest_keys(_drop_indices(full))}"
     elif kind == "missing" and isinstance(path[-1], str):
         text = f"{full}: missing; it takes {describe_type_at(config_keys()[name], path)}"
     elif kind == "missing":
         # A list has too few items: report the whole list.
-        text = f"{name}={_shown(table[name])}: takes {config_keys()[name].allowed}"
+        text = f"{name}={_format_shortened(table[name])}: takes {config_keys()[name].allowed}"
     else:
-        text = f"{full}={_shown(place)}: takes {describe_type_at(config_keys()[name], path)}"
-    return ConfigMistake(place.origin, place.line, text + _whole_number(place, text))
+        takes = describe_type_at(config_keys()[name], path)
+        text = f"{full}={_format_shortened(value)}: takes {takes}"
+    return ConfigMistake(value.origin, value.line, text + _suggest_whole_number(value, text))
 
 
-def _split(location: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
+def _split_location(location: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
     """Split a location into the longest known key that it starts with and the path inside its
     value. The path is empty if values may be of several types, because pydantic then reports a
     different error for each type."""
@@ -127,14 +136,14 @@ def _split(location: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]
     return name, () if config_keys()[name].several else location[end:]
 
 
-def _without_numbers(name: str) -> str:
+def _drop_indices(name: str) -> str:
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
-def _whole_number(config_value: ConfigValue, text: str) -> str:
+def _suggest_whole_number(config_value: ConfigValue, text: str) -> str:
     """Return how to write a whole number that was given as, e.g., 1e6, or that one is too large;
     empty if not needed."""
-    value = config_value.value()
+    value = config_value.to_plain()
     if not isinstance(value, str | int) or "takes a whole number" not in text:
         return ""
     try:
@@ -149,6 +158,6 @@ def _whole_number(config_value: ConfigValue, text: str) -> str:
     return f"; write {int(number)}" if writable else ""
 
 
-def _shown(value: ConfigValue) -> str:
-    text = format_value(value.value())
+def _format_shortened(value: ConfigValue) -> str:
+    text = format_value(value.to_plain())
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

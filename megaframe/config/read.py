@@ -77,7 +77,7 @@ class ConfigValue:
             node = inside
         return ConfigValue(node, self.origin)
 
-    def value(self) -> Any:
+    def to_plain(self) -> Any:
         """Return the value as plain lists, dicts and text; None for null."""
         return plain_data(self.node)
 
@@ -92,58 +92,67 @@ class ConfigReader:
     mistakes: list[ConfigMistake] = field(default_factory=list)
     files: int = 0
 
-    def file(self, path: str, chain: tuple[str, ...] = ()) -> ConfigTable:
+    def read_file(self, path: str, chain: tuple[str, ...] = ()) -> ConfigTable:
         """Return the keys of a file, which replace those of the files that it extends.
 
-        chain: the files that led here through `extends`. A file that cannot be used adds a mistake
-        and has no keys.
+        Args:
+            chain: The files that led here through `extends`. A file that cannot be used adds a
+                mistake and has no keys.
         """
         self.files += 1
         try:
             with open_file(path) as stream:
                 raw = stream.read(MAX_BYTES + 1)
         except OSError as error:
-            self._wrong(path, None, f"cannot be read: {error.strerror}")
+            self._add_mistake(path, None, f"cannot be read: {error.strerror}")
             return {}
         if len(raw) > MAX_BYTES:
-            self._wrong(path, None, f"is larger than {MAX_BYTES} bytes; a config is a few thousand")
+            self._add_mistake(
+                path, None, f"is larger than {MAX_BYTES} bytes; a config is a few thousand"
+            )
             return {}
         root = self._compose(raw, path)
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
-            self._wrong(path, root, "a config must be made of sections, such as `train:`")
+            self._add_mistake(path, root, "a config must be made of sections, such as `train:`")
             return {}
         chain_with_file = (*chain, os.path.realpath(path))
         table: ConfigTable = {}
-        for name, node in self._items(root, path):
+        for name, node in self._list_items(root, path):
             if name == "extends":
-                for base, base_node in self._bases(node, path):
+                for base, base_node in self._read_bases(node, path):
                     table = merge_tables(
-                        table, self._extended(base, base_node, path, chain_with_file)
+                        table, self._read_base(base, base_node, path, chain_with_file)
                     )
-        return merge_tables(table, self._flat(root, "", path, skip="extends"))
+        return merge_tables(table, self._flatten(root, "", path, skip="extends"))
 
-    def overrides(self, texts: Iterable[str]) -> ConfigTable:
-        """Return the keys of `section.key=value` texts; a later text wins. The parts of
-        `section.key = value` may be texts of their own."""
+    def read_overrides(self, texts: Iterable[str]) -> ConfigTable:
+        """Return the keys of `section.key=value` texts; a later text wins.
+
+        The parts of `section.key = value` may be texts of their own.
+        """
         table: ConfigTable = {}
-        for text in _joined(texts):
+        for text in _join_spaced_overrides(texts):
             name, equals, value = text.partition("=")
             if any(
                 0xDC80 <= ord(character) <= 0xDCFF for character in text
             ):  # how Python passes other bytes
-                self._wrong(COMMAND_LINE, None, f"{text!r} has bytes that are not UTF-8")
+                self._add_mistake(COMMAND_LINE, None, f"{text!r} has bytes that are not UTF-8")
                 continue
             if not equals:
-                self._wrong(COMMAND_LINE, None, f"{text!r} is not of the form section.key=value")
+                self._add_mistake(
+                    COMMAND_LINE, None, f"{text!r} is not of the form section.key=value"
+                )
                 continue
             node = self._compose(value.encode("utf-8", "replace"), COMMAND_LINE, f"{name}: ")
             if node is not None:
-                table = merge_tables(table, self._entry(name.strip(), node, node, COMMAND_LINE))
+                table = merge_tables(
+                    table, self._read_entry(name.strip(), node, node, COMMAND_LINE)
+                )
         return table
 
-    def _wrong(self, origin: str, node: yaml.Node | None, text: str) -> None:
+    def _add_mistake(self, origin: str, node: yaml.Node | None, text: str) -> None:
         line = node.start_mark.line + 1 if node else 0
         self.mistakes.append(ConfigMistake(origin, line, text))
 
@@ -164,37 +173,37 @@ class ConfigReader:
             self.mistakes.append(ConfigMistake(origin, line, f"{about}not valid YAML: {problem}"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             reason = str(error).splitlines()[0]
-            self._wrong(origin, None, f"{about}not valid YAML text: {reason}")
+            self._add_mistake(origin, None, f"{about}not valid YAML text: {reason}")
         return None
 
-    def _bases(self, node: yaml.Node, origin: str) -> list[tuple[str, yaml.Node]]:
+    def _read_bases(self, node: yaml.Node, origin: str) -> list[tuple[str, yaml.Node]]:
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         names = [item for item in items if isinstance(item, yaml.ScalarNode) and item.value]
         if len(names) < len(items):
-            self._wrong(origin, node, "extends: takes a file name or a list of them")
+            self._add_mistake(origin, node, "extends: takes a file name or a list of them")
         return [(item.value, item) for item in names]
 
-    def _extended(
+    def _read_base(
         self, base: str, node: yaml.Node, origin: str, chain: tuple[str, ...]
     ) -> ConfigTable:
         if mistake := find_text_mistake(base):
-            self._wrong(origin, node, f"extends: {mistake}")
+            self._add_mistake(origin, node, f"extends: {mistake}")
             return {}
         path = os.path.normpath(os.path.join(os.path.dirname(origin), base))
         if os.path.realpath(path) in chain:
             files = [*chain[chain.index(os.path.realpath(path)) :], path]
             circle = " -> ".join(Path(file).name for file in files)
-            self._wrong(origin, node, f"extends: {base} goes in a circle: {circle}")
+            self._add_mistake(origin, node, f"extends: {base} goes in a circle: {circle}")
             return {}
         if self.files >= MAX_FILES:
-            self._wrong(origin, node, f"extends: more than {MAX_FILES} files are read")
+            self._add_mistake(origin, node, f"extends: more than {MAX_FILES} files are read")
             return {}
         if not os.path.isfile(path):
-            self._wrong(origin, node, f"extends: there is no file {path}")
+            self._add_mistake(origin, node, f"extends: there is no file {path}")
             return {}
-        return self.file(path, chain)
+        return self.read_file(path, chain)
 
-    def _items(
+    def _list_items(
         self, mapping: yaml.MappingNode, origin: str, prefix: str = ""
     ) -> list[tuple[str, yaml.Node]]:
         """Return keys and values of a mapping. Keys that are not text or repeated are mistakes."""
@@ -202,65 +211,71 @@ class ConfigReader:
         lines: dict[str, int] = {}
         for key, value in mapping.value:
             if not isinstance(key, yaml.ScalarNode):
-                self._wrong(origin, key, "a key must be plain text")
+                self._add_mistake(origin, key, "a key must be plain text")
             elif key.value in items:
                 first = lines[key.value]
-                self._wrong(origin, key, f"{prefix}{key.value}: given twice, first on line {first}")
+                self._add_mistake(
+                    origin, key, f"{prefix}{key.value}: given twice, first on line {first}"
+                )
             else:
                 items[key.value] = value
                 lines[key.value] = key.start_mark.line + 1
         return list(items.items())
 
-    def _flat(
+    def _flatten(
         self, mapping: yaml.MappingNode, prefix: str, origin: str, skip: str | None = None
     ) -> ConfigTable:
         """Return the table of one mapping, whose keys all start with `prefix`."""
         nodes = {key.value: key for key, _ in mapping.value if isinstance(key, yaml.ScalarNode)}
         table: ConfigTable = {}
-        for name, value in self._items(mapping, origin, prefix):
+        for name, value in self._list_items(mapping, origin, prefix):
             if name == skip:
                 continue
-            entry = self._entry(prefix + name, nodes[name], value, origin)
+            entry = self._read_entry(prefix + name, nodes[name], value, origin)
             for twice in table.keys() & entry.keys():
-                self._wrong(
+                self._add_mistake(
                     origin, value, f"{twice}: given twice, first on line {table[twice].line}"
                 )
             table |= entry
         return table
 
-    def _entry(self, name: str, at: yaml.Node, value: yaml.Node, origin: str) -> ConfigTable:
+    def _read_entry(self, name: str, at: yaml.Node, value: yaml.Node, origin: str) -> ConfigTable:
         """Return what a key and its value add to the table: the key, or the keys of a section."""
         key = config_keys().get(name)
         if len(self.mistakes) >= MAX_MISTAKES:
             return {}
         if key is None:
-            self._wrong(origin, at, _unknown(name))
+            self._add_mistake(origin, at, _describe_unknown_key(name))
             return {}
         if key.section is None:
-            return {name: ConfigValue(value, origin)} if self._sound(name, value, origin) else {}
+            return {name: ConfigValue(value, origin)} if self._is_plain(name, value, origin) else {}
         if isinstance(value, yaml.MappingNode):
-            return self._flat(value, f"{name}.", origin)
+            return self._flatten(value, f"{name}.", origin)
         if not _is_null(value):
-            self._wrong(origin, value, f"{name}: is a section; give its keys, {_example(name)}")
+            self._add_mistake(
+                origin, value, f"{name}: is a section; give its keys, {_example_key(name)}"
+            )
             return {}
         return {name: ConfigValue(value, origin)} if key.nullable else {}
 
-    def _sound(self, name: str, node: yaml.Node, origin: str) -> bool:
+    def _is_plain(self, name: str, node: yaml.Node, origin: str) -> bool:
         """Return whether a value is, all the way down, plain YAML without duplicate keys."""
         if node.tag not in _TAGS:
-            self._wrong(origin, node, f"{name}: YAML tag {node.tag.replace(_PREFIX, '!!')} refused")
+            self._add_mistake(
+                origin, node, f"{name}: YAML tag {node.tag.replace(_PREFIX, '!!')} refused"
+            )
             return False
         if isinstance(node, yaml.ScalarNode) and (mistake := find_text_mistake(node.value)):
-            self._wrong(origin, node, f"{name}: {mistake}")
+            self._add_mistake(origin, node, f"{name}: {mistake}")
             return False
         if isinstance(node, yaml.MappingNode):
             before = len(self.mistakes)
-            inside = [value for _, value in self._items(node, origin, f"{name}: ")]
+            inside = [value for _, value in self._list_items(node, origin, f"{name}: ")]
             if len(self.mistakes) > before:
                 return False
         else:
             inside = node.value if isinstance(node, yaml.SequenceNode) else []
-        return all([self._sound(name, item, origin) for item in inside])
+        return all([self._is_plain(name, item, origin) for item in inside])
 
 
 def merge_tables(base: ConfigTable, over: Mapping[str, ConfigValue]) -> ConfigTable:
@@ -277,7 +292,7 @@ def merge_tables(base: ConfigTable, over: Mapping[str, ConfigValue]) -> ConfigTa
     return table | dict(over)
 
 
-def _joined(texts: Iterable[str]) -> list[str]:
+def _join_spaced_overrides(texts: Iterable[str]) -> list[str]:
     """Return the texts with the parts of `key = value`, `key =value` and `key= value` joined. By
     themselves these parts are mistakes, except for `key=` before another override."""
     joined: list[str] = []
@@ -294,7 +309,7 @@ def _joined(texts: Iterable[str]) -> list[str]:
     return joined
 
 
-def _unknown(name: str) -> str:
+def _describe_unknown_key(name: str) -> str:
     """Return the message about an unknown key."""
     parent = name.rpartition(".")[0]
     while parent and parent not in config_keys():
@@ -304,7 +319,7 @@ def _unknown(name: str) -> str:
     return f"{name}: unknown key; {suggest_keys(name)}"
 
 
-def _example(section: str) -> str:
+def _example_key(section: str) -> str:
     return "such as " + next(name for name in config_keys() if name.startswith(f"{section}."))
 
 

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from megaframe.distributed.collectives import Ring, shift_ring
-from megaframe.ops.attention_tiles import AttentionMask, Tile, attend, attend_backward, merge
+from megaframe.ops.attention_kernel import attend_tile_backward_by_kernel, attend_tile_by_kernel
+from megaframe.ops.attention_mask import AttentionMask, Tile, make_spans
+from megaframe.ops.attention_tiles import attend, attend_backward, merge
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
-from megaframe.ops.local_attention import spans_of, tile_backward_by_kernel, tile_by_kernel
 
 if TYPE_CHECKING:
     from megaframe_kernels.spans import Spans
@@ -64,75 +65,75 @@ class RingMask:
         kernels: Kernels = NO_KERNELS,
     ) -> None:
         self.ring, self.attention_mask, self.kernels = ring, mask, kernels
-        self._found: dict[tuple[Tile, int], Spans] = {}
+        self._spans: dict[tuple[Tile, int], Spans] = {}
         self.length, self.piece = length, length // 2
         self._ends = ends
         self._window = mask.window or length * ring.size
-        self._tiles = [self._find_tiles(there) for there in range(ring.size)]
+        self._tiles = [self._make_tiles(source) for source in range(ring.size)]
 
-    def tiles(self, there: int) -> Sequence[Tile]:
-        """Return the tiles of this rank's queries against the keys of ring rank `there`. A tile's
+    def tiles(self, source: int) -> Sequence[Tile]:
+        """Return the tiles of this rank's queries against the keys of ring rank `source`. A tile's
         keys are indices into that rank's tokens. Pairs of pieces that are hidden completely are
         left out."""
-        return self._tiles[there]
+        return self._tiles[source]
 
-    def seen_by(self, there: int, ranks: Iterable[int]) -> int:
-        """Return how many tokens of ring rank `there`, counted from its first, any of these ranks
+    def num_tokens_seen(self, source: int, ranks: Iterable[int]) -> int:
+        """Return how many tokens of ring rank `source`, counted from its first, any of these ranks
         may see."""
-        return self.length if any(rank < there for rank in ranks) else self.piece
+        return self.length if any(rank < source for rank in ranks) else self.piece
 
-    def dense_tile(self, tile: Tile, there: int, device: torch.device) -> Tensor | None:
+    def dense_tile(self, tile: Tile, source: int, device: torch.device) -> Tensor | None:
         """Return the mask of a tile, or None if the tile is not masked. It is made anew on each
         call, because keeping the masks would take memory quadratic in the length."""
         if tile.kind != "masked":
             return None
-        queries = self._places(self.ring.index, device)[tile.queries]
-        return self.attention_mask.dense(queries, self._places(there, device)[tile.keys])
+        queries = self._positions(self.ring.index, device)[tile.queries]
+        return self.attention_mask.dense(queries, self._positions(source, device)[tile.keys])
 
-    def spans(self, tile: Tile, there: int, batch: int, device: torch.device) -> Spans:
+    def spans(self, tile: Tile, source: int, batch: int, device: torch.device) -> Spans:
         """Return what the queries of a tile see, as spans. They are linear in the length, and kept
         for all blocks."""
-        if (tile, there) not in self._found:
-            queries = self._places(self.ring.index, device)[tile.queries]
-            keys = self._places(there, device)[tile.keys]
+        if (tile, source) not in self._spans:
+            queries = self._positions(self.ring.index, device)[tile.queries]
+            keys = self._positions(source, device)[tile.keys]
             mask = self.attention_mask if tile.kind == "masked" else AttentionMask(None, None)
             causal = tile.kind != "all"
-            self._found[tile, there] = spans_of(mask, batch, queries, keys, causal=causal)
-        return self._found[tile, there]
+            self._spans[tile, source] = make_spans(mask, batch, queries, keys, causal=causal)
+        return self._spans[tile, source]
 
     def attend(
-        self, tile: Tile, there: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self, tile: Tile, source: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Compute a tile like `tiles.attend`, by a kernel if one takes it."""
+        """Compute a tile like `attention_tiles.attend`, by a kernel if one takes it."""
 
         def spans() -> Spans:
-            return self.spans(tile, there, query.shape[0], query.device)
+            return self.spans(tile, source, query.shape[0], query.device)
 
-        made = tile_by_kernel(self.kernels, query, key, value, spans, scale)
-        if made is not None:
-            return made
-        mask, causal = self.dense_tile(tile, there, query.device), tile.kind == "causal"
+        by_kernel = attend_tile_by_kernel(self.kernels, query, key, value, spans, scale)
+        if by_kernel is not None:
+            return by_kernel
+        mask, causal = self.dense_tile(tile, source, query.device), tile.kind == "causal"
         return attend(query, key, value, mask, causal=causal, scale=scale)
 
     def attend_backward(
-        self, tile: Tile, there: int, d_out: Tensor, *rest: Tensor, scale: float
+        self, tile: Tile, source: int, d_out: Tensor, *rest: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of a tile like `tiles.attend_backward`, by a kernel if one takes
-        it. rest: query, key, value, out and log-sum-exp."""
+        """Compute the gradients of a tile like `attention_tiles.attend_backward`, by a kernel if
+        one takes it. rest: query, key, value, out and log-sum-exp."""
         device = d_out.device
 
         def spans() -> Spans:
-            return self.spans(tile, there, d_out.shape[0], device)
+            return self.spans(tile, source, d_out.shape[0], device)
 
         query, key, value, out, lse = rest
-        given = (d_out, query, key, value, out, lse)
-        made = tile_backward_by_kernel(self.kernels, *given, spans, scale)
-        if made is not None:
-            return made
-        mask, causal = self.dense_tile(tile, there, device), tile.kind == "causal"
-        return attend_backward(*given, mask, causal=causal, scale=scale)
+        operands = (d_out, query, key, value, out, lse)
+        by_kernel = attend_tile_backward_by_kernel(self.kernels, *operands, spans, scale)
+        if by_kernel is not None:
+            return by_kernel
+        mask, causal = self.dense_tile(tile, source, device), tile.kind == "causal"
+        return attend_backward(*operands, mask, causal=causal, scale=scale)
 
-    def _places(self, rank: int, device: torch.device) -> Tensor:
+    def _positions(self, rank: int, device: torch.device) -> Tensor:
         """Return where in the sample the tokens of a ring rank are."""
         within = torch.arange(self.piece, device=device)
         return torch.cat([number * self.piece + within for number in self._pieces(rank)])
@@ -140,30 +141,31 @@ class RingMask:
     def _pieces(self, rank: int) -> tuple[int, int]:
         return rank, 2 * self.ring.size - 1 - rank
 
-    def _find_tiles(self, there: int) -> list[Tile]:
-        here = self.ring.index
-        if here == there and not self.attention_mask.narrow:
-            return [Tile(self._slice((0, 1)), self._slice((0, 1)), "causal")]
+    def _make_tiles(self, source: int) -> list[Tile]:
+        own = self.ring.index
+        if own == source and not self.attention_mask.narrow:
+            return [Tile(self._piece_slice((0, 1)), self._piece_slice((0, 1)), "causal")]
         seen = [
-            [self._seen(query, key) for key in self._pieces(there)] for query in self._pieces(here)
+            [self._visibility(query, key) for key in self._pieces(source)]
+            for query in self._pieces(own)
         ]
         keys = [tuple(k for k in (0, 1) if row[k] != "nothing") for row in seen]
         rows: list[tuple[int, ...]] = [(0, 1)] if keys[0] == keys[1] else [(0,), (1,)]
         return [
             Tile(
-                self._slice(row),
-                self._slice(keys[row[0]]),
+                self._piece_slice(row),
+                self._piece_slice(keys[row[0]]),
                 "all" if all(seen[q][k] == "all" for q in row for k in keys[q]) else "masked",
             )
             for row in rows
             if keys[row[0]]
         ]
 
-    def _slice(self, pieces: tuple[int, ...]) -> slice:
+    def _piece_slice(self, pieces: tuple[int, ...]) -> slice:
         start, stop = _HALVES[pieces]
         return slice(start * self.piece, stop * self.piece)
 
-    def _seen(self, query: int, key: int) -> Literal["all", "some", "nothing"]:
+    def _visibility(self, query: int, key: int) -> Literal["all", "some", "nothing"]:
         """Return how much of piece `key` piece `query` sees. Both are numbers of pieces in the
         sample."""
         apart, most = (query - key) * self.piece, self.piece - 1
@@ -202,11 +204,11 @@ class _RingAttention(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros((batch, length, heads, kv.shape[3] - width), dtype=wide)
         lse = out.new_full((batch, heads, length), -math.inf)
-        for there, _, visiting in _around(kv, mask, back=True):
-            for tile in mask.tiles(there):
+        for source, _, source_kv in _ring_steps(kv, mask, back=True):
+            for tile in mask.tiles(source):
                 rows = tile.queries
-                key, value = _halves(visiting[:, tile.keys], width)
-                part = mask.attend(tile, there, query[:, rows], key, value, scale)
+                key, value = _split_kv(source_kv[:, tile.keys], width)
+                part = mask.attend(tile, source, query[:, rows], key, value, scale)
                 merge(out[:, rows], lse[:, :, rows], *part)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, kv, out, lse)
@@ -218,45 +220,47 @@ class _RingAttention(torch.autograd.Function):
         query, kv, out, lse = ctx.saved_tensors
         mask, d_out, width = ctx.mask, gradients[0], query.shape[3]
         d_query = torch.zeros_like(query, dtype=lse.dtype, memory_format=torch.contiguous_format)
-        own, coming = kv.new_empty(0), None
-        for there, step, visiting in _around(kv, mask, back=False):
-            d_kv = _room(kv, _added(mask, there, step) if step else mask.length, lse.dtype)
+        own, arriving = kv.new_empty(0), None
+        for source, step, source_kv in _ring_steps(kv, mask, back=False):
+            d_kv = _allocate_kv(
+                kv, _tokens_with_gradient(mask, source, step) if step else mask.length, lse.dtype
+            )
             d_kv.zero_()
-            for tile in mask.tiles(there):
+            for tile in mask.tiles(source):
                 rows = tile.queries
                 d_rows, d_key, d_value = mask.attend_backward(
                     tile,
-                    there,
+                    source,
                     d_out[:, rows],
                     query[:, rows],
-                    *_halves(visiting[:, tile.keys], width),
+                    *_split_kv(source_kv[:, tile.keys], width),
                     out[:, rows],
                     lse[:, :, rows],
                     scale=ctx.scale,
                 )
                 d_query[:, rows] += d_rows
-                into_key, into_value = _halves(d_kv[:, tile.keys], width)
+                into_key, into_value = _split_kv(d_kv[:, tile.keys], width)
                 into_key += d_key
                 into_value += d_value
-            if coming is not None:
-                _add(coming.wait(), d_kv)
+            if arriving is not None:
+                _add_to_start(arriving.wait(), d_kv)
             if step:
-                before = (there - 1) % mask.ring.size
-                into = _room(kv, _added(mask, before, step), lse.dtype)
-                coming = shift_ring(d_kv, into, mask.ring)
+                before = (source - 1) % mask.ring.size
+                into = _allocate_kv(kv, _tokens_with_gradient(mask, before, step), lse.dtype)
+                arriving = shift_ring(d_kv, into, mask.ring)
             else:
                 own = d_kv
-        assert coming is not None
-        _add(coming.wait(), own)
+        assert arriving is not None
+        _add_to_start(arriving.wait(), own)
         return d_query.to(query.dtype), own.to(kv.dtype), None, None
 
 
-def _halves(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _split_kv(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return views of the keys (the first `width` dims) and of the values (the rest)."""
     return kv[..., :width], kv[..., width:]
 
 
-def _around(kv: Tensor, mask: RingMask, *, back: bool) -> Iterator[tuple[int, int, Tensor]]:
+def _ring_steps(kv: Tensor, mask: RingMask, *, back: bool) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (ring rank, step, its keys and values) for every rank of the ring, starting with this
     one.
 
@@ -264,35 +268,36 @@ def _around(kv: Tensor, mask: RingMask, *, back: bool) -> Iterator[tuple[int, in
     tokens arrive as this rank, or a rank that they still travel to, may see. A rank's own keys come
     first because every query sees itself, so no sum of exponentials is 0.
     """
-    ring, way = mask.ring, -1 if back else 1
+    ring, direction = mask.ring, -1 if back else 1
     size = ring.size
 
-    def left(there: int, step: int) -> int:
-        ahead = ((there + way * i) % size for i in range(step, size))
-        return mask.seen_by(there, ahead)
+    def tokens_to_send(source: int, step: int) -> int:
+        ahead = ((source + direction * i) % size for i in range(step, size))
+        return mask.num_tokens_seen(source, ahead)
 
     for step in range(size):
-        there, after = ((ring.index - way * i) % size for i in (step, step + 1))
-        coming = None
+        source, following = ((ring.index - direction * i) % size for i in (step, step + 1))
+        arriving = None
         if step + 1 < size:
-            into = _room(kv, left(after, step + 1), kv.dtype)
-            coming = shift_ring(kv[:, : left(there, step + 1)], into, ring, back=back)
-        yield there, step, kv
-        if coming is not None:
-            kv = coming.wait()
+            into = _allocate_kv(kv, tokens_to_send(following, step + 1), kv.dtype)
+            arriving = shift_ring(kv[:, : tokens_to_send(source, step + 1)], into, ring, back=back)
+        yield source, step, kv
+        if arriving is not None:
+            kv = arriving.wait()
 
 
-def _added(mask: RingMask, there: int, step: int) -> int:
-    """Return how many tokens of ring rank `there` have gradients from the `step` ranks after it."""
+def _tokens_with_gradient(mask: RingMask, source: int, step: int) -> int:
+    """Return how many tokens of ring rank `source` have gradients from the `step` ranks after
+    it."""
     size = mask.ring.size
-    return mask.seen_by(there, ((there + i) % size for i in range(1, step + 1)))
+    return mask.num_tokens_seen(source, ((source + i) % size for i in range(1, step + 1)))
 
 
-def _room(kv: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+def _allocate_kv(kv: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """Allocate the keys and values, or their gradients, of this many tokens."""
     return kv.new_empty((kv.shape[0], tokens, *kv.shape[2:]), dtype=dtype)
 
 
-def _add(part: Tensor, whole: Tensor) -> None:
+def _add_to_start(part: Tensor, whole: Tensor) -> None:
     """Add `part` to the first tokens of `whole`."""
     whole[:, : part.shape[1]] += part

@@ -9,25 +9,72 @@ Shape suffixes: N samples of this rank; the rest as in `Microbatch`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from megaframe.config.schema import RunConfig, TrainConfig
-from megaframe.data.blend import Blend
+from megaframe.data.blended_dataset import BlendedDataset, split_batch
+from megaframe.data.gpt_dataset import Split
 from megaframe.data.microbatch import IGNORE, Microbatch
-from megaframe.data.prefetch import Prefetch
-from megaframe.data.reader import Reader, cut
-from megaframe.data.sampler_state import Progress, Roster, restore
-from megaframe.data.samples import Split
+from megaframe.data.sampler import Blend, BlendSources, SamplerState, restore_sampler
 
+T = TypeVar("T")
 _EVALUATION_SEED = 0
 
 
+class Prefetch(Generic[T]):
+    """Calls `make` repeatedly in a thread, at most `depth` results ahead of `next`.
+
+    Permits limit how far the thread runs ahead, not a bounded queue. The thread only ever waits for
+    a permit, so `close` can always wake it, and exactly `depth` results are made beyond the last
+    one taken.
+    """
+
+    def __init__(self, make: Callable[[], T], depth: int) -> None:
+        self._make = make
+        self._permits = threading.Semaphore(depth)
+        self._ready: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._fill, name="megaframe-prefetch", daemon=True)
+        self._thread.start()
+
+    def next(self) -> T:
+        """Return the next result, in order. An exception of `make` is raised here and by each later
+        call."""
+        if self._failure is None:
+            result = self._ready.get()
+            self._permits.release()
+            if isinstance(result, tuple):
+                return result[0]
+            self._failure = result
+        raise self._failure
+
+    def close(self) -> None:
+        """End the thread and drop the results that were made ahead."""
+        self._closed = True
+        self._permits.release()
+        self._thread.join()
+
+    def _fill(self) -> None:
+        while True:
+            self._permits.acquire()
+            if self._closed:
+                return
+            try:
+                self._ready.put((self._make(),))
+            except BaseException as error:  # whatever it is, `next` raises it
+                self._ready.put(error)
+                return
+
+
 @dataclass(frozen=True)
-class Step:
+class StepBatch:
     """The data of one rank for one optimizer step.
 
     microbatches: this rank's microbatches, each of `train.microbatch` samples.
@@ -47,7 +94,7 @@ class Step:
         return int(self.state["samples"]) - self.samples
 
 
-def global_batch(train: TrainConfig, samples_seen: int) -> int:
+def ramped_batch_size(train: TrainConfig, samples_seen: int) -> int:
     """Return the size of the step that begins after `samples_seen` samples, by `train.batch_ramp`.
 
     The ramp has k = (global_batch - start) / increment increases. Its samples are divided into k
@@ -68,79 +115,79 @@ class Loader:
 
     Position p of a global batch goes to microbatch p // (microbatch * data_ranks) of rank
     (p // microbatch) % data_ranks, so the batch has the same samples in the same order for any
-    number of ranks. The config must have passed `plan.check` for this number of ranks, which
-    ensures that batch sizes and ramp are divisible. Raises `UserError` for sources and splits that
-    cannot work.
+    number of ranks. The config must have passed the checks of `megaframe.validate` for this number
+    of ranks, which ensure that batch sizes and ramp are divisible. Raises `UserError` for sources
+    and splits that cannot work.
     """
 
     def __init__(
         self, config: RunConfig, data_rank: int, data_ranks: int, *, split: Split = "train"
     ) -> None:
         self._config, self._rank, self._ranks = config, data_rank, data_ranks
-        self._reader = Reader(config, split, config.run.seed)
-        self._validation: Reader | None = None
+        self._dataset = BlendedDataset(config, split, config.run.seed)
+        self._validation: BlendedDataset | None = None
         if config.train.eval_every:
-            self._validation = Reader(config, "validation", _EVALUATION_SEED)
-        sizes = tuple(self._reader.sizes.tolist())
-        self._roster = Roster(self._reader.paths, self._reader.weights, sizes)
-        self._handed_out = self._made = Progress.start(self._roster)
-        self._ahead: Prefetch[tuple[Step, Progress]] | None = None
-        self._peeked: tuple[Step, Progress] | None = None
+            self._validation = BlendedDataset(config, "validation", _EVALUATION_SEED)
+        sizes = tuple(self._dataset.sizes.tolist())
+        self._sources = BlendSources(self._dataset.paths, self._dataset.weights, sizes)
+        self._state_returned = self._state_read = SamplerState.start(self._sources)
+        self._prefetch: Prefetch[tuple[StepBatch, SamplerState]] | None = None
+        self._peeked: tuple[StepBatch, SamplerState] | None = None
 
     @property
     def state(self) -> dict[str, Any]:
         """The state after the last step that `next` returned."""
-        return self._handed_out.state()
+        return self._state_returned.state()
 
     @property
     def consumed(self) -> tuple[int, ...]:
         """The number of samples taken from each source that has a share of the split, in the order
         of `data.sources`."""
-        return self._handed_out.blend.consumed
+        return self._state_returned.blend.consumed
 
     @property
     def sizes(self) -> Mapping[str, int]:
         """The number of samples of each source that has a share of the split, by its name."""
-        return dict(zip(self._reader.names, self._reader.sizes.tolist(), strict=True))
+        return dict(zip(self._dataset.names, self._dataset.sizes.tolist(), strict=True))
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
         """Continue after the step that `state` belongs to. Returns lines for the run log; see
-        `progress.restore`."""
-        progress, notes = restore(state, self._roster)
+        `restore_sampler`."""
+        state_restored, notes = restore_sampler(state, self._sources)
         self.close()
-        self._handed_out = self._made = progress
+        self._state_returned = self._state_read = state_restored
         return notes
 
     def global_batch(self, samples_seen: int) -> int:
         """Return the size of the step that begins after `samples_seen` samples."""
-        return global_batch(self._config.train, samples_seen)
+        return ramped_batch_size(self._config.train, samples_seen)
 
-    def next(self) -> Step:
+    def next(self) -> StepBatch:
         """Return the next step. Raises `UserError` for token ids outside of the vocabulary."""
-        step, self._handed_out = self._peeked or self._take()
+        step, self._state_returned = self._peeked or self._next_step()
         self._peeked = None
         return step
 
-    def peek(self) -> Step:
+    def peek(self) -> StepBatch:
         """Return the step that `next` will return, and raise what it will raise. The loader's state
         stays as it is."""
         if self._peeked is None:
-            self._peeked = self._take()
+            self._peeked = self._next_step()
         return self._peeked[0]
 
     def close(self) -> None:
         """End the thread that reads ahead. A later `next` continues after the last returned
         step."""
-        if self._ahead is not None:
-            self._ahead.close()
-        self._ahead = self._peeked = None
-        self._made = self._handed_out
+        if self._prefetch is not None:
+            self._prefetch.close()
+        self._prefetch = self._peeked = None
+        self._state_read = self._state_returned
 
-    def _take(self) -> tuple[Step, Progress]:
+    def _next_step(self) -> tuple[StepBatch, SamplerState]:
         depth = self._config.data.prefetch
-        if depth and self._ahead is None:
-            self._ahead = Prefetch(self._make, depth)
-        return self._ahead.next() if self._ahead else self._make()
+        if depth and self._prefetch is None:
+            self._prefetch = Prefetch(self._read_step, depth)
+        return self._prefetch.next() if self._prefetch else self._read_step()
 
     def evaluation(self, samples: int) -> Iterator[tuple[str, Microbatch]]:
         """Yield this rank's share of the first `samples` samples of the validation split, each
@@ -148,36 +195,38 @@ class Loader:
 
         The samples are the same each time, for any number of ranks and any `run.seed`; fewer if a
         source has no more. All ranks get the same number of microbatches with the same sizes. If
-        the last samples of a source cannot be divided evenly, the places left over repeat a sample
-        with all labels `IGNORE`. samples_B counts from 0 in the order of the blend. Raises
+        the last samples of a source cannot be divided evenly, the positions left over repeat a
+        sample with all labels `IGNORE`. samples_B counts from 0 in the order of the blend. Raises
         `UserError` if no source has a validation split, or one is too small.
         """
         if self._validation is None:
-            self._validation = Reader(self._config, "validation", _EVALUATION_SEED)
-        reader = self._validation
-        sources, numbers, _ = Blend.start(reader.weights).take(samples)
-        there = numbers < reader.sizes[sources]
-        sources, numbers = sources[there], numbers[there]
-        together = self._config.train.microbatch * self._ranks
-        for source, name in enumerate(reader.names):
+            self._validation = BlendedDataset(self._config, "validation", _EVALUATION_SEED)
+        dataset = self._validation
+        sources, numbers, _ = Blend.start(dataset.weights).take(samples)
+        exists = numbers < dataset.sizes[sources]
+        sources, numbers = sources[exists], numbers[exists]
+        per_step = self._config.train.microbatch * self._ranks
+        for source, name in enumerate(dataset.names):
             of_source = np.flatnonzero(sources == source)
-            for start in range(0, of_source.size, together):
-                share = -(-min(together, of_source.size - start) // self._ranks)
-                mine_N = start + self._rank * share + np.arange(share)
-                there_N = mine_N < of_source.size
-                places_N = of_source[np.minimum(mine_N, of_source.size - 1)]
-                batch = reader.read(sources[places_N], numbers[places_N], places_N)
-                batch.labels_BS[int(there_N.sum()) :] = IGNORE
+            for start in range(0, of_source.size, per_step):
+                share = -(-min(per_step, of_source.size - start) // self._ranks)
+                index_N = start + self._rank * share + np.arange(share)
+                exists_N = index_N < of_source.size
+                positions_N = of_source[np.minimum(index_N, of_source.size - 1)]
+                batch = dataset.read(sources[positions_N], numbers[positions_N], positions_N)
+                batch.labels_BS[int(exists_N.sum()) :] = IGNORE
                 yield name, batch
 
-    def _make(self) -> tuple[Step, Progress]:
-        """Make the next step. Returns it and the progress after it."""
-        before, microbatch = self._made, self._config.train.microbatch
+    def _read_step(self) -> tuple[StepBatch, SamplerState]:
+        """Read the next step. Returns it and the state after it."""
+        before, microbatch = self._state_read, self._config.train.microbatch
         size = self.global_batch(before.samples)
         sources, numbers, after = before.take(size)
-        places = np.arange(size).reshape(-1, self._ranks, microbatch)
-        places_N = places[:, self._rank].reshape(-1)
-        batch = self._reader.read(sources[places_N], numbers[places_N], before.samples + places_N)
-        self._made = after
+        positions = np.arange(size).reshape(-1, self._ranks, microbatch)
+        positions_N = positions[:, self._rank].reshape(-1)
+        batch = self._dataset.read(
+            sources[positions_N], numbers[positions_N], before.samples + positions_N
+        )
+        self._state_read = after
         valid = int((batch.labels_BS != IGNORE).sum())
-        return Step(cut(batch, microbatch), size, valid, after.state()), after
+        return StepBatch(split_batch(batch, microbatch), size, valid, after.state()), after

@@ -48,16 +48,16 @@ def look_ahead(microbatch: Microbatch, depth: int) -> Microbatch:
     to `depth` positions ahead. After the end of a sample the token is 0. There is no loss beyond
     the end of a sample or of the position's document."""
     tokens, labels, documents = microbatch.tokens_BS, microbatch.labels_BS, microbatch.documents_BS
-    found = []
+    ahead = []
     for by in range(1, depth + 1):
-        far = _shifted(labels, by, IGNORE)
+        far = _shift(labels, by, IGNORE)
         if documents is not None:
-            far = far.masked_fill(_shifted(documents, by, -1) != documents, IGNORE)
-        found.append((_shifted(tokens, by, 0), far))
-    return replace(microbatch, ahead=tuple(found))
+            far = far.masked_fill(_shift(documents, by, -1) != documents, IGNORE)
+        ahead.append((_shift(tokens, by, 0), far))
+    return replace(microbatch, ahead=tuple(ahead))
 
 
-def _shifted(x_BS: Tensor, by: int, filling: int) -> Tensor:
+def _shift(x_BS: Tensor, by: int, filling: int) -> Tensor:
     return F.pad(x_BS[:, by:], (0, min(by, x_BS.shape[1])), value=filling)
 
 
@@ -76,7 +76,7 @@ def zigzag(x: Tensor, index: int, parts: int, filling: int) -> Tensor:
     return torch.cat((pieces[index], pieces[-1 - index]), -1)
 
 
-def part_of(microbatch: Microbatch, index: int, parts: int) -> Microbatch:
+def context_part(microbatch: Microbatch, index: int, parts: int) -> Microbatch:
     """Return the part of the microbatch for context rank `index` of `parts`, in zigzag order.
     Padding comes after all tokens of a sample, where no token attends to it, and has no loss."""
     if parts == 1:

@@ -14,6 +14,7 @@ on one thread; parallelism comes from the processes that use it.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib
 import json
@@ -27,9 +28,66 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaframe.data.tiktoken_file import GPT2_PATTERN, LARGEST_VOCAB, PUBLISHED_RANKS, parse_ranks
 from megaframe.errors import UserError
 from megaframe.io.untrusted import open_file
+
+MAX_VOCAB = 1 << 24
+
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+_CL100K_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+_LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_O200K_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PUBLISHED_RANKS: dict[int, tuple[str, int]] = {
+    100256: (_CL100K_PATTERN, 100257),
+    128000: (_LLAMA3_PATTERN, 128001),
+    199998: (_O200K_PATTERN, 199999),
+}
+"""By number of ranks in a published .tiktoken file: its split pattern and end-of-document id, which
+the file does not contain. Source: tiktoken_ext/openai_public.py and llama3's tokenizer.py. All
+other files, among them GPT-2 (r50k) and p50k, use `GPT2_PATTERN` and the first free id, which is
+the right one for these two."""
+
+
+def parse_ranks(path: str, content: bytes) -> dict[bytes, int]:
+    """Parse a rank file into ranks by token. Raises `UserError` for invalid lines, ranks that are
+    used twice, and bytes without a rank, because some text could then not be encoded."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line:
+            continue
+        try:
+            encoded, rank_text = line.split()
+            token, rank = base64.b64decode(encoded, validate=True), int(rank_text)
+        except ValueError:
+            raise UserError(
+                f"{path}:{number}: not a token in base64 and its rank: {line[:60]!r}"
+            ) from None
+        if not token or token in ranks or not 0 <= rank < MAX_VOCAB:
+            raise UserError(
+                f"{path}:{number}: token {token[:60]!r} with rank {rank} is empty, repeated or "
+                f"outside 0 to {MAX_VOCAB - 1}"
+            )
+        ranks[token] = rank
+    missing = sum(bytes([byte]) not in ranks for byte in range(256))
+    if missing:
+        raise UserError(f"{path}: {missing} of the 256 single bytes have no rank")
+    different = len(set(ranks.values()))
+    if different != len(ranks):
+        raise UserError(f"{path}: {len(ranks)} tokens share {different} ranks; each needs its own")
+    return ranks
+
 
 HF_EOD_NAMES = (
     "<|endoftext|>",
@@ -152,9 +210,9 @@ class HuggingFaceTokenizer(Tokenizer):
         vocab = self._model.get_vocab(with_added_tokens=True)
         self._names = {token: name for name, token in vocab.items()}
         self.vocab_size = max(self._names, default=-1) + 1
-        if self.vocab_size > LARGEST_VOCAB:
+        if self.vocab_size > MAX_VOCAB:
             raise UserError(
-                f"{path} has a token with id {self.vocab_size - 1}; ids are below {LARGEST_VOCAB}"
+                f"{path} has a token with id {self.vocab_size - 1}; ids are below {MAX_VOCAB}"
             )
         self.eod_name = self._find_eod(path, vocab)
         self.eod = vocab[self.eod_name]

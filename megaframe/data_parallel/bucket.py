@@ -25,7 +25,7 @@ from megaframe.data_parallel.reducer_choice import PLAIN, Wiring
 from megaframe.distributed.collectives import Group, Pending, all_gather_, own_part
 from megaframe.optim.rule import Rule, Step
 from megaframe.optim.state_offload import STAYS, Route
-from megaframe.parameters.initialization import fill
+from megaframe.parameters.initialization import fill_initial_values
 from megaframe.parameters.parameter import Parameter, Precision
 from megaframe.parameters.spec import Box, ParamSpec
 
@@ -134,7 +134,7 @@ class Bucket:
     def draw(self, seed: int) -> None:
         """Set the initial weights and nothing else."""
         for parameter, box, weights in self.pieces(self.weights, self.kept):
-            fill(weights, parameter.spec, box, seed)
+            fill_initial_values(weights, parameter.spec, box, seed)
 
     def begin(self) -> None:
         """Begin a run with the weights as they are."""
@@ -226,7 +226,7 @@ class Bucket:
         if stage >= 2:  # what is added from now on belongs to the next reduction
             self._grads, self.lends = None, True
             for parameter in self.parameters:
-                parameter.let_go_of_grad()
+                parameter.release_grad()
         yield from self._over_shard.sum_part(grads)
         if stage >= 2:
             self._keep(grads)
@@ -318,7 +318,7 @@ class Bucket:
         self._buffers.give(self._values)
         self._values = None
         for parameter in self.parameters:
-            parameter.let_go_of_value()
+            parameter.release_value()
 
     def _sent(self) -> None:
         """Return when this rank's weights are no longer being sent."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megaframe.parameters.spec import Box, runs
+from megaframe.parameters.spec import Box, row_major_runs
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,6 @@ class Division:
         for number, (box, whole) in enumerate(zip(self.boxes, self.spans, strict=True)):
             low, high = max(span.start, whole.start), min(span.stop, whole.stop)
             at = low - span.start
-            for piece in runs(box, low - whole.start, high - whole.start):
+            for piece in row_major_runs(box, low - whole.start, high - whole.start):
                 yield number, piece, slice(at, at + piece.size)
                 at += piece.size

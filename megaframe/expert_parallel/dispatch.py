@@ -31,7 +31,7 @@ from megaframe.expert_parallel.transfer import (
     count_occurrences,
 )
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
-from megaframe.parameters.spec import share
+from megaframe.parameters.spec import even_share
 
 DROPPED = -1
 """Expert number of a choice that is dropped."""
@@ -109,7 +109,7 @@ class _Assignment:
 
     def __post_init__(self) -> None:
         axis, device = self.parallel.axis, self.chosen_RK.device
-        spans = [share(self.experts, index, axis.size) for index in range(axis.size)]
+        spans = [even_share(self.experts, index, axis.size) for index in range(axis.size)]
         self.spans = [slice(start, start + size) for start, size in spans]
         self.owner_E = _expert_owners(self.experts, axis.size, device)
         self.mine = self.spans[axis.index]
@@ -126,7 +126,7 @@ class _Assignment:
 @cache
 def _expert_owners(experts: int, ranks: int, device: torch.device) -> Tensor:
     """Return the rank that has each expert, copied to the device once."""
-    sizes = torch.tensor([share(experts, index, ranks)[1] for index in range(ranks)])
+    sizes = torch.tensor([even_share(experts, index, ranks)[1] for index in range(ranks)])
     return torch.arange(ranks).repeat_interleave(sizes).to(device)
 
 

@@ -12,8 +12,11 @@ from pathlib import Path
 
 
 def read_start_time(process: int) -> int | None:
-    """Return when a process started, in clock ticks since boot. None if there is no such process,
-    if it has ended and its parent has not noticed, or on a system without /proc."""
+    """Return when a process started, in clock ticks since boot.
+
+    None if there is no such process, if it has ended and its parent has not noticed, or on a system
+    without /proc.
+    """
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -23,8 +26,11 @@ def read_start_time(process: int) -> int | None:
 
 
 def has_ended(process: int, start: int) -> bool:
-    """Return whether the process with this id and start has ended. It must be of this `namespace`.
-    Where other users' processes are hidden, one of theirs counts as running."""
+    """Return whether the process with this id and start has ended.
+
+    It must be of this `namespace`. Where other users' processes are hidden, one of theirs counts as
+    running.
+    """
     try:
         os.kill(process, 0)
     except ProcessLookupError:

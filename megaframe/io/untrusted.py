@@ -25,7 +25,7 @@ MAX_DEPTH = 32
 """Deepest nesting of YAML and JSON that is read."""
 _LONGEST_INTEGER = 19
 """Digits of the longest integers that stay integers; Python refuses to print ones of thousands."""
-_NAMED = re.compile(r"secret|token|passw|credential|key|sas|auth", re.IGNORECASE)
+_SECRET_NAMES = re.compile(r"secret|token|passw|credential|key|sas|auth", re.IGNORECASE)
 """Matches names of settings whose values are secrets."""
 _SHORTEST_SECRET = 6
 _URL = r"(://|\b(?:https?|s3a?|gs|gcs|abfss?|az|adl|s?ftp|hdfs):/)"  # paths lose a slash
@@ -43,8 +43,9 @@ _SECRETS = (
 def open_file(path: Name, buffering: int = -1) -> BinaryIO:
     """Open a regular file for reading, without waiting for anything.
 
-    Raises OSError, with a `strerror` for users, for all else: pipes, devices, folders, and names
-    that no file can have.
+    Raises:
+        OSError: With a `strerror` for users, for all else: pipes, devices, folders, and names that
+            no file can have.
     """
     try:
         # Without O_NONBLOCK, opening a pipe waits for somebody to write into it.
@@ -65,8 +66,11 @@ def open_file(path: Name, buffering: int = -1) -> BinaryIO:
 
 
 def read_file(path: Name, limit: int) -> bytes:
-    """Read a whole regular file. Raises OSError as `open_file` does, and for a file of more than
-    `limit` bytes."""
+    """Read a whole regular file.
+
+    Raises:
+        OSError: As `open_file` does, and for a file of more than `limit` bytes.
+    """
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > limit:
             raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", os.fspath(path))
@@ -74,25 +78,30 @@ def read_file(path: Name, limit: int) -> bytes:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON. Raises ValueError for what is not JSON, or is nested more than `MAX_DEPTH` deep.
-    Integers of very many digits become floats."""
+    """Parse JSON.
+
+    Integers of very many digits become floats.
+
+    Raises:
+        ValueError: For what is not JSON, or is nested more than `MAX_DEPTH` deep.
+    """
     try:
-        value = json.loads(data, parse_int=_number)
+        value = json.loads(data, parse_int=_parse_integer)
     except RecursionError:
         value = None
         depth = MAX_DEPTH + 1
     else:
-        depth = _depth(value)
+        depth = _nesting_depth(value)
     if depth > MAX_DEPTH:
         raise ValueError(f"nested more than {MAX_DEPTH} deep")
     return value
 
 
-def _number(text: str) -> int | float:
+def _parse_integer(text: str) -> int | float:
     return int(text) if len(text) <= _LONGEST_INTEGER else float(text)
 
 
-def _depth(value: Any) -> int:
+def _nesting_depth(value: Any) -> int:
     """Return how deep a value is nested, or `MAX_DEPTH + 1` if deeper."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
@@ -107,9 +116,12 @@ def _depth(value: Any) -> int:
 
 
 def parse_yaml(data: bytes) -> Any:
-    """Parse YAML into dicts, lists and text (None for null), whatever its tags say. Raises
-    ValueError for what is not YAML, and for what `PlainLoader` refuses; it does not quote the text,
-    because half of a secret would not be recognised."""
+    """Parse YAML into dicts, lists and text (None for null), whatever its tags say.
+
+    Raises:
+        ValueError: For what is not YAML, and for what `PlainLoader` refuses; it does not quote the
+            text, because half of a secret would not be recognised.
+    """
     try:
         node = PlainLoader(data.decode("utf-8-sig")).get_single_node()
     except yaml.MarkedYAMLError as error:
@@ -141,8 +153,10 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def plain_data(node: yaml.Node) -> Any:
-    """Return a node tree as dicts, lists and text, None for null. Keys that are not text are left
-    out."""
+    """Return a node tree as dicts, lists and text, None for null.
+
+    Keys that are not text are left out.
+    """
     if isinstance(node, yaml.MappingNode):
         return {
             key.value: plain_data(value)
@@ -189,7 +203,7 @@ def sanitize_text(text: str) -> str:
 def mask_secrets(text: str, *settings: Any) -> str:
     """Return the text with secrets masked: those that are known by their form, and those in
     settings (mappings and lists, at any depth) whose names suggest one."""
-    known = {secret for table in settings for secret in _secrets(table)}
+    known = {secret for table in settings for secret in _find_secrets(table)}
     for secret in sorted(known, key=len, reverse=True):
         text = text.replace(secret, "***")
     for pattern, mask in _SECRETS:
@@ -197,14 +211,14 @@ def mask_secrets(text: str, *settings: Any) -> str:
     return text
 
 
-def _secrets(settings: Any, known: bool = False) -> Iterator[str]:
+def _find_secrets(settings: Any, known: bool = False) -> Iterator[str]:
     """Yield the values of settings whose names suggest a secret, at any depth. known: whether an
     enclosing name does."""
     if isinstance(settings, dict):
         for name, value in settings.items():
-            yield from _secrets(value, known or bool(_NAMED.search(str(name))))
+            yield from _find_secrets(value, known or bool(_SECRET_NAMES.search(str(name))))
     elif isinstance(settings, list | tuple):
         for value in settings:
-            yield from _secrets(value, known)
+            yield from _find_secrets(value, known)
     elif known and isinstance(settings, str) and len(settings) >= _SHORTEST_SECRET:
         yield settings

@@ -19,8 +19,9 @@ from megaframe.context_parallel.ring import RingMask, ring_attention
 from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
-from megaframe.ops.attention_tiles import AttentionMask, attend, attend_backward, in_products
-from megaframe.ops.local_attention import SequenceMask, attend_by_kernel
+from megaframe.ops.attention_kernel import attend_by_kernel
+from megaframe.ops.attention_mask import AttentionMask, SequenceMask
+from megaframe.ops.attention_tiles import attend, attend_backward, computes_in_blocks
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.linear import Elementwise, Linear
 
@@ -142,7 +143,7 @@ def _attend_locally(
     uneven = query_BSND.shape[3] != value_BSGV.shape[3]
     on_host = query_BSND.device.type == "cpu" and (uneven or mask.attention_mask.narrow)
     # For meta tensors torch's own attention would make all scores.
-    if on_host or query_BSND.is_meta or in_products(query_BSND, key_BSGD, mask.dense):
+    if on_host or query_BSND.is_meta or computes_in_blocks(query_BSND, key_BSGD, mask.dense):
         return _Tiles.apply(query_BSND, key_BSGD, value_BSGV, mask, scale)
     out_BNSV = F.scaled_dot_product_attention(
         query_BSND.transpose(1, 2),

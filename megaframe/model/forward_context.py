@@ -25,10 +25,9 @@ from megaframe.distributed.mesh import ranks_on_this_node
 from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.model.dropout import Dropout, DropoutKeys
 from megaframe.model.rotary import Rotary
-from megaframe.ops.attention_tiles import AttentionMask
+from megaframe.ops.attention_mask import AttentionMask, SequenceMask
 from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
-from megaframe.ops.local_attention import SequenceMask
 from megaframe.tensor_parallel import symmetric_memory
 from megaframe.tensor_parallel.context import RowPartition, TensorParallel
 

@@ -25,10 +25,10 @@ from megaframe.architecture.output_head import max_logits_per_chunk
 from megaframe.data.microbatch import IGNORE
 from megaframe.distributed.collectives import Group, all_gather, all_reduce, reduce_scatter
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
-from megaframe.ops.matmul import product_into
+from megaframe.ops.matmul import multiply_into
 from megaframe.parameters.parameter import Parameter
 
-_PARTS = 32
+_FP32_PARTS = 32
 """The largest chunk is processed in this many parts, of which one at a time is in fp32."""
 
 
@@ -76,16 +76,16 @@ def head_loss(
     d_hidden = None if scale is None else torch.empty_like(hidden_TH)
     if scale is not None:
         scale = scale.to(torch.promote_types(hidden_TH.dtype, torch.float32))
-    part = _Part(weight.box.offset[0], weight.spec.shape[0], tensor)
+    part = _VocabularyPart(weight.box.offset[0], weight.spec.shape[0], tensor)
     for start in range(0, tokens, rows):
         piece = slice(start, min(start + rows, tokens))
         chunk_TH, chunk_labels = hidden_TH[piece], labels_T[piece]
         logits_TV = buffer[: len(chunk_labels)]
-        product_into(logits_TV, chunk_TH, weight.value.t(), add=False)
-        losses = _losses(logits_TV, chunk_labels, part, options, scale, kernels)
+        multiply_into(logits_TV, chunk_TH, weight.value.t(), add=False)
+        losses = _compute_losses(logits_TV, chunk_labels, part, options, scale, kernels)
         loss += torch.where(chunk_labels == IGNORE, 0.0, losses).sum(dtype=torch.float64)
         if d_hidden is not None:
-            product_into(d_hidden[piece], logits_TV, weight.value, add=False)
+            multiply_into(d_hidden[piece], logits_TV, weight.value, add=False)
             weight.add_product(logits_TV, chunk_TH)
     if d_hidden is not None:
         d_hidden = reduce_scatter(d_hidden, tensor).wait()
@@ -93,7 +93,7 @@ def head_loss(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _VocabularyPart:
     """Where this rank's logits lie in the vocabulary: from word `start` on, out of `vocab`."""
 
     start: int
@@ -101,10 +101,10 @@ class _Part:
     tensor: Group
 
 
-def _losses(
+def _compute_losses(
     logits_TV: Tensor,
     labels_T: Tensor,
-    part: _Part,
+    part: _VocabularyPart,
     options: LossOptions,
     scale: Tensor | None,
     kernels: Kernels,
@@ -115,23 +115,23 @@ def _losses(
     if part.tensor.size > 1:
 
         def join(partition_T: Tensor, label_T: Tensor) -> tuple[Tensor, Tensor]:
-            return _over_the_vocabulary(partition_T, label_T, part.tensor)
+            return _reduce_over_vocabulary(partition_T, label_T, part.tensor)
 
     how = {**asdict(options), "start": part.start, "vocab": part.vocab, "join": join}
     how |= {"gradient": scale is not None, "scale": scale}
     if run := kernels.find("loss", logits_TV, labels_T, **how):
         return run(logits_TV, labels_T, **how)[0]
-    return _plain_losses(logits_TV, labels_T, part, options, scale)
+    return _compute_plain_losses(logits_TV, labels_T, part, options, scale)
 
 
-def _plain_losses(
+def _compute_plain_losses(
     logits_TV: Tensor,
     labels_T: Tensor,
-    part: _Part,
+    part: _VocabularyPart,
     options: LossOptions,
     scale: Tensor | None,
 ) -> Tensor:
-    """Compute `_losses` in plain code, in at least fp32 and a few rows at a time.
+    """Compute `_compute_losses` in plain code, in at least fp32 and a few rows at a time.
 
     If a target's probability is near 1, rounding it would lose its loss and its gradient. So the
     probabilities are rounded when they replace the logits, but the gradient of the target's logit
@@ -145,7 +145,7 @@ def _plain_losses(
     own_T, label_T, hit_T = (torch.empty_like(labels_T, dtype=wide) for _ in range(3))
     weight_T = None if scale is None else torch.where(labels_T == IGNORE, 0.0, scale)
     slope_TV = None if weight_T is None or cap is None else torch.empty_like(logits_TV)
-    for rows, x in _widened(logits_TV, wide):
+    for rows, x in _iterate_wide(logits_TV, wide):
         if cap is not None:
             x.div_(cap).tanh_()
             if slope_TV is not None:
@@ -162,14 +162,14 @@ def _plain_losses(
         hit_T[rows] = x[at_target]
         if weight_T is not None:
             logits_TV[rows].copy_(x.mul_(weight_T[rows, None]))
-    partition_T, label_T = _over_the_vocabulary(own_T, label_T, part.tensor)
+    partition_T, label_T = _reduce_over_vocabulary(own_T, label_T, part.tensor)
     losses = partition_T - label_T + options.z_loss * partition_T.square()
     if weight_T is None:
         return losses
     spread_T = smooth / part.vocab * weight_T
     factor_T = (own_T - partition_T).exp() * (1.0 + 2.0 * options.z_loss * partition_T)
     if part.tensor.size > 1 or options.z_loss or smooth or slope_TV is not None:
-        for rows, x in _widened(logits_TV, wide):
+        for rows, x in _iterate_wide(logits_TV, wide):
             x.mul_(factor_T[rows, None]).sub_(spread_T[rows, None])
             logits_TV[rows].copy_(x if slope_TV is None else x.mul_(slope_TV[rows]))
     hit_T = (hit_T * factor_T - smooth / part.vocab - (1.0 - smooth)) * weight_T
@@ -181,13 +181,13 @@ def _plain_losses(
     return losses
 
 
-def _widened(logits_TV: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def _iterate_wide(logits_TV: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Yield a few rows of a chunk at a time in the type `wide`: the chunk's own rows if they have
     that type, otherwise a copy in a buffer that is reused. On a CPU the rows fit in the cache, and
     the buffer is small compared with a chunk."""
     tokens, vocab = logits_TV.shape
     most = max_logits_per_chunk(host=logits_TV.device.type == "cpu")
-    step = min(tokens, max(1, most // _PARTS // vocab))
+    step = min(tokens, max(1, most // _FP32_PARTS // vocab))
     room = logits_TV.new_empty(step, vocab, dtype=wide) if wide != logits_TV.dtype else None
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
@@ -195,7 +195,7 @@ def _widened(logits_TV: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tens
         yield rows, here if room is None else room[: len(here)].copy_(here)
 
 
-def _over_the_vocabulary(
+def _reduce_over_vocabulary(
     partition_T: Tensor, target_T: Tensor, tensor: Group
 ) -> tuple[Tensor, Tensor]:
     """Return the log-partition and target logit over the whole vocabulary, given those of this

@@ -65,34 +65,34 @@ class MLP(Module):
 def activate(kind: str, x: Tensor, kernels: Kernels = NO_KERNELS) -> Tensor:
     """Apply the activation `kind` to x [..., F]. For swiglu, x [..., 2F] is (gate, up) and the
     result is silu(gate) * up [..., F]."""
-    return _chosen(kind, x, kernels)(kind, x)
+    return _select_activation(kind, x, kernels)(kind, x)
 
 
-def activate_again(
+def recompute_activation(
     kind: str, x: Tensor, kernels: Kernels = NO_KERNELS
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Compute `activate(kind, x)` again in a backward pass. Return it with a function that turns
     its gradient into the gradient of x, and that may be called only once."""
-    run = _chosen(kind, x, kernels)
-    if kind == "swiglu" and run is _activated:
+    run = _select_activation(kind, x, kernels)
+    if kind == "swiglu" and run is _activate:
         gate, up = x.chunk(2, -1)
         silu = F.silu(gate)
-        return silu * up, partial(_swiglu_back, x, silu)
+        return silu * up, partial(_swiglu_backward, x, silu)
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         y = run(kind, x)
     return y.detach(), lambda dy: torch.autograd.grad(y, x, dy)[0]
 
 
-def _chosen(kind: str, x: Tensor, kernels: Kernels) -> Callable[[str, Tensor], Tensor]:
+def _select_activation(kind: str, x: Tensor, kernels: Kernels) -> Callable[[str, Tensor], Tensor]:
     """Return the function that computes this activation for tensors like x: a kernel, or compiled
     or plain code."""
     if run := kernels.find("activation", x, kind):
         return lambda kind, x: run(x, kind)
-    return kernels.piece(_activated, _activated_simply)
+    return kernels.maybe_compile(_activate, _activate_for_compiler)
 
 
-def _activated(kind: str, x: Tensor) -> Tensor:
+def _activate(kind: str, x: Tensor) -> Tensor:
     if kind == "swiglu":
         return _SwiGLU.apply(x)
     if kind == "relu2":
@@ -100,11 +100,11 @@ def _activated(kind: str, x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
-def _activated_simply(kind: str, x: Tensor) -> Tensor:
+def _activate_for_compiler(kind: str, x: Tensor) -> Tensor:
     if kind == "swiglu":
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
-    return _activated(kind, x)
+    return _activate(kind, x)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -120,10 +120,10 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        return _swiglu_back(gate_up, F.silu(gate_up.chunk(2, -1)[0]), gradients[0])
+        return _swiglu_backward(gate_up, F.silu(gate_up.chunk(2, -1)[0]), gradients[0])
 
 
-def _swiglu_back(gate_up: Tensor, silu: Tensor, dy: Tensor) -> Tensor:
+def _swiglu_backward(gate_up: Tensor, silu: Tensor, dy: Tensor) -> Tensor:
     """Return the gradient of (gate, up). silu: silu(gate), which is overwritten."""
     gate, up = gate_up.chunk(2, -1)
     d_gate_up = torch.empty_like(gate_up)

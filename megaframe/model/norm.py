@@ -35,16 +35,16 @@ class Norm(Module):
         how = {"kind": self.kind, "eps": self.eps}
         if run := kernels.find("norm", x, gain, bias, **how):
             return run(x, gain, bias, **how)[0]
-        return kernels.piece(normalised)(x, gain, bias, self.kind, self.eps)
+        return kernels.maybe_compile(normalize)(x, gain, bias, self.kind, self.eps)
 
-    def of_sum(self, x: Tensor, branch: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    def fused_add(self, x: Tensor, branch: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """Return the norm of x + branch and the sum itself, both [..., width]."""
         gain = self.gain.use()
         bias = None if self.bias is None else self.bias.use()
         how = {"kind": self.kind, "eps": self.eps}
         if run := kernels.find("norm", branch, gain, bias, x, **how):
             return run(branch, gain, bias, x, **how)
-        return kernels.piece(_normalised_sum)(x, branch, gain, bias, self.kind, self.eps)
+        return kernels.maybe_compile(_normalize_sum)(x, branch, gain, bias, self.kind, self.eps)
 
 
 def make_norm(name: str, model: ModelConfig) -> Norm:
@@ -52,18 +52,18 @@ def make_norm(name: str, model: ModelConfig) -> Norm:
     return Norm(name, model.hidden, kind=model.norm, eps=model.norm_eps, bias=model.bias)
 
 
-def normalised(x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
+def normalize(x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
     """Compute `Norm` in plain code."""
     if kind == "rmsnorm":
         return _RMSNorm.apply(x, gain, eps)
     return F.layer_norm(x, gain.shape, gain, bias, eps)
 
 
-def _normalised_sum(
+def _normalize_sum(
     x: Tensor, branch: Tensor, gain: Tensor, bias: Tensor | None, kind: str, eps: float
 ) -> tuple[Tensor, Tensor]:
     total = x + branch
-    return normalised(total, gain, bias, kind, eps), total
+    return normalize(total, gain, bias, kind, eps), total
 
 
 class _RMSNorm(torch.autograd.Function):

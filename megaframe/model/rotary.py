@@ -27,7 +27,9 @@ def frequencies(model: ModelConfig) -> tuple[Tensor, float]:
     if scaling.kind == "llama3":
         return _llama3(plain, scaling), 1.0
     if scaling.kind == "yarn":
-        factor = _strength(scaling, scaling.mscale) / _strength(scaling, scaling.mscale_all_dim)
+        factor = _yarn_mscale(scaling, scaling.mscale) / _yarn_mscale(
+            scaling, scaling.mscale_all_dim
+        )
         return _yarn(plain, scaling, model.rotary_base), factor
     return plain, 1.0
 
@@ -45,10 +47,10 @@ def scores_factor(model: ModelConfig) -> float:
     the square of the factor on all dims of queries and keys (DeepSeek-V2, section 3.1.4, and its
     code)."""
     scaling = model.rotary_scaling
-    return _strength(scaling, scaling.mscale_all_dim) ** 2 if scaling.kind == "yarn" else 1.0
+    return _yarn_mscale(scaling, scaling.mscale_all_dim) ** 2 if scaling.kind == "yarn" else 1.0
 
 
-def _strength(scaling: RotaryScalingConfig, mscale: float) -> float:
+def _yarn_mscale(scaling: RotaryScalingConfig, mscale: float) -> float:
     return 0.1 * mscale * math.log(scaling.factor) + 1.0
 
 
@@ -106,10 +108,10 @@ class Rotary:
         tables = self.cos.squeeze(-2), self.sin.squeeze(-2)
         if run := self._kernels.find("rotary", x, *tables):
             return run(x, *tables)
-        return self._kernels.piece(_rotated, _rotated_simply)(x, self.cos, self.sin)
+        return self._kernels.maybe_compile(_rotate, _rotate_for_compiler)(x, self.cos, self.sin)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = 2 * cos.shape[-1]
     if width == x.shape[-1]:
         return _Rotate.apply(x, cos, sin)
@@ -117,7 +119,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((_Rotate.apply(turned, cos, sin), rest), -1)
 
 
-def _rotated_simply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_for_compiler(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
@@ -129,15 +131,15 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
+        return _apply_rotation(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(gradients[0], cos, -sin), None, None
+        return _apply_rotation(gradients[0], cos, -sin), None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _apply_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     half = first.shape[-1]

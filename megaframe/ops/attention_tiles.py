@@ -10,8 +10,6 @@ query or key head, V width of a value head.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,46 +22,10 @@ _HOSTS = ("cpu", "meta")
 """Devices with the fused attention for CPUs. Meta tensors use it for their shapes only."""
 
 
-@dataclass(frozen=True)
-class AttentionMask:
-    """Which keys of its sample a query sees: itself and the tokens before it, at most `window`
-    tokens in all. If documents_BS is given, only tokens with the same document number."""
-
-    window: int | None
-    documents_BS: Tensor | None
-
-    @property
-    def narrow(self) -> bool:
-        """Whether a query may not see everything before it."""
-        return self.window is not None or self.documents_BS is not None
-
-    def dense(self, queries_Q: Tensor, keys_K: Tensor) -> Tensor:
-        """Return the bool mask of queries and keys at these places in the sample: [Q, K], or with
-        documents [B, 1, Q, K]."""
-        distance = queries_Q[:, None] - keys_K[None, :]
-        mask = distance >= 0
-        if self.window is not None:
-            mask &= distance < self.window
-        if self.documents_BS is None:
-            return mask
-        alike = self.documents_BS[:, queries_Q, None] == self.documents_BS[:, None, keys_K]
-        return (mask & alike)[:, None]
-
-
-@dataclass(frozen=True, eq=False)
-class Tile:
-    """Some queries against some keys, as slices of the query and key tensors. kind: whether queries
-    see all of these keys, only those up to themselves, or what a mask says."""
-
-    queries: slice
-    keys: slice
-    kind: Literal["all", "causal", "masked"]
-
-
-def in_products(query_BQND: Tensor, key_BKGD: Tensor, mask: Tensor | None) -> bool:
+def computes_in_blocks(query_BQND: Tensor, key_BKGD: Tensor, mask: Tensor | None) -> bool:
     """Return whether a tile is faster as products of blocks than in torch's fused attention."""
     on_host = query_BQND.device.type == "cpu" and mask is None
-    return on_host and cpu_attention.pays(query_BQND.transpose(1, 2), key_BKGD.transpose(1, 2))
+    return on_host and cpu_attention.is_faster(query_BQND.transpose(1, 2), key_BKGD.transpose(1, 2))
 
 
 def attend(
@@ -81,22 +43,22 @@ def attend(
     mask: as from `AttentionMask.dense`; None if nothing is hidden by a mask. causal: with as many
     queries as keys, each query sees itself and what is before it. scale: of the scores.
     """
-    query, key, value = _heads_first(query_BQND, key_BKGD, value_BKGV)
-    if in_products(query_BQND, key_BKGD, mask):
+    query, key, value = _move_heads_first(query_BQND, key_BKGD, value_BKGV)
+    if computes_in_blocks(query_BQND, key_BKGD, mask):
         out, lse = cpu_attention.attend(query, key, value, causal=causal, scale=scale)
         return out.transpose(1, 2), lse
-    alike = _alike(query, key, value)
+    alike = _pad_to_one_width(query, key, value)
     if query.device.type in _HOSTS:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *alike, 0.0, causal, attn_mask=_additive(mask, query.dtype), scale=scale
+            *alike, 0.0, causal, attn_mask=_to_bias(mask, query.dtype), scale=scale
         )
-    elif _flash(*alike, mask, causal):
+    elif _can_use_flash(*alike, mask, causal):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             *alike, 0.0, causal, scale=scale
         )
     else:
-        bias = _additive(_or_causal(mask, query, causal), None)
-        out, lse = _plain(query, key, value, bias, scale)
+        bias = _to_bias(_make_causal(mask, query, causal), None)
+        out, lse = _attend_plain(query, key, value, bias, scale)
     if mask is not None:
         lse = lse.masked_fill(~mask.any(-1), -math.inf)
     return out[..., : value.shape[-1]].transpose(1, 2), lse
@@ -120,16 +82,16 @@ def attend_backward(
     out, lse: merged over all tiles, so that exp(score - lse) is the weight of a key among all keys
     that the query sees, in whichever tile.
     """
-    heads = query, _, _ = _heads_first(query_BQND, key_BKGD, value_BKGV)
+    heads = query, _, _ = _move_heads_first(query_BQND, key_BKGD, value_BKGV)
     d_out, out = d_out.transpose(1, 2), out_BQNV.transpose(1, 2)
     gradients: tuple[Tensor, ...]
-    if in_products(query_BQND, key_BKGD, mask):
+    if computes_in_blocks(query_BQND, key_BKGD, mask):
         gradients = cpu_attention.attend_backward(
             d_out, *heads, out, lse_BNQ, causal=causal, scale=scale
         )
-        return _heads_behind(gradients, heads)
-    alike = _alike(*heads)
-    d_alike, out_alike = (_padded(end, alike[0].shape[-1]) for end in (d_out, out))
+        return _move_heads_back(gradients, heads)
+    alike = _pad_to_one_width(*heads)
+    d_alike, out_alike = (_pad_head(end, alike[0].shape[-1]) for end in (d_out, out))
     if query.device.type in _HOSTS:
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             d_alike,
@@ -138,15 +100,15 @@ def attend_backward(
             lse_BNQ,
             0.0,
             causal,
-            attn_mask=_additive(mask, query.dtype),
+            attn_mask=_to_bias(mask, query.dtype),
             scale=scale,
         )
-    elif _flash(*alike, mask, causal):
+    elif _can_use_flash(*alike, mask, causal):
         gradients = _flash_backward(d_alike, *alike, out_alike, lse_BNQ, causal, scale)
     else:
-        bias = _additive(_or_causal(mask, query, causal), None)
-        gradients = _plain_backward(d_out, *heads, out, lse_BNQ, bias, scale)
-    return _heads_behind(gradients, heads)
+        bias = _to_bias(_make_causal(mask, query, causal), None)
+        gradients = _attend_plain_backward(d_out, *heads, out, lse_BNQ, bias, scale)
+    return _move_heads_back(gradients, heads)
 
 
 def merge(out_BQND: Tensor, lse_BNQ: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
@@ -160,11 +122,11 @@ def merge(out_BQND: Tensor, lse_BNQ: Tensor, tile_out: Tensor, tile_lse: Tensor)
     torch.logaddexp(lse_BNQ, tile_lse, out=lse_BNQ)
 
 
-def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _move_heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
-def _heads_behind(
+def _move_heads_back(
     gradients: tuple[Tensor, ...], heads: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Move heads back behind tokens, and cut off padding."""
@@ -175,19 +137,19 @@ def _heads_behind(
     return d_query, d_key, d_value
 
 
-def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _pad_to_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pad all heads to one width, as torch's fused attention requires. The zeros change no score,
     and padded values only add outputs that are zero."""
     width = max(query.shape[-1], value.shape[-1])
-    return _padded(query, width), _padded(key, width), _padded(value, width)
+    return _pad_head(query, width), _pad_head(key, width), _pad_head(value, width)
 
 
-def _padded(head: Tensor, width: int) -> Tensor:
+def _pad_head(head: Tensor, width: int) -> Tensor:
     missing = width - head.shape[-1]
     return F.pad(head, (0, missing)) if missing else head
 
 
-def _additive(mask: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+def _to_bias(mask: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     """Return a bias that is 0 where the mask is true and -inf elsewhere, with the batch and head
     dims that torch expects. dtype: None for `torch.get_default_dtype()`."""
     if mask is None:
@@ -196,14 +158,16 @@ def _additive(mask: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
-def _or_causal(mask: Tensor | None, query: Tensor, causal: bool) -> Tensor | None:
+def _make_causal(mask: Tensor | None, query: Tensor, causal: bool) -> Tensor | None:
     if not causal:
         return mask
     length = query.shape[2]
     return torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> bool:
+def _can_use_flash(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+) -> bool:
     """Return whether torch's fused attention takes these on this GPU. The operator, unlike torch's
     public function, does not pad heads to a multiple of 8 elements."""
     asked = SDPAParams(query, key, value, mask, 0.0, causal, True)
@@ -240,7 +204,7 @@ def _flash_backward(
     )
 
 
-def _plain(
+def _attend_plain(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return softmax(scale q k^T + bias) v and the log-sum-exp, by matrix products; heads come
@@ -249,11 +213,11 @@ def _plain(
     scores = _scores(query, key, bias, scale, wide)
     lse = scores.logsumexp(-1)
     shares = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
-    out = _grouped(shares.to(query.dtype), key.shape[1]) @ value[:, :, None]
+    out = _group_heads(shares.to(query.dtype), key.shape[1]) @ value[:, :, None]
     return out.flatten(1, 2), lse
 
 
-def _plain_backward(
+def _attend_plain_backward(
     d_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -268,14 +232,14 @@ def _plain_backward(
     them."""
     wide, groups = lse.dtype, key.shape[1]
     shares = (_scores(query, key, bias, scale, wide) - lse[..., None]).exp()
-    d_shares = (_grouped(d_out, groups) @ value[:, :, None].mT).flatten(1, 2).to(wide)
+    d_shares = (_group_heads(d_out, groups) @ value[:, :, None].mT).flatten(1, 2).to(wide)
     mean = (d_out.to(wide) * out.to(wide)).sum(-1, keepdim=True)
     d_scores = shares * (d_shares - mean) * scale
-    d_scores_grouped = _grouped(d_scores.to(query.dtype), groups)
-    shares_grouped = _grouped(shares.to(query.dtype), groups)
+    d_scores_grouped = _group_heads(d_scores.to(query.dtype), groups)
+    shares_grouped = _group_heads(shares.to(query.dtype), groups)
     d_query = (d_scores_grouped @ key[:, :, None]).flatten(1, 2)
-    d_key = (d_scores_grouped.mT @ _grouped(query, groups)).sum(2)
-    d_value = (shares_grouped.mT @ _grouped(d_out, groups)).sum(2)
+    d_key = (d_scores_grouped.mT @ _group_heads(query, groups)).sum(2)
+    d_value = (shares_grouped.mT @ _group_heads(d_out, groups)).sum(2)
     return d_query, d_key, d_value
 
 
@@ -283,11 +247,11 @@ def _scores(
     query: Tensor, key: Tensor, bias: Tensor | None, scale: float, wide: torch.dtype
 ) -> Tensor:
     """Return the scores [B, N, Q, K], scaled and with the bias."""
-    product = _grouped(query, key.shape[1]) @ key[:, :, None].mT
+    product = _group_heads(query, key.shape[1]) @ key[:, :, None].mT
     scores = product.flatten(1, 2).to(wide) * scale
     return scores if bias is None else scores + bias.to(wide)
 
 
-def _grouped(x: Tensor, groups: int) -> Tensor:
+def _group_heads(x: Tensor, groups: int) -> Tensor:
     """View [B, N, ...] as [B, G, N / G, ...]."""
     return x.unflatten(1, (groups, -1))

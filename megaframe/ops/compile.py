@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST = 8
+MAX_KINDS = 8
 """Kinds of arguments (shapes, strides, types) that one function is compiled for at most."""
-_OF_A_PROCESS = 1024
+_RECOMPILE_LIMIT = 1024
 """Limit on torch's count of compilations of one function in a process."""
 
 
 class Compiled:
-    """A function that is compiled for the first `MOST` kinds of arguments that it gets.
+    """A function that is compiled for the first `MAX_KINDS` kinds of arguments that it gets.
 
     function: takes tensors and plain values.
     backend: a backend of torch.compile.
@@ -38,12 +38,12 @@ class Compiled:
         """Call the function, compiled unless its limit of kinds is reached."""
         kind = (torch.is_grad_enabled(), *map(_kind_of, arguments))
         if kind not in self._met:
-            if len(self._met) == MOST:
+            if len(self._met) == MAX_KINDS:
                 self._say()
                 return self._plain(*arguments)
             self._met.add(kind)
             # Torch counts the compilations of a function over the whole process, thus all runs.
-            with torch._dynamo.config.patch(recompile_limit=_OF_A_PROCESS):
+            with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
                 return self._fast(*arguments)
         return self._fast(*arguments)
 
@@ -52,7 +52,8 @@ class Compiled:
             self._told = True
             name = self._plain.__name__.strip("_")
             self._tell(
-                f"train.compile: {name} has met {MOST} kinds of shapes; of others it runs as it is"
+                f"train.compile: {name} has met {MAX_KINDS} kinds of shapes; of others it runs "
+                "as it is"
             )
 
 

@@ -21,58 +21,60 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megaframe.ops.matmul import products, wide_products
+from megaframe.ops.matmul import multiply_batched, multiply_batched_wide
 
-_SCORES = 1 << 20
+_SCORES_PER_BLOCK = 1 << 20
 """Scores of a block: 4 MiB in fp32. With half or twice as many, attention takes 4% less to 9% more
 time (benchmarks/cpu/cache_constants.py)."""
-_ROWS = 64, 256
+_QUERIES_PER_BLOCK = 64, 256
 """Fewest and most queries of a block. Products with fewer are slow; more do not fit in cache. Half
 or twice as many take 5% less to 13% more time."""
-_PIECES = 4
+_MIN_BLOCKS = 4
 """Least number of blocks of a tile, unless they would be too short. Of the scores of a causal tile
 with n blocks, about one in n is computed for nothing."""
-_LONG = 1 << 20
+_LONG_SCORES = 1 << 20
 """Scores of a head from which a problem is long."""
 _LOG2_E = math.log2(math.e)
 
-Size = Literal["short", "long"]
-"""Of attention: with less than `_LONG` scores per head, or with more."""
-Method = Literal["fused", "blocks"]
+AttentionSize = Literal["short", "long"]
+"""Of attention: with less than `_LONG_SCORES` scores per head, or with more."""
+AttentionMethod = Literal["fused", "blocks"]
 """fused: torch's fused attention for CPUs. blocks: the functions of this module."""
-SIZES: tuple[Size, ...] = get_args(Size)
-_chosen: dict[tuple[torch.dtype, Size], Method] = {}
+SIZES: tuple[AttentionSize, ...] = get_args(AttentionSize)
+_method_of: dict[tuple[torch.dtype, AttentionSize], AttentionMethod] = {}
 
 
-def methods_for(dtype: torch.dtype) -> tuple[Method, ...]:
+def methods_for(dtype: torch.dtype) -> tuple[AttentionMethod, ...]:
     """Return the methods for operands of a type, torch's own first. In other types than fp32 and
     bf16 the exponentials here would be as narrow as the operands, or nothing is gained."""
-    return get_args(Method) if dtype in (torch.float32, torch.bfloat16) else ("fused",)
+    return get_args(AttentionMethod) if dtype in (torch.float32, torch.bfloat16) else ("fused",)
 
 
-def unmeasured(dtype: torch.dtype, size: Size) -> Method:
+def default_method(dtype: torch.dtype, size: AttentionSize) -> AttentionMethod:
     """Return the method to take where nothing was measured. In fp32 the products of blocks are no
     faster than the fused ones, but the passes over the scores are; in bf16 both are."""
     blocks = dtype is torch.bfloat16 or (dtype is torch.float32 and size == "long")
     return "blocks" if blocks else "fused"
 
 
-def use(dtype: torch.dtype, methods: Mapping[Size, Method]) -> None:
+def use_methods(dtype: torch.dtype, methods: Mapping[AttentionSize, AttentionMethod]) -> None:
     """Compute attention of operands of a type on the CPU by these methods from now on in this
-    process; by `unmeasured` where none is given."""
+    process; by `default_method` where none is given."""
     for size in SIZES:
-        _chosen[dtype, size] = methods.get(size) or unmeasured(dtype, size)
+        _method_of[dtype, size] = methods.get(size) or default_method(dtype, size)
 
 
-def in_use(dtype: torch.dtype) -> dict[Size, Method]:
+def methods_in_use(dtype: torch.dtype) -> dict[AttentionSize, AttentionMethod]:
     """Return the method for operands of a type on the CPU, by size of the problem."""
-    return {size: _chosen.get((dtype, size)) or unmeasured(dtype, size) for size in SIZES}
+    return {size: _method_of.get((dtype, size)) or default_method(dtype, size) for size in SIZES}
 
 
-def pays(query_BNQD: Tensor, key_BGKD: Tensor) -> bool:
+def is_faster(query_BNQD: Tensor, key_BGKD: Tensor) -> bool:
     """Return whether this is faster on a CPU than the fused attention."""
-    size: Size = "long" if query_BNQD.shape[2] * key_BGKD.shape[2] >= _LONG else "short"
-    return in_use(query_BNQD.dtype)[size] == "blocks"
+    size: AttentionSize = (
+        "long" if query_BNQD.shape[2] * key_BGKD.shape[2] >= _LONG_SCORES else "short"
+    )
+    return methods_in_use(query_BNQD.dtype)[size] == "blocks"
 
 
 def attend(
@@ -83,20 +85,22 @@ def attend(
     wide = torch.promote_types(query_BNQD.dtype, torch.float32)
     out = query_BNQD.new_empty(batch, queries, heads, value_BGKV.shape[3]).transpose(1, 2)
     lse = query_BNQD.new_empty(batch, heads, queries, dtype=wide)
-    for some, shared in _heads(query_BNQD, key_BGKD):
+    for some, shared in _head_blocks(query_BNQD, key_BGKD):
         query_HQD = query_BNQD[some].flatten(0, 1)
-        key_HDK = _for_each(key_BGKD[shared], query_HQD).mT
-        value_HKV = _for_each(value_BGKV[shared], query_HQD)
+        key_HDK = _expand_heads(key_BGKD[shared], query_HQD).mT
+        value_HKV = _expand_heads(value_BGKV[shared], query_HQD)
         shape = out[some].shape[:2]
-        for rows, seen in _blocks(queries, key_BGKD.shape[2], causal):
-            scores = wide_products(query_HQD[:, rows], key_HDK[..., seen]).mul_(scale * _LOG2_E)
+        for rows, seen in _query_blocks(queries, key_BGKD.shape[2], causal):
+            scores = multiply_batched_wide(query_HQD[:, rows], key_HDK[..., seen]).mul_(
+                scale * _LOG2_E
+            )
             if causal:
                 size = rows.stop - rows.start
                 scores[..., -size:] += scores.new_full((size, size), -math.inf).triu_(1)
             top = scores.amax(-1, keepdim=True)
             shares = scores.sub_(top).exp2_()
             total = shares.sum(-1, keepdim=True)
-            made = products(shares.to(value_HKV.dtype), value_HKV[:, seen]) / total
+            made = multiply_batched(shares.to(value_HKV.dtype), value_HKV[:, seen]) / total
             out[some][:, :, rows] = made.unflatten(0, shape)
             lse[some][:, :, rows] = ((top + total.log2()) / _LOG2_E).view(*shape, -1)
     return out, lse
@@ -119,32 +123,34 @@ def attend_backward(
     dtype, wide = query_BNQD.dtype, lse_BNQ.dtype
     d_query = torch.empty_like(query_BNQD)
     d_key, d_value = (torch.zeros_like(x, dtype=wide) for x in (key_BGKD, value_BGKV))
-    for some, shared in _heads(query_BNQD, key_BGKD):
+    for some, shared in _head_blocks(query_BNQD, key_BGKD):
         query_HQD, d_out_HQV = (x[some].flatten(0, 1) for x in (query_BNQD, d_out_BNQV))
-        key_HKD = _for_each(key_BGKD[shared], query_HQD)
-        value_HKV = _for_each(value_BGKV[shared], query_HQD)
+        key_HKD = _expand_heads(key_BGKD[shared], query_HQD)
+        value_HKV = _expand_heads(value_BGKV[shared], query_HQD)
         key_HDK = key_HKD.mT.contiguous()
         lse2_HQ = lse_BNQ[some].flatten(0, 1) * _LOG2_E
         mean_HQ = torch.linalg.vecdot(d_out_HQV.to(wide), out_BNQV[some].flatten(0, 1).to(wide))
         d_key_HKD, d_value_HKV = (torch.zeros_like(x, dtype=wide) for x in (key_HKD, value_HKV))
-        for rows, seen in _blocks(query_BNQD.shape[2], key_BGKD.shape[2], causal):
+        for rows, seen in _query_blocks(query_BNQD.shape[2], key_BGKD.shape[2], causal):
             # Scores are keys by queries here, so three products need no transposed operand.
-            shares = wide_products(key_HKD[:, seen], query_HQD[:, rows].mT).mul_(scale * _LOG2_E)
+            shares = multiply_batched_wide(key_HKD[:, seen], query_HQD[:, rows].mT).mul_(
+                scale * _LOG2_E
+            )
             shares.sub_(lse2_HQ[:, None, rows]).exp2_()
             if causal:
                 shares[:, rows.start - rows.stop :].triu_()
-            d_scores = wide_products(value_HKV[:, seen], d_out_HQV[:, rows].mT)
+            d_scores = multiply_batched_wide(value_HKV[:, seen], d_out_HQV[:, rows].mT)
             d_scores = d_scores.sub_(mean_HQ[:, None, rows]).mul_(shares).to(dtype)
-            d_value_HKV[:, seen] += products(shares.to(dtype), d_out_HQV[:, rows])
-            d_key_HKD[:, seen] += products(d_scores, query_HQD[:, rows])
-            made = products(key_HDK[..., seen], d_scores).mT * scale
+            d_value_HKV[:, seen] += multiply_batched(shares.to(dtype), d_out_HQV[:, rows])
+            d_key_HKD[:, seen] += multiply_batched(d_scores, query_HQD[:, rows])
+            made = multiply_batched(key_HDK[..., seen], d_scores).mT * scale
             d_query[some][:, :, rows] = made.unflatten(0, d_query[some].shape[:2])
-        d_key[shared] += _of_each(d_key_HKD, d_key[shared]) * scale
-        d_value[shared] += _of_each(d_value_HKV, d_value[shared])
+        d_key[shared] += _sum_shared_heads(d_key_HKD, d_key[shared]) * scale
+        d_value[shared] += _sum_shared_heads(d_value_HKV, d_value[shared])
     return d_query, d_key.to(dtype), d_value.to(dtype)
 
 
-def _heads(
+def _head_blocks(
     query_BNQD: Tensor, key_BGKD: Tensor
 ) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
     """Yield the samples and query heads of each block, and the same samples with the key/value
@@ -153,7 +159,7 @@ def _heads(
     samples, heads, queries, _ = query_BNQD.shape
     groups, keys = key_BGKD.shape[1:3]
     members = heads // groups
-    room = max(1, _SCORES // (_rows(queries, keys) * keys))
+    room = max(1, _SCORES_PER_BLOCK // (_queries_per_block(queries, keys) * keys))
     together = min(groups, max(1, room // members))
     size = min(room, together * members)
     many = max(1, room // heads)
@@ -166,26 +172,26 @@ def _heads(
                 yield (piece, slice(start, stop)), (piece, shared)
 
 
-def _blocks(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slice]]:
+def _query_blocks(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slice]]:
     """Yield blocks of queries with the keys that they see."""
-    step = _rows(queries, keys)
+    step = _queries_per_block(queries, keys)
     for start in range(0, queries, step):
         stop = min(start + step, queries)
         yield slice(start, stop), slice(0, stop if causal else keys)
 
 
-def _rows(queries: int, keys: int) -> int:
+def _queries_per_block(queries: int, keys: int) -> int:
     """Return the number of queries of a block."""
-    least, most = _ROWS
-    return max(least, min(most, _SCORES // keys, queries // _PIECES))
+    least, most = _QUERIES_PER_BLOCK
+    return max(least, min(most, _SCORES_PER_BLOCK // keys, queries // _MIN_BLOCKS))
 
 
-def _for_each(shared_BPKW: Tensor, query_HQD: Tensor) -> Tensor:
+def _expand_heads(shared_BPKW: Tensor, query_HQD: Tensor) -> Tensor:
     """Expand key/value heads [B, P, K, W] to one for each query head, [H, K, W]."""
     shared_PKW = shared_BPKW.flatten(0, 1)
     return shared_PKW.repeat_interleave(len(query_HQD) // len(shared_PKW), 0)
 
 
-def _of_each(gradient_HKW: Tensor, shared_BPKW: Tensor) -> Tensor:
+def _sum_shared_heads(gradient_HKW: Tensor, shared_BPKW: Tensor) -> Tensor:
     """Sum the gradients of query heads over those that share a key/value head, [B, P, K, W]."""
     return gradient_HKW.unflatten(0, (*shared_BPKW.shape[:2], -1)).sum(2)

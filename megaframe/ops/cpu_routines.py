@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from megaframe.ops.cpu_attention import Method, Size
-from megaframe.ops.matmul import Kind, Library, libraries_for
+from megaframe.ops.cpu_attention import AttentionMethod, AttentionSize
+from megaframe.ops.matmul import MatmulKind, MatmulLibrary, libraries_for
 
 
 class CPURoutines(BaseModel):
@@ -21,8 +21,8 @@ class CPURoutines(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: str = ""
-    products: dict[Kind, Library] = {}
-    attention: dict[Size, Method] = {}
+    products: dict[MatmulKind, MatmulLibrary] = {}
+    attention: dict[AttentionSize, AttentionMethod] = {}
 
     def is_available(self, dtype: torch.dtype) -> bool:
         """Return whether these are routines for a dtype, and this machine has all of them."""

@@ -51,7 +51,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 lacks the named implementation is chosen as under `auto`."""
 _FAMILY = {name: family for family, names in FAMILIES.items() for name in names}
 AUTO, PLAIN_CODE = "auto", "reference"
-_FUSED_BY_A_COMPILER = "elementwise"
+_COMPILED_FAMILY = "elementwise"
 
 
 class Kernels:
@@ -71,18 +71,18 @@ class Kernels:
         tell: Callable[[str], None] = print,
     ) -> None:
         self._choices = {
-            name: replace(choice, told=partial(self._refused, name))
+            name: replace(choice, told=partial(self._report_refusal, name))
             for name, choice in (choices or {}).items()
         }
         self._plain, self._tell = plain or {}, tell
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._compiler = compiler
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
-    def _refused(self, name: str, implementation: str, reason: str, instead: str) -> None:
+    def _report_refusal(self, name: str, implementation: str, reason: str, instead: str) -> None:
         """Say once that an implementation does not take arguments, and what is tried instead."""
-        if (name, implementation) not in self._told:
-            self._told.add((name, implementation))
+        if (name, implementation) not in self._reported:
+            self._reported.add((name, implementation))
             slow = "warning: " if instead == PLAIN_CODE else ""
             self._tell(
                 f"{slow}kernel {name}: {instead} in place of {implementation}, which does not take "
@@ -100,7 +100,7 @@ class Kernels:
             used = [self._choices[name] for name in names if name in self._choices]
             alike: dict[str, list[str]] = {}
             for choice in used:
-                alike.setdefault(_shown(choice), []).append(choice.kernel.name)
+                alike.setdefault(_describe_choice(choice), []).append(choice.kernel.name)
             lines = [f"{', '.join(names)} {how}" for how, names in alike.items()]
             if key in self._plain:
                 lines.append(f"plain code, because {self._plain[key]}")
@@ -151,31 +151,36 @@ class Kernels:
             raise UserError(f"kernels.{_FAMILY[name]}: {error}; use another, or {AUTO}") from None
         return None if run is choice.kernel.reference else run
 
-    def piece(
-        self, function: Callable[..., Any], simply: Callable[..., Any] | None = None
+    def maybe_compile(
+        self, function: Callable[..., Any], for_compiler: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """Return `function`, a piece of plain code between products and transfers, or, with a
-        compiler, the compiled form of `simply`: the same computation without the manual
-        optimisations that speed up eager code. Without `simply`, `function` itself is compiled."""
+        """Return a piece of plain code between products and transfers, compiled if the run has a
+        compiler.
+
+        Args:
+            function: The piece.
+            for_compiler: The same computation without the manual optimisations that speed up eager
+                code; this is what is compiled. None for `function` itself.
+        """
         if self._compiler is None:
             return function
-        simply = simply or function
-        if simply not in self._compiled:
-            self._compiled[simply] = self._compiler(simply)
-        return self._compiled[simply]
+        for_compiler = for_compiler or function
+        if for_compiler not in self._compiled:
+            self._compiled[for_compiler] = self._compiler(for_compiler)
+        return self._compiled[for_compiler]
 
 
 NO_KERNELS = Kernels()
 """A run without kernels and compiler."""
 
 
-def _shown(choice: KernelChoice) -> str:
+def _describe_choice(choice: KernelChoice) -> str:
     """Return an implementation, and in parentheses why it is not a faster one."""
     absent = "; ".join(f"not {name}: {reason}" for name, reason in choice.absent.items())
     return f"{choice.active} ({absent})" if absent else choice.active
 
 
-def _families(config: RunConfig) -> tuple[str, ...]:
+def _families_used(config: RunConfig) -> tuple[str, ...]:
     """Return the keys of `FAMILIES` whose kernels a step of this run calls."""
     unused = {"experts": config.model.moe is None, "fp8": config.train.fp8 == "none"}
     return tuple(key for key in FAMILIES if not unused.get(key, False))
@@ -200,7 +205,7 @@ def make_kernels(
     asked = {key: getattr(config.kernels, key) for key in FAMILIES}
     named = {key: name for key, name in asked.items() if name not in (AUTO, PLAIN_CODE)}
     plain = {key: _why_plain(config, device, compiler is not None, key) for key in FAMILIES}
-    called = _families(config)
+    called = _families_used(config)
     wanted = [key for key in FAMILIES if plain[key] is None and (key in called or key in named)]
     said = {key: why for key in called if (why := plain[key]) is not None}
     needing = {f"kernels.{key}={name}": f"kernels.{key}={AUTO}" for key, name in named.items()}
@@ -249,6 +254,6 @@ def _why_plain(config: RunConfig, device: torch.device, compiled: bool, key: str
         return None
     if device.type != "cuda":
         return f"the device is a {device.type} (a kernel runs there if kernels.KEY names it)"
-    if compiled and key == _FUSED_BY_A_COMPILER:
+    if compiled and key == _COMPILED_FAMILY:
         return f"train.compile={config.train.compile} compiles it"
     return None

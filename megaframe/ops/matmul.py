@@ -3,8 +3,8 @@
 On a CPU torch multiplies fp32 matrices with MKL, and bf16 ones with oneDNN where the processor has
 instructions for them, otherwise with a routine that is ten times slower than its products in fp32.
 Which library is faster differs between processors, even of one maker, so nothing here assumes it:
-`use` is told, by `matmul_selection` after a measurement, by a resumed run, or by the config. On
-GPUs, in fp64 and for empty operands it is always torch.
+`use_libraries` is called after a measurement (`training/autotune.py`), by a resumed run, or with
+what the config names. On GPUs, in fp64 and for empty operands it is always torch.
 
 What a library returns in memory of its own is computed in pieces that stay in cache until they are
 copied or added where they belong.
@@ -21,34 +21,34 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Kind = Literal["dense", "into", "experts", "batched"]
+MatmulKind = Literal["dense", "into", "experts", "batched"]
 """Classes of products. dense: one matrix times many rows, into a new tensor. into: written or added
 to memory that exists, such as logits and gradients. experts: few rows. batched: the small ones of
 attention."""
-Library = Literal["torch", "onednn", "fp32-torch", "fp32-onednn"]
+MatmulLibrary = Literal["torch", "onednn", "fp32-torch", "fp32-onednn"]
 """torch: whatever torch takes for operands of this type. onednn: oneDNN, through the operator of
 torch's compiler. fp32-: operands of a narrower type are copied to fp32, multiplied by that library,
 and the sums are rounded once, as the processors do that multiply narrow types themselves."""
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[MatmulKind, ...] = get_args(MatmulKind)
 
 PIECE_BYTES = 4 << 20
 """Size of the pieces in which results and copies are computed that are then used up. Half or twice
 as much changes a step by less than its spread (benchmarks/cpu/cache_constants.py)."""
 GPU_PIECE_BYTES = 256 << 20
 """The same on a GPU, where the product of one piece must be large enough to fill the GPU."""
-FEW_ROWS = 256
+MAX_EXPERT_ROWS = 256
 """Below this many rows a product is of the kind `experts`."""
-ALONE = 1 << 22
+MIN_LOOP_WORK = 1 << 22
 """From this many multiplications per matrix on, a loop over matrices costs less than what it can
 save: 0.1 ms of a core, ten times a call of an operator."""
-_LEAST_SLICE = 64
+_MIN_SLICE = 64
 """Rows or columns of the smallest piece, below which products become slow."""
 
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def multiplies(dtype: torch.dtype) -> bool:
+def has_fast_matmul(dtype: torch.dtype) -> bool:
     """Return whether torch has fast products of this type on this machine's CPU. Of a narrow type
     it has them only where oneDNN finds instructions for them; elsewhere they take ten times as long
     as those of fp32."""
@@ -61,9 +61,9 @@ def multiplies(dtype: torch.dtype) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def libraries_for(dtype: torch.dtype) -> tuple[Library, ...]:
+def libraries_for(dtype: torch.dtype) -> tuple[MatmulLibrary, ...]:
     """Return the libraries that multiply this type fast on this CPU, torch's own choice first."""
-    found: tuple[Library, ...] = ("torch",) if multiplies(dtype) else ()
+    found: tuple[MatmulLibrary, ...] = ("torch",) if has_fast_matmul(dtype) else ()
     if dtype in _NARROW:
         found += ("fp32-torch",)
     if _ONEDNN and dtype is torch.float32:
@@ -73,63 +73,63 @@ def libraries_for(dtype: torch.dtype) -> tuple[Library, ...]:
     return found
 
 
-def unmeasured(dtype: torch.dtype) -> Library:
+def default_library(dtype: torch.dtype) -> MatmulLibrary:
     """Return the library to take where nothing was measured: torch's, or copies in fp32."""
     return libraries_for(dtype)[0]
 
 
-_chosen: dict[tuple[torch.dtype, Kind], Library] = {}
+_library_of: dict[tuple[torch.dtype, MatmulKind], MatmulLibrary] = {}
 
 
-def use(dtype: torch.dtype, libraries: Mapping[Kind, Library]) -> None:
+def use_libraries(dtype: torch.dtype, libraries: Mapping[MatmulKind, MatmulLibrary]) -> None:
     """Multiply operands of a type on the CPU by these libraries from now on in this process, by
-    kind of product; by `unmeasured` where none is given."""
+    kind of product; by `default_library` where none is given."""
     for kind in KINDS:
-        _chosen[dtype, kind] = libraries.get(kind) or unmeasured(dtype)
+        _library_of[dtype, kind] = libraries.get(kind) or default_library(dtype)
 
 
-def in_use(dtype: torch.dtype) -> dict[Kind, Library]:
+def libraries_in_use(dtype: torch.dtype) -> dict[MatmulKind, MatmulLibrary]:
     """Return the library that multiplies operands of a type on the CPU, by kind of product."""
     return {kind: _library(dtype, kind) for kind in KINDS}
 
 
-def _library(dtype: torch.dtype, kind: Kind) -> Library:
-    found = _chosen.get((dtype, kind))
+def _library(dtype: torch.dtype, kind: MatmulKind) -> MatmulLibrary:
+    found = _library_of.get((dtype, kind))
     if found is None:
-        found = _chosen[dtype, kind] = unmeasured(dtype)
+        found = _library_of[dtype, kind] = default_library(dtype)
     return found
 
 
-def product(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def multiply(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Return left [M, K] times right [K, N], plus a bias [N] if given, as [M, N]."""
-    library: Library = "torch"
+    library: MatmulLibrary = "torch"
     if _on_cpu(left_MK):
-        library = _library(left_MK.dtype, "experts" if len(left_MK) < FEW_ROWS else "dense")
+        library = _library(left_MK.dtype, "experts" if len(left_MK) < MAX_EXPERT_ROWS else "dense")
     if library in ("torch", "onednn"):
-        return _multiply(library, left_MK, right_KN, bias_N)
+        return _multiply_by(library, left_MK, right_KN, bias_N)
     out_MN = left_MK.new_empty(len(left_MK), right_KN.shape[1])
-    _widened_into(library, out_MN, left_MK, right_KN, add=False, bias_N=bias_N)
+    _multiply_widened_into(library, out_MN, left_MK, right_KN, add=False, bias_N=bias_N)
     return out_MN
 
 
-def products(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
+def multiply_batched(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
     """Return left [H, M, K] times right [H, K, N] for each H, as [H, M, N]."""
     if not _on_cpu(left_HMK):
         return torch.bmm(left_HMK, right_HKN)
     library = _library(left_HMK.dtype, "batched")
     if library.startswith("fp32-"):
-        wide = _batched(library, left_HMK.float(), right_HKN.float())
+        wide = _multiply_batched_by(library, left_HMK.float(), right_HKN.float())
         return wide.to(left_HMK.dtype)
-    return _batched(library, left_HMK, right_HKN)
+    return _multiply_batched_by(library, left_HMK, right_HKN)
 
 
-def wide_products(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
-    """Do the same as `products`, with a result in fp32 for bf16 operands."""
+def multiply_batched_wide(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
+    """Do the same as `multiply_batched`, with a result in fp32 for bf16 operands."""
     if left_HMK.dtype is not torch.bfloat16:
-        return products(left_HMK, right_HKN)
+        return multiply_batched(left_HMK, right_HKN)
     library = _library(left_HMK.dtype, "batched")
     if library != "torch":
-        return _batched(library, left_HMK.float(), right_HKN.float())
+        return _multiply_batched_by(library, left_HMK.float(), right_HKN.float())
     # Make torch use oneDNN and let oneDNN treat the fp32 operands as bf16. They hold bf16 numbers,
     # so nothing is lost.
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # put there at import
@@ -140,29 +140,30 @@ def wide_products(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
         matmul.fp32_precision = before
 
 
-def product_into(out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool) -> None:
+def multiply_into(out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool) -> None:
     """Compute out = left right, or with `add`, out += left right.
 
     `out` may have a higher precision than the operands. Its old content matters with `add` only.
     """
-    if left_MK.is_cuda and out_MN.dtype is torch.float32 and _sums_wide(left_MK.dtype):
+    if left_MK.is_cuda and out_MN.dtype is torch.float32 and _can_accumulate_wide(left_MK.dtype):
         beta = 1.0 if add else 0.0
         wide = torch.ops.aten.addmm.dtype_out
         wide(out_MN, left_MK, right_KN, torch.float32, beta=beta, out=out_MN)
         return
-    library: Library = _library(left_MK.dtype, "into") if _on_cpu(left_MK) else "torch"
+    library: MatmulLibrary = _library(left_MK.dtype, "into") if _on_cpu(left_MK) else "torch"
     if library.startswith("fp32-"):
-        _widened_into(library, out_MN, left_MK, right_KN, add=add)
+        _multiply_widened_into(library, out_MN, left_MK, right_KN, add=add)
     elif out_MN.dtype == left_MK.dtype and library == "torch":
         torch.addmm(out_MN, left_MK, right_KN, beta=1.0 if add else 0.0, out=out_MN)
     else:
-        _in_pieces(library, out_MN, left_MK, right_KN, add=add)
+        _multiply_in_pieces(library, out_MN, left_MK, right_KN, add=add)
 
 
-def _in_pieces(
-    library: Library, out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool
+def _multiply_in_pieces(
+    library: MatmulLibrary, out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool
 ) -> None:
-    """Compute `product_into` from results in memory of their own, along the longer dim of `out`."""
+    """Compute `multiply_into` from results in memory of their own, along the longer dim of
+    `out`."""
     rows, columns = out_MN.shape
     by_rows = rows > columns
     short, long = sorted((rows, columns))
@@ -171,14 +172,14 @@ def _in_pieces(
     for start in range(0, long, step):
         piece = slice(start, start + step)
         if by_rows:
-            into, made = out_MN[piece], _multiply(library, left_MK[piece], right_KN)
+            into, made = out_MN[piece], _multiply_by(library, left_MK[piece], right_KN)
         else:
-            into, made = out_MN[:, piece], _multiply(library, left_MK, right_KN[:, piece])
-        _put(into, made, add)
+            into, made = out_MN[:, piece], _multiply_by(library, left_MK, right_KN[:, piece])
+        _write(into, made, add)
 
 
-def _widened_into(
-    library: Library,
+def _multiply_widened_into(
+    library: MatmulLibrary,
     out_MN: Tensor,
     left_MK: Tensor,
     right_KN: Tensor,
@@ -186,11 +187,11 @@ def _widened_into(
     add: bool,
     bias_N: Tensor | None = None,
 ) -> None:
-    """Compute `product_into` from copies of the operands in fp32, in pieces along the longest of
+    """Compute `multiply_into` from copies of the operands in fp32, in pieces along the longest of
     M, K and N, so that the copy of the longer operand is never whole. A bias is added before the
     sums are rounded."""
     M, K, N = *left_MK.shape, right_KN.shape[1]
-    wide: Library = "onednn" if library == "fp32-onednn" else "torch"
+    wide: MatmulLibrary = "onednn" if library == "fp32-onednn" else "torch"
     in_place = out_MN.dtype is torch.float32 and wide == "torch" and bias_N is None
     bias_N = None if bias_N is None else bias_N.float()
     if max(M, N) <= K:
@@ -201,9 +202,9 @@ def _widened_into(
             if wide == "torch":
                 torch.addmm(sums_MN, left, right, beta=1.0 if more else 0.0, out=sums_MN)
             else:
-                _in_pieces(wide, sums_MN, left, right, add=more)
+                _multiply_in_pieces(wide, sums_MN, left, right, add=more)
         if not in_place:
-            _put(out_MN, sums_MN if bias_N is None else sums_MN.add_(bias_N), add)
+            _write(out_MN, sums_MN if bias_N is None else sums_MN.add_(bias_N), add)
         return
     by_rows = M >= N
     whole = (right_KN if by_rows else left_MK).float()
@@ -216,26 +217,26 @@ def _widened_into(
         if in_place:
             torch.addmm(into, left, right, beta=1.0 if add else 0.0, out=into)
         else:
-            _put(into, _multiply(wide, left, right, bias), add)
+            _write(into, _multiply_by(wide, left, right, bias), add)
 
 
 def _slices(length: int, beside: int) -> Iterator[slice]:
     """Yield slices of a dim such that each, with `beside` fp32 numbers for each of its elements,
     has about `PIECE_BYTES`."""
-    step = max(_LEAST_SLICE, PIECE_BYTES // (4 * beside))
+    step = max(_MIN_SLICE, PIECE_BYTES // (4 * beside))
     for start in range(0, length, step):
         yield slice(start, start + step)
 
 
-def _put(into: Tensor, made: Tensor, add: bool) -> None:
+def _write(into: Tensor, made: Tensor, add: bool) -> None:
     if add:
         into.add_(made)
     else:
         into.copy_(made)
 
 
-def _multiply(
-    library: Library, left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None
+def _multiply_by(
+    library: MatmulLibrary, left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None
 ) -> Tensor:
     """Return left right plus the bias, by torch or oneDNN."""
     if library == "onednn":
@@ -249,17 +250,17 @@ def _multiply(
     return torch.addmm(bias_N, left_MK, right_KN)
 
 
-def _batched(library: Library, left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
+def _multiply_batched_by(library: MatmulLibrary, left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
     """Return the products of fp32 operands, or by torch of operands of any type."""
     heads, rows, inner = left_HMK.shape
-    if library.endswith("onednn") and rows * inner * right_HKN.shape[2] >= ALONE:
-        made = [_multiply("onednn", *pair) for pair in zip(left_HMK, right_HKN, strict=True)]
+    if library.endswith("onednn") and rows * inner * right_HKN.shape[2] >= MIN_LOOP_WORK:
+        made = [_multiply_by("onednn", *pair) for pair in zip(left_HMK, right_HKN, strict=True)]
         return torch.stack(made) if heads > 1 else made[0][None]
     return torch.bmm(left_HMK, right_HKN)
 
 
 @lru_cache
-def _sums_wide(dtype: torch.dtype) -> bool:
+def _can_accumulate_wide(dtype: torch.dtype) -> bool:
     """Return whether torch can add a product of this type to fp32 sums in one operation on this
     GPU. The first call tries it, because torch before 2.10 may not be able to."""
     if dtype not in _NARROW:

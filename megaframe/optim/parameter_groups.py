@@ -40,7 +40,7 @@ from megaframe.optim.rule import Rule
 from megaframe.optim.state_dtype import codes
 from megaframe.optim.state_offload import STAYS, Route, route_from
 from megaframe.parameters.parameter import PRECISIONS
-from megaframe.parameters.spec import ParamSpec, parameter_count
+from megaframe.parameters.spec import ParamSpec, count_parameters
 from megaframe.pipeline_parallel.stage import model_specs
 
 GROUPS = {
@@ -193,7 +193,7 @@ def choices_table(config: RunConfig, specs: Sequence[ParamSpec]) -> list[str]:
             kind.group,
             kind.rule or "frozen",
             str(len(of_kind)),
-            f"{parameter_count(of_kind):,}",
+            f"{count_parameters(of_kind):,}",
             f"{optim.lr * kind.rates.lr:g}" if kind.rule else "-",
             f"{kind.rates.weight_decay:g}" if kind.rule else "-",
         )

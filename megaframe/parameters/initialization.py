@@ -18,7 +18,7 @@ from megaframe.parameters.spec import Box, Normal, ParamSpec
 _BLOCK_ELEMENTS = 1 << 20
 
 
-def fill(out: Tensor, spec: ParamSpec, box: Box, seed: int) -> None:
+def fill_initial_values(out: Tensor, spec: ParamSpec, box: Box, seed: int) -> None:
     """Write the initial values of the piece `box` of `spec` into `out`, which has the box's shape.
 
     Values are drawn in fp32 whatever the type of `out`, so all precisions start from the same draw.

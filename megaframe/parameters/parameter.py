@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
-from megaframe.ops.matmul import product_into
+from megaframe.ops.matmul import multiply_into
 from megaframe.parameters.spec import Box, ParamSpec
 
 
@@ -40,7 +40,7 @@ PRECISIONS = {
 }
 
 
-_AWAY = torch.empty(0)
+_ABSENT = torch.empty(0)
 """Placeholder for a value or gradient that is not on this rank at the moment."""
 
 
@@ -67,7 +67,7 @@ class Parameter:
         self.replica = replica
         self.fresh = True
         self.frozen = False
-        self.value = self.grad = _AWAY
+        self.value = self.grad = _ABSENT
         self._missing: set[int] = set()
 
     def bind(self, box: Box, open_grad: Callable[[], object] | None) -> None:
@@ -78,13 +78,13 @@ class Parameter:
         """
         self.box, self._open, self.frozen = box, open_grad, open_grad is None
 
-    def let_go_of_value(self) -> None:
+    def release_value(self) -> None:
         """Drop `value`; nothing may compute with the parameter until it is set again."""
-        self.value = _AWAY
+        self.value = _ABSENT
 
-    def let_go_of_grad(self) -> None:
+    def release_grad(self) -> None:
         """Drop `grad`, whose sum has been taken elsewhere; the next addition starts a new sum."""
-        self.grad, self.fresh = _AWAY, True
+        self.grad, self.fresh = _ABSENT, True
 
     def use(self) -> Tensor:
         """Return `value` for ordinary autograd. The gradient is added to `grad`."""
@@ -109,7 +109,7 @@ class Parameter:
             return
         grad, add = self._begin(of)
         grad_OI = grad.view(left_TO.shape[-1], right_TI.shape[-1])
-        product_into(grad_OI, left_TO.t(), right_TI, add=add)
+        multiply_into(grad_OI, left_TO.t(), right_TI, add=add)
 
     def add_grouped(
         self, left_NO: Tensor, right_NI: Tensor, ends_E: Tensor, kernels: Kernels = NO_KERNELS
@@ -129,9 +129,9 @@ class Parameter:
             else:
                 grad.copy_(made_EOI)
 
-        self.add_by(into)
+        self.add_with(into)
 
-    def add_by(self, into: Callable[[Tensor, bool], None]) -> None:
+    def add_with(self, into: Callable[[Tensor, bool], None]) -> None:
         """Call into(grad, add), which adds to `grad` itself, or overwrites it if `add` is false."""
         if not self.frozen:
             into(*self._begin())

@@ -52,7 +52,7 @@ class Box:
         """The piece as an index into the full tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
-    def shared(self, other: Box) -> Box | None:
+    def intersection(self, other: Box) -> Box | None:
         """Return the intersection of both boxes, None if it is empty."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = [
@@ -62,7 +62,7 @@ class Box:
         shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
         return Box(offset, shape) if min(shape) > 0 else None
 
-    def inside(self, outer: Box) -> Box:
+    def relative_to(self, outer: Box) -> Box:
         """Return the piece relative to the start of `outer`, which contains it."""
         offset = tuple(o - start for o, start in zip(self.offset, outer.offset, strict=True))
         return Box(offset, self.shape)
@@ -113,7 +113,7 @@ class ParamSpec:
         for dim, axis in self.axes.items():
             copies = copies_of(self.shape[dim], sizes[axis])
             index, parts = coordinate[axis] // copies, sizes[axis] // copies
-            offset[dim], shape[dim] = share(self.shape[dim], index, parts)
+            offset[dim], shape[dim] = even_share(self.shape[dim], index, parts)
         return Box(tuple(offset), tuple(shape))
 
     def summed_over(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ class ParamSpec:
         return ("data", "context", "tensor") if sizes["tensor"] > 1 else ("data", "context")
 
 
-def runs(box: Box, start: int, stop: int) -> Iterator[Box]:
+def row_major_runs(box: Box, start: int, stop: int) -> Iterator[Box]:
     """Yield elements `start` to `stop` of a box, in row-major order, as consecutive boxes: at most
     two for each dim but the last, plus one."""
     if start >= stop:
@@ -141,19 +141,19 @@ def runs(box: Box, start: int, stop: int) -> Iterator[Box]:
     row = math.prod(box.shape[1:])
     first, last = -(-start // row), stop // row
     if first > last:  # within one row
-        yield from _row_runs(box, last, start - last * row, stop - last * row)
+        yield from _runs_of_row(box, last, start - last * row, stop - last * row)
         return
     if start < first * row:
-        yield from _row_runs(box, first - 1, start - (first - 1) * row, row)
+        yield from _runs_of_row(box, first - 1, start - (first - 1) * row, row)
     if first < last:
         yield Box((box.offset[0] + first, *box.offset[1:]), (last - first, *box.shape[1:]))
     if last * row < stop:
-        yield from _row_runs(box, last, 0, stop - last * row)
+        yield from _runs_of_row(box, last, 0, stop - last * row)
 
 
-def _row_runs(box: Box, row: int, start: int, stop: int) -> Iterator[Box]:
+def _runs_of_row(box: Box, row: int, start: int, stop: int) -> Iterator[Box]:
     """Do the same for elements of one row of a box with at least two dims."""
-    for inner in runs(Box(box.offset[1:], box.shape[1:]), start, stop):
+    for inner in row_major_runs(Box(box.offset[1:], box.shape[1:]), start, stop):
         yield Box((box.offset[0] + row, *inner.offset), (1, *inner.shape))
 
 
@@ -171,19 +171,19 @@ def copies_of(total: int, parts: int) -> int:
     return parts // total if 0 < total < parts else 1
 
 
-def share(total: int, index: int, parts: int) -> tuple[int, int]:
+def even_share(total: int, index: int, parts: int) -> tuple[int, int]:
     """Return start and length of part `index` when `total` items are divided among `parts` ranks in
     order, the first ones getting one more if it is not divisible."""
     whole, rest = divmod(total, parts)
     return index * whole + min(index, rest), whole + (index < rest)
 
 
-def parameter_count(specs: Iterable[ParamSpec]) -> int:
+def count_parameters(specs: Iterable[ParamSpec]) -> int:
     """Return the number of parameters of the model, without what routers know of the load."""
     return sum(spec.size for spec in specs if spec.role != "balance")
 
 
-def active_parameters(specs: Iterable[ParamSpec]) -> int:
+def count_active_parameters(specs: Iterable[ParamSpec]) -> int:
     """Return the number of parameters that one token uses: of the experts, only those that it is
     routed to."""
     return int(sum(spec.size * spec.used for spec in specs if spec.role != "balance"))

@@ -11,7 +11,7 @@ from megaframe.architecture.attention import exchanging_ranks, head_widths, late
 from megaframe.architecture.experts import has_experts
 from megaframe.architecture.stages import StagePlan, stage_layers
 from megaframe.config.schema import RunConfig
-from megaframe.hardware.chips import WIDTH
+from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.schedule import Action, ActionKind
 
 
@@ -22,40 +22,50 @@ def peak_activations(
 
     The first counts what is kept between passes, and all of a block while it is recomputed. A
     message exists from the posting of its receive (from its producer, if that is on this rank) to
-    the end of its consumer, or to its send. plans: the stages of this rank. actions: its list.
+    the end of its consumer, or to its send.
+
+    Args:
+        config: model, precision, recompute and microbatch.
+        plans: the stages of this rank.
+        actions: its list of actions, in order.
     """
     size = {plan.number: _stage_bytes(config, plan) for plan in plans}
-    left = {plan.number: _stage_weight_pass_bytes(config, plan) for plan in plans}
-    again = {plan.number: _recompute_bytes(config, plan) for plan in plans}
+    weight_pass_size = {plan.number: _stage_weight_pass_bytes(config, plan) for plan in plans}
+    recompute_size = {plan.number: _recompute_bytes(config, plan) for plan in plans}
     stream = config.train.microbatch * config.train.seq * config.model.hidden
-    stream *= WIDTH[config.train.precision]
+    stream *= DTYPE_BYTES[config.train.precision]
     listed = {(action.kind, action.stage, action.microbatch) for action in actions}
-    kept = waiting = most = together = 0
+    kept_bytes = message_bytes = peak = peak_with_messages = 0
     for action in actions:
-        kind, stage, number = action.kind, action.stage, action.microbatch
+        kind, stage, microbatch = action.kind, action.stage, action.microbatch
         if stage is None:
             continue
         if kind is ActionKind.F:
-            kept += size[stage]
+            kept_bytes += size[stage]
         elif kind is ActionKind.B:
-            before = kept
-            kept += (left[stage] if (ActionKind.W, stage, number) in listed else 0) - size[stage]
-            if again[stage]:
-                within = max(before, kept) + again[stage]  # at its first block, or at its last
-                most, together = max(most, within), max(together, within + waiting)
+            before = kept_bytes
+            if (ActionKind.W, stage, microbatch) in listed:
+                kept_bytes += weight_pass_size[stage]
+            kept_bytes -= size[stage]
+            if recompute_size[stage]:
+                # The peak is at the first block that is recomputed, or at the last.
+                in_recompute = max(before, kept_bytes) + recompute_size[stage]
+                peak = max(peak, in_recompute)
+                peak_with_messages = max(peak_with_messages, in_recompute + message_bytes)
         elif kind is ActionKind.W:
-            kept -= left[stage]
+            kept_bytes -= weight_pass_size[stage]
         if kind in (ActionKind.RECV_F, ActionKind.RECV_B):
-            waiting += stream
+            message_bytes += stream
         elif kind in (ActionKind.SEND_F, ActionKind.SEND_B):
-            waiting -= stream
+            message_bytes -= stream
         elif kind in _MESSAGES:
             receive, send, step = _MESSAGES[kind]
-            arrives = (receive, stage, number) in listed or stage - step in size
-            leaves = (send, stage, number) in listed or stage + step in size
-            waiting += stream * (leaves - arrives)
-        most, together = max(most, kept), max(together, kept + waiting)
-    return most, together - most
+            arrives = (receive, stage, microbatch) in listed or stage - step in size
+            leaves = (send, stage, microbatch) in listed or stage + step in size
+            message_bytes += stream * (leaves - arrives)
+        peak = max(peak, kept_bytes)
+        peak_with_messages = max(peak_with_messages, kept_bytes + message_bytes)
+    return peak, peak_with_messages - peak
 
 
 def _recompute_bytes(config: RunConfig, plan: StagePlan) -> int:
@@ -64,11 +74,11 @@ def _recompute_bytes(config: RunConfig, plan: StagePlan) -> int:
     blocks = [block_bytes(config, layer) for layer in plan.blocks[: plan.recomputed]]
     if config.train.recompute == "full" and plan.last:
         blocks += [predictor_bytes(config, index) for index in range(config.model.mtp_depth)]
-    brought = 0
+    offloaded_inputs = 0
     if config.train.offload and blocks:  # inputs of the block in use and of the one before it
         tokens = config.train.microbatch * config.train.seq
-        brought = min(2, len(blocks)) * tokens * config.model.hidden
-    return max(blocks, default=0) + brought * WIDTH[config.train.precision]
+        offloaded_inputs = min(2, len(blocks)) * tokens * config.model.hidden
+    return max(blocks, default=0) + offloaded_inputs * DTYPE_BYTES[config.train.precision]
 
 
 _MESSAGES = {
@@ -87,24 +97,24 @@ def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     and once per predictor, and everything else of the predictors.
     """
     tokens = config.train.microbatch * config.train.seq
-    stream = tokens * config.model.hidden * WIDTH[config.train.precision]
-    whole = sum(block_bytes(config, layer) for layer in plan.blocks[plan.recomputed :])
+    stream = tokens * config.model.hidden * DTYPE_BYTES[config.train.precision]
+    kept = sum(block_bytes(config, layer) for layer in plan.blocks[plan.recomputed :])
     depth = config.model.mtp_depth * plan.last
     streams = len(plan.blocks) + 2 * (plan.last + depth)
     if config.train.offload:
         streams -= plan.recomputed  # the inputs of recomputed blocks are in host memory
     # Every tensor rank has the whole rotary tables; the result is divided by tensor ranks later.
-    whole += config.parallel.tensor * rotary_bytes(config)
+    kept += config.parallel.tensor * rotary_bytes(config)
     predictors = depth * tokens * _norm_bytes(config)
     if config.train.recompute != "full":
         predictors += sum(predictor_bytes(config, index) for index in range(depth))
-    return streams * stream + whole + predictors
+    return streams * stream + kept + predictors
 
 
 def _stage_weight_pass_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the bytes that a stage's backward of one microbatch leaves for its weight pass."""
     model = config.model
-    joins = 3 * model.mtp_depth * plan.last * model.hidden * WIDTH[config.train.precision]
+    joins = 3 * model.mtp_depth * plan.last * model.hidden * DTYPE_BYTES[config.train.precision]
     joins *= config.train.microbatch * config.train.seq
     rotary = config.parallel.tensor * rotary_bytes(config)
     return weight_pass_bytes(config, stage_layers(model, plan)) + joins + rotary
@@ -121,24 +131,24 @@ def weight_pass_bytes(config: RunConfig, layers: Sequence[int]) -> int:
 
 def _block_weight_pass_bytes(config: RunConfig, layer: int) -> int:
     """Return the bytes per token that the backward of one block leaves for its weight pass."""
-    model, width = config.model, WIDTH[config.train.precision]
+    model, width = config.model, DTYPE_BYTES[config.train.precision]
     hidden, latent = model.hidden, model.latent
     query, value = head_widths(model)
     if latent is None:
         heads = _qkv_elements(config)
     else:
         # Under selective recompute the queries' product normalises its input again.
-        again = model.hidden * (config.train.recompute == "selective")
-        heads = latent_width(latent) + latent.kv_rank + (latent.query_rank or again)
+        recomputed_input = model.hidden * (config.train.recompute == "selective")
+        heads = latent_width(latent) + latent.kv_rank + (latent.query_rank or recomputed_input)
         heads += model.heads * (query + latent.head_dim + value)
     elements = 2 * hidden + heads + model.heads * value
     moe, up = model.moe, 2 if model.activation == "swiglu" else 1
     if moe is None or not has_experts(moe, layer):
         return (elements + 2 * hidden + (up + 1) * model.ffn) * width
-    of_one, copies = moe.ffn or model.ffn, config.parallel.expert_tensor
-    elements += hidden + moe.top_k * (2 * copies * hidden + (up + 1) * of_one)
+    expert_width, expert_copies = moe.ffn or model.ffn, config.parallel.expert_tensor
+    elements += hidden + moe.top_k * (2 * expert_copies * hidden + (up + 1) * expert_width)
     if moe.shared:
-        elements += (up + 1) * moe.shared * of_one + hidden * (1 + (moe.jitter > 0))
+        elements += (up + 1) * moe.shared * expert_width + hidden * (1 + (moe.jitter > 0))
     return elements * width + moe.experts * max(4, width)
 
 
@@ -150,7 +160,7 @@ def rotary_bytes(config: RunConfig) -> int:
     width = model.rotary_fraction * model.head_dim
     if model.latent is not None:
         width = model.latent.rotary_dim
-    return config.train.seq * round(width) * WIDTH[config.train.precision]
+    return config.train.seq * round(width) * DTYPE_BYTES[config.train.precision]
 
 
 def predictor_bytes(config: RunConfig, index: int) -> int:
@@ -162,7 +172,7 @@ def predictor_bytes(config: RunConfig, index: int) -> int:
     norms keep.
     """
     tokens = config.train.microbatch * config.train.seq
-    streams = 5 * config.model.hidden * WIDTH[config.train.precision]
+    streams = 5 * config.model.hidden * DTYPE_BYTES[config.train.precision]
     block = block_bytes(config, config.model.layers + index)
     return block + tokens * (streams + 3 * _norm_bytes(config))
 
@@ -170,7 +180,7 @@ def predictor_bytes(config: RunConfig, index: int) -> int:
 def _norm_bytes(config: RunConfig) -> int:
     """Return the bytes of statistics that a norm keeps per token: one number in at least fp32, or
     two for layernorm, which on a CPU are as wide as a value."""
-    width = WIDTH[config.train.precision]
+    width = DTYPE_BYTES[config.train.precision]
     return 2 * width if config.model.norm == "layernorm" else max(4, width)
 
 
@@ -182,11 +192,11 @@ def block_bytes(config: RunConfig, layer: int) -> int:
     statistics, and the MLP's values after the activation. Statistics are in at least fp32, except
     those of layernorm on a CPU. Experts count as equally loaded, and without their routes.
     """
-    model, width = config.model, WIDTH[config.train.precision]
+    model, width = config.model, DTYPE_BYTES[config.train.precision]
     tokens = config.train.microbatch * config.train.seq
     selective = config.train.recompute == "selective"
-    keeps = _attention_elements if model.latent is None else _mla_elements
-    elements, statistics = keeps(config)
+    attention = _attention_elements if model.latent is None else _mla_elements
+    elements, statistics = attention(config)
     experts = model.moe is not None and has_experts(model.moe, layer)
     norms = (0 if selective else 1) + (experts or not selective)
     elements += (1 + norms) * model.hidden
@@ -196,8 +206,8 @@ def block_bytes(config: RunConfig, layer: int) -> int:
         statistics += norms
     size = elements * width + statistics * max(4, width)
     up = 2 if model.activation == "swiglu" else 1
-    inner = up + (not selective)
-    size += _expert_bytes(config, up, inner) if experts else inner * model.ffn * width
+    inner_copies = up + (not selective)
+    size += _expert_bytes(config, up, inner_copies) if experts else inner_copies * model.ffn * width
     return tokens * size
 
 
@@ -206,22 +216,22 @@ def _expert_bytes(config: RunConfig, up: int, inner: int) -> int:
 
     up, inner: how often a routed and a shared expert keep a value of their inner width.
     """
-    model, width = config.model, WIDTH[config.train.precision]
+    model, width = config.model, DTYPE_BYTES[config.train.precision]
     moe = model.moe
     assert moe is not None
-    of_one = moe.ffn or model.ffn
+    expert_width = moe.ffn or model.ffn
     parallel = config.parallel
     copies = parallel.expert_tensor  # each of these ranks has the rows of all, and part of a width
-    arrive = moe.top_k * copies
+    arriving = moe.top_k * copies
     if parallel.expert * copies == 1:
-        arrive = 0  # experts select from the normalised rows
+        arriving = 0  # experts select from the normalised rows
     elif parallel.dispatch == "all_gather" and copies == 1:
-        arrive = parallel.expert
-    elements = arrive * model.hidden + moe.top_k * (copies + up * of_one)
-    elements += moe.shared * inner * of_one
+        arriving = parallel.expert
+    elements = arriving * model.hidden + moe.top_k * (copies + up * expert_width)
+    elements += moe.shared * inner * expert_width
     # Jitter keeps its factors and its result; the normalised rows only where experts use them here.
     if moe.jitter:
-        elements += (1 + (arrive == 0 or moe.shared > 0)) * model.hidden
+        elements += (1 + (arriving == 0 or moe.shared > 0)) * model.hidden
     balanced = moe.balance_loss > 0 and moe.balance != "none"
     scores = moe.experts * (1 + balanced) + balanced
     scores += (moe.top_k + 2) * moe.normalise + (moe.z_loss > 0)
@@ -237,22 +247,24 @@ def _attention_elements(config: RunConfig) -> tuple[int, int]:
     model, tensor = config.model, config.parallel.tensor
     sharing = exchanging_ranks(config.parallel)
     ring = config.parallel.context > sharing
-    turned, normed = model.position == "rotary", model.qk_norm
-    each, groups = model.heads // model.kv_heads, max(model.kv_heads, tensor)
+    rotated, normalised = model.position == "rotary", model.qk_norm
+    queries_per_group, groups = model.heads // model.kv_heads, max(model.kv_heads, tensor)
     queries, keys = model.heads * model.head_dim, groups * model.head_dim
-    apart = each > 1 and groups > tensor  # the queries of several groups are not contiguous
-    made = turned or normed or apart
+    # The queries of several groups are not contiguous.
+    is_scattered = queries_per_group > 1 and groups > tensor
+    copies_queries = rotated or normalised or is_scattered
     if sharing > 1:  # exchanged tensors are new ones, and so are those that a ring passes on
         copies = max(1, sharing * tensor // groups)
-        elements, seen = queries + 2 * keys * copies * (1 + ring), normed
+        elements, keeps_product = queries + 2 * keys * copies * (1 + ring), normalised
     elif ring:
-        elements, seen = queries * made + 2 * keys, normed or not made
+        elements = queries * copies_queries + 2 * keys
+        keeps_product = normalised or not copies_queries
     else:
-        elements = queries * made + keys * (turned or normed) + keys * turned
-        seen = normed or not turned
-    elements += _qkv_elements(config) * seen + queries * (apart and normed)
+        elements = queries * copies_queries + keys * (rotated or normalised) + keys * rotated
+        keeps_product = normalised or not rotated
+    elements += _qkv_elements(config) * keeps_product + queries * (is_scattered and normalised)
     elements += queries * (1 + (sharing > 1))  # the output, before and after the exchange back
-    return elements, model.heads + normed * (model.heads + groups)
+    return elements, model.heads + normalised * (model.heads + groups)
 
 
 def _qkv_elements(config: RunConfig) -> int:

@@ -33,15 +33,15 @@ _NOTHING = 0.0005
 """Share of a step below which a difference is ignored."""
 
 
-def describe_decision(found: SearchResult, cluster: Cluster) -> Iterator[str]:
+def describe_decision(result: SearchResult, cluster: Cluster) -> Iterator[str]:
     """Yield a few sentences about the best layout of a search."""
-    every = found.candidates
-    yield f"Use {describe_candidate(every, found.best.place)}."
-    yield from describe_prediction(found.best, cluster)
+    candidates = result.candidates
+    yield f"Use {describe_candidate(candidates, result.best.index)}."
+    yield from describe_prediction(result.best, cluster)
     yield (
-        f"{len(every):,} layouts estimated in {found.estimated_seconds:.2g} s, "
-        f"{int(found.estimates.fits.sum()):,} fit, {len(found.choices)} of the best simulated; "
-        f"{found.seconds:.2g} s in all."
+        f"{len(candidates):,} layouts estimated in {result.estimated_seconds:.2g} s, "
+        f"{int(result.estimates.fits.sum()):,} fit, {len(result.choices)} of the best simulated; "
+        f"{result.seconds:.2g} s in all."
     )
 
 
@@ -50,11 +50,11 @@ def describe_prediction(choice: LayoutChoice, cluster: Cluster) -> Iterator[str]
     prediction, train = choice.prediction, choice.config.train
     used = sum(prediction.memory_bytes.values()) / _GIB
     mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
-    there = "" if prediction.fits else ": it does not fit"
+    misfit = "" if prediction.fits else ": it does not fit"
     yield (
         f"A step takes {prediction.step_seconds:.3g} s: {prediction.tokens_per_second:,.0f} tokens "
         f"a second, {prediction.tflops_per_gpu:.0f} TFLOP/s a GPU{mfu}; the fullest GPU needs "
-        f"{used:.1f} of {cluster.chip.memory / _GIB:.0f} GiB{there}."
+        f"{used:.1f} of {cluster.chip.memory / _GIB:.0f} GiB{misfit}."
     )
     tokens = train.steps * train.global_batch * train.seq
     state = prediction.host_bytes
@@ -67,31 +67,31 @@ def describe_prediction(choice: LayoutChoice, cluster: Cluster) -> Iterator[str]
     )
 
 
-def describe_alternatives(found: SearchResult, cluster: Cluster) -> Iterator[str]:
+def describe_alternatives(result: SearchResult, cluster: Cluster) -> Iterator[str]:
     """Yield what other values of each axis would cost: the nearest ones on either side, or all of
     schedule and recompute; and whether more memory would help."""
-    every, estimates, best = found.candidates, found.estimates, found.best.place
+    candidates, estimates, best = result.candidates, result.estimates, result.best.index
     fits = fits_with_margin(estimates.memory_bytes, cluster.chip)
     for name in _AXES:
-        column = getattr(every, name)
+        column = getattr(candidates, name)
         chosen = int(column[best])
         values = np.unique(column)
-        near = values if name in _NAMES else _adjacent_values(values, chosen)
+        shown = values if name in _NAMES else _adjacent_values(values, chosen)
         if name == "tensor":
-            near = np.union1d(near, values[values > cluster.node][:1])
-        for value in near.tolist():
+            shown = np.union1d(shown, values[values > cluster.node][:1])
+        for value in shown.tolist():
             if value != chosen:
-                text = _compare_value(found, cluster, name, value, (column == value) & fits)
+                text = _compare_value(result, cluster, name, value, (column == value) & fits)
                 if text is None:
-                    text = _describe_too_large(found, cluster, name, value, column == value)
+                    text = _describe_too_large(result, cluster, name, value, column == value)
                 yield text
     faster = np.where(fits, np.inf, estimates.step_seconds)
-    place = int(np.argmin(faster))
-    if faster[place] < (1 - _NOTHING) * estimates.step_seconds[best]:
-        gain = 1 - float(faster[place] / estimates.step_seconds[best])
+    fastest_index = int(np.argmin(faster))
+    if faster[fastest_index] < (1 - _NOTHING) * estimates.step_seconds[best]:
+        gain = 1 - float(faster[fastest_index] / estimates.step_seconds[best])
         yield (
-            f"with {estimates.memory_bytes[place] / _GIB:.0f} GiB a GPU a step would be {gain:.1%} "
-            f"shorter: {describe_candidate(every, place)}"
+            f"with {estimates.memory_bytes[fastest_index] / _GIB:.0f} GiB a GPU a step would be "
+            f"{gain:.1%} shorter: {describe_candidate(candidates, fastest_index)}"
         )
 
 
@@ -102,7 +102,7 @@ def _adjacent_values(values: Array, chosen: int) -> Array:
 
 
 def _compare_value(
-    found: SearchResult, cluster: Cluster, name: str, value: int, which: Array
+    result: SearchResult, cluster: Cluster, name: str, value: int, which: Array
 ) -> str | None:
     """Return how much longer the best layout with this value takes; None if none fits.
 
@@ -110,30 +110,32 @@ def _compare_value(
     """
     if not which.any():
         return None
-    column = getattr(found.candidates, name)
-    simulated = [one for one in found.choices if int(column[one.place]) == value]
+    column = getattr(result.candidates, name)
+    simulated = [item for item in result.choices if int(column[item.index]) == value]
     if simulated:
-        now, then = found.best.prediction, simulated[0].prediction
-        more = then.step_seconds / now.step_seconds - 1
-        changes = {part: then.breakdown[part] - now.breakdown[part] for part in now.breakdown}
-    else:
-        estimates, best = found.estimates, found.best.place
-        place = int(np.argmin(np.where(which, estimates.step_seconds, np.inf)))
-        more = float(estimates.step_seconds[place] / estimates.step_seconds[best]) - 1
+        chosen, other = result.best.prediction, simulated[0].prediction
+        slowdown = other.step_seconds / chosen.step_seconds - 1
         changes = {
-            part: float(seconds[place] - seconds[best])
+            part: other.breakdown[part] - chosen.breakdown[part] for part in chosen.breakdown
+        }
+    else:
+        estimates, best = result.estimates, result.best.index
+        fastest_index = int(np.argmin(np.where(which, estimates.step_seconds, np.inf)))
+        slowdown = float(estimates.step_seconds[fastest_index] / estimates.step_seconds[best]) - 1
+        changes = {
+            part: float(seconds[fastest_index] - seconds[best])
             for part, seconds in estimates.breakdown.items()
         }
-    part = max(changes, key=lambda one: changes[one] if more > 0 else -changes[one])
-    why = f" ({part} {changes[part]:+.2g} s)" if abs(more) > _NOTHING else ""
-    by = "" if simulated else ", estimated" if more < 0 else ""
-    return f"{_describe_value(name, value, cluster)}: {more:+.1%}{by}{why}"
+    part = max(changes, key=lambda item: changes[item] if slowdown > 0 else -changes[item])
+    cause = f" ({part} {changes[part]:+.2g} s)" if abs(slowdown) > _NOTHING else ""
+    suffix = "" if simulated else ", estimated" if slowdown < 0 else ""
+    return f"{_describe_value(name, value, cluster)}: {slowdown:+.1%}{suffix}{cause}"
 
 
 def _describe_too_large(
-    found: SearchResult, cluster: Cluster, name: str, value: int, which: Array
+    result: SearchResult, cluster: Cluster, name: str, value: int, which: Array
 ) -> str:
-    memory = np.where(which, found.estimates.memory_bytes, np.inf)
+    memory = np.where(which, result.estimates.memory_bytes, np.inf)
     return (
         f"{_describe_value(name, value, cluster)}: needs {memory.min() / _GIB:.0f} GiB a GPU of "
         f"{cluster.chip.memory / _GIB:.0f}"

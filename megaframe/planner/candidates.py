@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,7 +52,7 @@ _REPLICAS = 4
 class Candidates:
     """Layouts to estimate; they must be valid.
 
-    recompute: index into `sizes.RECOMPUTE`. schedule: index into `SCHEDULES`. Everything else,
+    recompute: index into `RECOMPUTE`. schedule: index into `SCHEDULES`. Everything else,
     such as `train.global_batch`, precision, model and optimizer, is that of the config.
     """
 
@@ -72,19 +72,18 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def taken(self, which: Array | slice) -> Candidates:
+    def select(self, which: Array | slice) -> Candidates:
         """Return the candidates at these indices, or where this mask is true."""
         return Candidates(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
 
     def sizes(self, config: RunConfig) -> LayoutSizes:
         """Return the sizes for the cost arithmetic."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "schedule"}
+        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "schedule"}
         microbatches = config.train.global_batch // (self.microbatch * self.data)
-        return LayoutSizes(**given, microbatches=microbatches)
+        return LayoutSizes(**sizes, microbatches=microbatches)
 
 
-@dataclass(frozen=True)
-class _AxisSizes:
+class _AxisSizes(NamedTuple):
     """What rows of candidates with different schedules, ZeRO and recompute have in common."""
 
     tensor: int
@@ -102,51 +101,59 @@ def enumerate_candidates(
 ) -> Candidates:
     """Return all valid layouts on `gpus` GPUs, possibly none.
 
-    fixed: values of keys of `SEARCHED_KEYS` that are given.
+    Args:
+        config: the run; its layout is ignored.
+        gpus: number of GPUs.
+        cluster: decides how large tensor groups and replicas may be.
+        fixed: values of keys of `SEARCHED_KEYS` that are given.
     """
     fixed = fixed or {}
     rows = [
-        (*base, schedule, chunks)
-        for base in map(_as_tuple, _enumerate_axes(config, gpus, cluster, fixed))
-        for schedule, chunks in _schedules_with_chunks(config, base[2], base[3] * base[7], fixed)
+        (*axes, schedule, chunks)
+        for axes in _enumerate_axes(config, gpus, cluster, fixed)
+        for schedule, chunks in _schedules_with_chunks(
+            config, axes.pipeline, axes.data * axes.microbatch, fixed
+        )
     ]
     table = np.asarray(rows, dtype=np.int64).reshape(-1, 10)
     zero = _fixed_or(fixed, "zero", (0, 1, 2, 3))
     # Offload moves the inputs of recomputed blocks, so it needs full recompute.
-    again = (RECOMPUTE.index("full"),) if config.train.offload else tuple(range(len(RECOMPUTE)))
-    recompute = _fixed_or(fixed, "recompute", again)
-    many = len(zero) * len(recompute)
-    columns = [np.repeat(column, many) for column in table.T]
+    recompute_levels = (
+        (RECOMPUTE.index("full"),) if config.train.offload else tuple(range(len(RECOMPUTE)))
+    )
+    recompute = _fixed_or(fixed, "recompute", recompute_levels)
+    variants = len(zero) * len(recompute)
+    columns = [np.repeat(column, variants) for column in table.T]
     t, c, p, d, r, e, et, mb, schedule, chunks = columns
     zeros = np.tile(np.repeat(zero, len(recompute)), len(table))
     recomputes = np.tile(np.asarray(recompute), len(zero) * len(table))
-    found = Candidates(t, c, p, chunks, d, r, e, et, zeros, recomputes, mb, schedule)
-    return found.taken(_mask_useful_zero(found, fixed))
+    candidates = Candidates(t, c, p, chunks, d, r, e, et, zeros, recomputes, mb, schedule)
+    return candidates.select(_mask_useful_zero(candidates, fixed))
 
 
-def apply_candidate(config: RunConfig, one: Candidates, place: int) -> RunConfig:
-    """Return the config with the layout of candidate number `place`."""
-    parallel = {name: int(getattr(one, name)[place]) for name in PARALLEL_KEYS}
-    given = config.parallel
-    changed = {
+def apply_candidate(config: RunConfig, candidates: Candidates, index: int) -> RunConfig:
+    """Return the config with the layout of candidate number `index`."""
+    parallel = {name: int(getattr(candidates, name)[index]) for name in PARALLEL_KEYS}
+    parallel_config = config.parallel
+    parallel_update = {
         **parallel,
-        "schedule": SCHEDULES[int(one.schedule[place])],
+        "schedule": SCHEDULES[int(candidates.schedule[index])],
         "schedule_microbatches": None,
         "layers_per_stage": None,
-        "tensor_chunks": given.tensor_chunks if parallel["tensor"] > 1 else 1,
-        "expert_overlap": given.expert_overlap
+        "tensor_chunks": parallel_config.tensor_chunks if parallel["tensor"] > 1 else 1,
+        "expert_overlap": parallel_config.expert_overlap
         and parallel["pipeline"] > 1
         and parallel["expert"] * parallel["expert_tensor"] > 1
         and parallel["zero"] < 3,
     }
     train = {
-        "microbatch": int(one.microbatch[place]),
-        "recompute": RECOMPUTE[int(one.recompute[place])],
+        "microbatch": int(candidates.microbatch[index]),
+        "recompute": RECOMPUTE[int(candidates.recompute[index])],
         "recompute_blocks": 0,
     }
     return config.model_copy(
         update={
-            "parallel": given.model_copy(update=changed),
+            "parallel": parallel_config.model_copy(update=parallel_update),
             "train": config.train.model_copy(update=train),
         }
     )
@@ -168,55 +175,49 @@ def _enumerate_axes(
         batch = gcd(batch, ramp.start, ramp.increment)
     for tensor in _tensor_sizes(config, gpus, cluster, fixed):
         for context in _context_sizes(config, gpus // tensor, tensor, fixed):
-            rest = gpus // (tensor * context)
-            for pipeline in _fixed_or(fixed, "pipeline", divisors(rest)):
-                if rest % pipeline or pipeline > config.model.layers:
+            ranks_left = gpus // (tensor * context)
+            for pipeline in _fixed_or(fixed, "pipeline", divisors(ranks_left)):
+                if ranks_left % pipeline or pipeline > config.model.layers:
                     continue
-                data = rest // pipeline
+                data = ranks_left // pipeline
                 if batch % data or fixed.get("data", data) != data:
                     continue
-                sizes = [m for m in _MICROBATCHES if batch // data % m == 0]
+                microbatches = [m for m in _MICROBATCHES if batch // data % m == 0]
                 for replicas in _replica_counts(tensor * context, data, cluster, fixed):
-                    stage = tensor * context * data // replicas
-                    for expert, inside in _expert_sizes(config, tensor, stage, fixed):
-                        for size in _fixed_or(fixed, "microbatch", tuple(sizes)):
-                            if batch // data % size == 0:
+                    copy_ranks = tensor * context * data // replicas
+                    for expert, expert_tensor in _expert_sizes(config, tensor, copy_ranks, fixed):
+                        for microbatch in _fixed_or(fixed, "microbatch", tuple(microbatches)):
+                            if batch // data % microbatch == 0:
                                 yield _AxisSizes(
-                                    tensor, context, pipeline, data, replicas, expert, inside, size
+                                    tensor,
+                                    context,
+                                    pipeline,
+                                    data,
+                                    replicas,
+                                    expert,
+                                    expert_tensor,
+                                    microbatch,
                                 )
 
 
-def _as_tuple(base: _AxisSizes) -> tuple[int, ...]:
-    return (
-        base.tensor,
-        base.context,
-        base.pipeline,
-        base.data,
-        base.data_replicate,
-        base.expert,
-        base.expert_tensor,
-        base.microbatch,
-    )
-
-
 def _tensor_sizes(config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys) -> list[int]:
-    most = min(_MOST_TENSOR, 2 * cluster.node)
-    wanted = _fixed_or(fixed, "tensor", tuple(d for d in divisors(gpus) if d <= most))
+    largest = min(_MOST_TENSOR, 2 * cluster.node)
+    sizes = _fixed_or(fixed, "tensor", tuple(d for d in divisors(gpus) if d <= largest))
     return [
         t
-        for t in wanted
+        for t in sizes
         if gpus % t == 0 and not any(tensor_mistakes(_with_sizes(config, tensor=t)))
     ]
 
 
 def _context_sizes(config: RunConfig, rest: int, tensor: int, fixed: FixedKeys) -> list[int]:
-    most = max(1, min(_MOST_CONTEXT, config.train.seq // _LEAST_TOKENS))
+    largest = max(1, min(_MOST_CONTEXT, config.train.seq // _LEAST_TOKENS))
     if config.parallel.context_kind == "nested":
-        most = 1
-    wanted = _fixed_or(fixed, "context", tuple(d for d in divisors(rest) if d <= most))
+        largest = 1
+    sizes = _fixed_or(fixed, "context", tuple(d for d in divisors(rest) if d <= largest))
     return [
         context
-        for context in wanted
+        for context in sizes
         if rest % context == 0
         and (
             context == 1
@@ -226,13 +227,15 @@ def _context_sizes(config: RunConfig, rest: int, tensor: int, fixed: FixedKeys) 
 
 
 def _replica_counts(
-    together: int, data: int, cluster: Cluster, fixed: FixedKeys
+    ranks_per_sample: int, data: int, cluster: Cluster, fixed: FixedKeys
 ) -> tuple[int, ...]:
     """Return the numbers of replicas to try. Each copy of the model is on whole nodes."""
     if "data_replicate" in fixed:
         return (fixed["data_replicate"],) if data % fixed["data_replicate"] == 0 else ()
-    fits = [r for r in divisors(data) if (together * data // r) % cluster.node == 0 and r > 1]
-    return (1, *fits[: -_REPLICAS - 1 : -1][::-1])
+    counts = [
+        r for r in divisors(data) if (ranks_per_sample * data // r) % cluster.node == 0 and r > 1
+    ]
+    return (1, *counts[: -_REPLICAS - 1 : -1][::-1])
 
 
 def _expert_sizes(
@@ -247,34 +250,36 @@ def _expert_sizes(
     outer = _fixed_or(fixed, "expert", divisors(moe.experts))
     for inside in inner:
         for expert in outer:
-            sizes = _with_sizes(config, expert=expert, expert_tensor=inside, expert_overlap=False)
-            if stage % (expert * inside) == 0 and not any(expert_mistakes(sizes)):
+            sized = _with_sizes(config, expert=expert, expert_tensor=inside, expert_overlap=False)
+            if stage % (expert * inside) == 0 and not any(expert_mistakes(sized)):
                 yield expert, inside
 
 
 def _schedules_with_chunks(
-    config: RunConfig, pipeline: int, together: int, fixed: FixedKeys
+    config: RunConfig, pipeline: int, samples: int, fixed: FixedKeys
 ) -> Iterator[tuple[int, int]]:
     """Yield pairs (schedule, chunks) for a pipeline.
 
-    together: samples of a microbatch on all data ranks.
+    samples: samples of a microbatch on all data ranks.
     """
     if pipeline == 1:
         if fixed.get("chunks", 1) == 1:
             yield SCHEDULES.index("1f1b"), 1
         return
     ramp = config.train.batch_ramp
-    least = (config.train.global_batch if ramp is None else ramp.start) // together
+    fewest_microbatches = (config.train.global_batch if ramp is None else ramp.start) // samples
     names = _fixed_or(fixed, "schedule", SCHEDULES[1:])
     for name in names:
         limits = SCHEDULE_LIMITS[name]
-        if limits.needs_full_pipeline and least < pipeline:
+        if limits.needs_full_pipeline and fewest_microbatches < pipeline:
             continue
         # Interleaved, or 1F1B without chunks, takes as long and keeps less.
-        beaten = name == "breadth-first" and least >= pipeline and "schedule" not in fixed
+        is_beaten = (
+            name == "breadth-first" and fewest_microbatches >= pipeline and "schedule" not in fixed
+        )
         for chunks in _fixed_or(fixed, "chunks", _CHUNKS[name == "breadth-first" :]):
-            possible = limits.nearest_chunks(chunks) == chunks
-            if possible and not beaten and pipeline * chunks <= config.model.layers:
+            is_possible = limits.nearest_chunks(chunks) == chunks
+            if is_possible and not is_beaten and pipeline * chunks <= config.model.layers:
                 yield SCHEDULES.index(name), chunks
 
 

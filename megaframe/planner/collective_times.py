@@ -51,10 +51,10 @@ def group_levels(
     shares: share of the bandwidth that collectives reach, by tier; the last one applies to all
     further tiers. On a torus a group has the links of as many dimensions as it extends over.
     """
-    found, inside = [], np.ones_like(np.asarray(size, dtype=float))
+    found_levels, inside = [], np.ones_like(np.asarray(size, dtype=float))
     for number, tier in enumerate(cluster.tiers):
-        room = np.maximum(1.0, np.floor_divide(tier.size, stride))
-        reached = np.minimum(size, room) * 1.0
+        places = np.maximum(1.0, np.floor_divide(tier.size, stride))
+        reached = np.minimum(size, places) * 1.0
         if tier is cluster.tiers[-1]:
             reached = np.asarray(size, dtype=float)
         members = np.maximum(1.0, np.ceil(reached / inside))
@@ -64,9 +64,9 @@ def group_levels(
             used = np.clip(np.ceil(np.log(np.maximum(members, 2)) / np.log(side)), 1, tier.dims)
             bandwidth = bandwidth * used / tier.dims
         rails = tier.kind == "rail"
-        found.append(GroupLevel(members, tier.latency, bandwidth, rails, tier.reduces))
+        found_levels.append(GroupLevel(members, tier.latency, bandwidth, rails, tier.reduces))
         inside = inside * members
-    return found
+    return found_levels
 
 
 def group_size(group: Sequence[GroupLevel]) -> Number:
@@ -138,12 +138,12 @@ def in_network_all_reduce(size: Number, group: Sequence[GroupLevel]) -> Number:
     """Reduction in the switches: every rank sends and receives its message once, 2 alpha + n beta.
     Infinite if the switches of a tier cannot sum."""
     total: Number = 0.0
-    left = size
+    message = size
     for level in group:
         used = level.members > 1
-        cost = 2 * level.alpha + left / level.bandwidth if level.reduces else np.inf
+        cost = 2 * level.alpha + message / level.bandwidth if level.reduces else np.inf
         total = total + np.where(used, cost, 0.0)
-        left = left / level.members
+        message = message / level.members
     return total
 
 
@@ -163,11 +163,11 @@ def hierarchical_all_gather(size: Number, group: Sequence[GroupLevel]) -> Number
     """All-gather tier by tier from the outermost, among ranks of the same number; the innermost
     tier comes last and carries the whole buffer."""
     total: Number = 0.0
-    left = size
+    message = size
     for level in group:
         m = level.members
-        total = total + (m - 1) * level.alpha + left / level.bandwidth * (m - 1) / m
-        left = left / m
+        total = total + (m - 1) * level.alpha + message / level.bandwidth * (m - 1) / m
+        message = message / m
     return total
 
 
@@ -260,13 +260,13 @@ def hop_seconds(size: Number, group: Sequence[GroupLevel]) -> Number:
 
 
 def collective_seconds(
-    operation: str, size: Number, group: Sequence[GroupLevel], known: Sequence[str] = ()
+    operation: str, size: Number, group: Sequence[GroupLevel], algorithms: Sequence[str] = ()
 ) -> Number:
     """Return the seconds of `operation` by the fastest algorithm for this size and group; 0 for a
-    group of one rank. known: names of the algorithms to choose from; empty for all."""
+    group of one rank. algorithms: names of the algorithms to choose from; empty for all."""
     best: Number = np.inf
     for name, formula in ALGORITHMS[operation].items():
-        if not known or name in known:
+        if not algorithms or name in algorithms:
             best = np.minimum(best, formula(size, group))
     return best
 
@@ -298,7 +298,7 @@ def _log2(count: Number) -> Number:
 def _exchange_steps(ranks: Number, inside: Number) -> tuple[Number, Number, Number]:
     """Return `exchange_steps` of numbers or arrays."""
     pairs = np.stack(np.broadcast_arrays(ranks, inside), -1).astype(int)
-    known, places = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
-    steps = np.array([exchange_steps(*pair) for pair in known.tolist()], dtype=float)
-    node, near, far = np.moveaxis(steps[places.reshape(pairs.shape[:-1])], -1, 0)
+    distinct, row = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
+    steps = np.array([exchange_steps(*pair) for pair in distinct.tolist()], dtype=float)
+    node, near, far = np.moveaxis(steps[row.reshape(pairs.shape[:-1])], -1, 0)
     return node, near, far

@@ -21,40 +21,51 @@ Number = Any
 def tensor_parallel_times(machine: Machine, linears: PassTimes, sums: int) -> PassTimes:
     """Return the exposed transfers of the tensor axis in one block.
 
-    sums: how often the stream is summed in forward, and again in backward: 2 if the MLP follows
-    attention, otherwise 1. With sequence parallelism each sum is a gather and a scatter, and
-    backward also gathers as many saved inputs again, overlapped with products. One sum has half of
-    the bytes of two, but is charged all of their latencies, as when the constants were fitted.
+    With sequence parallelism each sum of the stream is a gather and a scatter, and backward also
+    gathers as many saved inputs again, overlapped with products. One sum has half of the bytes of
+    two, but is charged all of their latencies, as when the constants were fitted.
+
+    Args:
+        machine: the links, and the layout.
+        linears: seconds of the products that the transfers overlap with.
+        sums: how often the stream is summed in forward, and again in backward: 2 if the MLP follows
+            attention, otherwise 1.
     """
     model, software, sizes = machine.config.model, machine.software, machine.sizes
     size = machine.rate.width * machine.tokens * model.hidden * sums / 2
     parts = software.tensor_parts(machine.config)
-    one = machine.seconds("all_gather", size, "tensor")
+    gather = machine.collective_seconds("all_gather", size, "tensor")
     if not software.sequence_parallel:
-        half = machine.seconds("all_reduce", size, "tensor")
-        return PassTimes(2 * half, 2 * half, 0.0)
-    delay = 0.0 if software.copy_engines else machine.delay(4 * size, "tensor")
-    forward = exposed_seconds(4 * one, linears.forward, parts, delay)
+        all_reduce = machine.collective_seconds("all_reduce", size, "tensor")
+        return PassTimes(2 * all_reduce, 2 * all_reduce, 0.0)
+    delay = 0.0 if software.copy_engines else machine.contention_seconds(4 * size, "tensor")
+    forward = exposed_seconds(4 * gather, linears.forward, parts, delay)
     if not software.overlap_tensor:
-        return PassTimes(np.where(sizes.tensor > 1, forward, 0.0), 4 * one, 0.0)
+        return PassTimes(np.where(sizes.tensor > 1, forward, 0.0), 4 * gather, 0.0)
     # Gathers of gradients are exposed; scatters and gathers of saved inputs overlap with products.
-    waiting = 2 * one / parts
-    room = linears.weight + linears.backward / 2
-    rest = exposed_seconds(4 * one, room, 16.0, delay)
-    return PassTimes(forward, waiting + rest, 0.0)
+    exposed_gathers = 2 * gather / parts
+    products = linears.weight + linears.backward / 2
+    exposed_rest = exposed_seconds(4 * gather, products, 16.0, delay)
+    return PassTimes(forward, exposed_gathers + exposed_rest, 0.0)
 
 
-def exposed_seconds(moved: Number, compute: Number, parts: float, delay: Number) -> Number:
+def exposed_seconds(transfer: Number, compute: Number, parts: float, delay: Number) -> Number:
     """Return the seconds that a transfer costs when it is cut into `parts`, each of which overlaps
     with the compute of another.
 
     The first part is exposed, and so is what is longer than the compute. The hidden rest delays
     compute: by `delay` seconds if everything were hidden, in proportion otherwise, but never by
-    more than is hidden. moved: seconds of the transfer. compute: seconds beside it.
+    more than is hidden.
+
+    Args:
+        transfer: seconds of the transfer.
+        compute: seconds of the compute that runs at the same time.
+        parts: number of parts.
+        delay: seconds by which the whole transfer would delay compute.
     """
-    exposed = np.maximum(moved / parts, moved - compute * (parts - 1) / parts)
-    hidden = moved - exposed
-    return exposed + np.minimum(hidden, delay * hidden / np.maximum(moved, 1e-30))
+    exposed = np.maximum(transfer / parts, transfer - compute * (parts - 1) / parts)
+    hidden = transfer - exposed
+    return exposed + np.minimum(hidden, delay * hidden / np.maximum(transfer, 1e-30))
 
 
 def context_parallel_times(machine: Machine, attention: PassTimes) -> PassTimes:
@@ -66,15 +77,19 @@ def context_parallel_times(machine: Machine, attention: PassTimes) -> PassTimes:
     if machine.config.parallel.context_kind == "all_to_all":
         rows = machine.tokens * (model.heads + model.kv_heads) * (query + value)
         size = width * rows / sizes.tensor
-        one = machine.seconds("all_to_all", size, "context")
-        return PassTimes(one, 2 * one, 0.0)
+        exchange = machine.collective_seconds("all_to_all", size, "context")
+        return PassTimes(exchange, 2 * exchange, 0.0)
     heads = np.maximum(1.0, model.kv_heads / sizes.tensor)
     size = width * machine.tokens * heads * (query + value)
     # Keys in forward, and gradients of keys in backward, have half the size in half of the hops.
-    whole, most = (hop_seconds(part * size, machine.groups["context"]) for part in (1.0, 0.75))
+    keys_and_gradients, keys = (
+        hop_seconds(part * size, machine.groups["context"]) for part in (1.0, 0.75)
+    )
     rounds = sizes.context - 1
-    forward = rounds * np.maximum(0.0, most - attention.forward / sizes.context)
-    backward = rounds * np.maximum(0.0, whole + most - attention.backward / sizes.context)
+    forward = rounds * np.maximum(0.0, keys - attention.forward / sizes.context)
+    backward = rounds * np.maximum(
+        0.0, keys_and_gradients + keys - attention.backward / sizes.context
+    )
     return PassTimes(forward, backward, 0.0)
 
 
@@ -84,11 +99,13 @@ def expert_parallel_times(machine: Machine) -> PassTimes:
     model, sizes = machine.config.model, machine.sizes
     moe = model.moe
     assert moe is not None
-    own = machine.tokens / sizes.tensor * moe.top_k * model.hidden * machine.rate.width
-    one = machine.seconds("all_to_all", own, "expert")
-    one = one + machine.seconds("all_gather", own * sizes.expert_tensor, "expert_tensor")
+    sent_bytes = machine.tokens / sizes.tensor * moe.top_k * model.hidden * machine.rate.width
+    exchange = machine.collective_seconds("all_to_all", sent_bytes, "expert")
+    exchange = exchange + machine.collective_seconds(
+        "all_gather", sent_bytes * sizes.expert_tensor, "expert_tensor"
+    )
     hidden = 0.5 if machine.config.parallel.expert_overlap else 0.0
-    return PassTimes(2 * one * (1 - hidden), 2 * one * (1 - hidden), 0.0)
+    return PassTimes(2 * exchange * (1 - hidden), 2 * exchange * (1 - hidden), 0.0)
 
 
 def pipeline_wait_seconds(machine: Machine) -> Number:
@@ -97,7 +114,7 @@ def pipeline_wait_seconds(machine: Machine) -> Number:
     launch of the first kernels after it."""
     software, alone = machine.software, machine.sizes.pipeline == 1
     if software.overlap_pipeline:
-        return np.where(alone, 0.0, machine.hop_delay(_bytes_to_next_stage(machine)))
+        return np.where(alone, 0.0, machine.hop_contention_seconds(_bytes_to_next_stage(machine)))
     host = software.pass_kernels * machine.rate.launch
     return np.where(alone, 0.0, stage_transfer_seconds(machine) + host)
 
@@ -108,12 +125,12 @@ def stage_transfer_seconds(machine: Machine) -> Number:
     node has one neighbour inside the node and one outside, so the mean of both counts; all other
     ranks keep pace with it."""
     sizes, software = machine.sizes, machine.software
-    sent, groups = _bytes_to_next_stage(machine), machine.groups
-    near, far = (hop_seconds(sent, groups[name]) for name in ("next_stage", "pipeline"))
+    message, groups = _bytes_to_next_stage(machine), machine.groups
+    near, far = (hop_seconds(message, groups[name]) for name in ("next_stage", "pipeline"))
     seconds = (near + far) / 2
     if software.scatter_pipeline and not software.sequence_parallel:
-        size = sent * sizes.tensor
-        seconds = seconds + machine.seconds("all_gather", size, "tensor")
+        size = message * sizes.tensor
+        seconds = seconds + machine.collective_seconds("all_gather", size, "tensor")
     return np.where(sizes.pipeline > 1, seconds, 0.0)
 
 

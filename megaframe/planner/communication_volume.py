@@ -13,7 +13,7 @@ from megaframe.architecture.attention import latent_width
 from megaframe.architecture.experts import has_mlp
 from megaframe.architecture.stages import StagePlan, stage_layers
 from megaframe.config.schema import RunConfig
-from megaframe.hardware.chips import WIDTH
+from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
 from megaframe.planner.parameter_counts import count_parameters
 from megaframe.schedule import Action, ActionKind
@@ -32,22 +32,22 @@ def communication_bytes(
     fetched again.
     """
     train, tensor = config.train, layout.tensor
-    width = WIDTH[train.precision]
+    width = DTYPE_BYTES[train.precision]
     tokens = train.microbatch * train.seq / layout.context
     stream = tokens * config.model.hidden * width
-    many = len({a.microbatch for a in actions if a.microbatch is not None})
-    sent = sum(action.kind in _SENDS for action in actions)
+    microbatches = len({a.microbatch for a in actions if a.microbatch is not None})
+    messages = sum(action.kind in _SENDS for action in actions)
     share = (tensor - 1) / tensor
-    later = Counter(action.stage for action in actions if action.kind is ActionKind.W)
+    weight_passes = Counter(action.stage for action in actions if action.kind is ActionKind.W)
     rows = sum(
-        many * _tensor_elements_of_stage(config, plan)
-        + later[plan.number] * _tensor_elements_of_weight_pass(config, plan)
+        microbatches * _tensor_elements_of_stage(config, plan)
+        + weight_passes[plan.number] * _tensor_elements_of_weight_pass(config, plan)
         for plan in plans
     )
     return {
         "tensor": share * rows * tokens * width,
-        "pipeline": sent * stream / tensor,
-        "data": _data_bytes(config, layout, plans, many),
+        "pipeline": messages * stream / tensor,
+        "data": _data_bytes(config, layout, plans, microbatches),
     }
 
 
@@ -61,13 +61,15 @@ def _tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float:
     model, layers = config.model, stage_layers(config.model, plan)
     attention, latent = 5 * model.hidden, model.latent
     if latent is not None:
-        whole = model.hidden * (latent.query_rank is None)
-        attention = 2 * model.hidden + 3 * (whole + latent_width(latent)) - latent.rotary_dim
+        replicated_input = model.hidden * (latent.query_rank is None)
+        attention = (
+            2 * model.hidden + 3 * (replicated_input + latent_width(latent)) - latent.rotary_dim
+        )
     depth = model.mtp_depth * plan.last  # each predictor has both an embedding and a head
     mlps = [has_mlp(model, layer) for layer in layers]
-    again = 2 * model.hidden * (plan.recomputed + sum(mlps[: plan.recomputed]))
+    recomputed = 2 * model.hidden * (plan.recomputed + sum(mlps[: plan.recomputed]))
     ends = 2 * model.hidden * (plan.first + plan.last + 2 * depth)
-    return len(layers) * attention + sum(mlps) * 5 * model.hidden + again + ends
+    return len(layers) * attention + sum(mlps) * 5 * model.hidden + recomputed + ends
 
 
 def _tensor_elements_of_weight_pass(config: RunConfig, plan: StagePlan) -> int:
@@ -83,12 +85,12 @@ def _data_bytes(
     """Return the bytes of gradients, reduced in master precision or `parallel.reduce_precision`,
     and of gathered values."""
     ranks, zero = layout.data_shard * layout.context, config.parallel.zero
-    width = WIDTH[config.train.precision]
+    width = DTYPE_BYTES[config.train.precision]
     wire = 2 if config.parallel.reduce_precision == "bf16" else max(4, width)
-    here = count_parameters(config, layout, plans)
+    parameters = count_parameters(config, layout, plans)
     # Left out: what tensor ranks have whole is also reduced over them, so not over `data` alone.
-    whole = sum(here.whole) + here.positions * (layout.tensor > 1)
-    vectors, rest = here.vectors, here.dense - here.vectors - whole
+    whole = sum(parameters.whole) + parameters.positions * (layout.tensor > 1)
+    vectors, rest = parameters.vectors, parameters.dense - parameters.vectors - whole
     share = (ranks - 1) / ranks
     if zero == 0:
         return 2 * wire * (vectors + rest) * share

@@ -13,7 +13,7 @@ from typing import Any
 
 from megaframe.config.load import load
 from megaframe.errors import UserError
-from megaframe.hardware.cluster import Cluster, device_cluster, load_cluster
+from megaframe.hardware.cluster import Cluster, cluster_for_device, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.layout_search import LayoutChoice, describe_candidate, search
@@ -43,21 +43,22 @@ class RunComparison:
             "breakdown": dict(prediction.breakdown),
         }
 
-    def tries(self) -> Iterator[str]:
+    def suggest_layouts(self) -> Iterator[str]:
         """Yield a sentence with the best layout for as many ranks, and then its reasons; or only
         that no layout would save enough."""
         config, ranks, cluster = self.choice.config, self.choice.layout.world, self.cluster
-        found = search(config, ranks, cluster, cluster_constants(cluster), simulated=_SIMULATED)
-        now, best = self.choice.prediction.step_seconds, found.best.prediction
-        if best.step_seconds > (1 - _WORTH) * now:
+        result = search(config, ranks, cluster, cluster_constants(cluster), simulated=_SIMULATED)
+        current, best = self.choice.prediction.step_seconds, result.best.prediction
+        if best.step_seconds > (1 - _WORTH) * current:
             yield (
-                f"none of {len(found.candidates):,} layouts for {ranks} ranks would save "
-                f"{_WORTH:.0%} of the {now:.3g} s that the planner predicts for this one"
+                f"none of {len(result.candidates):,} layouts for {ranks} ranks would save "
+                f"{_WORTH:.0%} of the {current:.3g} s that the planner predicts for this one"
             )
             return
+        layout = describe_candidate(result.candidates, result.best.index)
         yield (
-            f"{describe_candidate(found.candidates, found.best.place)}: {best.step_seconds:.3g} s "
-            f"a step by the planner, instead of the {now:.3g} s that it predicts for this layout"
+            f"{layout}: {best.step_seconds:.3g} s a step by the planner, instead of the "
+            f"{current:.3g} s that it predicts for this layout"
         )
         yield from best.reasons
 
@@ -82,24 +83,24 @@ def compare_run(
     prediction: the number of ranks, the cluster or `model.vocab` is unknown, or the config is not
     valid.
     """
-    given, ranks = load(str(config)), environment.get("ranks")
+    run_config, ranks = load(str(config)), environment.get("ranks")
     if not isinstance(ranks, int) or ranks < 1:
         raise UserError("the run's environment.json does not say how many ranks it had")
-    if given.model.vocab is None:
+    if run_config.model.vocab is None:
         raise UserError("model.vocab is not set in the run's config")
-    name = cluster or given.parallel.cluster
-    machine = load_cluster(name) if name else _cluster_of_device(environment)
-    validate_config(given, ranks, data=False)
-    layout = Layout.from_parallel(given.parallel, ranks)
-    prediction = predict(given, layout, machine, cluster_constants(machine))
-    return RunComparison(LayoutChoice(given, layout, prediction), machine)
+    name = cluster or run_config.parallel.cluster
+    run_cluster = load_cluster(name) if name else _cluster_of_device(environment)
+    validate_config(run_config, ranks, data=False)
+    layout = Layout.from_parallel(run_config.parallel, ranks)
+    prediction = predict(run_config, layout, run_cluster, cluster_constants(run_cluster))
+    return RunComparison(LayoutChoice(run_config, layout, prediction), run_cluster)
 
 
 def _cluster_of_device(environment: Mapping[str, Any]) -> Cluster:
     """Return the likely cluster of the device that a run's environment names."""
     device, memory = str(environment.get("device", "")), environment.get("memory of the device")
     try:
-        return device_cluster(device, memory if isinstance(memory, int) else None)
+        return cluster_for_device(device, memory if isinstance(memory, int) else None)
     except UserError:
         raise UserError(
             f"no cluster of {device or 'this device'} is known; name one with --cluster"

@@ -137,7 +137,7 @@ class Constants:
     software: Software = field(default=MEGAFRAME)
     unfitted: str = ""
 
-    def link(self, tier: int) -> float:
+    def link_efficiency(self, tier: int) -> float:
         """Return the share of its bandwidth that collectives reach on tier number `tier`."""
         return share_on_tier(self.links, tier)
 

@@ -23,7 +23,7 @@ from megaframe.architecture.experts import has_experts
 from megaframe.architecture.matrices import MatrixShape, attention_matrix_elements, block_matrices
 from megaframe.architecture.stages import stage_plans
 from megaframe.config.schema import RunConfig
-from megaframe.hardware.chips import WIDTH
+from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.planner.communication_times import exposed_seconds
@@ -32,7 +32,7 @@ from megaframe.planner.kernel_times import KernelRates, elementwise_seconds, pro
 from megaframe.planner.layout_sizes import LayoutSizes, sizes_of
 from megaframe.planner.machine import Machine, PassTimes
 from megaframe.planner.memory import host_bytes_per_element
-from megaframe.planner.parameter_counts import count_parameters as held_by
+from megaframe.planner.parameter_counts import count_parameters
 
 Number = Any
 _ITERATIONS = 5
@@ -42,16 +42,18 @@ A times A, and the sum of these times X."""
 
 @dataclass(frozen=True)
 class ParameterLoad:
-    """Numbers of parameters of one rank before data ranks divide them: dense parameters and experts
-    of its blocks, and tables. buckets: number of buckets in which they are exchanged. whole,
-    longest: as in `layer_muon_seconds`."""
+    """What a rank exchanges and updates: numbers of parameters before data ranks divide them.
+
+    dense, experts: of its blocks. tables: of the embedding and the head. buckets: number of buckets
+    in which they are exchanged. muon_total, muon_longest: seconds, as in `layer_muon_seconds`.
+    """
 
     dense: Number = 0.0
     experts: Number = 0.0
     tables: Number = 0.0
     buckets: Number = 1.0
-    whole: Number = 0.0
-    longest: Number = 0.0
+    muon_total: Number = 0.0
+    muon_longest: Number = 0.0
 
     def __add__(self, other: ParameterLoad) -> ParameterLoad:
         return ParameterLoad(
@@ -59,17 +61,17 @@ class ParameterLoad:
             self.experts + other.experts,
             self.tables + other.tables,
             self.buckets,
-            self.whole + other.whole,
-            np.maximum(self.longest, other.longest),
+            self.muon_total + other.muon_total,
+            np.maximum(self.muon_longest, other.muon_longest),
         )
 
-    def times(self, factor: Number) -> ParameterLoad:
+    def scaled(self, factor: Number) -> ParameterLoad:
         """Return the parameters of `factor` blocks like this one."""
         return replace(
             self,
             dense=self.dense * factor,
             experts=self.experts * factor,
-            whole=self.whole * factor,
+            muon_total=self.muon_total * factor,
         )
 
     @property
@@ -84,17 +86,17 @@ def block_load(machine: Machine, layer: int) -> ParameterLoad:
     if model.emulate is not None:
         return ParameterLoad()
     moe = model.moe
-    whole, longest = layer_muon_seconds(machine, layer)
-    shape = 3 if model.activation == "swiglu" else 2
+    muon, longest_matrix = layer_muon_seconds(machine, layer)
+    num_matrices = 3 if model.activation == "swiglu" else 2
     attention = attention_matrix_elements(model) / sizes.tensor
     if moe is None or not has_experts(moe, layer):
-        dense = attention + shape * model.hidden * model.ffn / sizes.tensor
-        return ParameterLoad(dense, whole=whole, longest=longest)
-    one = shape * model.hidden * (moe.ffn or model.ffn)
-    shared = moe.shared * one / sizes.tensor + moe.experts * model.hidden
-    here = np.ceil(moe.experts / sizes.expert)
-    experts = here * one / sizes.expert_tensor
-    return ParameterLoad(attention + shared, experts, whole=whole, longest=longest)
+        dense = attention + num_matrices * model.hidden * model.ffn / sizes.tensor
+        return ParameterLoad(dense, muon_total=muon, muon_longest=longest_matrix)
+    expert = num_matrices * model.hidden * (moe.ffn or model.ffn)
+    shared = moe.shared * expert / sizes.tensor + moe.experts * model.hidden
+    local_experts = np.ceil(moe.experts / sizes.expert)
+    experts = local_experts * expert / sizes.expert_tensor
+    return ParameterLoad(attention + shared, experts, muon_total=muon, muon_longest=longest_matrix)
 
 
 def table_elements(machine: Machine) -> Number:
@@ -105,15 +107,18 @@ def table_elements(machine: Machine) -> Number:
     return np.ceil((model.vocab or 0) / machine.sizes.tensor) * model.hidden
 
 
-def overlapping_passes(sizes: LayoutSizes, circling: Number) -> Number:
+def overlapping_passes(sizes: LayoutSizes, is_looped: Number) -> Number:
     """Return the number of microbatches that a rank computes while it exchanges its stages one by
     one, at the end of a step or at its beginning.
 
-    circling: whether the schedule runs the first stage of every rank before any second stage. Then
-    the stages of a rank end as many microbatches apart as there are ranks, otherwise together.
+    Args:
+        sizes: the layout.
+        is_looped: whether the schedule runs the first stage of every rank before any second stage.
+            Then the stages of a rank end as many microbatches apart as there are ranks, otherwise
+            together.
     """
     between = np.minimum(sizes.pipeline, sizes.microbatches) - 1
-    return 1.0 + np.where(circling, between * (sizes.chunks - 1) / sizes.chunks, 0.0)
+    return 1.0 + np.where(is_looped, between * (sizes.chunks - 1) / sizes.chunks, 0.0)
 
 
 def num_buckets(machine: Machine, matrices: Number, chunks: Number, blocks: Number) -> Number:
@@ -129,17 +134,17 @@ def num_buckets(machine: Machine, matrices: Number, chunks: Number, blocks: Numb
         chunks: stages of the rank.
         blocks: blocks of the rank.
     """
-    of, least = machine.software.gradients_of, machine.config.parallel.bucket_size
-    if of != "buckets":
-        return np.maximum(1.0, chunks if of == "chunk" else blocks)
+    sent_together, bucket_size = machine.software.gradients_of, machine.config.parallel.bucket_size
+    if sent_together != "buckets":
+        return np.maximum(1.0, chunks if sent_together == "chunk" else blocks)
     most, fewest = np.maximum(1.0, 2.0 * blocks), np.maximum(1.0, chunks)
-    if least == "auto":
-        latency = exchange_times(machine, 0.0, 1.0).in_turn(machine.sizes.zero)
+    if bucket_size == "auto":
+        latency = exchange_times(machine, 0.0, 1.0).total_at(machine.sizes.zero)
         transfer = exchange_times(machine.without_latency(), matrices, 1.0)
-        balanced = balanced_bucket_count(transfer.in_turn(machine.sizes.zero), latency)
+        balanced = balanced_bucket_count(transfer.total_at(machine.sizes.zero), latency)
         fewest = np.where(machine.sizes.zero >= 2, np.maximum(fewest, blocks), fewest)
     else:
-        balanced = matrices / least
+        balanced = matrices / bucket_size
     return np.clip(balanced, fewest, np.maximum(fewest, most))
 
 
@@ -149,154 +154,180 @@ def resolve_bucket_size(config: RunConfig, layout: Layout, cluster: Cluster) -> 
     if config.parallel.bucket_size != "auto" or layout.data * layout.context == 1:
         return config
     machine = Machine(config, cluster, cluster_constants(cluster), sizes_of(config, layout))
-    whole = held_by(config, layout, stage_plans(config))
-    matrices = (whole.total - whole.ends) / layout.pipeline
-    blocks = len(whole.blocks) / 2 / layout.pipeline
+    parameters = count_parameters(config, layout, stage_plans(config))
+    matrices = (parameters.total - parameters.outside_blocks) / layout.pipeline
+    blocks = len(parameters.split) / 2 / layout.pipeline
     count = float(num_buckets(machine, matrices, config.parallel.chunks, blocks))
-    least = matrices / count
+    elements = matrices / count
     if config.parallel.zero >= 2:  # not several blocks where some are smaller than others
-        least = min(least, min(whole.of_blocks, default=0))
-    size = {"bucket_size": max(1, math.ceil(least))}
+        elements = min(elements, min(parameters.elements_per_block, default=0))
+    size = {"bucket_size": max(1, math.ceil(elements))}
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=size)})
 
 
 @dataclass(frozen=True)
 class ExchangeTimes:
-    """Seconds of the collectives of gradients and values over data ranks. scatter: each rank gets
-    its part of the sums. gather: all ranks get all values. whole: all ranks get all sums. replicas:
-    sums of a rank's part over its replicas."""
+    """Seconds of the collectives of gradients and values over data ranks.
+
+    scatter: each rank gets its part of the sums. gather: all ranks get all values. all_reduce: all
+    ranks get all sums. replicas: sums of a rank's part over its replicas.
+    """
 
     scatter: Number
     gather: Number
-    whole: Number
+    all_reduce: Number
     replicas: Number
 
-    def in_turn(self, zero: Number) -> Number:
+    def total_at(self, zero: Number) -> Number:
         """Return the sum of those that take place at a ZeRO stage."""
-        return np.where(zero == 0, self.whole, self.scatter + self.gather) + self.replicas
+        return np.where(zero == 0, self.all_reduce, self.scatter + self.gather) + self.replicas
 
 
-def exchange_times(machine: Machine, size: Number, times: Number) -> ExchangeTimes:
-    """Return the seconds of exchanging `size` elements in `times` buckets."""
-    parallel, software = machine.config.parallel, machine.software
-    part, width = size / machine.sizes.shard, WIDTH[machine.config.train.precision]
-    wire = _wire_bytes(machine)
-    gather = machine.seconds("all_gather", width * size, "shard", times)
+def exchange_times(machine: Machine, elements: Number, buckets: Number) -> ExchangeTimes:
+    """Return the seconds of exchanging so many elements in so many buckets."""
+    parallel, software, seconds = (
+        machine.config.parallel,
+        machine.software,
+        machine.collective_seconds,
+    )
+    values = DTYPE_BYTES[machine.config.train.precision] * elements
+    wire = _gradient_bytes(machine)
+    gradients, shard = wire * elements, wire * (elements / machine.sizes.shard)
+    gather = seconds("all_gather", values, "shard", buckets)
     if software.gradient_bytes is not None or parallel.reduce_precision != "bf16":
         return ExchangeTimes(
-            machine.seconds("reduce_scatter", wire * size, "shard", times),
-            gather,
-            machine.seconds("all_reduce", wire * size, "shard", times),
-            machine.seconds("all_reduce", wire * part, "replicas", times),
+            scatter=seconds("reduce_scatter", gradients, "shard", buckets),
+            gather=gather,
+            all_reduce=seconds("all_reduce", gradients, "shard", buckets),
+            replicas=seconds("all_reduce", shard, "replicas", buckets),
         )
-    scatter = machine.exchange(wire * size, "shard", times)
+    # Rounded gradients are exchanged and summed by the receiver in master precision.
+    scatter = machine.exchange_seconds(gradients, "shard", buckets)
+    between_replicas = machine.exchange_seconds(shard, "replicas", buckets)
     return ExchangeTimes(
-        scatter,
-        gather,
-        scatter + machine.seconds("all_gather", wire * size, "shard", times),
-        machine.exchange(wire * part, "replicas", times)
-        + machine.seconds("all_gather", wire * part, "replicas", times),
+        scatter=scatter,
+        gather=gather,
+        all_reduce=scatter + seconds("all_gather", gradients, "shard", buckets),
+        replicas=between_replicas + seconds("all_gather", shard, "replicas", buckets),
     )
 
 
-def _wire_bytes(machine: Machine) -> int:
-    """Return the bytes of a gradient on its way."""
+def _gradient_bytes(machine: Machine) -> int:
+    """Return the bytes per element of gradients that are sent."""
     if machine.software.gradient_bytes is not None:
         return machine.software.gradient_bytes
     half = machine.config.parallel.reduce_precision == "bf16"
-    return 2 if half else max(4, WIDTH[machine.config.train.precision])
+    return 2 if half else max(4, DTYPE_BYTES[machine.config.train.precision])
 
 
 def exposed_exchange_seconds(
-    machine: Machine, held: ParameterLoad, window: PassTimes, passes: Number
+    machine: Machine, load: ParameterLoad, window: PassTimes, passes: Number
 ) -> Number:
     """Return the exposed seconds of exchanging gradients and weights in a step.
 
-    window: compute of one microbatch on the rank. passes: number of microbatches that an exchange
-    made once per step overlaps with (`overlapping_passes`).
+    Args:
+        machine: the links, and the layout.
+        load: the rank's parameters.
+        window: compute of one microbatch on the rank.
+        passes: number of microbatches that an exchange made once per step overlaps with
+            (`overlapping_passes`).
     """
     sizes, software = machine.sizes, machine.software
-    width, wire = WIDTH[machine.config.train.precision], _wire_bytes(machine)
-    size = held.total
-    moved_once = exchange_times(machine, size, held.buckets if software.overlap_data else 1.0)
-    scatter, gather, whole = moved_once.scatter, moved_once.gather, moved_once.whole
-    replicas = moved_once.replicas
-    tail = held.buckets if software.data_tail is None else software.data_tail
+    width, wire = DTYPE_BYTES[machine.config.train.precision], _gradient_bytes(machine)
+    size = load.total
+    times = exchange_times(machine, size, load.buckets if software.overlap_data else 1.0)
+    scatter, gather, all_reduce = times.scatter, times.gather, times.all_reduce
+    replicas = times.replicas
+    parts = load.buckets if software.data_tail is None else software.data_tail
     backward, forward = window.backward + window.weight, window.forward
-    each = sizes.microbatches * 1.0
+    microbatches = sizes.microbatches * 1.0
     if not software.overlap_data:
-        once = np.where(sizes.zero == 0, whole, scatter + gather)
-        often = each * (scatter + np.where(sizes.zero == 3, 2 * gather, 0.0))
-        often = often + np.where(sizes.zero == 3, 0.0, gather)
-        return np.where(sizes.zero >= 2, often, once) + replicas
+        per_step = np.where(sizes.zero == 0, all_reduce, scatter + gather)
+        per_pass = microbatches * (scatter + np.where(sizes.zero == 3, 2 * gather, 0.0))
+        per_pass = per_pass + np.where(sizes.zero == 3, 0.0, gather)
+        return np.where(sizes.zero >= 2, per_pass, per_step) + replicas
 
-    def beside(moved: Number, compute: Number, bytes_each: Number) -> Number:
-        delay = machine.delay(bytes_each * size, "shard")
-        return exposed_seconds(moved, compute, tail, delay)
+    def expose(transfer: Number, compute: Number, bytes_each: Number) -> Number:
+        delay = machine.contention_seconds(bytes_each * size, "shard")
+        return exposed_seconds(transfer, compute, parts, delay)
 
-    def back(moved: Number, compute: Number) -> Number:
+    def gather_back(transfer: Number, compute: Number) -> Number:
         graph = machine.config.train.cuda_graph
-        return moved if graph else beside(moved, compute, width)
+        return transfer if graph else expose(transfer, compute, width)
 
-    first = sizes.zero == 0
-    twice = np.where(first, 2.0, 1.0)
-    once = beside(np.where(first, whole, scatter), passes * backward, wire * twice)
-    once = once + np.where(first, 0.0, back(gather, passes * forward))
-    gathered = beside(gather, forward, width)
-    third = sizes.zero == 3
-    moved = scatter + np.where(third, gather, 0.0)
-    often = beside(moved, backward, wire + np.where(third, width, 0.0))
-    often = each * (often + np.where(third, gathered, 0.0))
-    often = often + np.where(third, 0.0, back(gather, forward))
-    return np.where(sizes.zero >= 2, often, once) + replicas
+    is_zero0 = sizes.zero == 0
+    directions = np.where(is_zero0, 2.0, 1.0)
+    per_step = expose(np.where(is_zero0, all_reduce, scatter), passes * backward, wire * directions)
+    per_step = per_step + np.where(is_zero0, 0.0, gather_back(gather, passes * forward))
+    exposed_gather = expose(gather, forward, width)
+    is_zero3 = sizes.zero == 3
+    transfer = scatter + np.where(is_zero3, gather, 0.0)
+    per_pass = expose(transfer, backward, wire + np.where(is_zero3, width, 0.0))
+    per_pass = microbatches * (per_pass + np.where(is_zero3, exposed_gather, 0.0))
+    per_pass = per_pass + np.where(is_zero3, 0.0, gather_back(gather, forward))
+    return np.where(sizes.zero >= 2, per_pass, per_step) + replicas
 
 
-def optimizer_seconds(machine: Machine, held: ParameterLoad) -> Number:
+def optimizer_seconds(machine: Machine, load: ParameterLoad) -> Number:
     """Return the optimizer's own seconds: reading and writing its state once, plus what Muon adds.
     Offloaded state takes as long as loading it from the host if that is longer; storing it
     overlaps with loading."""
     sizes = machine.sizes
-    own = held.total / np.where(sizes.zero >= 1, sizes.shard, 1.0)
-    moving = elementwise_seconds(machine.rate, machine.software.state_bytes * own)
+    shard = load.total / np.where(sizes.zero >= 1, sizes.shard, 1.0)
+    update = elementwise_seconds(machine.rate, machine.software.state_bytes * shard)
     link, config = machine.cluster.chip.host_link, machine.config
     if config.optim.offload and link is not None:
-        coming = host_bytes_per_element(config.optim, config.train.precision) * own / link
-        moving = np.maximum(moving, coming)
-    return moving + muon_seconds(machine, held.dense + held.experts, held.whole, held.longest)
+        loading = host_bytes_per_element(config.optim, config.train.precision) * shard / link
+        update = np.maximum(update, loading)
+    return update + muon_seconds(
+        machine, load.dense + load.experts, load.muon_total, load.muon_longest
+    )
 
 
 def layer_muon_seconds(machine: Machine, layer: int) -> tuple[float, float]:
-    """Return the seconds to orthogonalise all matrices of a layer on one rank, and those of the
-    matrix that takes longest; zeros under other optimizers."""
+    """Return the seconds in which Muon orthogonalises all matrices of a layer on one rank, and
+    those of the matrix that takes longest; zeros under other optimizers."""
     if machine.config.optim.name != "muon":
         return 0.0, 0.0
-    found = block_matrices(machine.config.model, layer)
-    each = [newton_schulz_seconds(machine.rate, matrix) for matrix in found]
-    whole = sum(one * matrix.number for one, matrix in zip(each, found, strict=True))
-    return whole, max(each, default=0.0)
+    layer_matrices = block_matrices(machine.config.model, layer)
+    seconds = [newton_schulz_seconds(machine.rate, matrix) for matrix in layer_matrices]
+    total = sum(
+        seconds_of_one * matrix.number
+        for seconds_of_one, matrix in zip(seconds, layer_matrices, strict=True)
+    )
+    return total, max(seconds, default=0.0)
 
 
 def newton_schulz_seconds(rate: KernelRates, matrix: MatrixShape) -> float:
     """Return the seconds to orthogonalise one matrix (a single one, whatever its `number`)."""
-    few, many = sorted((matrix.outputs, matrix.inputs))
-    products = ((few, few, many), (few, few, few), (few, many, few))
+    rows, columns = sorted((matrix.outputs, matrix.inputs))
+    products = ((rows, rows, columns), (rows, rows, rows), (rows, columns, rows))
     return _ITERATIONS * float(sum(product_seconds(rate, *sizes) for sizes in products))
 
 
-def muon_seconds(machine: Machine, elements: Number, whole: Number, longest: Number) -> Number:
+def muon_seconds(
+    machine: Machine, elements: Number, total: Number, longest_matrix: Number
+) -> Number:
     """Return the seconds that Muon adds to the update; 0 under other optimizers.
 
-    elements: elements of a rank's matrices before data ranks divide them. whole, longest: the
-    results of `layer_muon_seconds` for the rank's stages.
+    Args:
+        machine: the links, and the layout.
+        elements: elements of the rank's matrices before data ranks divide them.
+        total: seconds for all matrices of the rank's stages (`layer_muon_seconds`).
+        longest_matrix: seconds for the one that takes longest.
     """
     if machine.config.optim.name != "muon":
         return 0.0
     sizes = machine.sizes
-    given, taken = muon_bytes(machine, elements)
-    collect = machine.seconds("all_to_all", given, "owners")
-    everywhere = machine.seconds("all_gather", taken, "owners")
-    spread = np.where(sizes.zero == 0, everywhere, collect)
-    return np.maximum(whole / (sizes.shard * sizes.tensor), longest) + collect + spread
+    sent, received = muon_bytes(machine, elements)
+    send_pieces = machine.collective_seconds("all_to_all", sent, "owners")
+    gather_results = machine.collective_seconds("all_gather", received, "owners")
+    send_results = np.where(sizes.zero == 0, gather_results, send_pieces)
+    return (
+        np.maximum(total / (sizes.shard * sizes.tensor), longest_matrix)
+        + send_pieces
+        + send_results
+    )
 
 
 def muon_bytes(machine: Machine, elements: Number) -> tuple[Number, Number]:

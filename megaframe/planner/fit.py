@@ -80,24 +80,26 @@ class MemoryFit:
 def compute_fit(config: RunConfig, layout: Layout, chip: Chip) -> MemoryFit:
     """Return whether the ranks of a run fit on devices of this kind. The config must have passed
     `check`, with numbers for `train.recompute_blocks`."""
-    many = config.train.global_batch // (config.train.microbatch * layout.data)
-    memories = compute_pipeline_memory(config, layout, build_step_schedule(config, many), chip)
-    stage, worst = max(memories.items(), key=lambda item: item[1].total)
-    return MemoryFit(layout.rank(pipeline=stage), worst.kinds, chip)
+    microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
+    memories = compute_pipeline_memory(
+        config, layout, build_step_schedule(config, microbatches), chip
+    )
+    stage, memory = max(memories.items(), key=lambda item: item[1].total)
+    return MemoryFit(layout.rank(pipeline=stage), memory.kinds, chip)
 
 
 def diff_overrides(config: RunConfig, changed: RunConfig) -> dict[str, str]:
     """Return the overrides that make `changed` of `config`, by key, of the sections that determine
     memory."""
-    found = {}
+    overrides = {}
     for section in _SECTIONS:
         before, after = getattr(config, section), getattr(changed, section)
         for name in type(before).model_fields:
-            was, now = getattr(before, name), getattr(after, name)
-            derived = name == "data" and was is None  # what the other axes leave over
-            if was != now and not derived:
-                found[f"{section}.{name}"] = format_value(now)
-    return found
+            old, new = getattr(before, name), getattr(after, name)
+            is_derived = name == "data" and old is None  # what the other axes leave over
+            if old != new and not is_derived:
+                overrides[f"{section}.{name}"] = format_value(new)
+    return overrides
 
 
 def suggest_changes(
@@ -113,8 +115,10 @@ def suggest_changes(
     """
     if gpus > cluster.size:
         return
-    known = cluster.chip.sustained(config.train.precision) is not None and cluster.chip.has_rates
-    if not known:
+    has_rates = (
+        cluster.chip.sustained_flops(config.train.precision) is not None and cluster.chip.has_rates
+    )
+    if not has_rates:
         other = load_cluster(DEFAULT)
         chip = replace(other.chip, name=cluster.chip.name, memory=cluster.chip.memory)
         cluster, constants = replace(other, chip=chip), cluster_constants(other)
@@ -127,15 +131,15 @@ def suggest_changes(
         keys = frozenset(diff_overrides(config, changed))
         # What a smaller change achieves alone needs no larger one that includes it.
         if tries < _TRIES and keys and not any(smaller <= keys for smaller in offers):
-            text = _describe_change(config, changed, gpus, cluster, constants, timed=known)
+            text = _describe_change(config, changed, gpus, cluster, constants, timed=has_rates)
             offers |= {} if text is None else {keys: text}
             tries += 1
-    found = dict.fromkeys(offers.values())
+    suggestions = dict.fromkeys(offers.values())
     for changed in _fastest(config, gpus, cluster, constants):
-        text = _describe_change(config, changed, gpus, cluster, constants, timed=known)
-        found |= {} if text is None else {text: None}
-    yield from found
-    if known and not found:
+        text = _describe_change(config, changed, gpus, cluster, constants, timed=has_rates)
+        suggestions |= {} if text is None else {text: None}
+    yield from suggestions
+    if has_rates and not suggestions:
         yield from suggest_alternatives(config, gpus, cluster, constants, None)
 
 
@@ -156,13 +160,13 @@ def _describe_change(
     prediction = predict(
         resolve_recompute_blocks(changed, layout, cluster.chip), layout, cluster, constants
     )
-    needed = sum(prediction.memory_bytes.values())
-    if not fits_with_margin(needed, cluster.chip):
+    memory = sum(prediction.memory_bytes.values())
+    if not fits_with_margin(memory, cluster.chip):
         return None
-    given = diff_overrides(config, changed).items()
-    text = " ".join(f"{key}={_quote_for_shell(value)}" for key, value in given)
+    overrides = diff_overrides(config, changed).items()
+    text = " ".join(f"{key}={_quote_for_shell(value)}" for key, value in overrides)
     step = f", {prediction.step_seconds:.3g} s a step" if timed else ""
-    return f"{text}: {needed / _GIB:.1f} GiB{step}"
+    return f"{text}: {memory / _GIB:.1f} GiB{step}"
 
 
 def _quote_for_shell(value: str) -> str:
@@ -183,27 +187,30 @@ def _change_on_same_axes(
     if gpus == parallel.tensor * parallel.pipeline * parallel.data_replicate:
         fixed["zero"] = parallel.zero  # no rank has another to share with
     if parallel.pipeline > 1:
-        usual = "interleaved" if parallel.chunks > 1 else "1f1b"
-        known = parallel.schedule in SCHEDULES
-        fixed |= {"chunks": parallel.chunks, "schedule": parallel.schedule if known else usual}
-    found = []
-    now = (parallel.zero, RECOMPUTE.index(train.recompute), train.microbatch)
+        default = "interleaved" if parallel.chunks > 1 else "1f1b"
+        is_searched = parallel.schedule in SCHEDULES
+        fixed |= {
+            "chunks": parallel.chunks,
+            "schedule": parallel.schedule if is_searched else default,
+        }
+    changes = []
+    current = (parallel.zero, RECOMPUTE.index(train.recompute), train.microbatch)
     for same in ({**fixed, "microbatch": train.microbatch}, fixed):
-        every, seconds = _fitting_candidates(config, gpus, cluster, constants, same)
-        columns = (every.zero, every.recompute, every.microbatch, seconds)
+        candidates, seconds = _fitting_candidates(config, gpus, cluster, constants, same)
+        columns = (candidates.zero, candidates.recompute, candidates.microbatch, seconds)
         for zero, recompute, microbatch, step in zip(*(c.tolist() for c in columns), strict=True):
-            if zero >= now[0] and recompute >= now[1] and microbatch <= now[2]:
-                then = (zero, recompute, microbatch)
-                many = sum(map(int.__ne__, now, then))
-                found.append((many, step, then))
-    for _, _, (zero, recompute, microbatch) in sorted(found):
-        again: dict[str, Any] = {"recompute": RECOMPUTE[recompute]}
-        if again["recompute"] == "full" != train.recompute:
-            again = {"recompute_blocks": "auto"}
+            if zero >= current[0] and recompute >= current[1] and microbatch <= current[2]:
+                changed = (zero, recompute, microbatch)
+                num_changed = sum(map(int.__ne__, current, changed))
+                changes.append((num_changed, step, changed))
+    for _, _, (zero, recompute, microbatch) in sorted(changes):
+        recompute_update: dict[str, Any] = {"recompute": RECOMPUTE[recompute]}
+        if recompute_update["recompute"] == "full" != train.recompute:
+            recompute_update = {"recompute_blocks": "auto"}
         yield config.model_copy(
             update={
                 "parallel": parallel.model_copy(update={"zero": zero}),
-                "train": train.model_copy(update={"microbatch": microbatch, **again}),
+                "train": train.model_copy(update={"microbatch": microbatch, **recompute_update}),
             }
         )
 
@@ -225,9 +232,9 @@ def _fitting_candidates(
     config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: FixedKeys
 ) -> tuple[Candidates, Array]:
     """Return the layouts that are estimated to fit, and their seconds of a step."""
-    every = enumerate_candidates(config, gpus, cluster, fixed)
-    if not len(every):
-        return every, np.zeros(0)
-    estimates = estimate(config, cluster, constants, every)
+    candidates = enumerate_candidates(config, gpus, cluster, fixed)
+    if not len(candidates):
+        return candidates, np.zeros(0)
+    estimates = estimate(config, cluster, constants, candidates)
     fits = fits_with_margin(estimates.memory_bytes, cluster.chip)
-    return every.taken(fits), estimates.step_seconds[fits]
+    return candidates.select(fits), estimates.step_seconds[fits]

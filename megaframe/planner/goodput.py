@@ -47,7 +47,7 @@ class FailureMix:
     days: float
     causes: tuple[FailureCause, ...]
 
-    def rate(self, ranks: int) -> float:
+    def failure_rate(self, ranks: int) -> float:
         """Return the failures per second of a run with `ranks` ranks."""
         return sum(cause.count for cause in self.causes) / (self.days * _DAY) * ranks / self.ranks
 
@@ -107,11 +107,11 @@ class FailureCosts:
     stall: float = 1.0
     again: float = 10.0
 
-    def down(self, cause: FailureCause) -> float:
+    def downtime(self, cause: FailureCause) -> float:
         """Return the seconds from a failure to the next step."""
-        noticed = 0.0 if cause.kind == "planned" else getattr(self, cause.kind)
-        replaced = self.swap if cause.spare else 0.0
-        return noticed + replaced + self.restart + self.load + self.again
+        detection = 0.0 if cause.kind == "planned" else getattr(self, cause.kind)
+        replacement = self.swap if cause.spare else 0.0
+        return detection + replacement + self.restart + self.load + self.again
 
 
 PUBLISHED = FailureCosts(
@@ -138,18 +138,23 @@ def effective_share(mix: FailureMix, ranks: int, costs: FailureCosts, interval: 
     failures per second. Each failure costs D seconds of downtime, during which failures may occur
     too, and all work since the last save. A planned stop costs no work, because it saves first.
     """
-    rate = mix.rate(ranks)
+    rate = mix.failure_rate(ranks)
     total = sum(cause.count for cause in mix.causes)
-    planned = sum(cause.count for cause in mix.causes if cause.kind == "planned") / total
-    sudden = rate * (1 - planned)
-    attempts = _grown(sudden * (interval + costs.stall)) * (interval + costs.stall)
+    planned_share = sum(cause.count for cause in mix.causes if cause.kind == "planned") / total
+    sudden_rate = rate * (1 - planned_share)
+    attempts = _grown(sudden_rate * (interval + costs.stall)) * (interval + costs.stall)
     pause, growth = 0.0, 0.0
     for cause in mix.causes:
-        down = costs.down(cause)
+        downtime = costs.downtime(cause)
         if cause.kind == "planned":
-            pause += rate * cause.count / total * (down + costs.stall)
+            pause += rate * cause.count / total * (downtime + costs.stall)
         else:
-            growth += cause.count / total / (1 - planned) * math.exp(min(sudden * down, 700.0))
+            growth += (
+                cause.count
+                / total
+                / (1 - planned_share)
+                * math.exp(min(sudden_rate * downtime, 700.0))
+            )
     return interval / (attempts * max(growth, 1.0) * (1 + pause))
 
 
@@ -160,7 +165,7 @@ def _grown(x: float) -> float:
 
 def best_interval(mix: FailureMix, ranks: int, costs: FailureCosts) -> float:
     """Return the interval in seconds with the largest effective share, by golden-section search."""
-    low, high = 1e-3, 10 / mix.rate(ranks)
+    low, high = 1e-3, 10 / mix.failure_rate(ranks)
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(100):
         left, right = high - ratio * (high - low), low + ratio * (high - low)
@@ -193,7 +198,7 @@ def simulate_failures(
     """Replay `failures` random failures one after the other, with a save after every `interval`
     seconds of work."""
     draw = random.Random(seed)
-    rate, weights = mix.rate(ranks), [cause.count for cause in mix.causes]
+    rate, weights = mix.failure_rate(ranks), [cause.count for cause in mix.causes]
     cycle = interval + costs.stall
     lost = dict.fromkeys(("down", "repeated", "saves"), 0.0)
     worked = total = since = 0.0
@@ -205,18 +210,18 @@ def simulate_failures(
         saves = math.floor(since / cycle)
         unsaved = since - saves * cycle
         if cause.kind == "planned":
-            done = min(unsaved, interval)
-            worked += saves * interval + done
-            lost["saves"] += saves * costs.stall + costs.stall + (unsaved - done)
+            saved_work = min(unsaved, interval)
+            worked += saves * interval + saved_work
+            lost["saves"] += saves * costs.stall + costs.stall + (unsaved - saved_work)
             total += costs.stall
         else:
             worked += saves * interval
             lost["saves"] += saves * costs.stall
             lost["repeated"] += unsaved
         since = 0.0
-        down = _downtime(mix, costs, cause, rate, weights, draw)
-        lost["down"] += down
-        total += down
+        downtime = _downtime(mix, costs, cause, rate, weights, draw)
+        lost["down"] += downtime
+        total += downtime
     return SimulatedGoodput(
         worked / total, {name: time / total for name, time in lost.items()}, failures
     )
@@ -234,12 +239,12 @@ def _downtime(
     downtime anew; a planned stop waits."""
     total = 0.0
     while True:
-        down, gap = costs.down(cause), draw.expovariate(rate)
-        if gap >= down:
-            return total + down
+        downtime, gap = costs.downtime(cause), draw.expovariate(rate)
+        if gap >= downtime:
+            return total + downtime
         (other,) = draw.choices(mix.causes, weights)
         if other.kind == "planned":
-            return total + down
+            return total + downtime
         total += gap
         cause = other
 
@@ -251,26 +256,29 @@ def gains_of_halving(mix: FailureMix, ranks: int, costs: FailureCosts) -> list[t
     def share(costs: FailureCosts) -> float:
         return effective_share(mix, ranks, costs, best_interval(mix, ranks, costs))
 
-    now = share(costs)
-    found = [
-        (field.name, share(replace(costs, **{field.name: getattr(costs, field.name) / 2})) - now)
+    current = share(costs)
+    gains = [
+        (
+            field.name,
+            share(replace(costs, **{field.name: getattr(costs, field.name) / 2})) - current,
+        )
         for field in fields(costs)
     ]
-    return sorted(found, key=lambda gain: -gain[1])
+    return sorted(gains, key=lambda gain: -gain[1])
 
 
 def max_restart_seconds(mix: FailureMix, ranks: int, costs: FailureCosts, share: float) -> float:
     """Return how many seconds a restart may take to reach the effective share `share` at the best
     interval, by bisection; 0 if no restart time reaches it."""
 
-    def reached(restart: float) -> bool:
-        now = replace(costs, restart=restart)
-        return effective_share(mix, ranks, now, best_interval(mix, ranks, now)) >= share
+    def is_reached(restart: float) -> bool:
+        tried = replace(costs, restart=restart)
+        return effective_share(mix, ranks, tried, best_interval(mix, ranks, tried)) >= share
 
-    low, high = 0.0, 10 / mix.rate(ranks)
+    low, high = 0.0, 10 / mix.failure_rate(ranks)
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if reached(middle) else (low, middle)
+        low, high = (middle, high) if is_reached(middle) else (low, middle)
     return low
 
 
@@ -283,7 +291,7 @@ def table_lines(
     head = ("ranks", "between failures", "save every", "Daly", "effective", "simulated", "next")
     yield _format_row(head)
     for ranks in sizes:
-        interval, rate = best_interval(mix, ranks, costs), mix.rate(ranks)
+        interval, rate = best_interval(mix, ranks, costs), mix.failure_rate(ranks)
         share = effective_share(mix, ranks, costs, interval)
         simulated = simulate_failures(mix, ranks, costs, interval, seed=seed).effective
         name, gain = gains_of_halving(mix, ranks, costs)[0]
@@ -331,13 +339,21 @@ def predict_goodput(
     """Return what a run of `tokens` tokens loses and costs.
 
     Each interval loses the stall of a save, and each failure loses half an interval and a restart.
-    checkpoint_bytes: bytes of the rank that writes most.
+
+    Args:
+        cluster: failures, storage and price.
+        ranks: number of ranks.
+        tokens_per_second: of the whole run, while it trains.
+        tokens: tokens to train on.
+        checkpoint_bytes: bytes of the rank that writes most.
     """
     mean_between = cluster.failure_hours * 3600.0 / ranks
     stall = max(1e-3, checkpoint_bytes / cluster.storage)
     interval = daly_interval(stall, mean_between)
-    lost = stall / (interval + stall) + (interval / 2 + cluster.restart_seconds) / mean_between
-    share = max(0.0, 1.0 - min(1.0, lost))
+    lost_share = (
+        stall / (interval + stall) + (interval / 2 + cluster.restart_seconds) / mean_between
+    )
+    share = max(0.0, 1.0 - min(1.0, lost_share))
     seconds = tokens / tokens_per_second / share if share else float("inf")
     days = seconds / 86400.0
     return Goodput(

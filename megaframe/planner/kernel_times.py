@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from megaframe.errors import UserError
-from megaframe.hardware.chips import WIDTH, Chip
-from megaframe.hardware.cluster import without_rates
+from megaframe.hardware.chips import DTYPE_BYTES, Chip
+from megaframe.hardware.cluster import describe_unknown_chip
 from megaframe.planner.constants import Constants
 
 Number = Any
@@ -46,8 +46,8 @@ def kernel_rates(chip: Chip, constants: Constants, kind: str) -> KernelRates:
     """Return the rates of a chip in the type `kind`. Raises `UserError` if the chip lacks it, or if
     nothing is known of the chip's speed."""
     if not chip.has_rates:
-        raise UserError(without_rates(chip))
-    sustained = chip.sustained(kind)
+        raise UserError(describe_unknown_chip(chip))
+    sustained = chip.sustained_flops(kind)
     if sustained is None:
         raise UserError(
             f"train.precision={kind}: chip {chip.name} has no figure for it; use "
@@ -61,16 +61,16 @@ def kernel_rates(chip: Chip, constants: Constants, kind: str) -> KernelRates:
         memory=chip.bandwidth * constants.memory,
         read=chip.bandwidth,
         launch=constants.launch,
-        width=WIDTH[kind],
+        width=DTYPE_BYTES[kind],
     )
 
 
 def product_seconds(rate: KernelRates, rows: Number, outputs: Number, terms: Number) -> Number:
     """Return the seconds of a product of [rows, terms] and [terms, outputs]: the time of
     2 (terms + start) (rows outputs + wave) operations, or of moving the operands if longer."""
-    computing = 2.0 * (terms + rate.start) * (rows * outputs + rate.wave) / rate.flops
-    moved = rate.width * (rows * terms + terms * outputs + rows * outputs)
-    return np.maximum(computing, moved / rate.read)
+    compute = 2.0 * (terms + rate.start) * (rows * outputs + rate.wave) / rate.flops
+    operand_bytes = rate.width * (rows * terms + terms * outputs + rows * outputs)
+    return np.maximum(compute, operand_bytes / rate.read)
 
 
 def grouped_product_seconds(
@@ -78,9 +78,9 @@ def grouped_product_seconds(
 ) -> Number:
     """Return the seconds of `groups` products of the same size in one kernel, which has only one
     last wave."""
-    computing = 2.0 * (terms + rate.start) * (groups * rows * outputs + rate.wave) / rate.flops
-    moved = rate.width * groups * (rows * terms + terms * outputs + rows * outputs)
-    return np.maximum(computing, moved / rate.read)
+    compute = 2.0 * (terms + rate.start) * (groups * rows * outputs + rate.wave) / rate.flops
+    operand_bytes = rate.width * groups * (rows * terms + terms * outputs + rows * outputs)
+    return np.maximum(compute, operand_bytes / rate.read)
 
 
 def linear_seconds(

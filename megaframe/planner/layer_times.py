@@ -45,26 +45,26 @@ def layer_kinds(model: ModelConfig) -> list[tuple[bool, int | None]]:
 def block_times(machine: Machine, layer: int) -> CostBreakdown:
     """Return the seconds of the block of a layer."""
     model, sizes, rate = machine.config.model, machine.sizes, machine.rate
-    emulated = model.emulate
-    if emulated is not None:
-        return CostBreakdown(PassTimes(emulated.forward, emulated.backward, emulated.weight))
+    emulation = model.emulate
+    if emulation is not None:
+        return CostBreakdown(PassTimes(emulation.forward, emulation.backward, emulation.weight))
     moe = model.moe
     experts = moe is not None and has_experts(moe, layer)
     attention = _attention_times(machine, layer)
-    joined = machine.software.parallel_block and model.latent is None and not experts
-    if joined:
+    is_parallel = machine.software.parallel_block and model.latent is None and not experts
+    if is_parallel:
         linears = _parallel_block_linears(machine)
     else:
         linears = _attention_linears(machine)
         linears = linears + (_expert_times(machine) if experts else _mlp_times(machine, model.ffn))
-    stream = _elementwise_times(machine)
-    again = PassTimes(0.0, _recompute_seconds(machine, linears, attention, stream), 0.0)
-    compute = linears + attention + stream + again
+    elementwise = _elementwise_times(machine)
+    recompute = PassTimes(0.0, _recompute_seconds(machine, linears, attention, elementwise), 0.0)
+    compute = linears + attention + elementwise + recompute
     expert = expert_parallel_times(machine) if experts else PassTimes()
-    sums = 1 if joined or not has_mlp(model, layer) else 2
+    sums = 1 if is_parallel or not has_mlp(model, layer) else 2
     tensor = tensor_parallel_times(machine, linears, sums)
-    full = sizes.recompute == 2
-    tensor = tensor + PassTimes(0.0, np.where(full, tensor.forward, 0.0), 0.0)
+    is_full = sizes.recompute == 2
+    tensor = tensor + PassTimes(0.0, np.where(is_full, tensor.forward, 0.0), 0.0)
     context = context_parallel_times(machine, attention)
     # Launches of the host are compared with the whole pass, exposed transfers included: while the
     # device waits for a transfer, the host catches up.
@@ -80,13 +80,13 @@ def _extend_to_launches(
     transfers if that is longer."""
     software = machine.software
     forward = software.kernels * rate.launch
-    extra = np.where(machine.sizes.recompute == 2, 1.0, 0.0)
-    backward = forward * (software.backward_kernels + extra)
+    recomputed = np.where(machine.sizes.recompute == 2, 1.0, 0.0)
+    backward = forward * (software.backward_kernels + recomputed)
     device = compute.backward + compute.weight
-    lacking = np.maximum(0.0, backward - device - tensor.backward - tensor.weight)
+    waiting = np.maximum(0.0, backward - device - tensor.backward - tensor.weight)
     return PassTimes(
         np.maximum(compute.forward, forward - tensor.forward),
-        compute.backward + lacking,
+        compute.backward + waiting,
         compute.weight,
     )
 
@@ -96,13 +96,13 @@ def _linear_times(
 ) -> PassTimes:
     rows = machine.tokens if rows is None else rows
     forward, backward, weight = linear_seconds(machine.linear, rows, outputs, inputs, groups)
-    adding = machine.software.accumulate_bytes * groups * outputs * inputs
-    made = PassTimes(forward, backward, weight + elementwise_seconds(machine.rate, adding))
+    accumulated = machine.software.accumulate_bytes * groups * outputs * inputs
+    products = PassTimes(forward, backward, weight + elementwise_seconds(machine.rate, accumulated))
     if machine.software.products != "fp8":
-        return made
+        return products
     operands = groups * (rows * inputs + outputs * inputs)
-    one = elementwise_seconds(machine.rate, _CAST_BYTES)
-    return made + PassTimes(one * operands, one * groups * rows * outputs, 0.0)
+    cast = elementwise_seconds(machine.rate, _CAST_BYTES)
+    return products + PassTimes(cast * operands, cast * groups * rows * outputs, 0.0)
 
 
 def _attention_linears(machine: Machine) -> PassTimes:
@@ -116,14 +116,14 @@ def _attention_linears(machine: Machine) -> PassTimes:
             machine, model.hidden, queries
         )
     query, value = head_widths(model)
-    own = machine.tokens / tensor  # a rank computes the latents of its own rows
-    parts = _linear_times(machine, latent_width(latent), model.hidden, own)
-    parts = parts + _linear_times(
+    own_rows = machine.tokens / tensor  # a rank computes the latents of its own rows
+    linears = _linear_times(machine, latent_width(latent), model.hidden, own_rows)
+    linears = linears + _linear_times(
         machine, model.heads * query / tensor, latent.query_rank or model.hidden
     )
     heads = model.heads * (latent.head_dim + value) / tensor
-    parts = parts + _linear_times(machine, heads, latent.kv_rank)
-    return parts + _linear_times(machine, model.hidden, model.heads * value / tensor)
+    linears = linears + _linear_times(machine, heads, latent.kv_rank)
+    return linears + _linear_times(machine, model.hidden, model.heads * value / tensor)
 
 
 def _parallel_block_linears(machine: Machine) -> PassTimes:
@@ -155,18 +155,20 @@ def _expert_times(machine: Machine) -> PassTimes:
     assert moe is not None
     width = (moe.ffn or model.ffn) / sizes.expert_tensor
     up = 2 if model.activation == "swiglu" else 1
-    here = np.maximum(1.0, moe.experts / sizes.expert)
+    local_experts = np.maximum(1.0, moe.experts / sizes.expert)
     # Rows per expert: those of all ranks that send to this one, spread over all experts.
-    own = machine.tokens / sizes.tensor
-    rows = own * moe.top_k * sizes.expert * sizes.expert_tensor / moe.experts
-    found = _linear_times(machine, up * width, model.hidden, rows, here)
-    found = found + _linear_times(machine, model.hidden, width, rows, here)
-    found = found + _linear_times(machine, moe.experts, model.hidden, own)
+    own_rows = machine.tokens / sizes.tensor
+    rows = own_rows * moe.top_k * sizes.expert * sizes.expert_tensor / moe.experts
+    experts = _linear_times(machine, up * width, model.hidden, rows, local_experts)
+    experts = experts + _linear_times(machine, model.hidden, width, rows, local_experts)
+    experts = experts + _linear_times(machine, moe.experts, model.hidden, own_rows)
     if moe.shared:
-        found = found + _mlp_times(machine, moe.shared * (moe.ffn or model.ffn))
-    moved = machine.rate.width * own * moe.top_k * 8 * model.hidden  # sorted, sent and summed
-    moving = elementwise_seconds(machine.rate, moved)
-    return found + PassTimes(moving, moving, 0.0)
+        experts = experts + _mlp_times(machine, moe.shared * (moe.ffn or model.ffn))
+    permuted = (
+        machine.rate.width * own_rows * moe.top_k * 8 * model.hidden
+    )  # sorted, sent and summed
+    permutation = elementwise_seconds(machine.rate, permuted)
+    return experts + PassTimes(permutation, permutation, 0.0)
 
 
 def _attention_times(machine: Machine, layer: int) -> PassTimes:
@@ -185,16 +187,16 @@ def _attention_times(machine: Machine, layer: int) -> PassTimes:
     rows, keys = seq / sizes.context, float(seq)
     products = grouped_product_seconds(rate, groups, rows, keys, query)
     products = products + grouped_product_seconds(rate, groups, rows, value, keys)
-    one = elementwise_seconds(rate, groups * rows * keys)
-    backward = 2 * products + software.score_backward_bytes * one
-    return PassTimes(products + software.score_bytes * one, backward, 0.0)
+    pass_over_scores = elementwise_seconds(rate, groups * rows * keys)
+    backward = 2 * products + software.score_backward_bytes * pass_over_scores
+    return PassTimes(products + software.score_bytes * pass_over_scores, backward, 0.0)
 
 
 def _elementwise_times(machine: Machine) -> PassTimes:
     """Return the seconds of norms, residuals and activations."""
     model, sizes, software = machine.config.model, machine.sizes, machine.software
-    divided = sizes.tensor if software.sequence_parallel else 1.0
-    stream = software.stream_passes * model.hidden / divided
+    stream_ranks = sizes.tensor if software.sequence_parallel else 1.0
+    stream = software.stream_passes * model.hidden / stream_ranks
     moe, width = model.moe, float(model.ffn)
     if moe is not None:
         width = (moe.top_k + moe.shared) * (moe.ffn or model.ffn)
@@ -207,14 +209,14 @@ def _elementwise_times(machine: Machine) -> PassTimes:
 
 
 def _recompute_seconds(
-    machine: Machine, linears: PassTimes, attention: PassTimes, stream: PassTimes
+    machine: Machine, linears: PassTimes, attention: PassTimes, elementwise: PassTimes
 ) -> Number:
     """Return the seconds of what backward recomputes."""
     recompute = machine.sizes.recompute
-    of_attention = machine.software.selective == "attention"
-    part = attention.forward if of_attention else stream.forward
-    whole = linears.forward + attention.forward + stream.forward
-    return np.where(recompute == 2, whole, np.where(recompute == 1, part, 0.0))
+    recomputes_attention = machine.software.selective == "attention"
+    selective = attention.forward if recomputes_attention else elementwise.forward
+    full = linears.forward + attention.forward + elementwise.forward
+    return np.where(recompute == 2, full, np.where(recompute == 1, selective, 0.0))
 
 
 def head_times(machine: Machine) -> CostBreakdown:
@@ -227,16 +229,16 @@ def head_times(machine: Machine) -> CostBreakdown:
     products = linear_seconds(rate, machine.tokens, vocab, model.hidden)
     loss = elementwise_seconds(rate, machine.software.logit_bytes * machine.tokens * vocab)
     size = rate.width * machine.tokens * model.hidden
-    gather = machine.seconds("all_gather", size, "tensor")
-    many = 1.0 + model.mtp_depth
+    gather = machine.collective_seconds("all_gather", size, "tensor")
+    heads = 1.0 + model.mtp_depth
     if machine.software.head_backward:
         forward, backward, weight = products
         compute = _extend_head_to_launches(
             machine, forward + 0.7 * loss, backward + 0.3 * loss, weight
         )
-        return CostBreakdown(compute.times(many), PassTimes(gather, gather, 0.0).times(many))
+        return CostBreakdown(compute.scaled(heads), PassTimes(gather, gather, 0.0).scaled(heads))
     compute = _extend_head_to_launches(machine, sum(products) + loss, 0.0, 0.0)
-    return CostBreakdown(compute.times(many), PassTimes(2 * gather).times(many))
+    return CostBreakdown(compute.scaled(heads), PassTimes(2 * gather).scaled(heads))
 
 
 def _extend_head_to_launches(
@@ -245,5 +247,5 @@ def _extend_head_to_launches(
     """Return the passes, extended to the time that the host needs to launch them if longer."""
     software = machine.software
     host = software.end_kernels * machine.rate.launch
-    lacking = np.maximum(0.0, host * software.backward_kernels - backward - weight)
-    return PassTimes(np.maximum(forward, host), backward + lacking, weight)
+    waiting = np.maximum(0.0, host * software.backward_kernels - backward - weight)
+    return PassTimes(np.maximum(forward, host), backward + waiting, weight)

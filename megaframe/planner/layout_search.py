@@ -47,13 +47,13 @@ _GIB = 2.0**30
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """A layout, the config that has it, and its prediction. place: its index among the candidates
+    """A layout, the config that has it, and its prediction. index: its number among the candidates
     of a search, -1 outside of one."""
 
     config: RunConfig
     layout: Layout
     prediction: Prediction
-    place: int = -1
+    index: int = -1
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,16 @@ def search(
 ) -> SearchResult:
     """Return the best layouts for `gpus` GPUs.
 
-    fixed: values of keys that the search may not choose (`valid.FREE`). simulated: number of
-    layouts to simulate. Raises `UserError` if none is valid or none fits, with what would be
-    needed.
+    Args:
+        config: the run; its layout is ignored.
+        gpus: number of GPUs.
+        cluster: the chips and links.
+        constants: what kernels and collectives reach there.
+        fixed: values of `candidates.SEARCHED_KEYS` that the search may not choose.
+        simulated: number of layouts to simulate.
+
+    Raises:
+        UserError: no layout is valid or none fits; the message says what would be needed.
     """
     begin = time.perf_counter()
     if gpus > cluster.size:
@@ -94,17 +101,19 @@ def search(
             f"{gpus} GPUs are more than the {cluster.size} of cluster {cluster.name}; use "
             f"{cluster.size} or fewer"
         )
-    every = enumerate_candidates(config, gpus, cluster, fixed)
-    if not len(every):
+    candidates = enumerate_candidates(config, gpus, cluster, fixed)
+    if not len(candidates):
         raise UserError(_describe_no_valid_layout(config, gpus, cluster, fixed))
-    before = time.perf_counter()
-    estimates = estimate(config, cluster, constants, every)
-    between = time.perf_counter()
-    choices = _simulate_best(config, gpus, cluster, constants, every, estimates, simulated)
+    enumerated = time.perf_counter()
+    estimates = estimate(config, cluster, constants, candidates)
+    estimated = time.perf_counter()
+    choices = _simulate_best(config, gpus, cluster, constants, candidates, estimates, simulated)
     if not choices:
-        raise UserError(describe_no_fit(config, gpus, cluster, constants, every, estimates, fixed))
+        raise UserError(
+            describe_no_fit(config, gpus, cluster, constants, candidates, estimates, fixed)
+        )
     end = time.perf_counter()
-    return SearchResult(choices, every, estimates, between - before, end - begin)
+    return SearchResult(choices, candidates, estimates, estimated - enumerated, end - begin)
 
 
 def _simulate_best(
@@ -112,73 +121,78 @@ def _simulate_best(
     gpus: int,
     cluster: Cluster,
     constants: Constants,
-    every: Candidates,
+    candidates: Candidates,
     estimates: Estimates,
-    most: int,
+    max_simulated: int,
 ) -> tuple[LayoutChoice, ...]:
     """Simulate the best candidates by estimate, and return those that fit, best first.
 
-    most: number of candidates to simulate.
+    max_simulated: number of candidates to simulate.
     """
     fits = fits_with_margin(estimates.memory_bytes, cluster.chip)
-    penalty = _penalty(every)
+    penalty = _penalty(candidates)
     order = np.argsort(np.where(fits, estimates.step_seconds * penalty, np.inf), kind="stable")
-    kinds: Counter[tuple[int, ...]] = Counter()
-    found: list[LayoutChoice] = []
-    looked = 0
-    passes = every.sizes(config).microbatches * every.pipeline * every.chunks * 3
-    for place in order.tolist():
-        if looked == most or not fits[place]:
+    simulated_per_kind: Counter[tuple[int, ...]] = Counter()
+    choices: list[LayoutChoice] = []
+    simulated = 0
+    passes = candidates.sizes(config).microbatches * candidates.pipeline * candidates.chunks * 3
+    for index in order.tolist():
+        if simulated == max_simulated or not fits[index]:
             break
-        kind = tuple(int(a[place]) for a in (every.tensor, every.context, every.pipeline))
-        if kinds[kind] == _OF_A_KIND or (passes[place] > _PASSES and found):
+        kind = tuple(
+            int(a[index]) for a in (candidates.tensor, candidates.context, candidates.pipeline)
+        )
+        if simulated_per_kind[kind] == _OF_A_KIND or (passes[index] > _PASSES and choices):
             continue
-        kinds[kind] += 1
-        looked += 1
-        one = apply_candidate(config, every, place)
-        validate_config(one, gpus, data=False)
-        layout = Layout.from_parallel(one.parallel, gpus)
-        for each in _with_fewer_recomputed(one, config, layout, cluster):
-            prediction = predict(each, layout, cluster, constants)
+        simulated_per_kind[kind] += 1
+        simulated += 1
+        candidate = apply_candidate(config, candidates, index)
+        validate_config(candidate, gpus, data=False)
+        layout = Layout.from_parallel(candidate.parallel, gpus)
+        for variant in _with_fewer_recomputed(candidate, config, layout, cluster):
+            prediction = predict(variant, layout, cluster, constants)
             if fits_with_margin(sum(prediction.memory_bytes.values()), cluster.chip):
-                found.append(LayoutChoice(each, layout, prediction, place))
-    return tuple(sorted(found, key=lambda one: one.prediction.step_seconds * penalty[one.place]))
+                choices.append(LayoutChoice(variant, layout, prediction, index))
+    choices.sort(key=lambda choice: choice.prediction.step_seconds * penalty[choice.index])
+    return tuple(choices)
 
 
 def _with_fewer_recomputed(
-    one: RunConfig, asked: RunConfig, layout: Layout, cluster: Cluster
+    candidate: RunConfig, config: RunConfig, layout: Layout, cluster: Cluster
 ) -> Iterator[RunConfig]:
-    """Yield the config of a candidate. If `asked` has `train.recompute_blocks=auto` and the
+    """Yield the config of a candidate. If `config` has `train.recompute_blocks=auto` and the
     candidate recomputes all blocks, also yield it with as few recomputed blocks as fit."""
-    yield one
-    if asked.train.recompute_blocks == "auto" and one.train.recompute == "full":
-        train = one.train.model_copy(update={"recompute": "selective", "recompute_blocks": "auto"})
+    yield candidate
+    if config.train.recompute_blocks == "auto" and candidate.train.recompute == "full":
+        train = candidate.train.model_copy(
+            update={"recompute": "selective", "recompute_blocks": "auto"}
+        )
         yield resolve_recompute_blocks(
-            one.model_copy(update={"train": train}), layout, cluster.chip
+            candidate.model_copy(update={"train": train}), layout, cluster.chip
         )
 
 
-def _penalty(every: Candidates) -> Array:
+def _penalty(candidates: Candidates) -> Array:
     """Return for each candidate the factor by which its step counts as longer because its layout is
     less simple."""
-    found = 1.0 + 0.001 * (every.zero + every.recompute)
+    penalty = 1.0 + 0.001 * (candidates.zero + candidates.recompute)
     for name, share in _SIMPLER.items():
-        found = found + share * (getattr(every, name) > 1)
-    return found
+        penalty = penalty + share * (getattr(candidates, name) > 1)
+    return penalty
 
 
 def _describe_no_valid_layout(
     config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys | None
 ) -> str:
     train, model = config.train, config.model
-    near = [n for n in range(gpus, 0, -1) if len(enumerate_candidates(config, n, cluster, fixed))][
-        :1
-    ]
-    given = "".join(f", {key}={value}" for key, value in (fixed or {}).items())
+    valid_gpus = [
+        n for n in range(gpus, 0, -1) if len(enumerate_candidates(config, n, cluster, fixed))
+    ][:1]
+    fixed_text = "".join(f", {key}={value}" for key, value in (fixed or {}).items())
     return (
         f"no layout divides model.layers={model.layers}, model.heads={model.heads} and "
-        f"train.global_batch={train.global_batch} among {gpus} GPUs{given}; "
-        + (f"use {near[0]} GPUs, or " if near else "use ")
+        f"train.global_batch={train.global_batch} among {gpus} GPUs{fixed_text}; "
+        + (f"use {valid_gpus[0]} GPUs, or " if valid_gpus else "use ")
         + "a train.global_batch with more divisors"
     )
 
@@ -188,37 +202,37 @@ def describe_no_fit(
     gpus: int,
     cluster: Cluster,
     constants: Constants,
-    every: Candidates,
+    candidates: Candidates,
     estimates: Estimates,
     fixed: FixedKeys | None = None,
 ) -> str:
     """Return the message if nothing fits: the least memory that the model needs, the layout that
     needs it, and what would work."""
-    place = int(np.argmin(estimates.memory_bytes))
-    needed, there = estimates.memory_bytes[place] / _GIB, cluster.chip.memory / _GIB
-    asked = "".join(f", {key}={value}" for key, value in (fixed or {}).items())
+    index = int(np.argmin(estimates.memory_bytes))
+    needed, capacity = estimates.memory_bytes[index] / _GIB, cluster.chip.memory / _GIB
+    fixed_text = "".join(f", {key}={value}" for key, value in (fixed or {}).items())
     lines = [
-        f"no layout on {gpus} GPUs of {cluster.name}{asked} leaves a GPU with less than "
-        f"{needed:.1f} GiB of its {there:.0f} GiB: {describe_candidate(every, place)}",
+        f"no layout on {gpus} GPUs of {cluster.name}{fixed_text} leaves a GPU with less than "
+        f"{needed:.1f} GiB of its {capacity:.0f} GiB: {describe_candidate(candidates, index)}",
         *suggest_alternatives(config, gpus, cluster, constants, fixed),
     ]
     return "\n  ".join(lines)
 
 
-def describe_candidate(every: Candidates, place: int) -> str:
-    """Return the layout of candidate number `place` in words."""
+def describe_candidate(candidates: Candidates, index: int) -> str:
+    """Return the layout of candidate number `index` in words."""
     axes = ("tensor", "context", "pipeline", "chunks", "data", "expert", "expert_tensor")
-    sizes = {name: int(getattr(every, name)[place]) for name in axes}
-    named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    replicas = int(every.data_replicate[place])
+    sizes = {name: int(getattr(candidates, name)[index]) for name in axes}
+    words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    replicas = int(candidates.data_replicate[index])
     if replicas > 1:
-        named.append(f"replicas {replicas}")
+        words.append(f"replicas {replicas}")
     if sizes["pipeline"] > 1:
-        named.append(SCHEDULES[int(every.schedule[place])])
-    named.append(f"zero {int(every.zero[place])}")
-    named.append(f"recompute {RECOMPUTE[int(every.recompute[place])]}")
-    named.append(f"microbatch {int(every.microbatch[place])}")
-    return ", ".join(named)
+        words.append(SCHEDULES[int(candidates.schedule[index])])
+    words.append(f"zero {int(candidates.zero[index])}")
+    words.append(f"recompute {RECOMPUTE[int(candidates.recompute[index])]}")
+    words.append(f"microbatch {int(candidates.microbatch[index])}")
+    return ", ".join(words)
 
 
 def suggest_alternatives(
@@ -227,26 +241,26 @@ def suggest_alternatives(
     """Yield what would work if no layout fits: without the given keys, more GPUs, optimizer state
     in 8 bits, a chip with more memory."""
     if fixed:
-        free = _describe_fastest(config, gpus, cluster, constants)
-        if free:
-            yield f"without the given keys: {free}"
-    more = _suggest_more_gpus(config, gpus, cluster, constants, fixed)
-    if more:
-        yield more
+        unfixed = _describe_fastest(config, gpus, cluster, constants)
+        if unfixed:
+            yield f"without the given keys: {unfixed}"
+    more_gpus = _suggest_more_gpus(config, gpus, cluster, constants, fixed)
+    if more_gpus:
+        yield more_gpus
     if config.optim.state == "master":
-        fewer = config.model_copy(
+        with_int8 = config.model_copy(
             update={"optim": config.optim.model_copy(update={"state": "int8"})}
         )
-        small = _describe_fastest(fewer, gpus, cluster, constants, fixed)
-        if small:
-            yield f"with optim.state=int8: {small}"
+        int8_layout = _describe_fastest(with_int8, gpus, cluster, constants, fixed)
+        if int8_layout:
+            yield f"with optim.state=int8: {int8_layout}"
     for name in cluster_names():
         other = load_cluster(name)
         larger = other.chip.memory > cluster.chip.memory and other.size >= gpus
         if larger and other.chip.family in ("h100", "b200"):
-            found = _describe_fastest(config, gpus, other, cluster_constants(other), fixed)
-            if found:
-                yield f"{gpus} GPUs of {name}: {found}"
+            fitting = _describe_fastest(config, gpus, other, cluster_constants(other), fixed)
+            if fitting:
+                yield f"{gpus} GPUs of {name}: {fitting}"
                 return
 
 
@@ -255,13 +269,13 @@ def _suggest_more_gpus(
 ) -> str | None:
     """Return the smallest number of GPUs, doubled repeatedly, on which the model fits, with its
     layout; None if there is none."""
-    times = 2
-    while times <= _MOST_TIMES and gpus * times <= cluster.size:
-        found = _describe_fastest(config, gpus * times, cluster, constants, fixed)
-        if found:
+    factor = 2
+    while factor <= _MOST_TIMES and gpus * factor <= cluster.size:
+        fitting = _describe_fastest(config, gpus * factor, cluster, constants, fixed)
+        if fitting:
             kind = "ranks" if cluster.chip.is_host else "GPUs"
-            return f"{gpus * times} {kind} of {cluster.name}: {found}"
-        times *= 2
+            return f"{gpus * factor} {kind} of {cluster.name}: {fitting}"
+        factor *= 2
     return None
 
 
@@ -274,15 +288,15 @@ def find_fastest(
 ) -> tuple[Candidates, int, float] | None:
     """Return all candidates, the index of the one with the shortest estimated step that fits, and
     its seconds; None if no layout is valid and fits."""
-    every = enumerate_candidates(config, gpus, cluster, fixed)
-    if not len(every):
+    candidates = enumerate_candidates(config, gpus, cluster, fixed)
+    if not len(candidates):
         return None
-    found = estimate(config, cluster, constants, every)
-    fits = fits_with_margin(found.memory_bytes, cluster.chip)
+    estimates = estimate(config, cluster, constants, candidates)
+    fits = fits_with_margin(estimates.memory_bytes, cluster.chip)
     if not fits.any():
         return None
-    place = int(np.argmin(np.where(fits, found.step_seconds, np.inf)))
-    return every, place, float(found.step_seconds[place])
+    index = int(np.argmin(np.where(fits, estimates.step_seconds, np.inf)))
+    return candidates, index, float(estimates.step_seconds[index])
 
 
 def _describe_fastest(
@@ -293,12 +307,12 @@ def _describe_fastest(
     fixed: FixedKeys | None = None,
 ) -> str | None:
     """Return the fastest layout that fits in words, with its step and price; None if none fits."""
-    found = find_fastest(config, gpus, cluster, constants, fixed)
-    if found is None:
+    fastest = find_fastest(config, gpus, cluster, constants, fixed)
+    if fastest is None:
         return None
-    every, place, step = found
+    candidates, index, step = fastest
     dollars = step * config.train.steps / 3600 * gpus * cluster.price
     return (
         f"{step:.3g} s a step, ${gpus * cluster.price:,.0f} an hour, ${dollars:,.0f} for "
-        f"train.steps={config.train.steps} ({describe_candidate(every, place)})"
+        f"train.steps={config.train.steps} ({describe_candidate(candidates, index)})"
     )

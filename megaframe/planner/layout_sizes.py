@@ -88,35 +88,42 @@ def sizes_of(config: RunConfig, layout: Layout) -> LayoutSizes:
 
 @dataclass(frozen=True)
 class BlocksPerRank:
-    """Blocks per rank. middle: of the rank that has most. end: of the rank with the last stage."""
+    """Numbers of blocks. fullest: of the rank that has most. last: of the rank with the last
+    stage."""
 
-    middle: Array
-    end: Array
+    fullest: Array
+    last: Array
 
 
 def blocks_per_rank(config: RunConfig, sizes: LayoutSizes) -> BlocksPerRank:
     """Return how the layers are divided, where the head counts as many blocks as it has work."""
     layers, stages = config.model.layers, sizes.pipeline * sizes.chunks
-    weight = _head_weight(config, sizes)
-    above, below = np.ceil(weight), np.floor(weight)
+    head_weight = _head_weight(config, sizes)
+    above, below = np.ceil(head_weight), np.floor(head_weight)
     even = np.maximum(np.ceil((layers + above) / stages), above)
-    beside = np.maximum(0.0, np.ceil((layers - (stages - 1) * below) / stages)) + weight
-    largest = np.minimum(even, beside)
-    wanted = np.rint((layers + weight) / stages - weight)
-    last = np.clip(wanted, 0.0, np.maximum(0.0, np.floor(largest - weight + 1e-9)))
+    with_last_alone = (
+        np.maximum(0.0, np.ceil((layers - (stages - 1) * below) / stages)) + head_weight
+    )
+    largest = np.minimum(even, with_last_alone)
+    even_last = np.rint((layers + head_weight) / stages - head_weight)
+    last = np.clip(even_last, 0.0, np.maximum(0.0, np.floor(largest - head_weight + 1e-9)))
     last = np.where(stages > 1, last, layers)
     # The other stages are as even as possible; those with one block more are consecutive.
-    others = np.maximum(1, stages - 1)
-    low = np.floor((layers - last) / others)
-    more = np.ceil((layers - last - low * others) / sizes.pipeline)
-    middle = sizes.chunks * low + np.minimum(more, sizes.chunks)
-    end = (sizes.chunks - 1) * low + np.maximum(0.0, np.minimum(more, sizes.chunks) - 1) + last
+    other_stages = np.maximum(1, stages - 1)
+    fewest = np.floor((layers - last) / other_stages)
+    longer_stages = np.ceil((layers - last - fewest * other_stages) / sizes.pipeline)
+    fullest = sizes.chunks * fewest + np.minimum(longer_stages, sizes.chunks)
+    last_rank = (
+        (sizes.chunks - 1) * fewest
+        + np.maximum(0.0, np.minimum(longer_stages, sizes.chunks) - 1)
+        + last
+    )
     alone = sizes.pipeline == 1
-    return BlocksPerRank(np.where(alone, layers, middle), np.where(alone, layers, end))
+    return BlocksPerRank(np.where(alone, layers, fullest), np.where(alone, layers, last_rank))
 
 
 def _head_weight(config: RunConfig, sizes: LayoutSizes) -> Array:
-    """Return the work of the head in units of a block's work, as `plan.stages` counts it."""
+    """Return the work of the head in units of a block's work, as `stages` counts it."""
     works = [block_work(config, layer) for layer in range(config.model.layers)]
     forward = sum(work.forward for work in works) / len(works)
     others = sum(work.backward + work.weight for work in works) / len(works)

@@ -47,7 +47,7 @@ class PassTimes:
             self.weight + other.weight,
         )
 
-    def times(self, factor: Number) -> PassTimes:
+    def scaled(self, factor: Number) -> PassTimes:
         """Return these seconds multiplied by `factor`."""
         return PassTimes(self.forward * factor, self.backward * factor, self.weight * factor)
 
@@ -75,13 +75,13 @@ class CostBreakdown:
             self.expert + other.expert,
         )
 
-    def times(self, factor: Number) -> CostBreakdown:
+    def scaled(self, factor: Number) -> CostBreakdown:
         """Return these seconds multiplied by `factor`."""
         return CostBreakdown(
-            self.compute.times(factor),
-            self.tensor.times(factor),
-            self.context.times(factor),
-            self.expert.times(factor),
+            self.compute.scaled(factor),
+            self.tensor.scaled(factor),
+            self.context.scaled(factor),
+            self.expert.scaled(factor),
         )
 
     @property
@@ -89,7 +89,7 @@ class CostBreakdown:
         """Sum over all causes."""
         return self.compute + self.tensor + self.context + self.expert
 
-    def named(self) -> Mapping[str, PassTimes]:
+    def by_cause(self) -> Mapping[str, PassTimes]:
         """Return the passes by cause: "compute", then the axes."""
         return {
             "compute": self.compute,
@@ -109,15 +109,15 @@ class Machine:
         self.constants, self.software = constants, constants.software
         self.tokens = sizes.microbatch * config.train.seq / sizes.context
         self.groups: dict[str, list[GroupLevel]] = {
-            "tensor": self.group(1, sizes.tensor),
-            "context": self.group(sizes.tensor, sizes.context),
-            "shard": self.group(sizes.tensor, sizes.shard),
-            "owners": self.group(1, sizes.tensor * sizes.shard),
-            "replicas": self.group(sizes.tensor * sizes.shard, sizes.data_replicate),
-            "expert": self.group(sizes.expert_tensor, sizes.expert),
-            "expert_tensor": self.group(1, sizes.expert_tensor),
-            "next_stage": self.group(sizes.tensor * sizes.context * sizes.data, 2),
-            "pipeline": self.group(sizes.tensor * sizes.context * sizes.data, sizes.pipeline),
+            "tensor": self.make_group(1, sizes.tensor),
+            "context": self.make_group(sizes.tensor, sizes.context),
+            "shard": self.make_group(sizes.tensor, sizes.shard),
+            "owners": self.make_group(1, sizes.tensor * sizes.shard),
+            "replicas": self.make_group(sizes.tensor * sizes.shard, sizes.data_replicate),
+            "expert": self.make_group(sizes.expert_tensor, sizes.expert),
+            "expert_tensor": self.make_group(1, sizes.expert_tensor),
+            "next_stage": self.make_group(sizes.tensor * sizes.context * sizes.data, 2),
+            "pipeline": self.make_group(sizes.tensor * sizes.context * sizes.data, sizes.pipeline),
         }
 
     @cached_property
@@ -135,54 +135,56 @@ class Machine:
     def without_latency(self) -> Machine:
         """Return the same machine with links on which messages take no time but that of their
         bytes."""
-        made = copy(self)
-        made.groups = {
+        machine = copy(self)
+        machine.groups = {
             name: [replace(level, alpha=0.0) for level in group]
             for name, group in self.groups.items()
         }
-        return made
+        return machine
 
-    def group(self, stride: Number, size: Number) -> list[GroupLevel]:
+    def make_group(self, stride: Number, size: Number) -> list[GroupLevel]:
         """Return the levels of a group of `size` ranks that are `stride` apart; their bandwidth is
         the share of the link's that collectives reach."""
         return group_levels(self.cluster, stride, size, self.constants.links)
 
-    def seconds(self, operation: str, size: Number, axis: str, times: Number = 1.0) -> Number:
+    def collective_seconds(
+        self, operation: str, size: Number, axis: str, times: Number = 1.0
+    ) -> Number:
         """Return the seconds of `times` equal collectives over the ranks of an axis, which move
         `size` bytes in total."""
-        known = self.software.collectives
-        return times * collective_seconds(operation, size / times, self.groups[axis], known)
+        algorithms = self.software.collectives
+        return times * collective_seconds(operation, size / times, self.groups[axis], algorithms)
 
-    def exchange(self, size: Number, axis: str, times: Number = 1.0) -> Number:
+    def exchange_seconds(self, size: Number, axis: str, times: Number = 1.0) -> Number:
         """Return the seconds of `times` equal exchanges of coded parts, which move `size` bytes in
         total: in the steps of `layout.exchange_steps`, or between all pairs of ranks."""
         in_steps = self.software.exchange_in_steps
         formula = stepped_exchange if in_steps else pairwise_all_to_all
         return times * formula(size / times, self.groups[axis])
 
-    def delay(self, size: Number, axis: str) -> Number:
+    def contention_seconds(self, size: Number, axis: str) -> Number:
         """Return by how many seconds a concurrent collective of `size` bytes delays compute."""
-        many = group_size(self.groups[axis])
-        return self.hop_delay(size * (many - 1) / many)
+        ranks = group_size(self.groups[axis])
+        return self.hop_contention_seconds(size * (ranks - 1) / ranks)
 
-    def hop_delay(self, size: Number) -> Number:
+    def hop_contention_seconds(self, size: Number) -> Number:
         """Return by how many seconds compute is delayed while a rank sends and receives `size`
         bytes. It is a share (`Constants.contention`) of the transfer's time on the innermost tier,
         whichever tier it uses, because it competes for memory and processors, not for links."""
-        busy = size / (self.cluster.tiers[0].bandwidth * self.constants.link(0))
+        busy = size / (self.cluster.tiers[0].bandwidth * self.constants.link_efficiency(0))
         return self.constants.contention * busy
 
 
 def axis_span(axis: str, layout: Layout) -> tuple[int, int]:
     """Return (distance between neighbours, number of ranks) of an axis."""
-    inner = {
+    stride = {
         "tensor": 1,
         "context": layout.tensor,
         "data": layout.tensor * layout.context,
         "pipeline": layout.tensor * layout.context * layout.data,
         "expert": layout.expert_tensor,
     }[axis]
-    return inner, layout.sizes[axis]
+    return stride, layout.sizes[axis]
 
 
 def outermost_tier(cluster: Cluster, stride: int, size: int) -> Tier:

@@ -20,8 +20,10 @@ from megaframe.architecture.optimizer_state import (
 )
 from megaframe.architecture.output_head import max_logits_per_chunk
 from megaframe.architecture.stages import StagePlan
-from megaframe.config.schema import OptimConfig, ParallelConfig, RunConfig
-from megaframe.hardware.chips import WIDTH
+from megaframe.config.optim import OptimConfig
+from megaframe.config.parallel import ParallelConfig
+from megaframe.config.schema import RunConfig
+from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
 from megaframe.planner.activations import peak_activations
 from megaframe.planner.parameter_counts import RankParameters, count_parameters
@@ -75,7 +77,7 @@ def _buffer_elements(sizes: Sequence[int]) -> int:
 
 def compute_memory(
     config: RunConfig,
-    held: RankParameters,
+    parameters: RankParameters,
     ranks: int,
     plans: Sequence[StagePlan],
     actions: Sequence[Action],
@@ -85,77 +87,82 @@ def compute_memory(
 ) -> RankMemory:
     """Return the memory of one rank.
 
-    held: its parameters. ranks: how many ranks share one copy of the dense ones. expert_ranks: how
-    many share one copy of the experts. plans: the stages that it runs. actions: its list, in order.
-    host: whether the device is the host, where transfers need buffers and checkpoints are copied in
-    the same memory.
+    Args:
+        config: model, precision, optimizer and layout.
+        parameters: the rank's parameters.
+        ranks: how many ranks share one copy of the dense parameters.
+        plans: the stages that the rank runs.
+        actions: its list of actions, in order.
+        expert_ranks: how many ranks share one copy of the experts.
+        host: whether the device is the host, where transfers need buffers and checkpoints are
+            copied in the same memory.
     """
-    width = WIDTH[config.train.precision]
+    width = DTYPE_BYTES[config.train.precision]
     master = max(4, width)
-    stage = config.parallel.zero
-    own = held.own(ranks, expert_ranks) if stage else held.total
-    ends = held.own_ends(ranks) if stage else held.ends
-    values, gradients = held.total, held.total
-    if stage >= 2:
-        lent_values, lent_gradients = peak_zero_buffers(
-            held.units(config, plans),
+    zero = config.parallel.zero
+    shard = parameters.count_shard(ranks, expert_ranks) if zero else parameters.total
+    shard_outside_blocks = (
+        parameters.count_shard_outside_blocks(ranks) if zero else parameters.outside_blocks
+    )
+    values, gradients = parameters.total, parameters.total
+    if zero >= 2:
+        borrowed_values, borrowed_gradients = peak_zero_buffers(
+            parameters.make_units(config, plans),
             actions,
             _num_transfers(config.parallel),
-            values=stage == 3,
+            values=zero == 3,
             same_dtype=width == master,
         )
-        gradients = held.vectors + lent_gradients + own - held.vectors // ranks
-        values = held.vectors + lent_values if stage == 3 else values
-    # With one precision the own weights are part of the whole values; peak_zero_buffers values are
-    # apart.
+        gradients = parameters.vectors + borrowed_gradients + shard - parameters.vectors // ranks
+        values = parameters.vectors + borrowed_values if zero == 3 else values
+    # With one precision the own weights are part of the whole values; borrowed values are apart.
     if width == master:
-        values -= -(-held.vectors // ranks) if stage == 3 else own
-    unsent = _residual_elements(config.parallel, held, ranks, expert_ranks)
-    gradients += unsent
+        values -= -(-parameters.vectors // ranks) if zero == 3 else shard
+    residual = _residual_elements(config.parallel, parameters, ranks, expert_ranks)
+    gradients += residual
     tokens = config.train.microbatch * config.train.seq
     tensor = config.parallel.tensor
     vocab = -(-(config.model.vocab or 0) // tensor)
-    chunk = min(tokens, max(1, max_logits_per_chunk(host=host) // max(1, vocab)))
-    state = optimizer_state_bytes(config.optim, own, ends, master)
-    away = config.optim.offload and not host
-    rounded = away and width < master  # weights are on the host, rounded values on the device
-    if rounded and stage == 3:
-        values += own
-    rooms = 0
+    logit_rows = min(tokens, max(1, max_logits_per_chunk(host=host) // max(1, vocab)))
+    state = optimizer_state_bytes(config.optim, shard, shard_outside_blocks, master)
+    is_offloaded = config.optim.offload and not host
+    weights_offloaded = is_offloaded and width < master  # rounded values stay on the device
+    if weights_offloaded and zero == 3:
+        values += shard
+    buffers, bucketed = 0, parameters.merge_into_buckets(config, plans)
     if host:
-        rooms = (
-            _receive_buffer_elements(held.in_buckets(config, plans), ranks, expert_ranks, stage)
-            * master
-        )
-    if away:
-        dealt = (ranks, expert_ranks) if stage else (1, 1)
-        most = held.in_buckets(config, plans).largest(*dealt)
-        width_on_device = offload_bytes_per_element(config.optim, master, weights=rounded)
-        rooms += math.ceil(OFFLOAD_BUFFERS * min(OFFLOAD_CHUNK, most) * width_on_device)
+        buffers = _receive_buffer_elements(bucketed, ranks, expert_ranks, zero) * master
+    if is_offloaded:
+        shard_ranks = (ranks, expert_ranks) if zero else (1, 1)
+        chunk = min(OFFLOAD_CHUNK, bucketed.largest_bucket_shard(*shard_ranks))
+        width_on_device = offload_bytes_per_element(config.optim, master, weights=weights_offloaded)
+        buffers += math.ceil(OFFLOAD_BUFFERS * chunk * width_on_device)
     # Context ranks divide the tokens; tensor ranks divide rows, heads and widths.
-    divided = tensor * config.parallel.context
-    kept, messages = peak_activations(config, plans, actions)
-    saved = 0
+    activation_ranks = tensor * config.parallel.context
+    activation_bytes, messages = peak_activations(config, plans, actions)
+    checkpoint = 0
     if host and config.checkpoint.every:
-        alone = held.own(ranks, expert_ranks)
-        ends = held.own_ends(ranks)
-        saved = (alone + unsent) * master
-        saved += optimizer_state_bytes(config.optim, alone, ends, master, saved=True)
+        saved_shard = parameters.count_shard(ranks, expert_ranks)
+        shard_outside_blocks = parameters.count_shard_outside_blocks(ranks)
+        checkpoint = (saved_shard + residual) * master
+        checkpoint += optimizer_state_bytes(
+            config.optim, saved_shard, shard_outside_blocks, master, saved=True
+        )
     return RankMemory(
-        weights=0 if rounded else own * master,
+        weights=0 if weights_offloaded else shard * master,
         values=values * width,
         gradients=gradients * master,
-        optimizer=0 if away else state,
-        activations=kept // divided,
-        logits=chunk * vocab * width if any(plan.last for plan in plans) else 0,
-        messages=messages // divided,
-        rooms=rooms,
-        checkpoint=saved,
+        optimizer=0 if is_offloaded else state,
+        activations=activation_bytes // activation_ranks,
+        logits=logit_rows * vocab * width if any(plan.last for plan in plans) else 0,
+        messages=messages // activation_ranks,
+        rooms=buffers,
+        checkpoint=checkpoint,
         temporaries=max(
-            2 * tokens * max_width_per_token(config) * width // divided,
-            chunk * vocab * width if any(plan.last for plan in plans) else 0,
+            2 * tokens * max_width_per_token(config) * width // activation_ranks,
+            logit_rows * vocab * width if any(plan.last for plan in plans) else 0,
         ),
-        host=(own * master if rounded else 0) + (state if away else 0),
+        host=(shard * master if weights_offloaded else 0) + (state if is_offloaded else 0),
     )
 
 
@@ -170,72 +177,75 @@ def max_width_per_token(config: RunConfig) -> int:
     model = config.model
     if model.emulate is not None:
         return model.hidden
-    up = 2 if model.activation == "swiglu" else 1
+    up_projections = 2 if model.activation == "swiglu" else 1
     moe = model.moe
     experts = 0 if moe is None else (moe.top_k + moe.shared) * (moe.ffn or model.ffn)
-    return max(up * model.ffn, up * experts)
+    return max(up_projections * model.ffn, up_projections * experts)
 
 
 def _receive_buffer_elements(
-    held: RankParameters, ranks: int, expert_ranks: int, stage: int
+    parameters: RankParameters, ranks: int, expert_ranks: int, zero: int
 ) -> int:
     """Return the elements of the buffers that receive the other ranks' parts of gradients."""
-    if not stage:
+    if not zero:
         return 0
 
-    def others(sizes: Sequence[int], among: int) -> list[int]:
-        return [size - size // among for size in sizes]
+    def foreign_parts(sizes: Sequence[int], ranks_of_copy: int) -> list[int]:
+        return [size - size // ranks_of_copy for size in sizes]
 
-    parts = (
-        others(held.blocks, ranks),
-        others(held.experts, expert_ranks),
-        others(held.whole, ranks * held.tensor),
-        others(held.shared, ranks * held.copies),
+    matrices = (
+        foreign_parts(parameters.split, ranks),
+        foreign_parts(parameters.experts, expert_ranks),
+        foreign_parts(parameters.whole, ranks * parameters.tensor),
+        foreign_parts(parameters.shared, ranks * parameters.copies),
     )
     # One part is still in transit when the next one starts.
-    rest = others((*held.tables, held.vectors), ranks)
-    rest += others((held.positions,), ranks * held.tensor)
-    return sum(map(_buffer_elements, parts)) + sum(set(rest))
+    rest = foreign_parts((*parameters.tables, parameters.vectors), ranks)
+    rest += foreign_parts((parameters.positions,), ranks * parameters.tensor)
+    return sum(map(_buffer_elements, matrices)) + sum(set(rest))
 
 
 def _residual_elements(
-    parallel: ParallelConfig, held: RankParameters, ranks: int, expert_ranks: int
+    parallel: ParallelConfig, parameters: RankParameters, ranks: int, expert_ranks: int
 ) -> int:
     """Return the elements of the residuals that compression carries from step to step: one for each
     element of a matrix that a rank sends. Between replicas it sends only its own part."""
     if parallel.compress == "none":
         return 0
     if parallel.data_replicate > 1:
-        return held.own(ranks, expert_ranks) - held.vectors // ranks
-    sent = (
-        (ranks, (*held.blocks, *held.tables)),
-        (ranks * held.tensor, (*held.whole, held.positions)),
-        (ranks * held.copies, held.shared),
-        (expert_ranks, held.experts),
+        return parameters.count_shard(ranks, expert_ranks) - parameters.vectors // ranks
+    groups = (
+        (ranks, (*parameters.split, *parameters.tables)),
+        (ranks * parameters.tensor, (*parameters.whole, parameters.positions)),
+        (ranks * parameters.copies, parameters.shared),
+        (expert_ranks, parameters.experts),
     )
-    return sum(sum(sizes) for among, sizes in sent if among > 1)
+    return sum(sum(sizes) for group_ranks, sizes in groups if group_ranks > 1)
 
 
 def optimizer_state_bytes(
-    optim: OptimConfig, own: int, ends: int, master: int, *, saved: bool = False
+    optim: OptimConfig, elements: int, outside_blocks: int, master: int, *, saved: bool = False
 ) -> int:
-    """Return the bytes of optimizer state of `own` parameters, `ends` of which are not matrices of
-    blocks.
+    """Return the bytes of optimizer state.
 
-    master: bytes of an element in master precision. saved: as in a checkpoint, which stores 8-bit
-    blocks as fp32.
+    Args:
+        optim: the optimizer and the type of its state.
+        elements: number of parameters.
+        outside_blocks: how many of them are not matrices of blocks.
+        master: bytes of an element in master precision.
+        saved: as in a checkpoint, which stores 8-bit blocks as fp32.
     """
     moment = 4.0 if saved and optim.state == "int8" else moment_bytes(optim, master)
-    total = own * (num_moments(optim) * moment + (master if optim.ema is not None else 0))
+    total = elements * (num_moments(optim) * moment + (master if optim.ema is not None else 0))
     if optim.name == "muon":  # AdamW updates what is not a matrix
-        total += ends * (2 - num_moments(optim)) * moment
+        total += outside_blocks * (2 - num_moments(optim)) * moment
     return math.ceil(total)
 
 
 def host_bytes_per_element(optim: OptimConfig, precision: str) -> float:
     """Return the bytes per element that the host keeps under `optim.offload`: its state (under Muon
     that of matrices), and the weight in master precision if the model computes in another one."""
-    width = WIDTH[precision]
+    width = DTYPE_BYTES[precision]
     master = max(4, width)
     return state_bytes_per_element(optim, master) + (master if width < master else 0)
 
@@ -251,15 +261,20 @@ def compute_rank_memory(
 ) -> RankMemory:
     """Return the memory of the first of the ranks with pipeline coordinate `rank`.
 
-    plans: all stages. schedule: if it is not lowered, messages are not counted. host: as in
-    `compute_memory`.
+    Args:
+        config: model, precision and optimizer.
+        layout: the sizes of the axes.
+        plans: all stages of the model.
+        schedule: that of one step; if it is not lowered, messages are not counted.
+        rank: a pipeline coordinate.
+        host: as in `compute_memory`.
     """
-    here = [plans[stage] for stage in schedule.stages(rank)]
+    rank_plans = [plans[stage] for stage in schedule.stages(rank)]
     return compute_memory(
         config,
-        count_parameters(config, layout, here),
+        count_parameters(config, layout, rank_plans),
         layout.data_shard * layout.context,
-        here,
+        rank_plans,
         schedule.ranks[rank],
         layout.expert_shard,
         host=host,

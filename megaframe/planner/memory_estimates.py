@@ -17,7 +17,7 @@ from megaframe.architecture.optimizer_state import state_bytes_per_element
 from megaframe.architecture.output_head import max_logits_per_chunk
 from megaframe.architecture.stages import StagePlan
 from megaframe.config.schema import RunConfig
-from megaframe.hardware.chips import WIDTH, Chip
+from megaframe.hardware.chips import DTYPE_BYTES, Chip
 from megaframe.layout import Layout
 from megaframe.planner.activations import block_bytes, rotary_bytes, weight_pass_bytes
 from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, LayoutSizes, blocks_per_rank
@@ -35,16 +35,24 @@ def estimate_peak_memory(config: RunConfig, chip: Chip, c: LayoutSizes, schedule
 
     It is the largest of three ranks: that with the first stage, that with the last stage, and the
     one between them where weight passes wait longest. The first and the third are assumed to have
-    as many blocks as the fullest rank. The result is within a few percent of `worst_memory`, which
-    makes the final decision on what fits. schedule: indices into `SCHEDULES`.
+    as many blocks as the fullest rank. The result is within a few percent of `compute_peak_memory`,
+    which makes the final decision on what fits.
+
+    Args:
+        config: the run; its layout is ignored.
+        chip: the device.
+        c: the sizes of the candidates.
+        schedule: indices into `SCHEDULES`, one for each candidate.
     """
-    of, alone = _BlockTable(config, c), c.pipeline == 1
-    v_shaped, nobody = _has_schedule(schedule, *_V_SHAPED), np.zeros(len(schedule), dtype=bool)
+    blocks, one_stage = _BlockTable(config, c), c.pipeline == 1
+    v_shaped, nowhere = _has_schedule(schedule, *_V_SHAPED), np.zeros(len(schedule), dtype=bool)
     first = _count_on_first_rank(c, schedule)
+    last = _count_on_last_rank(c, schedule, first)
+    inner = _count_on_inner_rank(c, schedule, first)
     ranks = (
-        _PipelineRank(c, of, first, ~nobody, alone | v_shaped, True),
-        _PipelineRank(c, of, _count_on_last_rank(c, schedule, first), alone, ~nobody, False),
-        _PipelineRank(c, of, _count_on_inner_rank(c, schedule, first), nobody, nobody, True),
+        _PipelineRank(c, blocks, first, ~nowhere, one_stage | v_shaped, True),
+        _PipelineRank(c, blocks, last, one_stage, ~nowhere, False),
+        _PipelineRank(c, blocks, inner, nowhere, nowhere, True),
     )
     return np.maximum.reduce([_rank_bytes(config, chip, rank) for rank in ranks])
 
@@ -71,8 +79,8 @@ class _PipelineRank:
     stage."""
 
     c: LayoutSizes
-    of: _BlockTable
-    live: _ActivationCounts
+    blocks: _BlockTable
+    counts: _ActivationCounts
     first: Array
     last: Array
     full: bool
@@ -89,11 +97,11 @@ class _BlockTable:
         self.layers = {kind: kinds.index(kind) for kind in set(kinds)}
         self.number = {kind: kinds.count(kind) for kind in self.layers}
         keys = np.stack([c.tensor, c.context, c.expert, c.expert_tensor, c.recompute])
-        different, place = np.unique(keys, axis=1, return_inverse=True)
-        place = place.reshape(-1)
+        combinations, row = np.unique(keys, axis=1, return_inverse=True)
+        row = row.reshape(-1)
         rows: dict[tuple[bool, str], list[int]] = {}
         tables = []
-        for tensor, context, expert, expert_tensor, recompute in different.T.tolist():
+        for tensor, context, expert, expert_tensor, recompute in combinations.T.tolist():
             layout = Layout(
                 tensor=tensor,
                 data=expert * expert_tensor,
@@ -104,32 +112,34 @@ class _BlockTable:
                 config, tensor, context, expert, expert_tensor, RECOMPUTE[recompute]
             )
             for kind, layer in self.layers.items():
-                one = count_parameters(config, layout, [StagePlan(1, 3, range(layer, layer + 1))])
-                found = {
-                    "vectors": one.vectors,
-                    "split": sum(one.blocks),
-                    "whole": sum(one.whole),
-                    "shared": sum(one.shared),
-                    "experts": sum(one.experts),
+                parameters = count_parameters(
+                    config, layout, [StagePlan(1, 3, range(layer, layer + 1))]
+                )
+                quantities = {
+                    "vectors": parameters.vectors,
+                    "split": sum(parameters.split),
+                    "whole": sum(parameters.whole),
+                    "shared": sum(parameters.shared),
+                    "experts": sum(parameters.experts),
                     "keeps": 0 if recompute == 2 else block_bytes(sizes, layer),
                     "left": weight_pass_bytes(sizes, [layer]),
                     "again": block_bytes(sizes, layer) if recompute == 2 else 0,
-                    "copies": one.copies,
+                    "copies": parameters.copies,
                 }
-                for name, value in found.items():
+                for name, value in quantities.items():
                     rows.setdefault((kind, name), []).append(value)
             tables.append(-(-(config.model.vocab or 0) // tensor) * config.model.hidden)
-        self._of = {key: np.asarray(values, dtype=float)[place] for key, values in rows.items()}
-        self.table = np.asarray(tables, dtype=float)[place]
+        self._of = {key: np.asarray(values, dtype=float)[row] for key, values in rows.items()}
+        self.table = np.asarray(tables, dtype=float)[row]
         self.rotary = float(rotary_bytes(_with_sizes(config, 1, 1, 1, 1, "none")))
-        divided = blocks_per_rank(config, c)
-        self.here = {True: divided.middle, False: divided.end}
+        division = blocks_per_rank(config, c)
+        self.per_rank = {True: division.fullest, False: division.last}
 
     def count(self, kind: bool, first: bool) -> Array:
         """Return the number of blocks of a kind on a rank. kind: with experts. first: of the
         fullest rank; otherwise of the rank with the last stage."""
-        routed = np.minimum(self.here[first], self.number.get(True, 0))
-        return routed if kind else self.here[first] - routed
+        routed = np.minimum(self.per_rank[first], self.number.get(True, 0))
+        return routed if kind else self.per_rank[first] - routed
 
     def total(self, name: str, first: bool) -> Array:
         """Return the sum of a quantity over the blocks of a rank; first: as in `count`."""
@@ -141,74 +151,88 @@ class _BlockTable:
 
 
 def _rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> Array:
-    c, of, full = rank.c, rank.of, rank.full
+    c, blocks, full = rank.c, rank.blocks, rank.full
     model, train = config.model, config.train
-    width = WIDTH[train.precision]
+    width = DTYPE_BYTES[train.precision]
     master = max(4, width)
     positions = (model.positions or train.seq) * model.hidden if model.position == "learned" else 0
     both, tied = rank.first & rank.last, model.tie_embeddings
     tables = rank.first * 1 + rank.last - both * tied
-    ends = of.table * tables + positions * rank.first
+    ends = blocks.table * tables + positions * rank.first
     names = ("vectors", "split", "whole", "shared", "experts")
-    vectors, split, whole, shared, experts = (of.total(name, full) for name in names)
+    vectors, split, whole, shared, experts = (blocks.total(name, full) for name in names)
     dense = vectors + split + whole + shared + ends
     total = dense + experts
     ranks = c.data * c.context // c.data_replicate
     replicas = c.tensor * c.context * c.data // (c.expert * c.expert_tensor)
-    own = (vectors + split + ends) / ranks + whole / (ranks * c.tensor)
-    own = own + shared / (ranks * of.largest("copies"))
-    own = own + experts / np.maximum(1, replicas // c.data_replicate)
-    alone, own = own - vectors / ranks, np.where(c.zero > 0, own, total)
-    block = sum(of.largest(name) for name in names[1:])
-    least = config.parallel.bucket_size
-    together = np.ceil((1 if least == "auto" else least) / np.maximum(block, 1))
-    together = np.clip(together, 1.0, np.maximum(1.0, of.here[full] / c.chunks))
-    lent = 2 * together * block + of.table
-    values = np.where(c.zero == 3, vectors + lent, total)
-    kept = master + state_bytes_per_element(config.optim, master)
+    shard = (vectors + split + ends) / ranks + whole / (ranks * c.tensor)
+    shard = shard + shared / (ranks * blocks.largest("copies"))
+    shard = shard + experts / np.maximum(1, replicas // c.data_replicate)
+    saved_shard, shard = shard - vectors / ranks, np.where(c.zero > 0, shard, total)
+    block = sum(blocks.largest(name) for name in names[1:])
+    bucket_size = config.parallel.bucket_size
+    blocks_per_bucket = np.ceil(
+        (1 if bucket_size == "auto" else bucket_size) / np.maximum(block, 1)
+    )
+    blocks_per_bucket = np.clip(
+        blocks_per_bucket, 1.0, np.maximum(1.0, blocks.per_rank[full] / c.chunks)
+    )
+    borrowed = 2 * blocks_per_bucket * block + blocks.table
+    values = np.where(c.zero == 3, vectors + borrowed, total)
+    master_and_state = master + state_bytes_per_element(config.optim, master)
     if width == master:
-        values = values - np.where(c.zero == 3, vectors / ranks, own)
+        values = values - np.where(c.zero == 3, vectors / ranks, shard)
     if config.optim.offload and not chip.is_host:
-        kept = float(master if width == master else 0)
-        values = values + np.where((c.zero == 3) & (width < master), own, 0.0)
-    around = of.table * (both & (c.microbatches > 1))
-    gradients = np.where(c.zero >= 2, vectors + lent + around + own, total)
+        master_and_state = float(master if width == master else 0)
+        values = values + np.where((c.zero == 3) & (width < master), shard, 0.0)
+    table_between_microbatches = blocks.table * (both & (c.microbatches > 1))
+    gradients = np.where(
+        c.zero >= 2, vectors + borrowed + table_between_microbatches + shard, total
+    )
     if config.parallel.compress != "none":
-        gradients = gradients + np.where(c.data_replicate > 1, alone, total - vectors)
-    static = own * kept + values * width + gradients * master
+        gradients = gradients + np.where(c.data_replicate > 1, saved_shard, total - vectors)
+    static = shard * master_and_state + values * width + gradients * master
     passing = _transient_bytes(config, rank, max_logits_per_chunk(host=chip.is_host))
     return static + passing + overhead_bytes(chip)
 
 
-def _transient_bytes(config: RunConfig, rank: _PipelineRank, most: int) -> Array:
+def _transient_bytes(config: RunConfig, rank: _PipelineRank, max_logits: int) -> Array:
     """Return the bytes that come and go within a step: activations, messages, logits (at most
-    `most` of them at once), and temporaries."""
-    c, of, last = rank.c, rank.of, rank.last
+    `max_logits` of them at once), and temporaries."""
+    c, blocks, last = rank.c, rank.blocks, rank.last
     model, train = config.model, config.train
-    width, dealt = WIDTH[train.precision], c.tensor * c.context
+    width, activation_ranks = DTYPE_BYTES[train.precision], c.tensor * c.context
     rows = c.microbatch * float(train.seq)
     stream = rows * model.hidden * width
-    stage, left = (
-        of.total(name, rank.full) * c.microbatch / c.chunks + of.rotary * c.tensor
+    backward, weight_pass = (
+        blocks.total(name, rank.full) * c.microbatch / c.chunks + blocks.rotary * c.tensor
         for name in ("keeps", "left")
     )
     if not train.offload:  # which moves the inputs of all blocks to the host
-        stage = stage + of.here[rank.full] / c.chunks * stream
+        backward = backward + blocks.per_rank[rank.full] / c.chunks * stream
     vocab = np.ceil((model.vocab or 0) / c.tensor)
-    logits = np.minimum(rows, np.maximum(1, most // np.maximum(1, vocab))) * vocab * width
-    temporaries = np.maximum(2 * rows * max_width_per_token(config) * width / dealt, logits * last)
-    messages = np.where(c.pipeline > 1, 2 * stream / dealt, 0.0)
+    logits = np.minimum(rows, np.maximum(1, max_logits // np.maximum(1, vocab))) * vocab * width
+    temporaries = np.maximum(
+        2 * rows * max_width_per_token(config) * width / activation_ranks, logits * last
+    )
+    messages = np.where(c.pipeline > 1, 2 * stream / activation_ranks, 0.0)
     inputs = 2 * stream * (last + train.offload)
-    live = rank.live
-    held = live.kept * stage + live.left * left + live.either * np.maximum(stage, left)
-    kept = (held + of.largest("again") * c.microbatch + inputs) / dealt
-    return kept + messages + logits * last + temporaries
+    counts = rank.counts
+    held_between_passes = (
+        counts.kept * backward
+        + counts.left * weight_pass
+        + counts.either * np.maximum(backward, weight_pass)
+    )
+    activation_bytes = (
+        held_between_passes + blocks.largest("again") * c.microbatch + inputs
+    ) / activation_ranks
+    return activation_bytes + messages + logits * last + temporaries
 
 
 def _count_on_first_rank(c: LayoutSizes, schedule: Array) -> _ActivationCounts:
     """Return what the first rank holds."""
     p, v, m = c.pipeline, c.chunks, c.microbatches
-    many = _select_by_schedule(
+    in_flight = _select_by_schedule(
         c,
         schedule,
         {
@@ -225,7 +249,7 @@ def _count_on_first_rank(c: LayoutSizes, schedule: Array) -> _ActivationCounts:
     )
     either = _has_schedule(schedule, "zb-h1", "zb-h2", "zb-v", "dualpipe-v") * 1
     either = (either + 2 * _has_schedule(schedule, "v-half")) * (p > 1)
-    return _ActivationCounts(many - either, 0 * many, either)
+    return _ActivationCounts(in_flight - either, 0 * in_flight, either)
 
 
 def _count_on_last_rank(
@@ -234,11 +258,13 @@ def _count_on_last_rank(
     """Return what the rank with the last stage holds, where that is not the first rank. Under zb-h1
     and zb-h2 it is almost only what waits for weight passes. first: what the first rank holds."""
     p, v, m = c.pipeline, c.chunks, c.microbatches
-    waits = _has_schedule(schedule, "zb-h1", "zb-h2") & (p > 1)
+    holds_weight_passes = _has_schedule(schedule, "zb-h1", "zb-h2") & (p > 1)
     interleaved = np.minimum(m * v, (v - 1) * p + 1)
     kept = {"gpipe": m, "interleaved": interleaved, "breadth-first": m * v}
     return _ActivationCounts(
-        _select_by_schedule(c, schedule, kept) * ~waits, first.kept * waits, waits * 1
+        _select_by_schedule(c, schedule, kept) * ~holds_weight_passes,
+        first.kept * holds_weight_passes,
+        holds_weight_passes * 1,
     )
 
 

@@ -24,8 +24,8 @@ from megaframe.schedule.zero_buffers import BucketSize, StageBuckets, UnitBucket
 class RankParameters:
     """Numbers of parameters of one rank, before ZeRO divides them.
 
-    `blocks`, `experts`, `whole` and `shared` have an entry for each part of a block: attention, and
-    the late part after it. vectors: all gains and biases. blocks: the matrices that tensor ranks
+    `split`, `experts`, `whole` and `shared` have an entry for each part of a block: attention, and
+    the late part after it. vectors: all gains and biases. split: the matrices that tensor ranks
     divide. tables: each embedding table, and the head. experts: the matrices of experts, 0 where
     there are none. whole: the matrices that all `tensor` ranks have whole. shared: the matrices
     that groups of `copies` neighbouring tensor ranks have in common. positions: the table of
@@ -33,7 +33,7 @@ class RankParameters:
     """
 
     vectors: int
-    blocks: tuple[int, ...]
+    split: tuple[int, ...]
     tables: tuple[int, ...]
     experts: tuple[int, ...] = ()
     whole: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ class RankParameters:
     @property
     def dense(self) -> int:
         """Number of parameters outside the experts."""
-        matrices = (*self.blocks, *self.tables, *self.whole, *self.shared)
+        matrices = (*self.split, *self.tables, *self.whole, *self.shared)
         return self.vectors + sum(matrices) + self.positions
 
     @property
@@ -54,19 +54,20 @@ class RankParameters:
         return self.dense + sum(self.experts)
 
     @property
-    def ends(self) -> int:
+    def outside_blocks(self) -> int:
         """Number of parameters that are not matrices of blocks."""
         return self.vectors + sum(self.tables) + self.positions
 
-    def own_ends(self, ranks: int) -> int:
-        """Return the number of `ends` in a rank's own part where `ranks` ranks divide a copy."""
+    def count_shard_outside_blocks(self, ranks: int) -> int:
+        """Return the number of `outside_blocks` in a rank's own part, where `ranks` ranks divide a
+        copy."""
         positions = -(-self.positions // (ranks * self.tensor))
         return -(-(self.vectors + sum(self.tables)) // ranks) + positions
 
-    def own(self, ranks: int, expert_ranks: int) -> int:
+    def count_shard(self, ranks: int, expert_ranks: int) -> int:
         """Return the number of parameters in a rank's own part, where `ranks` ranks divide a copy
         of the dense parameters and `expert_ranks` ranks one of the experts."""
-        divided = self.vectors + sum(self.blocks) + sum(self.tables)
+        divided = self.vectors + sum(self.split) + sum(self.tables)
         return (
             -(-divided // ranks)
             + -(-(sum(self.whole) + self.positions) // (ranks * self.tensor))
@@ -74,65 +75,66 @@ class RankParameters:
             + -(-sum(self.experts) // expert_ranks)
         )
 
-    def largest(self, ranks: int, expert_ranks: int) -> int:
-        """Return the largest size of a rank's own part of one bucket; arguments as in `own`."""
+    def largest_bucket_shard(self, ranks: int, expert_ranks: int) -> int:
+        """Return the largest size of a rank's own part of one bucket; arguments as in
+        `count_shard`."""
         tables = (*self.tables, self.positions)
-        dense = max(self.vectors, *self.blocks, *tables, *self.whole, *self.shared)
+        dense = max(self.vectors, *self.split, *tables, *self.whole, *self.shared)
         return max(-(-dense // ranks), -(-max(self.experts, default=0) // expert_ranks))
 
     @property
     def _parts(self) -> list[tuple[int, ...]]:
         """The elements of each kind of matrices, for each part of a block."""
-        return [*zip(self.blocks, self.experts, self.whole, self.shared, strict=True)]
+        return [*zip(self.split, self.experts, self.whole, self.shared, strict=True)]
 
-    def blocks_together(self, config: RunConfig, plans: Sequence[StagePlan]) -> list[BucketBlocks]:
+    def group_blocks(self, config: RunConfig, plans: Sequence[StagePlan]) -> list[BucketBlocks]:
         """Return which of the rank's blocks, counted over its stages, share buckets."""
         halves = [sum(sizes) for sizes in self._parts]
         sizes = [*zip(halves[1::2], halves[::2], strict=True)]
-        least, start, found = config.parallel.bucket_size, 0, []
+        least, start, groups = config.parallel.bucket_size, 0, []
         for plan in plans:
-            here = sizes[start : start + len(plan.blocks)]
-            for of in group_blocks_into_buckets(here, 1 if least == "auto" else least):
-                found.append(BucketBlocks(start + of.start, start + of.stop, of.halves))
+            stage_sizes = sizes[start : start + len(plan.blocks)]
+            for group in group_blocks_into_buckets(stage_sizes, 1 if least == "auto" else least):
+                groups.append(BucketBlocks(start + group.start, start + group.stop, group.halves))
             start += len(plan.blocks)
-        return found
+        return groups
 
     @property
-    def of_blocks(self) -> list[int]:
+    def elements_per_block(self) -> list[int]:
         """The elements of the matrices of each block."""
         halves = [sum(sizes) for sizes in self._parts]
         return [rest + late for rest, late in zip(halves[::2], halves[1::2], strict=True)]
 
-    def in_buckets(self, config: RunConfig, plans: Sequence[StagePlan]) -> RankParameters:
+    def merge_into_buckets(self, config: RunConfig, plans: Sequence[StagePlan]) -> RankParameters:
         """Return the same parameters with an entry for each bucket instead of each part of a block.
         plans: the stages of this rank."""
-        parts, found, stop = self._parts, [], 0
-        for of in self.blocks_together(config, plans):
-            stop = 2 * of.stop
-            here = parts[2 * of.start : stop]
-            found += here if of.halves else [_sum_parts(here)]
-        blocks, experts, whole, shared = (
-            zip(*found, *parts[stop:], strict=True) if parts else ((),) * 4
+        parts, merged, stop = self._parts, [], 0
+        for group in self.group_blocks(config, plans):
+            stop = 2 * group.stop
+            group_parts = parts[2 * group.start : stop]
+            merged += group_parts if group.halves else [_sum_parts(group_parts)]
+        split, experts, whole, shared = (
+            zip(*merged, *parts[stop:], strict=True) if parts else ((),) * 4
         )
-        return replace(self, blocks=blocks, experts=experts, whole=whole, shared=shared)
+        return replace(self, split=split, experts=experts, whole=whole, shared=shared)
 
-    def units(self, config: RunConfig, plans: Sequence[StagePlan]) -> dict[int, StageBuckets]:
+    def make_units(self, config: RunConfig, plans: Sequence[StagePlan]) -> dict[int, StageBuckets]:
         """Return the units of each stage with their buckets. plans: the stages of this rank."""
         parts = self._parts
         blocks: list[UnitBuckets] = []
-        for of in self.blocks_together(config, plans):
-            number = 2 * of.start
-            if of.halves:
+        for group in self.group_blocks(config, plans):
+            number = 2 * group.start
+            if group.halves:
                 late, rest = (
                     _make_buckets(number + 1, parts[number + 1]),
                     _make_buckets(number, parts[number]),
                 )
                 blocks.append(UnitBuckets(late, rest))
                 continue
-            together = _make_buckets(number, _sum_parts(parts[number : 2 * of.stop]))
+            shared_buckets = _make_buckets(number, _sum_parts(parts[number : 2 * group.stop]))
             blocks += [
-                UnitBuckets(rest=together, ends=block == of.start)
-                for block in range(of.start, of.stop)
+                UnitBuckets(rest=shared_buckets, ends=block == group.start)
+                for block in range(group.start, group.stop)
             ]
         for number in range(2 * len(blocks), len(parts), 2):
             late, rest = (
@@ -148,18 +150,20 @@ class RankParameters:
         predictors = [replace(unit, tables=tokens) for unit in blocks[layers:]]
         if predictors and not first:
             predictors[0] = replace(predictors[0], own=tokens)
-        used = tokens if tied else tables[-1:]
-        head = UnitBuckets(tables=used, own=() if tied and (first or predictors) else used)
+        head_tables = tokens if tied else tables[-1:]
+        head = UnitBuckets(
+            tables=head_tables, own=() if tied and (first or predictors) else head_tables
+        )
         embeddings = tokens + _make_buckets(-2, [self.positions])
         embedding = UnitBuckets(tables=embeddings, own=embeddings)
-        found, start = {}, 0
+        stages, start = {}, 0
         for plan in plans:
             stop = start + len(plan.blocks)
-            here, start = (*blocks[start:stop], *(predictors if plan.last else ())), stop
-            found[plan.number] = StageBuckets(
-                embedding if plan.first else None, here, head if plan.last else None
+            units, start = (*blocks[start:stop], *(predictors if plan.last else ())), stop
+            stages[plan.number] = StageBuckets(
+                embedding if plan.first else None, units, head if plan.last else None
             )
-        return found
+        return stages
 
 
 def _make_buckets(part: int, sizes: Sequence[int]) -> tuple[BucketSize, ...]:
@@ -174,7 +178,7 @@ def _sum_parts(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 @dataclass
 class _PartCounts:
-    """Elements of a part of a block, by how they are divided; fields as in `memory.Held`."""
+    """Elements of a part of a block, by how they are divided; fields as in `RankParameters`."""
 
     vectors: int = 0
     split: int = 0
@@ -230,60 +234,60 @@ def count_parameters(
 
 def _count_block(model: ModelConfig, layer: int, layout: Layout) -> tuple[_PartCounts, _PartCounts]:
     """Return the counts of attention with the block's two norms, and of the late part."""
-    found, late = _PartCounts(vectors=2 * _norm_elements(model)), _PartCounts()
-    (_count_attention if model.latent is None else _count_mla)(model, layout.tensor, found)
+    attention, late = _PartCounts(vectors=2 * _norm_elements(model)), _PartCounts()
+    (_count_attention if model.latent is None else _count_mla)(model, layout.tensor, attention)
     moe = model.moe
     if moe is None or not has_experts(moe, layer):
         _count_mlp(model, model.ffn, layout.tensor, late)
-        return found, late
+        return attention, late
     width = moe.ffn or model.ffn
     up = 2 if model.activation == "swiglu" else 1
-    here = largest_share(moe.experts, layout.expert)
-    late.experts = here * (up + 1) * model.hidden * largest_share(width, layout.expert_tensor)
+    experts = largest_share(moe.experts, layout.expert)
+    late.experts = experts * (up + 1) * model.hidden * largest_share(width, layout.expert_tensor)
     late.whole += moe.experts * model.hidden
     if moe.shared:
         _count_mlp(model, moe.shared * width, layout.tensor, late)
-    return found, late
+    return attention, late
 
 
-def _count_attention(model: ModelConfig, tensor: int, found: _PartCounts) -> None:
+def _count_attention(model: ModelConfig, tensor: int, counts: _PartCounts) -> None:
     groups = largest_share(model.kv_heads, tensor)
     width = groups * (model.heads // model.kv_heads + 2) * model.head_dim
     if _num_copies(model.kv_heads, tensor) > 1:
-        found.shared += width * model.hidden
+        counts.shared += width * model.hidden
     else:
-        found.split += width * model.hidden
-    found.split += model.hidden * largest_share(model.heads, tensor) * model.head_dim
-    found.vectors += width * model.qkv_bias + model.hidden * model.bias
-    found.vectors += 2 * model.head_dim * model.qk_norm
+        counts.split += width * model.hidden
+    counts.split += model.hidden * largest_share(model.heads, tensor) * model.head_dim
+    counts.vectors += width * model.qkv_bias + model.hidden * model.bias
+    counts.vectors += 2 * model.head_dim * model.qk_norm
 
 
-def _count_mla(model: ModelConfig, tensor: int, found: _PartCounts) -> None:
+def _count_mla(model: ModelConfig, tensor: int, counts: _PartCounts) -> None:
     latent = model.latent
     assert latent is not None
     query, value = head_widths(model)
     heads = largest_share(model.heads, tensor)
-    found.whole += latent_width(latent) * model.hidden
-    found.split += heads * query * (latent.query_rank or model.hidden)
-    found.split += heads * (latent.head_dim + value) * latent.kv_rank
-    found.split += model.hidden * heads * value
-    found.vectors += latent.kv_rank + (latent.query_rank or 0) + model.hidden * model.bias
+    counts.whole += latent_width(latent) * model.hidden
+    counts.split += heads * query * (latent.query_rank or model.hidden)
+    counts.split += heads * (latent.head_dim + value) * latent.kv_rank
+    counts.split += model.hidden * heads * value
+    counts.vectors += latent.kv_rank + (latent.query_rank or 0) + model.hidden * model.bias
 
 
-def _count_mlp(model: ModelConfig, width: int, tensor: int, found: _PartCounts) -> None:
+def _count_mlp(model: ModelConfig, width: int, tensor: int, counts: _PartCounts) -> None:
     up = 2 if model.activation == "swiglu" else 1
     inner = largest_share(width, tensor)
-    found.split += (up + 1) * model.hidden * inner
-    found.vectors += (up * inner + model.hidden) * model.bias
+    counts.split += (up + 1) * model.hidden * inner
+    counts.vectors += (up * inner + model.hidden) * model.bias
 
 
 def _count_predictor(
     model: ModelConfig, index: int, layout: Layout
 ) -> tuple[_PartCounts, _PartCounts]:
-    found, late = _count_block(model, model.layers + index, layout)
-    found.whole += predictor_projection_elements(model)
-    found.vectors += 2 * _norm_elements(model)
-    return found, late
+    attention, late = _count_block(model, model.layers + index, layout)
+    attention.whole += predictor_projection_elements(model)
+    attention.vectors += 2 * _norm_elements(model)
+    return attention, late
 
 
 def _norm_elements(model: ModelConfig) -> int:

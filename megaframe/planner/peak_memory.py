@@ -47,7 +47,7 @@ def compute_peak_memory(
     schedule: that of one step, not lowered.
     """
     memories = compute_pipeline_memory(config, layout, schedule, chip)
-    return max(memories.values(), key=lambda one: one.total)
+    return max(memories.values(), key=lambda memory: memory.total)
 
 
 def compute_pipeline_memory(
@@ -57,13 +57,17 @@ def compute_pipeline_memory(
     included; of a long pipeline only of those that may need most. schedule: as in
     `compute_peak_memory`.
     """
-    plans, lowered, many = stage_plans(config), lower(schedule), len(schedule.ranks)
-    ranks = range(many) if many <= _MANY else (0, 1, many // 2, many - 2, many - 1)
-    host, extra = chip.is_host, round(overhead_bytes(chip))
+    plans, lowered, num_ranks = stage_plans(config), lower(schedule), len(schedule.ranks)
+    ranks = (
+        range(num_ranks)
+        if num_ranks <= _MANY
+        else (0, 1, num_ranks // 2, num_ranks - 2, num_ranks - 1)
+    )
+    host, overhead = chip.is_host, round(overhead_bytes(chip))
     memories = {
         rank: compute_rank_memory(config, layout, plans, lowered, rank, host=host) for rank in ranks
     }
-    return {rank: replace(memory, overhead=extra) for rank, memory in memories.items()}
+    return {rank: replace(memory, overhead=overhead) for rank, memory in memories.items()}
 
 
 def overhead_bytes(chip: Chip) -> float:
@@ -71,9 +75,9 @@ def overhead_bytes(chip: Chip) -> float:
     return chip.memory - usable_bytes(chip)
 
 
-def nonzero_kinds(of: RankMemory) -> dict[str, int]:
+def nonzero_kinds(memory: RankMemory) -> dict[str, int]:
     """Return the bytes of each kind on the device, without the kinds that are 0."""
-    return {kind: size for kind, size in of.kinds.items() if size}
+    return {kind: size for kind, size in memory.kinds.items() if size}
 
 
 def resolve_recompute_blocks(config: RunConfig, layout: Layout, chip: Chip) -> RunConfig:
@@ -88,13 +92,13 @@ def min_recomputed_blocks(config: RunConfig, layout: Layout, chip: Chip) -> tupl
     memory of each rank leaves room on the chip (one fewer on any stage would not). All blocks of a
     rank if even that does not suffice."""
     plain = _with_blocks(config, 0)
-    many = config.train.global_batch // (config.train.microbatch * layout.data)
-    schedule = lower(build_step_schedule(plain, many))
-    found = [0] * len(stage_plans(plain))
+    microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
+    schedule = lower(build_step_schedule(plain, microbatches))
+    counts = [0] * len(stage_plans(plain))
     for rank in range(layout.pipeline):
         for stage, count in _min_blocks_of_rank(plain, layout, chip, schedule, rank).items():
-            found[stage] = count
-    return tuple(found)
+            counts[stage] = count
+    return tuple(counts)
 
 
 def _min_blocks_of_rank(
@@ -106,8 +110,8 @@ def _min_blocks_of_rank(
     blocks = {stage: len(plans[stage].blocks) for stage in schedule.stages(rank)}
 
     def fits(counts: Mapping[int, int]) -> bool:
-        tried = tuple(counts.get(stage, 0) for stage in range(len(plans)))
-        stages = stage_plans(_with_blocks(config, tried))
+        recomputed = tuple(counts.get(stage, 0) for stage in range(len(plans)))
+        stages = stage_plans(_with_blocks(config, recomputed))
         needed = compute_rank_memory(config, layout, stages, schedule, rank, host=chip.is_host)
         return bool(fits_with_margin(needed.total + overhead_bytes(chip), chip))
 

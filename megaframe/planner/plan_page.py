@@ -49,13 +49,13 @@ _SHOWN = {"responsive": True, "displayModeBar": False}
 def write_page(
     path: Path,
     choice: LayoutChoice,
-    found: SearchResult | None,
+    result: SearchResult | None,
     cluster: Cluster,
     constants: Constants,
 ) -> None:
     """Write the page to `path`. Raises `UserError` if plotly is not installed.
 
-    found: the search that made the choice, if any; with it the page lists the alternatives.
+    result: the search that made the choice, if any; with it the page lists the alternatives.
     """
     try:
         import plotly.graph_objects as graph
@@ -66,8 +66,8 @@ def write_page(
         ) from None
     title = f"{choice.layout.world} GPUs of {cluster.name}: {choice.layout}"
     words = (
-        describe_decision(found, cluster)
-        if found is not None
+        describe_decision(result, cluster)
+        if result is not None
         else describe_prediction(choice, cluster)
     )
     figures = [
@@ -93,9 +93,9 @@ def write_page(
         "</div>",
         _format_list(
             "Other choices, each with the best values of everything else",
-            tuple(describe_alternatives(found, cluster)),
+            tuple(describe_alternatives(result, cluster)),
         )
-        if found is not None
+        if result is not None
         else "",
         "</body></html>\n",
     ]
@@ -184,14 +184,19 @@ def _roofline(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> C
             *((tier.name, tier.bandwidth) for tier in cluster.tiers),
         ]
     ]
-    for one in communication_rooflines(config, choice.layout, cluster, constants):
-        rate = next(tier.bandwidth for tier in cluster.tiers if tier.name == one.tier)
-        roof = min(peak, one.intensity * rate) / 1e12
-        point = {"x": [one.intensity], "y": [roof], "mode": "markers+text", "text": [one.axis]}
-        point |= {"textposition": "top left", "name": f"{one.axis} over {one.tier}"}
+    for roofline in communication_rooflines(config, choice.layout, cluster, constants):
+        rate = next(tier.bandwidth for tier in cluster.tiers if tier.name == roofline.tier)
+        roof = min(peak, roofline.intensity * rate) / 1e12
+        point = {
+            "x": [roofline.intensity],
+            "y": [roof],
+            "mode": "markers+text",
+            "text": [roofline.axis],
+        }
+        point |= {"textposition": "top left", "name": f"{roofline.axis} over {roofline.tier}"}
         roofs.append(("Scatter", {**point, "marker": {"size": 11}}))
-    reached = {"x": [1, 1e6], "y": [choice.prediction.tflops_per_gpu] * 2, "mode": "lines"}
-    roofs.append(("Scatter", {**reached, "name": "predicted", "line": {"dash": "dot"}}))
+    predicted = {"x": [1, 1e6], "y": [choice.prediction.tflops_per_gpu] * 2, "mode": "lines"}
+    roofs.append(("Scatter", {**predicted, "name": "predicted", "line": {"dash": "dot"}}))
     return Chart(
         "Roofline: work for each byte that a GPU moves",
         roofs,
@@ -222,13 +227,13 @@ def _scaling(choice: LayoutChoice, cluster: Cluster, constants: Constants) -> Ch
 
 def _doublings(world: int) -> list[int]:
     """Return `world` halved and doubled repeatedly, within 8 to 100,000."""
-    low = world
-    while low % 2 == 0 and low // 2 >= 8:
-        low //= 2
-    found = [low]
-    while found[-1] * 2 <= _MOST_GPUS:
-        found.append(found[-1] * 2)
-    return found
+    smallest = world
+    while smallest % 2 == 0 and smallest // 2 >= 8:
+        smallest //= 2
+    sizes = [smallest]
+    while sizes[-1] * 2 <= _MOST_GPUS:
+        sizes.append(sizes[-1] * 2)
+    return sizes
 
 
 def _speed(
@@ -243,7 +248,7 @@ def _speed(
         if batch * gpus % world:
             return None
         batch = batch * gpus // world
-    one = _with_batch(config, batch)
+    batch_config = _with_batch(config, batch)
     parallel = config.parallel
     fixed = {
         "recompute": config.train.recompute,
@@ -252,8 +257,8 @@ def _speed(
         "expert_tensor": parallel.expert_tensor,
         "data_replicate": 1,
     }
-    found = find_fastest(one, gpus, cluster, constants, fixed)
-    return None if found is None else batch * config.train.seq / found[2] / gpus
+    fastest = find_fastest(batch_config, gpus, cluster, constants, fixed)
+    return None if fastest is None else batch * config.train.seq / fastest[2] / gpus
 
 
 def _with_batch(config: RunConfig, batch: int) -> RunConfig:
@@ -291,22 +296,22 @@ def communication_rooflines(
     work = block_work(config, model.layers - 1)
     rows = float(machine.tokens)
     flops = rows * (work.forward + work.backward + work.weight) / layout.tensor
-    many = config.train.global_batch // (config.train.microbatch * layout.data)
-    own = block_load(machine, model.layers - 1)
-    stream = width * rows * model.hidden
-    keys = 2 * model.kv_heads * model.head_dim / layout.tensor
+    microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
+    load = block_load(machine, model.layers - 1)
+    stream_bytes = width * rows * model.hidden
+    kv_width = 2 * model.kv_heads * model.head_dim / layout.tensor
     gathered = 2 * width if config.parallel.zero == 3 else 0
-    each = gathered + 4 if config.parallel.zero >= 2 else 8 / many
-    moved = {
-        "tensor": 10 * stream * (layout.tensor - 1) / layout.tensor,
-        "context": 6 * width * rows * keys * (layout.context - 1),
-        "data": (own.dense + own.experts) * each,
-        "expert": 4 * stream * (model.moe.top_k if model.moe else 0) / layout.tensor,
+    bytes_per_parameter = gathered + 4 if config.parallel.zero >= 2 else 8 / microbatches
+    bytes_by_axis = {
+        "tensor": 10 * stream_bytes * (layout.tensor - 1) / layout.tensor,
+        "context": 6 * width * rows * kv_width * (layout.context - 1),
+        "data": (load.dense + load.experts) * bytes_per_parameter,
+        "expert": 4 * stream_bytes * (model.moe.top_k if model.moe else 0) / layout.tensor,
     }
     rate = machine.rate.flops
-    for axis, size in moved.items():
+    for axis, size in bytes_by_axis.items():
         if layout.sizes[axis] > 1 and size > 0:
             tier = outermost_tier(cluster, *axis_span(axis, layout))
-            share = constants.link(cluster.tiers.index(tier))
+            share = constants.link_efficiency(cluster.tiers.index(tier))
             ridge = rate / (tier.bandwidth * share)
             yield CommunicationRoofline(axis, tier.name, flops / float(size), ridge)

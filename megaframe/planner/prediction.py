@@ -86,9 +86,16 @@ class Prediction:
 def predict(
     config: RunConfig, layout: Layout, cluster: Cluster, constants: Constants
 ) -> Prediction:
-    """Predict a step of `config` on `layout`. The config must have passed `check`.
+    """Predict a step of `config` on `layout`.
 
-    Raises `UserError` if the cluster has fewer ranks, or if its chip lacks the config's precision.
+    Args:
+        config: a config that has passed `check`.
+        layout: the sizes of its axes.
+        cluster: the chips and links that it runs on.
+        constants: what kernels and collectives reach there.
+
+    Raises:
+        UserError: the cluster has fewer ranks, or its chip lacks the config's precision.
     """
     if layout.world > cluster.size:
         raise UserError(
@@ -99,51 +106,52 @@ def predict(
     machine = Machine(config, cluster, constants, sizes_of(config, layout))
     plans = stage_plans(config)
     blocks = _map_layers(machine, block_times)
-    parts = [_stage_times(machine, plan, blocks) for plan in plans]
+    stage_times = [_stage_times(machine, plan, blocks) for plan in plans]
     schedule = build_step_schedule(config, int(machine.sizes.microbatches))
-    timeline = simulate(schedule, _schedule_costs(machine, parts))
-    breakdown = _breakdown(machine, plans, parts, schedule, timeline)
-    needed = compute_peak_memory(config, layout, schedule, cluster.chip)
-    return _make_prediction(config, layout, machine, breakdown, nonzero_kinds(needed), needed.host)
+    timeline = simulate(schedule, _schedule_costs(machine, stage_times))
+    breakdown = _breakdown(machine, plans, stage_times, schedule, timeline)
+    memory = compute_peak_memory(config, layout, schedule, cluster.chip)
+    return _make_prediction(config, layout, machine, breakdown, nonzero_kinds(memory), memory.host)
 
 
 def _map_layers(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
     """Return `function` of every layer, called once for each kind of layer."""
-    every = layer_kinds(machine.config.model)
-    known = {kind: function(machine, every.index(kind)) for kind in set(every)}
-    return [known[kind] for kind in every]
+    layers = layer_kinds(machine.config.model)
+    by_kind = {kind: function(machine, layers.index(kind)) for kind in set(layers)}
+    return [by_kind[kind] for kind in layers]
 
 
 def _stage_times(
     machine: Machine, plan: StagePlan, blocks: Sequence[CostBreakdown]
 ) -> CostBreakdown:
     """Return the seconds of a stage for one microbatch: its blocks, and the head if it is last."""
-    parts = [blocks[layer] for layer in plan.blocks]
+    block_times = [blocks[layer] for layer in plan.blocks]
     if plan.last:
-        parts.append(head_times(machine))
-    whole = CostBreakdown(PassTimes())
-    for number, part in enumerate(parts):
-        whole = whole + part
-        again = number < plan.recomputed and machine.config.train.recompute != "full"
-        if again:
-            whole = whole + CostBreakdown(PassTimes(0.0, part.whole.forward, 0.0))
-    return whole
+        block_times.append(head_times(machine))
+    total = CostBreakdown(PassTimes())
+    for number, part in enumerate(block_times):
+        total = total + part
+        is_recomputed = number < plan.recomputed and machine.config.train.recompute != "full"
+        if is_recomputed:
+            total = total + CostBreakdown(PassTimes(0.0, part.whole.forward, 0.0))
+    return total
 
 
-def _schedule_costs(machine: Machine, parts: Sequence[CostBreakdown]) -> ActionCosts:
+def _schedule_costs(machine: Machine, stage_times: Sequence[CostBreakdown]) -> ActionCosts:
     """Return the costs of every stage for the simulator. What a transfer adds to compute, by delay
     or by blocking it, is charged to the pass before it."""
     waiting = float(pipeline_wait_seconds(machine))
-    last = len(parts) - 1
+    last = len(stage_times) - 1
     return ActionCosts(
         forward=tuple(
             float(part.whole.forward) + waiting * (number < last)
-            for number, part in enumerate(parts)
+            for number, part in enumerate(stage_times)
         ),
         backward=tuple(
-            float(part.whole.backward) + waiting * (number > 0) for number, part in enumerate(parts)
+            float(part.whole.backward) + waiting * (number > 0)
+            for number, part in enumerate(stage_times)
         ),
-        weight=tuple(float(part.whole.weight) for part in parts),
+        weight=tuple(float(part.whole.weight) for part in stage_times),
         comm=float(stage_transfer_seconds(machine)) if machine.software.overlap_pipeline else 0.0,
     )
 
@@ -151,72 +159,79 @@ def _schedule_costs(machine: Machine, parts: Sequence[CostBreakdown]) -> ActionC
 def _breakdown(
     machine: Machine,
     plans: Sequence[StagePlan],
-    parts: Sequence[CostBreakdown],
+    stage_times: Sequence[CostBreakdown],
     schedule: Schedule,
     timeline: Timeline,
 ) -> dict[str, float]:
     """Return the seconds by part, for the rank that has most work."""
-    many = machine.sizes.microbatches
+    microbatches = machine.sizes.microbatches
     rank = max(range(len(timeline.work)), key=lambda number: timeline.work[number])
-    here = schedule.stages(rank)
-    whole = CostBreakdown(PassTimes())
-    for stage in here:
-        whole = whole + parts[stage]
-    found = {name: float(many * part.total) for name, part in whole.named().items()}
+    stages_of_rank = schedule.stages(rank)
+    rank_times = CostBreakdown(PassTimes())
+    for stage in stages_of_rank:
+        rank_times = rank_times + stage_times[stage]
+    seconds = {
+        name: float(microbatches * part.total) for name, part in rank_times.by_cause().items()
+    }
     work, step = float(timeline.work[rank]), float(timeline.time)
     if machine.software.steps_meet:
         step = float(max(timeline.spans))
-    found["pipeline"] = max(0.0, work - sum(found.values()))
-    owned = _map_layers(machine, block_load)
-    ends = []
+    seconds["pipeline"] = max(0.0, work - sum(seconds.values()))
+    loads = _map_layers(machine, block_load)
+    ends_of_step = []
     for number in range(len(timeline.work)):
         stages = schedule.stages(number)
-        own = [plans[stage] for stage in stages]
-        window = sum((parts[stage].compute for stage in stages), PassTimes())
-        ends.append(_end_of_step(machine, own, owned, window))
-    data, update = max(ends, key=sum)
-    found["data"] = data
-    found["bubble"] = step - work
-    found["optimizer"] = update
-    slow = straggler_share(machine.cluster, float(machine.sizes.world))
-    found["other"] = machine.software.step_kernels * machine.rate.launch + slow * (
+        rank_plans = [plans[stage] for stage in stages]
+        compute = sum((stage_times[stage].compute for stage in stages), PassTimes())
+        ends_of_step.append(_end_of_step(machine, rank_plans, loads, compute))
+    data, update = max(ends_of_step, key=sum)
+    seconds["data"] = data
+    seconds["bubble"] = step - work
+    seconds["optimizer"] = update
+    straggling = straggler_share(machine.cluster, float(machine.sizes.world))
+    seconds["other"] = machine.software.step_kernels * machine.rate.launch + straggling * (
         step + data + update
     )
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in seconds.items()}
 
 
 def _end_of_step(
-    machine: Machine, plans: Sequence[StagePlan], owned: Sequence[ParameterLoad], window: PassTimes
+    machine: Machine, plans: Sequence[StagePlan], loads: Sequence[ParameterLoad], compute: PassTimes
 ) -> tuple[float, float]:
     """Return the seconds of the exposed exchange between data ranks and those of the update.
 
-    plans: stages of the rank. owned: parameters of every layer. window: compute of one microbatch
+    plans: stages of the rank. loads: parameters of every layer. compute: seconds of one microbatch
     on the rank.
     """
     tied = machine.config.model.tie_embeddings
     layers = [layer for plan in plans for layer in plan.blocks]
     tables = sum(plan.first + (plan.last and not (plan.first and tied)) for plan in plans)
-    blocks = sum((owned[layer] for layer in layers), ParameterLoad())
-    held = replace(
+    blocks = sum((loads[layer] for layer in layers), ParameterLoad())
+    load = replace(
         blocks,
         tables=tables * table_elements(machine),
         buckets=num_buckets(machine, blocks.total, len(plans), len(layers)),
     )
-    passes = overlapping_passes(machine.sizes, machine.config.parallel.schedule in LOOPED_SCHEDULES)
-    data = float(exposed_exchange_seconds(machine, held, window, passes))
-    return data, float(optimizer_seconds(machine, held))
+    overlapped = overlapping_passes(
+        machine.sizes, machine.config.parallel.schedule in LOOPED_SCHEDULES
+    )
+    data = float(exposed_exchange_seconds(machine, load, compute, overlapped))
+    return data, float(optimizer_seconds(machine, load))
 
 
 def model_flops(config: RunConfig) -> tuple[float, float]:
     """Return the model FLOPs per token, with causal attention counted as half, and the same with
     recompute."""
     plans = stage_plans(config)
-    works = [block_work(config, layer) for layer in range(config.model.layers)]
-    end = output_work(config)
-    model = sum(w.forward + w.backward + w.weight for w in works) + end.forward + end.backward
-    model += end.weight
-    again = sum(works[layer].forward for plan in plans for layer in plan.blocks[: plan.recomputed])
-    return model, model + again
+    block_flops = [block_work(config, layer) for layer in range(config.model.layers)]
+    head_flops = output_work(config)
+    model = sum(w.forward + w.backward + w.weight for w in block_flops)
+    for flops in (head_flops.forward, head_flops.backward, head_flops.weight):
+        model += flops
+    recomputed = sum(
+        block_flops[layer].forward for plan in plans for layer in plan.blocks[: plan.recomputed]
+    )
+    return model, model + recomputed
 
 
 def _make_prediction(
@@ -224,7 +239,7 @@ def _make_prediction(
     layout: Layout,
     machine: Machine,
     breakdown: dict[str, float],
-    needed: dict[str, int],
+    memory: dict[str, int],
     host: int,
 ) -> Prediction:
     step, cluster = float(sum(breakdown.values())), machine.cluster
@@ -232,7 +247,7 @@ def _make_prediction(
     model, hardware = model_flops(config)
     rate = model * tokens / step / layout.world
     peak = cluster.chip.peaks.get(config.train.precision)
-    fits = sum(needed.values()) <= cluster.chip.memory
+    fits = sum(memory.values()) <= cluster.chip.memory
     return Prediction(
         step_seconds=step,
         breakdown=breakdown,
@@ -240,11 +255,11 @@ def _make_prediction(
         hfu=None if peak is None else rate / peak * hardware / model if model else 0.0,
         tflops_per_gpu=rate / 1e12,
         tokens_per_second=tokens / step,
-        memory_bytes=needed,
+        memory_bytes=memory,
         fits=fits,
         host_bytes=host,
         reasons=tuple(
-            explain_step(config, layout, cluster, machine.constants, breakdown, needed, host)
+            explain_step(config, layout, cluster, machine.constants, breakdown, memory, host)
         ),
     )
 
@@ -255,31 +270,38 @@ def explain_step(
     cluster: Cluster,
     constants: Constants,
     breakdown: Mapping[str, float],
-    needed: Mapping[str, int],
-    host: int,
+    memory: Mapping[str, int],
+    host_bytes: int,
 ) -> Iterator[str]:
     """Yield sentences about a predicted step: memory of the device, memory of the host, what is
     assumed about the machine, what the plan does not consider, compute, and then everything else
     that takes at least a fiftieth of the step, the longest first.
 
-    breakdown: seconds by part. needed: bytes on the device by kind. host: bytes in host memory.
+    Args:
+        config: the run.
+        layout: the sizes of its axes.
+        cluster: where it runs.
+        constants: what was assumed of kernels and collectives.
+        breakdown: seconds by part.
+        memory: bytes on the device by kind.
+        host_bytes: bytes in host memory.
     """
     step = sum(breakdown.values())
-    total, there = sum(needed.values()), cluster.chip.memory
-    kinds = sorted(needed, key=lambda kind: -needed[kind])[:2]
-    most = " and ".join(f"{kind} {needed[kind] / 2**30:.1f} GiB" for kind in kinds)
-    if total > there:
+    total, capacity = sum(memory.values()), cluster.chip.memory
+    kinds = sorted(memory, key=lambda kind: -memory[kind])[:2]
+    largest = " and ".join(f"{kind} {memory[kind] / 2**30:.1f} GiB" for kind in kinds)
+    if total > capacity:
         yield (
-            f"does not fit: {total / 2**30:.1f} GiB of {there / 2**30:.1f} GiB on a "
-            f"{cluster.chip.name}, mostly {most}"
+            f"does not fit: {total / 2**30:.1f} GiB of {capacity / 2**30:.1f} GiB on a "
+            f"{cluster.chip.name}, mostly {largest}"
         )
     else:
         yield (
-            f"fits with {(there - total) / 2**30:.1f} GiB to spare: {total / 2**30:.1f} GiB of "
-            f"{there / 2**30:.1f} GiB, mostly {most}"
+            f"fits with {(capacity - total) / 2**30:.1f} GiB to spare: {total / 2**30:.1f} GiB of "
+            f"{capacity / 2**30:.1f} GiB, mostly {largest}"
         )
-    if host:
-        yield _explain_offload(host, cluster, breakdown["optimizer"])
+    if host_bytes:
+        yield _explain_offload(host_bytes, cluster, breakdown["optimizer"])
     yield from cluster.notes
     if constants.unfitted:
         yield (
@@ -304,27 +326,27 @@ def _explain_part(
     part: str, share: float, config: RunConfig, layout: Layout, cluster: Cluster
 ) -> str:
     if part == "bubble":
-        many = config.train.global_batch // (config.train.microbatch * layout.data)
+        microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
         return (
-            f"the bubble of {config.parallel.schedule} with pipeline {layout.pipeline} and {many} "
-            f"microbatches is {share:.1%}"
+            f"the bubble of {config.parallel.schedule} with pipeline {layout.pipeline} and "
+            f"{microbatches} microbatches is {share:.1%}"
         )
     if part not in _AXES:
         return f"{part} is {share:.1%}"
     tier = outermost_tier(cluster, *axis_span(part, layout))
     size = layout.sizes[part]
-    what = f"{_AXES[part]} wait {share:.1%} of the step for transfers over {tier.name}"
+    text = f"{_AXES[part]} wait {share:.1%} of the step for transfers over {tier.name}"
     if part == "tensor" and tier is not cluster.tiers[0]:
-        return f"tensor {size} crosses nodes of {cluster.node}: {what}"
-    return f"{what} ({part} {size})"
+        return f"tensor {size} crosses nodes of {cluster.node}: {text}"
+    return f"{text} ({part} {size})"
 
 
-def _explain_offload(host: int, cluster: Cluster, seconds: float) -> str:
+def _explain_offload(host_bytes: int, cluster: Cluster, seconds: float) -> str:
     link, name = cluster.chip.host_link, cluster.chip.name
-    what = f"{host / 2**30:.1f} GiB of a GPU's weights and state are in host memory"
+    text = f"{host_bytes / 2**30:.1f} GiB of a GPU's weights and state are in host memory"
     if link is None:
         return (
-            f"{what}; the link of a {name} to it is not known, so the update counts as without it"
+            f"{text}; the link of a {name} to it is not known, so the update counts as without it"
         )
-    how = f"move at {link / 1e9:g} GB/s in each direction"
-    return f"{what} and {how}: the update takes {seconds:.2g} s"
+    speed = f"move at {link / 1e9:g} GB/s in each direction"
+    return f"{text} and {speed}: the update takes {seconds:.2g} s"

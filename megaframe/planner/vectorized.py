@@ -60,16 +60,18 @@ def estimate(
     """Estimate all candidates, at least 100,000 per second."""
     rounds = [
         _estimate_round(
-            config, cluster, constants, candidates.taken(slice(start, start + _AT_ONCE))
+            config, cluster, constants, candidates.select(slice(start, start + _AT_ONCE))
         )
         for start in range(0, len(candidates), _AT_ONCE)
     ]
     step, memory, fits = (
-        np.concatenate([getattr(one, name) for one in rounds])
+        np.concatenate([getattr(one_round, name) for one_round in rounds])
         for name in ("step_seconds", "memory_bytes", "fits")
     )
-    parts = rounds[0].breakdown
-    breakdown = {name: np.concatenate([one.breakdown[name] for one in rounds]) for name in parts}
+    causes = rounds[0].breakdown
+    breakdown = {
+        name: np.concatenate([one_round.breakdown[name] for one_round in rounds]) for name in causes
+    }
     return Estimates(step, memory, fits, breakdown)
 
 
@@ -78,17 +80,17 @@ def _estimate_round(
 ) -> Estimates:
     sizes, schedule = candidates.sizes(config), candidates.schedule
     machine = Machine(config, cluster, constants, sizes)
-    one, owned = _mean_block(machine)
-    end = head_times(machine)
-    share = _busiest_rank(machine, one, end)
-    rank = one.times(share.blocks) + end.times(share.heads)
-    blocks = owned.times(share.blocks)
-    held = replace(
+    block, block_parameters = _mean_block(machine)
+    head = head_times(machine)
+    busiest = _busiest_rank(machine, block, head)
+    rank = block.scaled(busiest.blocks) + head.scaled(busiest.heads)
+    blocks = block_parameters.scaled(busiest.blocks)
+    load = replace(
         blocks,
         tables=table_elements(machine) * _num_tables(config, machine.sizes),
-        buckets=num_buckets(machine, blocks.total, sizes.chunks, share.blocks),
+        buckets=num_buckets(machine, blocks.total, sizes.chunks, busiest.blocks),
     )
-    breakdown = _breakdown(machine, rank, held, schedule)
+    breakdown = _breakdown(machine, rank, load, schedule)
     memory = estimate_peak_memory(config, cluster.chip, sizes, schedule)
     return Estimates(
         np.add.reduce(list(breakdown.values())), memory, memory <= cluster.chip.memory, breakdown
@@ -97,13 +99,13 @@ def _estimate_round(
 
 def _mean_block(machine: Machine) -> tuple[CostBreakdown, ParameterLoad]:
     """Return the mean costs and parameters of a layer."""
-    every = layer_kinds(machine.config.model)
-    whole, owned = CostBreakdown(PassTimes()), ParameterLoad()
-    for kind, number in Counter(every).items():
-        layer, share = every.index(kind), number / len(every)
-        whole = whole + block_times(machine, layer).times(share)
-        owned = owned + block_load(machine, layer).times(share)
-    return whole, owned
+    layers = layer_kinds(machine.config.model)
+    times, load = CostBreakdown(PassTimes()), ParameterLoad()
+    for kind, number in Counter(layers).items():
+        layer, share = layers.index(kind), number / len(layers)
+        times = times + block_times(machine, layer).scaled(share)
+        load = load + block_load(machine, layer).scaled(share)
+    return times, load
 
 
 @dataclass(frozen=True)
@@ -114,19 +116,19 @@ class BusiestRank:
     heads: Array
 
 
-def _busiest_rank(machine: Machine, one: CostBreakdown, end: CostBreakdown) -> BusiestRank:
+def _busiest_rank(machine: Machine, block: CostBreakdown, head: CostBreakdown) -> BusiestRank:
     """Return what the rank with most work has: the most blocks, or fewer blocks and the head."""
-    divided = blocks_per_rank(machine.config, machine.sizes)
-    middle, last = divided.middle, divided.end
-    ends = last * one.whole.total + end.whole.total > middle * one.whole.total
-    ends = ends | (machine.sizes.pipeline == 1)
-    return BusiestRank(np.where(ends, last, middle), ends * 1.0)
+    division = blocks_per_rank(machine.config, machine.sizes)
+    fullest, last = division.fullest, division.last
+    head_rank_is_busiest = last * block.whole.total + head.whole.total > fullest * block.whole.total
+    head_rank_is_busiest = head_rank_is_busiest | (machine.sizes.pipeline == 1)
+    return BusiestRank(np.where(head_rank_is_busiest, last, fullest), head_rank_is_busiest * 1.0)
 
 
 def _num_tables(config: RunConfig, sizes: LayoutSizes) -> Array:
     """Return the number of vocabulary tables of the rank that has most of them."""
-    both = 1.0 if config.model.tie_embeddings else 2.0
-    return np.where(sizes.pipeline == 1, both, 1.0)
+    all_tables = 1.0 if config.model.tie_embeddings else 2.0
+    return np.where(sizes.pipeline == 1, all_tables, 1.0)
 
 
 def bubble_seconds(schedule: Array, sizes: LayoutSizes, passes: PassTimes) -> Array:
@@ -134,43 +136,47 @@ def bubble_seconds(schedule: Array, sizes: LayoutSizes, passes: PassTimes) -> Ar
 
     For zb-h2, zb-v and dualpipe-v this is more than in the papers, because ranks start and end at
     different times. For v-half it is exact if all passes are equal and the number of ranks is even.
-    passes: seconds of all of a rank's stages for one microbatch.
+
+    Args:
+        schedule: indices into `SCHEDULES`.
+        sizes: the layouts.
+        passes: seconds of all of a rank's stages for one microbatch.
     """
-    before = sizes.pipeline - 1
+    ranks_before = sizes.pipeline - 1
     forward, backward, weight = passes.forward, passes.backward, passes.weight
-    whole = before * passes.total
+    one_microbatch = ranks_before * passes.total
     # With fewer microbatches than ranks, some ranks are idle in every round of chunks.
-    short = np.maximum(0, sizes.pipeline - sizes.microbatches) * passes.total
+    missing_microbatches = np.maximum(0, sizes.pipeline - sizes.microbatches) * passes.total
     rounds = (sizes.chunks - 1) / sizes.chunks
-    forms = {
-        "gpipe": whole,
-        "1f1b": whole,
-        "interleaved": whole / sizes.chunks,
-        "breadth-first": whole / sizes.chunks + short * rounds,
-        "zb-h1": before * (forward + backward - weight),
-        "zb-h2": before * np.maximum(forward, forward + backward - 2 * weight),
-        "zb-v": before * np.maximum(backward / 2, backward - weight),
+    seconds = {
+        "gpipe": one_microbatch,
+        "1f1b": one_microbatch,
+        "interleaved": one_microbatch / sizes.chunks,
+        "breadth-first": one_microbatch / sizes.chunks + missing_microbatches * rounds,
+        "zb-h1": ranks_before * (forward + backward - weight),
+        "zb-h2": ranks_before * np.maximum(forward, forward + backward - 2 * weight),
+        "zb-v": ranks_before * np.maximum(backward / 2, backward - weight),
         "v-half": sizes.pipeline * (forward / 2 + 1.5 * backward - weight / 4) - forward,
         "dualpipe-v": sizes.pipeline * (backward - weight / 2) - (backward - weight),
     }
-    return np.where(sizes.pipeline > 1, np.choose(schedule, [forms[n] for n in SCHEDULES]), 0.0)
+    return np.where(sizes.pipeline > 1, np.choose(schedule, [seconds[n] for n in SCHEDULES]), 0.0)
 
 
 def _breakdown(
-    machine: Machine, rank: CostBreakdown, held: ParameterLoad, schedule: Array
+    machine: Machine, rank: CostBreakdown, load: ParameterLoad, schedule: Array
 ) -> dict[str, Array]:
     sizes, software = machine.sizes, machine.software
-    many = sizes.microbatches
-    found = {name: many * part.total for name, part in rank.named().items()}
+    microbatches = sizes.microbatches
+    seconds = {name: microbatches * part.total for name, part in rank.by_cause().items()}
     transfer = np.maximum(stage_transfer_seconds(machine), pipeline_wait_seconds(machine))
-    found["pipeline"] = 2 * sizes.chunks * many * pipeline_wait_seconds(machine)
-    circling = np.isin(schedule, [SCHEDULES.index(name) for name in LOOPED_SCHEDULES])
-    passes = overlapping_passes(sizes, circling)
-    found["data"] = exposed_exchange_seconds(machine, held, rank.compute, passes)
-    filling = bubble_seconds(schedule, sizes, rank.whole)
-    found["bubble"] = filling + 2 * (sizes.pipeline - 1) * transfer
-    found["optimizer"] = optimizer_seconds(machine, held)
-    step = sum(found.values())
-    slow = straggler_share(machine.cluster, sizes.world)
-    found["other"] = software.step_kernels * machine.rate.launch + slow * step
-    return {name: np.broadcast_to(value, many.shape) for name, value in found.items()}
+    seconds["pipeline"] = 2 * sizes.chunks * microbatches * pipeline_wait_seconds(machine)
+    is_looped = np.isin(schedule, [SCHEDULES.index(name) for name in LOOPED_SCHEDULES])
+    overlapped = overlapping_passes(sizes, is_looped)
+    seconds["data"] = exposed_exchange_seconds(machine, load, rank.compute, overlapped)
+    bubble = bubble_seconds(schedule, sizes, rank.whole)
+    seconds["bubble"] = bubble + 2 * (sizes.pipeline - 1) * transfer
+    seconds["optimizer"] = optimizer_seconds(machine, load)
+    step = sum(seconds.values())
+    straggling = straggler_share(machine.cluster, sizes.world)
+    seconds["other"] = software.step_kernels * machine.rate.launch + straggling * step
+    return {name: np.broadcast_to(value, microbatches.shape) for name, value in seconds.items()}

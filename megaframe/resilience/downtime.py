@@ -1,4 +1,4 @@
-"""Accounts for the time that a run has lost, by cause, over all its starts.
+"""Downtime: the time that a run has lost, by cause, over all its starts.
 
 The time that a process loses after its last metrics line can only be counted by the next process.
 Therefore the ledger is a file in the run folder. It is separate from the metrics, because they drop
@@ -28,11 +28,11 @@ CAUSES = ("detection", "restart", "load", "repeat", "save")
 """detection: from the last line of a run that hung to its end. restart: from that end, or else from
 the last line, to the next start of this program. load: from the start to the first step, and when
 going back to a checkpoint. repeat: steps that had been done before. save: waiting for saves."""
-_TAIL = 1 << 18
+_TAIL_BYTES = 1 << 18
 """Bytes read from the end of the metrics; they contain the last line."""
 
 
-class Ledger:
+class DowntimeLedger:
     """The ledger of the run in a folder. Create it before any file of an earlier start is changed.
 
     keep: True on the first rank only; on others the ledger counts and writes nothing. clock:
@@ -49,44 +49,44 @@ class Ledger:
         self._first = self._started
         if keep and (run / METRICS_FILE).exists():
             self._read()
-            self._since_last_sign()
+            self._count_time_before_start()
         elif keep:
             with suppress(OSError):  # a folder that is not writable is reported on the first write
                 (self._folder / LEDGER_FILE).unlink()  # of a run that has been removed
 
-    def starts_at(self, step: int) -> None:
+    def record_start(self, step: int) -> None:
         """Record that the run continues after `step`. The time until now was spent on loading."""
-        self.lose("load", self._clock() - self._mark)
+        self.add_lost_time("load", self._clock() - self._mark)
         since = {"since": self._started, "reached": self._reached}
         self._write({"event": "start", "step": step, **since})
         self._mark = self._clock()
 
-    def lose(self, cause: str, seconds: float) -> None:
+    def add_lost_time(self, cause: str, seconds: float) -> None:
         """Add lost time to a cause (one of `CAUSES`)."""
         if self._keep and seconds > 0:
             self._totals[cause] += seconds
             self._unwritten[cause] += seconds
             self._write({"event": "lost", "cause": cause, "seconds": seconds})
 
-    def goes_back(self, to: int, why: str) -> None:
+    def record_rollback(self, to: int, why: str) -> None:
         """Record that the run has gone back to the checkpoint of step `to`. Later steps that it had
         done will count as repeated."""
         now = self._clock()
-        self.lose("load", now - self._mark)
+        self.add_lost_time("load", now - self._mark)
         self._mark = now
         self._write({"event": "back", "step": to, "reached": self._reached, "why": why})
 
-    def saved(self, step: int) -> None:
+    def record_save(self, step: int) -> None:
         """Record that a checkpoint was saved. A start that then finds none is not a first start."""
         self._write({"event": "saved", "step": step})
 
-    def step(self, number: int, saving: float) -> dict[str, float]:
+    def record_step(self, number: int, saving: float) -> dict[str, float]:
         """Record that step `number` is done. saving: seconds of it that were spent waiting for
         saves. Returns the seconds lost since the previous step, by cause, for the metrics line."""
         now = self._clock()
         if number <= self._reached:
-            self.lose("repeat", now - self._mark - saving)
-        self.lose("save", saving)
+            self.add_lost_time("repeat", now - self._mark - saving)
+        self.add_lost_time("save", saving)
         self._mark, self._reached = now, max(self._reached, number)
         lost, self._unwritten = self._unwritten, defaultdict(float)
         return {cause: lost[cause] for cause in CAUSES}
@@ -104,23 +104,23 @@ class Ledger:
 
     def _read(self) -> None:
         """Read how much time earlier starts have lost and which step they reached."""
-        for entry in _entries(self._folder / LEDGER_FILE):
+        for entry in _read_entries(self._folder / LEDGER_FILE):
             if isinstance(entry.get("seconds"), float):
                 self._totals[str(entry.get("cause"))] += entry["seconds"]
             if isinstance(entry.get("reached"), int):
                 self._reached = max(self._reached, entry["reached"])
             if isinstance(entry.get("since"), float):
                 self._first = min(self._first, entry["since"])
-        lines = _steps(_entries(self._run / METRICS_FILE, last=True))
+        lines = _step_numbers(_read_entries(self._run / METRICS_FILE, last=True))
         self._reached = max((self._reached, *lines))
 
-    def _since_last_sign(self) -> None:
+    def _count_time_before_start(self) -> None:
         """Count the time since the last line of the previous process as lost."""
-        sign = (self._run / METRICS_FILE).stat().st_mtime
-        ends = [entry.get("at") for entry in _entries(self._folder / ENDED_FILE)]
-        ended = [at for at in ends if isinstance(at, float) and sign < at < self._started]
-        self.lose("detection", (min(ended) - sign) if ended else 0.0)
-        self.lose("restart", self._started - (min(ended) if ended else sign))
+        last_line = (self._run / METRICS_FILE).stat().st_mtime
+        ends = [entry.get("at") for entry in _read_entries(self._folder / ENDED_FILE)]
+        ended = [at for at in ends if isinstance(at, float) and last_line < at < self._started]
+        self.add_lost_time("detection", (min(ended) - last_line) if ended else 0.0)
+        self.add_lost_time("restart", self._started - (min(ended) if ended else last_line))
 
     def _write(self, entry: dict[str, Any]) -> None:
         if not self._keep:
@@ -137,34 +137,34 @@ class Ledger:
 def last_saved(run: Path) -> tuple[int, int] | None:
     """Return the last step in the metrics of the run in a folder, and the last step of which it has
     saved a checkpoint. None if it has saved none, or its metrics are gone."""
-    lines = _steps(_entries(run / METRICS_FILE, last=True))
-    entries = _entries(run / FAULTS / LEDGER_FILE)
-    saved = _steps(entry for entry in entries if entry.get("event") == "saved")
+    lines = _step_numbers(_read_entries(run / METRICS_FILE, last=True))
+    entries = _read_entries(run / FAULTS / LEDGER_FILE)
+    saved = _step_numbers(entry for entry in entries if entry.get("event") == "saved")
     return (max(lines), saved[-1]) if lines and saved else None
 
 
-def _steps(entries: Iterable[dict[str, Any]]) -> list[int]:
+def _step_numbers(entries: Iterable[dict[str, Any]]) -> list[int]:
     return [entry["step"] for entry in entries if isinstance(entry.get("step"), int)]
 
 
-def _entries(path: Path, *, last: bool = False) -> list[dict[str, Any]]:
+def _read_entries(path: Path, *, last: bool = False) -> list[dict[str, Any]]:
     """Read the JSON objects of a file of lines, skipping invalid lines. last: only those in the
-    last `_TAIL` bytes."""
+    last `_TAIL_BYTES` bytes."""
     if not path.exists():
         return []
     try:
         with open_file(path) as file:
             if last:
-                file.seek(max(0, path.stat().st_size - _TAIL))
+                file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             lines = file.read().splitlines()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    found = []
+    entries = []
     for line in lines:
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(entry, dict):
-            found.append(entry)
-    return found
+            entries.append(entry)
+    return entries

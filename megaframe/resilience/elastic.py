@@ -18,7 +18,7 @@ _MODEL_AXES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
 """Axes that divide the model or samples, and so determine a rank's memory."""
 
 
-def fitted(config: RunConfig, world: int) -> tuple[RunConfig, int]:
+def fit_layout(config: RunConfig, world: int) -> tuple[RunConfig, int]:
     """Return the config with a layout for at most `world` ranks, and the number of ranks that it
     uses. If the config's own layout fits, the config is returned unchanged.
 
@@ -27,13 +27,13 @@ def fitted(config: RunConfig, world: int) -> tuple[RunConfig, int]:
     if not find_mistakes(config, world, data=False):
         return config, world
     for sizes in _candidates(config.parallel, world):
-        found = _with(config, sizes)
+        candidate = _apply_sizes(config, sizes)
         used = sizes["data"] * sizes["tensor"] * sizes["pipeline"] * sizes["context"]
-        if not find_mistakes(found, used, data=False):
-            return found, used
-    wrong = "\n  ".join(find_mistakes(config, world, data=False))
+        if not find_mistakes(candidate, used, data=False):
+            return candidate, used
+    reasons = "\n  ".join(find_mistakes(config, world, data=False))
     raise UserError(
-        f"faults.elastic found no layout for {world} ranks; the layout of the config:\n  {wrong}"
+        f"faults.elastic found no layout for {world} ranks; the layout of the config:\n  {reasons}"
     )
 
 
@@ -42,7 +42,7 @@ def _candidates(parallel: ParallelConfig, world: int) -> Iterator[Mapping[str, i
     the most data ranks first; then those that divide it less and less."""
     wanted = [getattr(parallel, axis) for axis in _MODEL_AXES]
     choices = [divisors(size) for size in wanted]
-    shapes = sorted(product(*choices), key=lambda sizes: _loss(sizes, wanted))
+    shapes = sorted(product(*choices), key=lambda sizes: _division_lost(sizes, wanted))
     for shape in shapes:
         axes = dict(zip(_MODEL_AXES, shape, strict=True))
         rest = axes["tensor"] * axes["pipeline"] * axes["context"]
@@ -52,17 +52,17 @@ def _candidates(parallel: ParallelConfig, world: int) -> Iterator[Mapping[str, i
                     yield {**axes, "data": data, "data_replicate": replicas}
 
 
-def _loss(shape: tuple[int, ...], wanted: list[int]) -> tuple[float, ...]:
+def _division_lost(shape: tuple[int, ...], wanted: list[int]) -> tuple[float, ...]:
     """Return a sort key: how much less than wanted a shape divides the model in total, and for
     equal totals by axis, where the last axes are reduced first."""
     shares = [now / then for now, then in zip(shape, wanted, strict=True)]
-    in_all = 1.0
+    total = 1.0
     for share in shares:
-        in_all *= share
-    return (-in_all, *(-share for share in shares))
+        total *= share
+    return (-total, *(-share for share in shares))
 
 
-def _with(config: RunConfig, sizes: Mapping[str, int]) -> RunConfig:
+def _apply_sizes(config: RunConfig, sizes: Mapping[str, int]) -> RunConfig:
     """Return the config with these sizes. If the number of pipeline ranks changes, per-stage layers
     are dropped, and per-stage recompute blocks become their maximum for all stages."""
     changes: dict[str, object] = dict(sizes)

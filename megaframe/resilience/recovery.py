@@ -22,20 +22,20 @@ from megaframe.checkpoint import StorePath
 from megaframe.checkpoint.folder import list_checkpoints, step_of
 from megaframe.checkpoint.train_state import TrainState
 from megaframe.config import RunConfig
-from megaframe.data.loader import Step
+from megaframe.data.loader import StepBatch
 from megaframe.data.microbatch import Microbatch
-from megaframe.data_parallel.replicas import Finding, Replicas
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.rank_progress import name_ranks
 from megaframe.errors import BadDevice, CollectiveMismatch, LostRanks, NotFinite, UserError
-from megaframe.metrics import Meter
-from megaframe.metrics.meter import Known
+from megaframe.metrics import MetricsLogger
+from megaframe.metrics.metrics_logger import StepValues
 from megaframe.pipeline_parallel.executor import Outcome
 from megaframe.pipeline_parallel.nonfinite import Sign, first_sick
-from megaframe.resilience.downtime import FAULTS, Ledger
-from megaframe.resilience.signals import Launcher
-from megaframe.resilience.spike_policy import History
-from megaframe.resilience.stragglers import Stragglers
+from megaframe.resilience.downtime import FAULTS, DowntimeLedger
+from megaframe.resilience.replica_check import ReplicaCheck, ReplicaMismatch
+from megaframe.resilience.signals import LauncherProcess
+from megaframe.resilience.spike_policy import SpikePolicy
+from megaframe.resilience.stragglers import StragglerDetector
 from megaframe.training.train_step import Pipeline
 
 GoBack = Callable[[Callable[[StorePath], StorePath | None]], tuple[int, TrainState] | None]
@@ -67,23 +67,23 @@ class Guard:
         config: RunConfig,
         mesh: Mesh,
         pipeline: Pipeline,
-        meter: Meter,
-        ledger: Ledger,
+        meter: MetricsLogger,
+        ledger: DowntimeLedger,
         go_back: GoBack,
-        launcher: Launcher,
+        launcher: LauncherProcess,
     ) -> None:
         self._faults, self._mesh, self._pipeline = config.faults, mesh, pipeline
         self._meter, self._ledger, self._return = meter, ledger, go_back
-        self.history = History(config.faults)
+        self.history = SpikePolicy(config.faults)
         self.told = 0
         self._launcher = launcher
         self._unjudged: deque[_Done] = deque()
         self._compared = self._ways_back = 0
         self._saving = 0.0
-        self._differed: dict[int, Finding] = {}
-        self._replicas = Replicas(mesh, pipeline.optimizer.buckets)
+        self._differed: dict[int, ReplicaMismatch] = {}
+        self._replicas = ReplicaCheck(mesh, pipeline.optimizer.buckets)
         factor = config.faults.straggler_factor
-        self._stragglers = Stragglers(mesh, factor) if factor is not None else None
+        self._stragglers = StragglerDetector(mesh, factor) if factor is not None else None
         mesh.watch_steps(config.faults.step_timeout, Path(config.run.dir) / FAULTS)
 
     def __enter__(self) -> Guard:
@@ -107,7 +107,7 @@ class Guard:
         """Announce that training continues after `step`. state: the state of the checkpoint that
         was loaded, if any."""
         self._compared = step
-        self._ledger.starts_at(step)
+        self._ledger.record_start(step)
         if state is not None:
             self.history.load(state.history)
 
@@ -116,9 +116,9 @@ class Guard:
         is; empty for something without a time limit."""
         self._mesh.progress.begin_activity(doing)
 
-    def leaves_out(self, batch: Step) -> bool:
+    def leaves_out(self, batch: StepBatch) -> bool:
         """Return whether this data is to be skipped."""
-        return self.history.leaves_out(batch.first)
+        return self.history.is_skipped(batch.first)
 
     def train(
         self, microbatches: Sequence[Microbatch], step: int, scale: float | Tensor
@@ -137,7 +137,7 @@ class Guard:
         self._meter.note(text)
         return again
 
-    def trained(self, step: int, batch: Step, outcome: Outcome) -> None:
+    def trained(self, step: int, batch: StepBatch, outcome: Outcome) -> None:
         """Keep the outcome of a step until it can be judged (see `heed`)."""
         samples = [microbatch.samples_B for microbatch in batch.microbatches]
         self._unjudged.append(_Done(step, batch.first, samples, outcome))
@@ -153,16 +153,18 @@ class Guard:
     def record(self, step: int) -> None:
         """Add to the step's metrics the signal that this rank has received, so that all ranks get
         to know it, and the time lost."""
-        told = self._mesh.progress.leave_signal or (signal.SIGTERM if self._launcher.gone else 0)
+        told = self._mesh.progress.leave_signal or (
+            signal.SIGTERM if self._launcher.has_ended else 0
+        )
         self._meter.record("agreed/told", float(told), "max")
-        lost = self._ledger.step(step, self._saving)
+        lost = self._ledger.record_step(step, self._saving)
         self._saving = 0.0
         for cause, seconds in lost.items():
             self._meter.record(f"lost_seconds/{cause}", seconds, "last")
         for line in self._stragglers.add_step() if self._stragglers else ():
             self._meter.note(f"step {step}: {line}")
 
-    def heed(self, known: Sequence[Known]) -> bool:
+    def heed(self, known: Sequence[StepValues]) -> bool:
         """Judge the next steps and act on the result. Returns whether the run has gone back to a
         checkpoint.
 
@@ -171,7 +173,7 @@ class Guard:
         """
         return any(self._heed(one) for one in known)
 
-    def _heed(self, known: Known) -> bool:
+    def _heed(self, known: StepValues) -> bool:
         done = self._unjudged.popleft()
         self.told = self.told or int(known["agreed/told"])
         finite = done.outcome.update.finite()
@@ -254,8 +256,8 @@ class Guard:
         self._meter.rewind(step)
         text = f"{why}; continuing from the checkpoint of step {step}"
         self._meter.note(text)
-        self._ledger.goes_back(step, text)
-        if not self.history.may_return(step):
+        self._ledger.record_rollback(step, text)
+        if not self.history.allow_rollback(step):
             raise NotFinite(f"{text} too often, giving up")
         return True
 

@@ -23,18 +23,18 @@ from megaframe.distributed.rank_progress import RankProgress
 from megaframe.resilience.downtime import FAULTS
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-ECHO = 2.0
+REPEAT_SECONDS = 2.0
 """Seconds within which the same signal again counts as the same request. Slurm signals all
 processes of a job that it cancels, and a launcher among them forwards the signal to its ranks."""
-_BASE = 128
+_STATUS_BASE = 128
 """Shells and launchers report a process that was ended by a signal as this plus its number."""
-_SAVING = b"\ninterrupted: saving after this step; Ctrl-C again ends the run at once\n"
+_SAVING_MESSAGE = b"\ninterrupted: saving after this step; Ctrl-C again ends the run at once\n"
 
 
 @contextmanager
-def heeding_signals(progress: RankProgress) -> Iterator[None]:
-    """Record signals in `place` while this context is active. If the same signal arrives again
-    after more than `ECHO` seconds, its previous handler runs. A second SIGINT ends the process
+def handle_signals(progress: RankProgress) -> Iterator[None]:
+    """Record signals in `progress` while this context is active. If the same signal arrives again
+    after more than `REPEAT_SECONDS`, its previous handler runs. A second SIGINT ends the process
     wherever it is, and without a torchrun, which would repeat the first one, at any time. A signal
     that is ignored, as SIGINT is by jobs in the background of a shell, stays so. Does nothing in a
     thread other than the main one, which alone can handle signals."""
@@ -42,21 +42,21 @@ def heeding_signals(progress: RankProgress) -> Iterator[None]:
         yield
         return
 
-    asked: dict[int, float] = {}
+    first_time: dict[int, float] = {}
 
-    def heard(number: int, _: FrameType | None) -> None:
+    def handle(number: int, _: FrameType | None) -> None:
         progress.leave_signal = number
         now = time.monotonic()
-        if number == signal.SIGINT and not asked and os.environ.get("LOCAL_RANK", "0") == "0":
-            os.write(2, _SAVING)  # not `print`, which this signal may have interrupted
-        late = now - asked.setdefault(number, now) > ECHO
-        if late or (number == signal.SIGINT and not _launched()):
+        if number == signal.SIGINT and not first_time and os.environ.get("LOCAL_RANK", "0") == "0":
+            os.write(2, _SAVING_MESSAGE)  # not `print`, which this signal may have interrupted
+        late = now - first_time.setdefault(number, now) > REPEAT_SECONDS
+        if late or (number == signal.SIGINT and not _has_torchrun()):
             signal.signal(number, after[signal.Signals(number)])
         if late:
             signal.raise_signal(number)
 
-    heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, heard) for number in heeded}
+    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in handled}
     # Python's own handler would run only when a wait for other ranks is over.
     after = {**before, signal.SIGINT: signal.SIG_DFL}
     try:
@@ -66,26 +66,26 @@ def heeding_signals(progress: RankProgress) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _launched() -> bool:
+def _has_torchrun() -> bool:
     """Return whether a torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def command_to_continue() -> str:
+def resume_command() -> str:
     """Return the command that continues the run of this process from its newest checkpoint."""
     world, ranks, nodes = (
         os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
     )
     program = [sys.orig_argv[0]]
-    if _launched():
+    if _has_torchrun():
         program = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", ranks]
         program += ["--nnodes", nodes] if nodes != "1" else []
     words = [word for word in sys.argv if not word.startswith("checkpoint.resume=")]
     command = shlex.join([*program, *words, "checkpoint.resume=latest"])
-    return command if _launched() or world == "1" else f"{world} ranks of: {command}"
+    return command if _has_torchrun() or world == "1" else f"{world} ranks of: {command}"
 
 
-class Launcher:
+class LauncherProcess:
     """The torchrun that started this process, if there is one.
 
     A torchrun that is killed cannot ask its ranks to exit, and they would keep their devices
@@ -94,29 +94,32 @@ class Launcher:
     """
 
     def __init__(self) -> None:
-        self._number = os.getppid() if _launched() else None
+        self._number = os.getppid() if _has_torchrun() else None
 
     @property
-    def gone(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the torchrun has ended."""
         return self._number is not None and self._number != os.getppid()
 
 
-def exit_status(told: int) -> int:
-    """Return the exit status of a process that has saved and exits because of signal `told`: 143
+def exit_status(signal_number: int) -> int:
+    """Return the exit status of a process that has saved and exits because of `signal_number`: 143
     for SIGTERM, 138 for SIGUSR1, 130 for SIGINT.
 
     It is not 0, which would mean that the run is finished. It is above 127, which launchers that
     look at the status take for a cause outside of the program, so that they restart it.
     """
-    return _BASE + told
+    return _STATUS_BASE + signal_number
 
 
-def record_flights(config: RunConfig) -> None:
-    """Make NCCL's flight recorder keep the last collectives of every rank. The watch writes them
-    next to the stacks before it ends a rank (`comm.flight`), and so does torch, should a collective
-    time out without the watch. Variables that are already set in the environment take precedence.
-    Must be called before any process group is created."""
+def enable_flight_recorder(config: RunConfig) -> None:
+    """Make NCCL's flight recorder keep the last collectives of every rank.
+
+    The watchdog writes them next to the stacks before it ends a rank
+    (`distributed/flight_recorder.py`), and so does torch, should a collective time out without the
+    watchdog. Variables that are already set in the environment take precedence. Must be called
+    before any process group is created.
+    """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     folder = Path(config.run.dir).absolute() / FAULTS
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl-rank-"))

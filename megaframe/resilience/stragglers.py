@@ -1,8 +1,8 @@
 """Finds stragglers: ranks whose own work takes longer than that of ranks that do the same work.
 
-Times come from `Place` and exclude waiting for other ranks. A slow rank makes all others wait, so
-the length of a step can only show that there is a slow rank, not which one. On a GPU they are those
-of the device, because the host only launches the work; loading data is the host's own.
+Times come from `RankProgress` and exclude waiting for other ranks. A slow rank makes all others
+wait, so the length of a step can only show that there is a slow rank, not which one. On a GPU they
+are those of the device, because the host only launches the work; loading data is the host's own.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ EVERY = 20
 KINDS = ("F", "B", "W", "UPDATE", "data")
 OF_DEVICE = KINDS[:-1]
 """Kinds of work that a device does if there is one."""
-_LEAST = 1e-3
+_LEAST_SECONDS = 1e-3
 """A rank is only slow at a kind of work if it exceeds the median by this many seconds per step."""
 
 
 @dataclass(frozen=True)
-class Slow:
+class SlowRank:
     """A rank that is slow at a kind of work: seconds per step, and the median of the others."""
 
     rank: int
     kind: str
     seconds: float
-    usual: float
+    median: float
 
 
-def outliers(times: Mapping[int, Sequence[float]], factor: float) -> Iterator[Slow]:
+def find_slow_ranks(times: Mapping[int, Sequence[float]], factor: float) -> Iterator[SlowRank]:
     """Find the slow ones among ranks that do the same work.
 
     times: by rank, the seconds per step of each of `KINDS`. factor: multiple of the other ranks'
@@ -48,12 +48,12 @@ def outliers(times: Mapping[int, Sequence[float]], factor: float) -> Iterator[Sl
             others = [theirs[column] for other, theirs in times.items() if other != rank]
             if not others:
                 continue
-            usual = statistics.median(others)
-            if mine[column] > max(factor * usual, usual + _LEAST):
-                yield Slow(rank, kind, mine[column], usual)
+            median = statistics.median(others)
+            if mine[column] > max(factor * median, median + _LEAST_SECONDS):
+                yield SlowRank(rank, kind, mine[column], median)
 
 
-class Stragglers:
+class StragglerDetector:
     """Sums this rank's times and compares them with those of the others. All ranks call it at the
     same steps."""
 
@@ -77,8 +77,8 @@ class Stragglers:
         if self._steps < EVERY:
             return []
         world = self._mesh.world
-        mine = torch.tensor([self._row()], dtype=torch.float64)
-        rows = all_gather(mine.to(self._mesh.device), world).wait().tolist()
+        row = torch.tensor([self._row()], dtype=torch.float64)
+        rows = all_gather(row.to(self._mesh.device), world).wait().tolist()
         self._host, self._steps = Counter(), 0
         if self._device is not None:
             self._device = DeviceTimes()
@@ -95,15 +95,15 @@ class Stragglers:
 
     def _lines(self, rows: Mapping[int, Sequence[float]]) -> Iterator[str]:
         stages: dict[int, dict[int, Sequence[float]]] = {}
-        for rank, mine in rows.items():
-            stages.setdefault(self._mesh.layout.coordinate(rank)["pipeline"], {})[rank] = mine
-        for alike in stages.values():
-            for slow in outliers(alike, self._factor):
-                where = launched = ""
+        for rank, row in rows.items():
+            stages.setdefault(self._mesh.layout.coordinate(rank)["pipeline"], {})[rank] = row
+        for ranks_of_stage in stages.values():
+            for slow in find_slow_ranks(ranks_of_stage, self._factor):
+                place = launch = ""
                 if self._device is not None and slow.kind in OF_DEVICE:
-                    host = alike[slow.rank][len(KINDS) + KINDS.index(slow.kind)]
-                    where, launched = " on its device", f"; its host launched it in {host:.4f} s"
+                    host = ranks_of_stage[slow.rank][len(KINDS) + KINDS.index(slow.kind)]
+                    place, launch = " on its device", f"; its host launched it in {host:.4f} s"
                 yield (
                     f"rank {slow.rank} is slow: {slow.seconds:.4f} s of {slow.kind} per step"
-                    f"{where}, where ranks with the same work take {slow.usual:.4f} s{launched}"
+                    f"{place}, where ranks with the same work take {slow.median:.4f} s{launch}"
                 )

@@ -44,12 +44,13 @@ def check(schedule: Schedule) -> None:
     """Check that a schedule has every necessary action once, on the right rank, and in an order
     that can be executed.
 
-    Raises `UserError` with what is wrong and its position in a grid, or the cycle of a deadlock.
+    Raises:
+        UserError: With what is wrong and its position in a grid, or the cycle of a deadlock.
     """
     _check_stages(schedule)
     positions = _find_positions(schedule)
     lowered = any(not action.kind.is_compute for actions in schedule.ranks for action in actions)
-    needed = [_needed(schedule, stage, lowered) for stage in range(len(schedule.rank_of))]
+    needed = [_required_kinds(schedule, stage, lowered) for stage in range(len(schedule.rank_of))]
     _check_complete(schedule, positions, needed)
     _check_order(schedule, positions)
     if lowered:
@@ -83,7 +84,8 @@ def draw_marked_grid(
     """Return a text grid of the cells around `centres` (one column for each row), with only the
     `marked` rows and those near them. The centre of a marked row is shown as `>cell<`.
 
-    reach: number of columns shown before the centre, and from the centre on.
+    Args:
+        reach: Number of columns shown before the centre, and from the centre on.
     """
     marked = set(marked)
     shown = [r for r in range(len(rows)) if any(abs(r - m) <= 2 for m in sorted(marked)[:8])]
@@ -152,7 +154,7 @@ def _find_positions(schedule: Schedule) -> _Positions:
     return positions
 
 
-def _needed(schedule: Schedule, stage: int, lowered: bool) -> tuple[ActionKind, ...]:
+def _required_kinds(schedule: Schedule, stage: int, lowered: bool) -> tuple[ActionKind, ...]:
     """Return the kinds that a stage must have once for each microbatch."""
     ranks = schedule.rank_of
     kinds = [ActionKind.F, ActionKind.B]
@@ -216,7 +218,7 @@ def _check_reductions(schedule: Schedule, positions: _Positions) -> None:
         completing = [
             position
             for position, action in enumerate(schedule.ranks[rank])
-            if action.stage == stage and _completes(action, schedule)
+            if action.stage == stage and _completes_gradient(action, schedule)
         ]
         place = positions.get(Action(ActionKind.REDUCE, stage))
         if place is None:
@@ -232,11 +234,11 @@ def _check_reductions(schedule: Schedule, positions: _Positions) -> None:
             raise _cell_error(schedule, rank, place[1], what)
 
 
-def _completes(action: Action, schedule: Schedule) -> bool:
+def _completes_gradient(action: Action, schedule: Schedule) -> bool:
     """Return whether the weight gradient of the action's microbatch is complete after it."""
     if action.kind is not ActionKind.B or action.stage is None or action.microbatch is None:
         return action.kind is ActionKind.W
-    return (action.stage, action.microbatch) not in schedule.split
+    return (action.stage, action.microbatch) not in schedule.split_backwards
 
 
 def _check_updates(schedule: Schedule) -> None:
@@ -256,7 +258,7 @@ def _check_edges(schedule: Schedule) -> None:
     order."""
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
-    for rank, position, action, peer in _transfers(schedule):
+    for rank, position, action, peer in _list_transfers(schedule):
         if action.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
             sent[rank, peer].append(action)
         else:
@@ -265,7 +267,7 @@ def _check_edges(schedule: Schedule) -> None:
         for number, (send, (position, action)) in enumerate(
             zip(sends, received[source, target], strict=True)
         ):
-            if _receive_of(send) != action:
+            if _matching_receive(send) != action:
                 what = (
                     f"{action} takes tensor {number} from rank {source} to rank {target}, "
                     f"but that is of {send}"
@@ -273,7 +275,7 @@ def _check_edges(schedule: Schedule) -> None:
                 raise _cell_error(schedule, target, position, what)
 
 
-def _transfers(schedule: Schedule) -> Iterator[tuple[int, int, Action, int]]:
+def _list_transfers(schedule: Schedule) -> Iterator[tuple[int, int, Action, int]]:
     """Yield (rank, position, action, rank at the other end) of all sends and receives."""
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
@@ -281,7 +283,7 @@ def _transfers(schedule: Schedule) -> Iterator[tuple[int, int, Action, int]]:
                 yield rank, position, action, schedule.rank_of[action.stage + _PEERS[action.kind]]
 
 
-def _receive_of(send: Action) -> Action:
+def _matching_receive(send: Action) -> Action:
     kind = ActionKind.RECV_F if send.kind is ActionKind.SEND_F else ActionKind.RECV_B
     assert send.stage is not None
     return Action(kind, send.stage + _PEERS[send.kind], send.microbatch)

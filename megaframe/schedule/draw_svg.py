@@ -45,7 +45,7 @@ def draw_svg(timeline: Timeline, name: str) -> str:
     whole, height = _LEFT + width + _RIGHT, _TOP + ranks * _ROW + 30
     scale = width / float(timeline.time) if timeline.time else 0.0
     title = escape(f"{name}: {summarize_timeline(timeline)}")
-    palette = _palette(timeline)
+    palette = _choose_palette(timeline)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="{height}" '
         f'viewBox="0 0 {whole} {height}" role="img">',
@@ -53,7 +53,7 @@ def draw_svg(timeline: Timeline, name: str) -> str:
         f"<style>{_STYLE}</style>",
         '<rect class="ground" width="100%" height="100%"/>',
         f'<text class="title" x="12" y="24">{title}</text>',
-        *_legend(palette),
+        *_draw_legend(palette),
     ]
     for rank, intervals in enumerate(timeline.compute):
         top = _TOP + rank * _ROW
@@ -62,22 +62,22 @@ def draw_svg(timeline: Timeline, name: str) -> str:
             f'<rect class="track" x="{_LEFT}" y="{top}" width="{width}" height="{_ROW - _GAP}"/>'
         )
         lines += [
-            _box(interval, rank, scale, palette[_kind(interval), interval.chunk])
+            _draw_box(interval, rank, scale, palette[_kind_of(interval), interval.chunk])
             for interval in intervals
         ]
-    lines += [*_axis(float(timeline.time), scale, _TOP + ranks * _ROW), "</svg>"]
+    lines += [*_draw_axis(float(timeline.time), scale, _TOP + ranks * _ROW), "</svg>"]
     return "\n".join(lines) + "\n"
 
 
-def _kind(interval: ActionInterval) -> str:
+def _kind_of(interval: ActionInterval) -> str:
     return "BW" if interval.fused else interval.action.kind.value
 
 
-def _palette(timeline: Timeline) -> _Palette:
+def _choose_palette(timeline: Timeline) -> _Palette:
     """Return the colours of fill and label for each kind and chunk that occurs. Later chunks are
     lighter."""
     shades = {
-        (_kind(interval), interval.chunk)
+        (_kind_of(interval), interval.chunk)
         for intervals in timeline.compute
         for interval in intervals
     }
@@ -97,7 +97,7 @@ def _colours(hue: int, lightness: float) -> tuple[str, str]:
     return fill, "#000" if luminance > 0.18 else "#fff"
 
 
-def _box(interval: ActionInterval, rank: int, scale: float, colours: tuple[str, str]) -> str:
+def _draw_box(interval: ActionInterval, rank: int, scale: float, colours: tuple[str, str]) -> str:
     action = interval.action
     left, right = _LEFT + float(interval.start) * scale, _LEFT + float(interval.end) * scale
     top, height = _TOP + rank * _ROW, _ROW - _GAP
@@ -118,7 +118,7 @@ def _box(interval: ActionInterval, rank: int, scale: float, colours: tuple[str, 
     )
 
 
-def _legend(palette: _Palette) -> Iterator[str]:
+def _draw_legend(palette: _Palette) -> Iterator[str]:
     """Yield the legend: the shades of each kind with its description."""
     left = 12.0
     for kind, (_, words) in _HUES.items():
@@ -134,7 +134,7 @@ def _legend(palette: _Palette) -> Iterator[str]:
         yield f'<text x="{left:.0f}" y="48">(chunks 0 to {chunks - 1}: dark to light)</text>'
 
 
-def _axis(time: float, scale: float, top: int) -> Iterator[str]:
+def _draw_axis(time: float, scale: float, top: int) -> Iterator[str]:
     """Yield the time axis below the rows, with marks at round numbers."""
     rough = time / 12 or 1.0
     power = 10.0 ** math.floor(math.log10(rough))

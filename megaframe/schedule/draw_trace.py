@@ -20,15 +20,15 @@ _COMPUTE = 0
 def draw_trace(timeline: Timeline) -> str:
     """Draw the timeline as the text of a JSON trace: a slice for each action and transfer, and an
     arrow from the send of each tensor to its receive and to its consumer."""
-    events = [*_names(timeline), *_compute(timeline), *_transfers(timeline)]
+    events = [*_name_events(timeline), *_compute_events(timeline), *_transfer_events(timeline)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 
-def _send(peer: int) -> int:
+def _send_thread(peer: int) -> int:
     return 1 + 2 * peer
 
 
-def _receive(peer: int) -> int:
+def _receive_thread(peer: int) -> int:
     return 2 + 2 * peer
 
 
@@ -36,12 +36,12 @@ def _microseconds(seconds: Seconds) -> float:
     return float(seconds * 1_000_000)
 
 
-def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _name_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     threads = {(rank, _COMPUTE): "compute" for rank in range(len(timeline.encoded.steps))}
     for transfer in timeline.transfers:
         source, target = transfer.source, transfer.target
-        threads[source, _send(target)] = f"send to rank {target}"
-        threads[target, _receive(source)] = f"recv from rank {source}"
+        threads[source, _send_thread(target)] = f"send to rank {target}"
+        threads[target, _receive_thread(source)] = f"recv from rank {source}"
     for rank in range(len(timeline.encoded.steps)):
         yield metadata_event(rank, _COMPUTE, "process_name", name=f"rank {rank}")
         yield metadata_event(rank, _COMPUTE, "process_sort_index", sort_index=rank)
@@ -55,7 +55,7 @@ def metadata_event(rank: int, thread: int, what: str, **arguments: str | int) ->
     return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": arguments}
 
 
-def _compute(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _compute_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for rank, intervals in enumerate(timeline.compute):
         for interval in intervals:
             arguments = {
@@ -73,21 +73,23 @@ def _compute(timeline: Timeline) -> Iterator[dict[str, Any]]:
 def slice_event(
     rank: int, thread: int, name: str, category: str, start: Seconds, end: Seconds
 ) -> dict[str, Any]:
-    """Return the event for something with a duration. Viewers choose its colour by name and
-    category, so an action has the same colour in every trace."""
+    """Return the event for something with a duration.
+
+    Viewers choose its colour by name and category, so an action has the same colour in every trace.
+    """
     begin = _microseconds(start)
     duration = _microseconds(end) - begin
     place = {"pid": rank, "tid": thread, "ts": begin, "dur": duration}
     return {"ph": "X", "name": name, "cat": category, **place}
 
 
-def _transfers(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _transfer_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     starts = {interval.action: interval.start for row in timeline.compute for interval in row}
     for number, transfer in enumerate(timeline.transfers):
         kind = transfer.producer.kind.value
         lanes = (
-            (transfer.source, _send(transfer.target)),
-            (transfer.target, _receive(transfer.source)),
+            (transfer.source, _send_thread(transfer.target)),
+            (transfer.target, _receive_thread(transfer.source)),
         )
         for what, action, (rank, thread) in zip(
             ("SEND", "RECV"), (transfer.producer, transfer.consumer), lanes, strict=True

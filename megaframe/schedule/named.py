@@ -58,7 +58,7 @@ def one_forward_one_backward(rank: int, ranks: int, chunks: int, microbatches: i
 
     With one rank this is gradient accumulation.
     """
-    return _one_stage(rank, microbatches, warm_up=ranks - 1 - rank)
+    return _one_stage_order(rank, microbatches, warm_up=ranks - 1 - rank)
 
 
 def interleaved(
@@ -68,7 +68,7 @@ def interleaved(
     (default p), or a few more if m is not divisible. Bubble (p-1)(F+B+W)/v. With turns of at most
     g, live is (2p-1 + (v-1)g)/v, at most m; for g = p this is p + (p-1)/v."""
     turns = divide_into_turns(microbatches, ranks if group is None else group)
-    forwards, backwards = _loops(rank, ranks, chunks, turns)
+    forwards, backwards = _looped_passes(rank, ranks, chunks, turns)
     return alternate(forwards, backwards, 2 * (ranks - 1 - rank) + (chunks - 1) * max(turns))
 
 
@@ -77,7 +77,7 @@ def breadth_first(rank: int, ranks: int, chunks: int, microbatches: int) -> list
 
     Bubble (p-1)(F+B+W)/v for m >= p; live m. Each stage needs its weights only twice per step.
     """
-    forwards, backwards = _loops(rank, ranks, chunks, [microbatches])
+    forwards, backwards = _looped_passes(rank, ranks, chunks, [microbatches])
     return forwards + backwards
 
 
@@ -85,30 +85,37 @@ def zb_h1(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]
     """1F1B with weight gradients deferred as far as the memory of 1F1B's first rank allows
     (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). Bubble (p-1)(F+B-W) for m >= p and
     W <= F, B; live p."""
-    return split_backwards(_one_stage(rank, microbatches, ranks - 1 - rank), deferred=range(rank))
+    return split_backwards(
+        _one_stage_order(rank, microbatches, ranks - 1 - rank), deferred=range(rank)
+    )
 
 
 def zb_h2(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """Like zb-h1, with enough forwards in the warm-up to fill the pipeline. Bubble
-    (p-1)(F+B-2W) for m >= 2p-1 and W <= F, B with 2W <= F+B, so 0 at F=B=W; live 2p-1."""
+    """Like zb-h1, with enough forwards in the warm-up to fill the pipeline.
+
+    Bubble (p-1)(F+B-2W) for m >= 2p-1 and W <= F, B with 2W <= F+B, so 0 at F=B=W; live 2p-1.
+    """
     return split_backwards(
-        _one_stage(rank, microbatches, 2 * (ranks - 1 - rank)), deferred=range(2 * rank)
+        _one_stage_order(rank, microbatches, 2 * (ranks - 1 - rank)), deferred=range(2 * rank)
     )
 
 
 def zb_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """Two chunks in a V (Qi et al. 2023, section 6). Bubble (p-1)(B-W) for m >= 2p-1 and
-    W <= F <= B, so 0 at F=B=W; live p. At the end, weight gradients are deferred until after the
-    backwards that come back through the V, except after the first of these backwards."""
-    order = _vee(rank, ranks, microbatches)
-    first = 2 * microbatches - _trailing(order) + 1
+    """Two chunks in a V (Qi et al. 2023, section 6).
+
+    Bubble (p-1)(B-W) for m >= 2p-1 and W <= F <= B, so 0 at F=B=W; live p. At the end, weight
+    gradients are deferred until after the backwards that come back through the V, except after the
+    first of these backwards.
+    """
+    order = _vee_order(rank, ranks, microbatches)
+    first = 2 * microbatches - _count_trailing_backwards(order) + 1
     return split_backwards(order, deferred=range(first, first + 2 * rank))
 
 
 def dualpipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """DualPipe (DeepSeek-AI 2024) cut in half: the order of zb-v, in which only the first p-1-rank
     and the last p backwards of a rank are split. Bubble p/2 at F=B=W=1; live p."""
-    order = _vee(rank, ranks, microbatches)
+    order = _vee_order(rank, ranks, microbatches)
     tail = range(max(0, 2 * microbatches - ranks), 2 * microbatches)
     return split_backwards(
         order, chosen={*range(ranks - 1 - rank), *tail}, deferred=tail[: rank + 1]
@@ -143,18 +150,18 @@ def v_half(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action
     return [Action(kind, stage, number) for _, kind, stage, number in timed]
 
 
-def _loops(
+def _looped_passes(
     rank: int, ranks: int, chunks: int, turns: Sequence[int]
 ) -> tuple[list[Action], list[Action]]:
     stages = [stage_of(rank, chunk, ranks, "loop") for chunk in range(chunks)]
     return list_passes(ActionKind.F, stages, turns), list_passes(ActionKind.B, stages[::-1], turns)
 
 
-def _one_stage(rank: int, microbatches: int, warm_up: int) -> list[Action]:
-    return alternate(*_loops(rank, 1, 1, [microbatches]), warm_up)
+def _one_stage_order(rank: int, microbatches: int, warm_up: int) -> list[Action]:
+    return alternate(*_looped_passes(rank, 1, 1, [microbatches]), warm_up)
 
 
-def _vee(rank: int, ranks: int, microbatches: int) -> list[Action]:
+def _vee_order(rank: int, ranks: int, microbatches: int) -> list[Action]:
     """Return the forwards and backwards of zb-v and dualpipe-v: 2p-1 forwards, then forwards and
     backwards in turn, then the other backwards."""
     down, up = (stage_of(rank, chunk, ranks, "vee") for chunk in (0, 1))
@@ -168,19 +175,19 @@ def _vee(rank: int, ranks: int, microbatches: int) -> list[Action]:
     ahead = 2 * left - 1
     forwards = [
         *f_down[:ahead],
-        *_in_turn(f_up[:rank], f_down[ahead:]),
+        *_interleave(f_up[:rank], f_down[ahead:]),
         *f_up[rank : rank + left],
-        *_in_turn(f_down[ahead + rank :], f_up[rank + left :]),
+        *_interleave(f_down[ahead + rank :], f_up[rank + left :]),
     ]
-    backwards = [*b_up[:left], *_in_turn(b_down, b_up[left:])]
+    backwards = [*b_up[:left], *_interleave(b_down, b_up[left:])]
     return drop_missing_microbatches(alternate(forwards, backwards, 2 * ranks - 1), microbatches)
 
 
-def _in_turn(first: list[Action], second: list[Action]) -> list[Action]:
+def _interleave(first: list[Action], second: list[Action]) -> list[Action]:
     return [action for pair in zip(first, second, strict=False) for action in pair]
 
 
-def _trailing(order: list[Action]) -> int:
+def _count_trailing_backwards(order: list[Action]) -> int:
     """Number of backwards after the last forward."""
     return next(n for n, action in enumerate(reversed(order)) if action.kind is ActionKind.F)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megaframe.data.loader import Loader, Step
+from megaframe.data.loader import Loader, StepBatch
 from megaframe.distributed.collectives import Group, Pending, all_reduce
 
 
@@ -27,10 +27,10 @@ class Batches:
 
     def __init__(self, loader: Loader, data: Group, *, masked: bool) -> None:
         self._loader, self._data, self._masked = loader, data, masked
-        self._ahead: tuple[Step, Pending[Tensor]] | None = None
+        self._ahead: tuple[StepBatch, Pending[Tensor]] | None = None
         """The step that was looked at, and the sum of its valid tokens."""
 
-    def next(self, leaves_out: Callable[[Step], bool]) -> tuple[Step, int]:
+    def next(self, leaves_out: Callable[[StepBatch], bool]) -> tuple[StepBatch, int]:
         """Return the next step that is not left out, and its valid tokens over all ranks, at least
         1. Waits for other ranks only if it was not looked at before: at the start, after a way
         back, and after data that is left out."""
@@ -59,7 +59,7 @@ class Batches:
             return  # `next` raises it again, when the step is due
         self._ahead = batch, self._sum(batch)
 
-    def _sum(self, batch: Step) -> Pending[Tensor]:
+    def _sum(self, batch: StepBatch) -> Pending[Tensor]:
         if not self._masked:
             return Pending(torch.tensor(batch.samples * batch.microbatches[0].tokens_BS.shape[1]))
         # Gloo's ring takes 2 (ranks - 1) messages, one after the other (gloo/allreduce.cc).

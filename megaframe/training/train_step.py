@@ -19,7 +19,7 @@ from megaframe.architecture.pipeline import build_forward_schedule, build_step_s
 from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig
 from megaframe.context_parallel.context import ContextParallel
-from megaframe.data.microbatch import Microbatch, look_ahead, part_of
+from megaframe.data.microbatch import Microbatch, context_part, look_ahead
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.layout import EXPERT_SETS
@@ -130,7 +130,7 @@ class Pipeline:
 
     def _parts(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Return this context rank's part of each microbatch."""
-        return [part_of(one, self.context.index, self.context.size) for one in microbatches]
+        return [context_part(one, self.context.index, self.context.size) for one in microbatches]
 
 
 def _places(config: RunConfig, mesh: Mesh) -> ExpertParallel:

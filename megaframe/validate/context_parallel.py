@@ -22,14 +22,14 @@ def context_mistakes(config: RunConfig) -> Iterator[str]:
                 "leave it out, or use parallel.context_kind=nested"
             )
     elif neighbours is None or context % neighbours or not 1 < neighbours < context:
-        yield _no_nesting(config)
+        yield _nesting_mistake(config)
         return
     ranks = exchanging_ranks(parallel)
-    if ranks > 1 and not _shares(config.model, parallel.tensor, ranks):
-        yield _no_sharing(config, ranks)
+    if ranks > 1 and not _can_share_heads(config.model, parallel.tensor, ranks):
+        yield _sharing_mistake(config, ranks)
 
 
-def _no_nesting(config: RunConfig) -> str:
+def _nesting_mistake(config: RunConfig) -> str:
     context, neighbours = config.parallel.context, config.parallel.context_heads
     inner = [d for d in divisors(context)[1:-1] if _fits(config, d)]
     value = "left out" if neighbours is None else str(neighbours)
@@ -47,13 +47,13 @@ def _no_nesting(config: RunConfig) -> str:
     )
 
 
-def _no_sharing(config: RunConfig, ranks: int) -> str:
+def _sharing_mistake(config: RunConfig, ranks: int) -> str:
     parallel, model = config.parallel, config.model
     nested = parallel.context_kind == "nested"
     name = "parallel.context_heads" if nested else "parallel.context"
     what = f"{name}={ranks}" if nested else f"{name}={ranks} of parallel.context_kind=all_to_all"
     of_a_rank = "" if parallel.tensor == 1 else f" on each of parallel.tensor={parallel.tensor}"
-    fits = [d for d in range(2, ranks * 2) if _shares(model, parallel.tensor, d)]
+    fits = [d for d in range(2, ranks * 2) if _can_share_heads(model, parallel.tensor, d)]
     if nested:
         fits = [d for d in fits if parallel.context % d == 0 and d < parallel.context]
     near = [d for d in fits if d < ranks][-1:] + [d for d in fits if d > ranks][:1]
@@ -65,10 +65,10 @@ def _no_sharing(config: RunConfig, ranks: int) -> str:
 
 
 def _fits(config: RunConfig, ranks: int) -> bool:
-    return _shares(config.model, config.parallel.tensor, ranks)
+    return _can_share_heads(config.model, config.parallel.tensor, ranks)
 
 
-def _shares(model: ModelConfig, tensor: int, ranks: int) -> bool:
+def _can_share_heads(model: ModelConfig, tensor: int, ranks: int) -> bool:
     """Return whether `ranks` ranks can have equally many of one tensor rank's query heads, with the
     key and value heads that belong to them. A `tensor` that does not divide the heads is reported
     elsewhere; here its quotient is rounded down, to at least one head."""

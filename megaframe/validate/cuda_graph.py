@@ -24,14 +24,18 @@ def graph_mistakes(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]
 
 
 def graph_reasons(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield what in a config cannot be recorded, with what to use instead. sizes: of the axes."""
-    yield from _transfers(config, sizes)
-    yield from _experts(config, sizes)
+    """Yield what in a config cannot be recorded, with what to use instead.
+
+    Args:
+        sizes: Size of each axis.
+    """
+    yield from _transfer_reasons(config, sizes)
+    yield from _expert_reasons(config, sizes)
     if config.train.offload:
         yield "train.offload=true copies to memory that the host deals out; use false"
 
 
-def _transfers(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+def _transfer_reasons(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
     parallel, tensor = config.parallel, sizes["tensor"]
     several = any(sizes[axis] > 1 for axis in ("tensor", "context", "data", "pipeline"))
     for axis in ("context", "pipeline"):
@@ -53,7 +57,7 @@ def _transfers(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
         )
 
 
-def _experts(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+def _expert_reasons(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
     moe = config.model.moe
     if moe is None:
         return

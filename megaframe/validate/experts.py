@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megaframe.architecture.experts import expert_layers
 from megaframe.config.model import MoEConfig
-from megaframe.config.schema import ParallelConfig, RunConfig
+from megaframe.config.parallel import ParallelConfig
+from megaframe.config.schema import RunConfig
 from megaframe.errors import nearest_divisors
 
 
@@ -23,9 +24,9 @@ def expert_mistakes(config: RunConfig) -> Iterator[str]:
                     f"none; use parallel.{key}=1, or set model.moe.experts"
                 )
         return
-    yield from _router(moe)
+    yield from _router_mistakes(moe)
     if parallel.expert_overlap:
-        yield from _overlap(parallel)
+        yield from _overlap_mistakes(parallel)
     width = moe.ffn or model.ffn
     if parallel.expert > moe.experts:
         yield (
@@ -45,7 +46,7 @@ def expert_mistakes(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _overlap(parallel: ParallelConfig) -> Iterator[str]:
+def _overlap_mistakes(parallel: ParallelConfig) -> Iterator[str]:
     if parallel.expert * parallel.expert_tensor == 1 or parallel.pipeline == 1:
         yield (
             f"parallel.expert_overlap=true has no effect with parallel.expert={parallel.expert} "
@@ -59,7 +60,7 @@ def _overlap(parallel: ParallelConfig) -> Iterator[str]:
         )
 
 
-def _router(moe: MoEConfig) -> Iterator[str]:
+def _router_mistakes(moe: MoEConfig) -> Iterator[str]:
     if moe.experts % moe.groups:
         yield (
             f"model.moe.groups={moe.groups} does not divide model.moe.experts={moe.experts}; "

@@ -19,7 +19,8 @@ TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
 def model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
     """Yield a message for each mistake in heads, widths, positions and windows.
 
-    seq: tokens per sample.
+    Args:
+        seq: Tokens per sample.
     """
     yield from window_mistakes(model)
     if model.heads % model.kv_heads and model.latent is None:
@@ -35,9 +36,9 @@ def model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
             f"use {nearest_divisors(model.hidden, model.heads)}, or set model.head_dim"
         )
     elif model.position == "rotary":
-        yield from _rotary(model)
+        yield from _rotary_mistakes(model)
     if model.position == "rotary":
-        yield from _scaling(model)
+        yield from _rotary_scaling_mistakes(model)
     if model.position == "learned" and model.positions is not None and seq > model.positions:
         yield (
             f"train.seq={seq} is longer than the table of model.positions={model.positions}; "
@@ -50,7 +51,7 @@ def model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
         )
 
 
-def _rotary(model: ModelConfig) -> Iterator[str]:
+def _rotary_mistakes(model: ModelConfig) -> Iterator[str]:
     width = model.rotary_fraction * model.head_dim
     if abs(width - round(width)) > 1e-6 or round(width) % 2:
         below = int(width) // 2 * 2
@@ -63,7 +64,7 @@ def _rotary(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def _scaling(model: ModelConfig) -> Iterator[str]:
+def _rotary_scaling_mistakes(model: ModelConfig) -> Iterator[str]:
     scaling = model.rotary_scaling
     if scaling.kind == "none" and scaling.factor != 1:
         yield (
@@ -104,10 +105,10 @@ def latent_mistakes(model: ModelConfig, latent: LatentAttentionConfig) -> Iterat
     for name, enabled in (("qk_norm", model.qk_norm), ("qkv_bias", model.qkv_bias)):
         if enabled:
             yield f"model.{name}=true cannot be combined with model.latent; use model.{name}=false"
-    yield from _rotated(model, latent)
+    yield from _latent_rotary_mistakes(model, latent)
 
 
-def _rotated(model: ModelConfig, latent: LatentAttentionConfig) -> Iterator[str]:
+def _latent_rotary_mistakes(model: ModelConfig, latent: LatentAttentionConfig) -> Iterator[str]:
     if model.position != "rotary":
         yield (
             f"model.latent has model.latent.rotary_dim={latent.rotary_dim} rotated dims, but "

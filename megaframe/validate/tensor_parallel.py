@@ -10,7 +10,7 @@ from megaframe.architecture.attention import latent_width
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.errors import TIMES, divisors, join_or, nearest_divisors
-from megaframe.hardware.chips import WIDTH
+from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
 
 BETWEEN_NODES = 50e9
@@ -21,11 +21,11 @@ WITHIN_NODE = 450e9
 
 def tensor_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message for each mistake in parallel.tensor and parallel.tensor_chunks."""
-    yield from _matrices(config.model, config.parallel.tensor)
-    yield from _chunks(config)
+    yield from _matrix_mistakes(config.model, config.parallel.tensor)
+    yield from _chunk_mistakes(config)
 
 
-def _matrices(model: ModelConfig, tensor: int) -> Iterator[str]:
+def _matrix_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
     groups, heads = model.kv_heads, model.heads
     if model.latent is not None:
         if heads % tensor:
@@ -45,7 +45,7 @@ def _matrices(model: ModelConfig, tensor: int) -> Iterator[str]:
             yield f"{name}={size} is less than parallel.tensor={tensor}; use {size} or fewer ranks"
 
 
-def _chunks(config: RunConfig) -> Iterator[str]:
+def _chunk_mistakes(config: RunConfig) -> Iterator[str]:
     parallel, train = config.parallel, config.train
     chunks, tensor = parallel.tensor_chunks, parallel.tensor
     rows = -(-train.microbatch * train.seq // (tensor * parallel.context))
@@ -100,4 +100,4 @@ def tensor_parallel_bytes(config: RunConfig, layout: Layout) -> float:
     ends = 4 * model.hidden * (1 + model.mtp_depth)
     a_token = layer * (model.layers + model.mtp_depth) + ends
     elements = a_token * tokens * microbatches / layout.pipeline
-    return elements * WIDTH[train.precision] * (layout.tensor - 1) / layout.tensor
+    return elements * DTYPE_BYTES[train.precision] * (layout.tensor - 1) / layout.tensor

@@ -29,10 +29,10 @@ def batch_mistakes(train: TrainConfig, data: int) -> Iterator[str]:
             f"{_MOST_MICROBATCHES * together}, or a larger train.microbatch"
         )
     if train.batch_ramp is not None:
-        yield from _ramp(train.batch_ramp, top, together, on_ranks)
+        yield from _ramp_mistakes(train.batch_ramp, top, together, on_ranks)
 
 
-def _ramp(ramp: BatchRampConfig, top: int, together: int, on_ranks: str) -> Iterator[str]:
+def _ramp_mistakes(ramp: BatchRampConfig, top: int, together: int, on_ranks: str) -> Iterator[str]:
     """Yield what is wrong with a ramp to a global batch of `top`, a multiple of `together` samples:
     every step's batch must be a multiple of it, too."""
     name, start, increment = "train.batch_ramp", ramp.start, ramp.increment
@@ -52,10 +52,10 @@ def _ramp(ramp: BatchRampConfig, top: int, together: int, on_ranks: str) -> Iter
             f"train.global_batch={top}, {top - start}"
         )
     if wrong:
-        yield f"{'; '.join(wrong)}; use {join_or(_ramps(ramp, top, together))}"
+        yield f"{'; '.join(wrong)}; use {join_or(_nearest_ramps(ramp, top, together))}"
 
 
-def _ramps(ramp: BatchRampConfig, top: int, together: int) -> Iterator[str]:
+def _nearest_ramps(ramp: BatchRampConfig, top: int, together: int) -> Iterator[str]:
     """Yield the nearest ramps that divide. If only the start is wrong, these are the start below
     and the one above; otherwise the increment below and the one above, each with its nearest
     start."""

@@ -17,7 +17,7 @@ from tolerances import near, promised
 from megaframe.checkpoint import locate_checkpoint
 from megaframe.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
 from megaframe.config.describe import config_keys
-from megaframe.data.indexed import TokenFileWriter
+from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 
 LEARN = {"train__steps": 60, "train__global_batch": 32, "train__microbatch": 16, "optim__lr": 0.03}
 
@@ -83,7 +83,7 @@ def test_ranks_do_not_change_the_run(documents, pool, overrides, tmp_path):
 def test_each_source_is_evaluated_and_no_layout_changes_what_it_comes_to(
     axes, pool, corpus, overrides, tmp_path
 ):
-    with TokenFileWriter(str(tmp_path / "other"), np.dtype(np.uint16)) as writer:
+    with IndexedDatasetWriter(str(tmp_path / "other"), np.dtype(np.uint16)) as writer:
         for start in range(30):
             writer.append(np.arange(start, start + 31).astype(np.uint16))
 

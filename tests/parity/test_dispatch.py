@@ -14,7 +14,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.expert_parallel.dispatch import DROPPED, ExpertParallel, route_tokens
 from megaframe.expert_parallel.transfer import combine_along, dispatch_along
 from megaframe.layout import EXPERT_SETS, Layout
-from megaframe.parameters.spec import share
+from megaframe.parameters.spec import even_share
 
 RANKS, NEAR, EXPERTS, ROWS, CHOICES, WIDTH = 4, 2, 6, 9, 2, 3
 KINDS = ("all_to_all", "all_gather", "hierarchical", "deduplicated")
@@ -72,7 +72,7 @@ def sent(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_reach_their_experts_and_come_home(kind, pool):
     of_ranks = pool.run(RANKS, sent, kind)
-    owner = [rank for rank in range(RANKS) for _ in range(share(EXPERTS, rank, RANKS)[1])]
+    owner = [rank for rank in range(RANKS) for _ in range(even_share(EXPERTS, rank, RANKS)[1])]
     for routing in ROUTINGS:
         chosen = [chosen_by(routing, rank) for rank in range(RANKS)]
         for rank, found in enumerate(of_ranks):

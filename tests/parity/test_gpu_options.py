@@ -15,7 +15,7 @@ from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.model.rotary import Rotary
-from megaframe.ops.compile import MOST, Compiled
+from megaframe.ops.compile import MAX_KINDS, Compiled
 from megaframe.pipeline_parallel.activation_offload import Shelf
 from megaframe.pipeline_parallel.executor import Engine
 from megaframe.planner.memory import compute_memory
@@ -90,7 +90,7 @@ def test_shapes_that_keep_changing_are_left_to_plain_code_and_said_once():
 
     torch._dynamo.reset()
     compiled = Compiled(double, "eager", said.append)
-    for size in range(1, MOST + 4):
+    for size in range(1, MAX_KINDS + 4):
         assert torch.equal(compiled(torch.ones(size)), torch.full((size,), 2.0))
     assert len(said) == 1 and "double has met" in said[0]
 

@@ -13,8 +13,8 @@ from parity_runs import FEW, MODELS, assert_same, assert_same_bits, run
 from test_health import built
 
 from megaframe.checkpoint.background import BackgroundCopier
-from megaframe.data_parallel.replicas import Replicas
 from megaframe.optim.optimizer_state import Moments
+from megaframe.resilience.replica_check import ReplicaCheck
 
 OPTIMIZERS = {
     "adamw": {"ema": 0.7},
@@ -122,7 +122,7 @@ def compared(zero, replicate):
     with kept_away():
         parallel = {"zero": zero, "data_replicate": replicate}
         mesh, pipeline, microbatches = built(parallel, "bf16", 2, offload=True)
-        replicas = Replicas(mesh, pipeline.optimizer.buckets)
+        replicas = ReplicaCheck(mesh, pipeline.optimizer.buckets)
         found = []
         for step in range(2):
             pipeline.train(microbatches, step, 1.0)

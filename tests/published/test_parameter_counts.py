@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megaframe.config import load
-from megaframe.parameters.spec import active_parameters, parameter_count
+from megaframe.parameters.spec import count_active_parameters, count_parameters
 from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.validate.run import validate_config
 
@@ -47,7 +47,7 @@ def specs_of(name, depth=0):
 
 
 def count(name):
-    return parameter_count(specs_of(name))
+    return count_parameters(specs_of(name))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -57,7 +57,7 @@ def test_parameters_of_the_released_models(name):
 
 @pytest.mark.parametrize("name", ACTIVE)
 def test_parameters_that_a_token_meets(name):
-    assert active_parameters(specs_of(name)) / 1e9 == pytest.approx(ACTIVE[name], rel=0.02)
+    assert count_active_parameters(specs_of(name)) / 1e9 == pytest.approx(ACTIVE[name], rel=0.02)
 
 
 def test_gpt3_has_the_parameters_of_its_published_shape():
@@ -73,8 +73,8 @@ def test_gpt3_has_the_parameters_of_its_published_shape():
 def test_a_predictor_of_deepseek_v3_is_a_block_and_what_joins_two_streams():
     hidden = 7168
     last = [spec for spec in specs_of("deepseek-v3") if spec.name.startswith("blocks.60.")]
-    more = parameter_count(specs_of("deepseek-v3", 1)) - PUBLISHED["deepseek-v3"]
-    assert more == parameter_count(last) + 2 * hidden**2 + 3 * hidden
+    more = count_parameters(specs_of("deepseek-v3", 1)) - PUBLISHED["deepseek-v3"]
+    assert more == count_parameters(last) + 2 * hidden**2 + 3 * hidden
 
 
 def test_the_switch_has_eight_mlps_in_every_other_layer():
@@ -82,13 +82,13 @@ def test_the_switch_has_eight_mlps_in_every_other_layer():
     hidden, blocks = 768, 12
     active = PUBLISHED["gpt2-124m"] - (11 * blocks + 1) * hidden + 6 * 8 * hidden
     specs = specs_of("gpt2-124m-switch")
-    assert active_parameters(specs) == active
-    assert parameter_count(specs) == active + 6 * 7 * 2 * 4 * hidden**2
+    assert count_active_parameters(specs) == active
+    assert count_parameters(specs) == active + 6 * 7 * 2 * 4 * hidden**2
 
 
 @pytest.mark.parametrize("name", ["demo", "demo-moe"])
 def test_the_demos_are_small(name):
-    assert 4e6 < active_parameters(specs_of(name)) < 6e6
+    assert 4e6 < count_active_parameters(specs_of(name)) < 6e6
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

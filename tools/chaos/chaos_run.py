@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.data.indexed import TokenFileWriter
+from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.io.run_files import METRICS_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,7 +226,7 @@ def time_import() -> float:
 def write_corpus(prefix: Path) -> None:
     """Write a token file of documents with a pattern that a model can learn."""
     draw = np.random.default_rng(0)
-    with TokenFileWriter(str(prefix), np.dtype(np.uint16)) as writer:
+    with IndexedDatasetWriter(str(prefix), np.dtype(np.uint16)) as writer:
         for _ in range(200):
             start, step = draw.integers(0, 60, 2)
             words = (start + step * np.arange(int(draw.integers(30, 200)))) % 60

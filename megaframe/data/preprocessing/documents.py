@@ -1,4 +1,4 @@
-"""Documents of a corpus: the texts in the pieces that `pieces.py` cuts, in order.
+"""Documents of a corpus: the texts in the shards that `input_shards.py` cuts, in order.
 
 Texts are passed on unchanged, with two exceptions: a byte order mark at the start of a file is
 dropped, and a lone surrogate (which a JSON escape can produce) becomes U+FFFD, because UTF-8 cannot
@@ -18,13 +18,13 @@ import orjson
 
 from megaframe.data.preprocessing.input_shards import (
     LONGEST_DOCUMENT,
+    CorpusFormat,
     InputError,
-    Piece,
-    Reading,
-    alternatives,
+    InputShard,
     check_length,
-    decompressed,
+    decompress,
     open_parquet,
+    suggest_keys,
 )
 from megaframe.io.untrusted import open_file
 
@@ -32,69 +32,69 @@ _ROWS = 512
 _READ = 1 << 20
 
 
-def texts(piece: Piece, reading: Reading) -> Iterator[str]:
-    """Yield the documents of a piece, in order. Raises `InputError` that names file and line."""
-    if piece.format == "parquet":
-        documents = _rows(piece, reading.key)
-    elif piece.format == "jsonl":
-        documents = _objects(piece, reading.key)
-    elif piece.data is None:
-        documents = iter([_decoded(piece)])
+def read_documents(shard: InputShard, corpus_format: CorpusFormat) -> Iterator[str]:
+    """Yield the documents of a shard, in order. Raises `InputError` that names file and line."""
+    if shard.format == "parquet":
+        documents = _read_parquet(shard, corpus_format.key)
+    elif shard.format == "jsonl":
+        documents = _read_jsonl(shard, corpus_format.key)
+    elif shard.data is None:
+        documents = iter([_decode_shard(shard)])
     else:
-        documents = _paragraphs(_decoded(piece))
+        documents = _split_paragraphs(_decode_shard(shard))
     for text in documents:
-        yield _without_lone_surrogates(text)
+        yield _replace_lone_surrogates(text)
 
 
-def _lines(piece: Piece) -> Iterator[bytes]:
-    """Yield the lines that begin in the piece, with their line ends."""
+def _read_lines(shard: InputShard) -> Iterator[bytes]:
+    """Yield the lines that begin in the shard, with their line ends."""
     try:
-        with _opened(piece) as file:
-            left = (piece.stop if piece.data is None else len(piece.data)) - file.tell()
+        with _open_shard(shard) as file:
+            left = (shard.stop if shard.data is None else len(shard.data)) - file.tell()
             while left > 0 and (line := file.readline(LONGEST_DOCUMENT + 1)):
-                check_length(piece.path, len(line))
+                check_length(shard.path, len(line))
                 left -= len(line)
                 yield line
     except OSError as error:
-        raise InputError(f"cannot read {piece.path}: {error.strerror}") from None
+        raise InputError(f"cannot read {shard.path}: {error.strerror}") from None
 
 
-def _opened(piece: Piece) -> BinaryIO:
-    """Open the piece's bytes or its file, positioned at the first line that begins in the piece."""
-    if piece.data is not None:
-        return io.BytesIO(piece.data)
-    file = open_file(piece.path, buffering=_READ)
-    if piece.start:
-        # A line that begins exactly at `start` belongs to this piece. The line before it ends at
+def _open_shard(shard: InputShard) -> BinaryIO:
+    """Open the shard's bytes or its file, positioned at the first line that begins in the shard."""
+    if shard.data is not None:
+        return io.BytesIO(shard.data)
+    file = open_file(shard.path, buffering=_READ)
+    if shard.start:
+        # A line that begins exactly at `start` belongs to this shard. The line before it ends at
         # `start - 1`, so a readline from there consumes only its line end.
-        file.seek(piece.start - 1)
+        file.seek(shard.start - 1)
         file.readline(LONGEST_DOCUMENT)
     return file
 
 
-def _whole(path: str) -> bytes:
+def _read_whole(path: str) -> bytes:
     content = bytearray()
-    for chunk, _ in decompressed(path):
+    for chunk, _ in decompress(path):
         content += chunk
         check_length(path, len(content))
     return bytes(content)
 
 
-def _objects(piece: Piece, key: str) -> Iterator[str]:
-    for number, line in enumerate(_lines(piece)):
+def _read_jsonl(shard: InputShard, key: str) -> Iterator[str]:
+    for number, line in enumerate(_read_lines(shard)):
         if line.isspace():
             continue
         try:
-            record = _parsed(line)
+            record = _parse_json(line)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{_place(piece, number)}: not JSON: {error}") from None
+            raise InputError(f"{_locate_line(shard, number)}: not JSON: {error}") from None
         text = record.get(key) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            raise InputError(f"{_place(piece, number)}: {_no_text(record, key)}")
+            raise InputError(f"{_locate_line(shard, number)}: {_missing_text_message(record, key)}")
         yield text
 
 
-def _parsed(line: bytes) -> object:
+def _parse_json(line: bytes) -> object:
     """Parse a line of JSON. Byte order marks, lone surrogates and NaN need the slower parser."""
     try:
         return orjson.loads(line)
@@ -102,29 +102,29 @@ def _parsed(line: bytes) -> object:
         return json.loads(line)
 
 
-def _place(piece: Piece, number: int) -> str:
-    """Return FILE:LINE of a line of the piece. Lines before the piece are counted only here, for an
+def _locate_line(shard: InputShard, number: int) -> str:
+    """Return FILE:LINE of a line of the shard. Lines before the shard are counted only here, for an
     error message."""
-    line = piece.line + number
-    if piece.data is None and piece.start:
-        with _opened(piece) as file:
+    line = shard.line + number
+    if shard.data is None and shard.start:
+        with _open_shard(shard) as file:
             remaining = file.tell()
             file.seek(0)
             while remaining and (chunk := file.read(min(remaining, 1 << 20))):
                 line += chunk.count(b"\n")
                 remaining -= len(chunk)
-    return f"{piece.path}:{line}"
+    return f"{shard.path}:{line}"
 
 
-def _no_text(record: object, key: str) -> str:
+def _missing_text_message(record: object, key: str) -> str:
     if not isinstance(record, dict):
         return f"an object with the key {key!r} is needed, not {str(record)[:60]!r}"
     if key in record:
         return f"key {key!r} holds {str(record[key])[:60]!r}, not a text"
-    return f"no key {key!r}; {alternatives(key, list(record))}"
+    return f"no key {key!r}; {suggest_keys(key, list(record))}"
 
 
-def _paragraphs(text: str) -> Iterator[str]:
+def _split_paragraphs(text: str) -> Iterator[str]:
     # Enclosed in line ends, so that blanks at either end form a blank line.
     for paragraph in re.split(r"\n(?:[^\S\n]*\n)+", f"\n{text}\n"):
         stripped = paragraph.strip("\r\n")
@@ -132,20 +132,20 @@ def _paragraphs(text: str) -> Iterator[str]:
             yield stripped
 
 
-def _decoded(piece: Piece) -> str:
-    content = _whole(piece.path) if piece.data is None else piece.data
-    if not piece.start:
+def _decode_shard(shard: InputShard) -> str:
+    content = _read_whole(shard.path) if shard.data is None else shard.data
+    if not shard.start:
         content = content.removeprefix(codecs.BOM_UTF8)
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        line = piece.line + content.count(b"\n", 0, error.start)
+        line = shard.line + content.count(b"\n", 0, error.start)
         raise InputError(
-            f"{piece.path}:{line}: byte 0x{content[error.start]:02x} is not UTF-8"
+            f"{shard.path}:{line}: byte 0x{content[error.start]:02x} is not UTF-8"
         ) from None
 
 
-def _without_lone_surrogates(text: str) -> str:
+def _replace_lone_surrogates(text: str) -> str:
     """Return the text with lone surrogates, which UTF-8 cannot encode, replaced by U+FFFD."""
     if text.isascii():
         return text
@@ -156,16 +156,16 @@ def _without_lone_surrogates(text: str) -> str:
     return text
 
 
-def _rows(piece: Piece, key: str) -> Iterator[str]:
-    with open_parquet(piece.path) as file:
-        groups = list(range(piece.start, piece.stop))
+def _read_parquet(shard: InputShard, key: str) -> Iterator[str]:
+    with open_parquet(shard.path) as file:
+        groups = list(range(shard.start, shard.stop))
         row = 0
         for batch in file.iter_batches(_ROWS, groups, columns=[key], use_threads=False):
             for text in batch.column(0).to_pylist():
                 if text is None:
                     raise InputError(
-                        f"{piece.path}: column {key!r} holds nothing in row {row} of row group "
-                        f"{piece.start}"
+                        f"{shard.path}: column {key!r} holds nothing in row {row} of row group "
+                        f"{shard.start}"
                     )
                 row += 1
                 yield text

@@ -1,9 +1,9 @@
-"""Pieces of a corpus: jsonl, Parquet and plain text, compressed or not, cut for parallel reading.
+"""Input shards: jsonl, Parquet and plain text, compressed or not, cut for parallel reading.
 
-A piece can be read on its own. It is a byte range if reading can start anywhere in the file, a row
-group of a Parquet file, and otherwise a block of decompressed bytes, which is part of the piece.
-The cuts depend only on the files and the piece size, so a corpus has the same pieces in every run.
-The documents of a piece are read by `documents.py`.
+A shard can be read on its own. It is a byte range if reading can start anywhere in the file, a row
+group of a Parquet file, and otherwise a block of decompressed bytes, which is part of the shard.
+The cuts depend only on the files and the shard size, so a corpus has the same shards in every run.
+The documents of a shard are read by `documents.py`.
 
     jsonl    .jsonl .json .ndjson   an object per line; the text is one of its keys
     parquet  .parquet               a row per document; the text is a column of strings
@@ -50,7 +50,7 @@ class InputError(UserError):
 
 
 @dataclass(frozen=True)
-class Reading:
+class CorpusFormat:
     """How to read a corpus.
 
     key:               key of a jsonl object, or column of a Parquet file, that has the text.
@@ -64,14 +64,14 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Piece:
+class InputShard:
     """Consecutive documents of one file.
 
-    start, stop: byte range in which the documents of the piece begin; row groups of Parquet.
+    start, stop: byte range in which the documents of the shard begin; row groups of Parquet.
     line:        number of the first line of `data`, from 1.
-    data:        contents of the piece, if the file cannot be read from `start` on.
-    size:        bytes of the piece after decompression (of a whole text file: before).
-    disk_bytes:  bytes on disk that the piece accounts for.
+    data:        contents of the shard, if the file cannot be read from `start` on.
+    size:        bytes of the shard after decompression (of a whole text file: before).
+    disk_bytes:  bytes on disk that the shard accounts for.
     """
 
     path: str
@@ -95,11 +95,11 @@ def input_size(path: str) -> tuple[int, int]:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
 
 
-def format_of(path: str, reading: Reading) -> Format:
-    """Return the format of a file, from `reading` or its suffix. Raises `InputError` for an unknown
-    suffix."""
-    if reading.format != "auto":
-        return reading.format
+def format_of(path: str, corpus_format: CorpusFormat) -> Format:
+    """Return the format of a file, from `corpus_format` or its suffix. Raises `InputError` for an
+    unknown suffix."""
+    if corpus_format.format != "auto":
+        return corpus_format.format
     stem, suffix = os.path.splitext(path)
     if suffix in _COMPRESSED:
         suffix = os.path.splitext(stem)[1]
@@ -111,57 +111,57 @@ def format_of(path: str, reading: Reading) -> Format:
     )
 
 
-def pieces(path: str, reading: Reading, size: int) -> Iterator[Piece]:
-    """Yield the pieces of a file in order, of about `size` bytes each. A row group of Parquet, or a
-    text file that is one document, is always one piece. Raises `InputError`."""
-    format = format_of(path, reading)
+def split_file(path: str, corpus_format: CorpusFormat, size: int) -> Iterator[InputShard]:
+    """Yield the shards of a file in order, of about `size` bytes each. A row group of Parquet, or a
+    text file that is one document, is always one shard. Raises `InputError`."""
+    format = format_of(path, corpus_format)
     disk_bytes, _ = input_size(path)
     if not disk_bytes:
         return
     if format == "parquet":
-        yield from _row_groups(path, reading.key)
-    elif format == "text" and not reading.split_blank_lines:
-        yield Piece(path, format, 0, disk_bytes, disk_bytes, disk_bytes)
+        yield from _row_groups(path, corpus_format.key)
+    elif format == "text" and not corpus_format.split_blank_lines:
+        yield InputShard(path, format, 0, disk_bytes, disk_bytes, disk_bytes)
     elif format == "jsonl" and not path.endswith(_COMPRESSED):
         for start in range(0, disk_bytes, size):
             length = min(size, disk_bytes - start)
-            yield Piece(path, format, start, start + length, length, length)
+            yield InputShard(path, format, start, start + length, length, length)
     else:
         yield from _blocks(path, format, size)
 
 
-def _blocks(path: str, format: Format, size: int) -> Iterator[Piece]:
+def _blocks(path: str, format: Format, size: int) -> Iterator[InputShard]:
     """Yield blocks of whole lines or paragraphs, of at least `size` bytes except the last one."""
-    held, line, start, taken = bytearray(), 1, 0, 0
-    for chunk, position in decompressed(path):
+    buffer, line, start, taken = bytearray(), 1, 0, 0
+    for chunk, position in decompress(path):
         # A new cut must involve new bytes. At the earliest it begins two bytes before them.
-        searched = max(0, len(held) - 2)
-        held += chunk
-        if len(held) >= size and (cut := _last_cut(held, format, searched)):
-            data = bytes(held[:cut])
-            yield Piece(path, format, start, start + cut, cut, position - taken, line, data)
-            del held[:cut]
+        searched = max(0, len(buffer) - 2)
+        buffer += chunk
+        if len(buffer) >= size and (cut := _last_cut(buffer, format, searched)):
+            data = bytes(buffer[:cut])
+            yield InputShard(path, format, start, start + cut, cut, position - taken, line, data)
+            del buffer[:cut]
             line, start, taken = line + data.count(b"\n"), start + cut, position
         # If there was no cut, the bytes beyond `size` all belong to one document.
-        if len(held) - size > LONGEST_DOCUMENT:
-            check_length(f"{path}:{line + held.count(10)}", len(held) - size)
-    if held:
+        if len(buffer) - size > LONGEST_DOCUMENT:
+            check_length(f"{path}:{line + buffer.count(10)}", len(buffer) - size)
+    if buffer:
         rest = os.path.getsize(path) - taken
-        stop = start + len(held)
-        yield Piece(path, format, start, stop, len(held), rest, line, bytes(held))
+        stop = start + len(buffer)
+        yield InputShard(path, format, start, stop, len(buffer), rest, line, bytes(buffer))
 
 
-def _last_cut(held: bytearray, format: Format, searched: int) -> int:
-    """Return the end of the last line or paragraph in `held` that is certainly complete, or 0.
+def _last_cut(buffer: bytearray, format: Format, searched: int) -> int:
+    """Return the end of the last line or paragraph in `buffer` that is certainly complete, or 0.
     searched: where to begin looking."""
     if format == "jsonl":
-        return held.rfind(b"\n", searched) + 1
-    plain = held.rfind(b"\n\n", searched)
-    windows = held.rfind(b"\n\r\n", searched)
+        return buffer.rfind(b"\n", searched) + 1
+    plain = buffer.rfind(b"\n\n", searched)
+    windows = buffer.rfind(b"\n\r\n", searched)
     return max(plain + 2 if plain >= 0 else 0, windows + 3 if windows >= 0 else 0)
 
 
-def decompressed(path: str) -> Iterator[tuple[bytes, int]]:
+def decompress(path: str) -> Iterator[tuple[bytes, int]]:
     """Yield the decompressed bytes of a file, and the position reached on disk. Raises
     `InputError`."""
     streams = {".gz": _gzip_stream, ".zst": _zstandard_stream}
@@ -219,11 +219,11 @@ def check_length(place: str, length: int) -> None:
         )
 
 
-def _row_groups(path: str, key: str) -> Iterator[Piece]:
+def _row_groups(path: str, key: str) -> Iterator[InputShard]:
     with open_parquet(path) as file:
         schema = file.schema_arrow
         if key not in schema.names:
-            raise InputError(f"{path}: no column {key!r}; {alternatives(key, schema.names)}")
+            raise InputError(f"{path}: no column {key!r}; {suggest_keys(key, schema.names)}")
         kind = schema.field(key).type
         if str(kind) not in ("string", "large_string", "string_view"):
             raise InputError(f"{path}: column {key!r} holds {kind}, not texts")
@@ -233,7 +233,7 @@ def _row_groups(path: str, key: str) -> Iterator[Piece]:
             named = (columns.column(i) for i in range(columns.num_columns))
             size = sum(c.total_uncompressed_size for c in named if c.path_in_schema == key)
             share = disk_bytes * (group + 1) // groups - disk_bytes * group // groups
-            yield Piece(path, "parquet", group, group + 1, size, share)
+            yield InputShard(path, "parquet", group, group + 1, size, share)
 
 
 @contextmanager
@@ -250,7 +250,7 @@ def open_parquet(path: str) -> Iterator[Any]:
         raise InputError(f"{path} is not a whole Parquet file: {error}") from None
 
 
-def alternatives(key: str, names: list[str]) -> str:
+def suggest_keys(key: str, names: list[str]) -> str:
     nearest = get_close_matches(key, names, n=1, cutoff=0.0)
     shown = ", ".join(names[:20]) or "none"
     return f"there are: {shown}" + (f" (nearest: --key {nearest[0]})" if nearest else "")

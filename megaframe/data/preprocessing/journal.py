@@ -22,17 +22,17 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megaframe.data.indexed import TokenFileWriter, write_failure
-from megaframe.data.token_index import HEADER
+from megaframe.data.indexed_dataset import HEADER
+from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter, write_failure
 from megaframe.errors import UserError
 
-Manifest = dict[str, Any]
-_FINISHING: Manifest = {"finishing": True}
+JournalEntry = dict[str, Any]
+_FINISHING: JournalEntry = {"finishing": True}
 """The last line of the journal. Once it is written, files with the final names are of this run."""
 
 
 @dataclass(frozen=True)
-class Counts:
+class CorpusCounts:
     """Counts of one part, or sums over several.
 
     empty:      number of documents without a token, which are left out.
@@ -46,12 +46,12 @@ class Counts:
     size: int = 0
     disk_bytes: int = 0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+    def __add__(self, other: CorpusCounts) -> CorpusCounts:
+        return CorpusCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True)
-class Batch:
+class EncodedDocuments:
     """Consecutive documents in the form in which the token file stores them.
 
     tokens:  tokens of all documents, back to back.
@@ -64,7 +64,7 @@ class Batch:
     empty: int
 
 
-class PartsFolder:
+class PreprocessJournal:
     """The folder `OUTPUT.parts`, locked by one run at a time.
 
     parts: number of finished parts. total: their counts.
@@ -72,23 +72,23 @@ class PartsFolder:
 
     def __init__(self, output: str, dtype: np.dtype) -> None:
         self.path = f"{output}.parts"
-        self.parts, self.total = 0, Counts()
+        self.parts, self.total = 0, CorpusCounts()
         self._output, self._dtype = output, dtype
         self._journal = os.path.join(self.path, "journal.jsonl")
-        self._kept = os.path.join(self.path, "tokens")
+        self._prefix = os.path.join(self.path, "tokens")
 
-    def start(self, manifest: Manifest, overwrite: bool) -> None:
+    def start(self, manifest: JournalEntry, overwrite: bool) -> None:
         """Continue the interrupted run with this manifest, or begin a new one.
 
         Raises `UserError` if the folder contains an unfinished run with another manifest, or the
         output exists, unless `overwrite` is given.
         """
         journal = self._read()
-        found = journal[0][0] if journal else None
-        if found == manifest:
+        previous = journal[0][0] if journal else None
+        if previous == manifest:
             self._continue(journal)
-        elif found is not None and not overwrite:
-            differing = [name for name in manifest if found.get(name) != manifest[name]]
+        elif previous is not None and not overwrite:
+            differing = [name for name in manifest if previous.get(name) != manifest[name]]
             raise UserError(
                 f"{self.path} holds an unfinished run with other {' and '.join(differing)}; repeat "
                 f"that run, or drop it with --overwrite"
@@ -100,15 +100,15 @@ class PartsFolder:
                 raise UserError(f"{existing[0]} already exists; replace it with --overwrite")
             self._clear("lock")
             self._record(manifest)
-        self._writer = TokenFileWriter(
+        self._writer = IndexedDatasetWriter(
             self._output,
             self._dtype,
-            kept=self._kept,
+            resume_prefix=self._prefix,
             documents=self.total.documents,
             tokens=self.total.tokens,
         )
 
-    def append(self, counts: Counts, batches: Iterable[Batch]) -> None:
+    def append(self, counts: CorpusCounts, batches: Iterable[EncodedDocuments]) -> None:
         """Append the next part. counts: counts of its input; those of the batches are added
         here."""
         tokens, lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
@@ -116,8 +116,8 @@ class PartsFolder:
             self._writer.append_batch(batch.tokens, batch.lengths)
             tokens.update(batch.tokens.data)
             lengths.update(batch.lengths.data)
-            counts += Counts(batch.lengths.size, batch.empty, batch.tokens.size)
-        self._writer.hand_over()
+            counts += CorpusCounts(batch.lengths.size, batch.empty, batch.tokens.size)
+        self._writer.flush()
         self._record({"checksums": [tokens.hexdigest(), lengths.hexdigest()], **asdict(counts)})
         self.parts += 1
         self.total += counts
@@ -139,11 +139,11 @@ class PartsFolder:
         if not os.path.exists(self._journal):
             self.remove()
 
-    def _record(self, entry: Manifest) -> None:
+    def _record(self, entry: JournalEntry) -> None:
         with open(self._journal, "a", encoding="utf-8") as file:
             file.write(f"{json.dumps(entry)}\n")
 
-    def _read(self) -> list[tuple[Manifest, int]]:
+    def _read(self) -> list[tuple[JournalEntry, int]]:
         """Return the valid lines at the start of the journal, and the byte where each ends."""
         try:
             with open(self._journal, "rb") as file:
@@ -159,41 +159,43 @@ class PartsFolder:
                 break
         return journal
 
-    def _continue(self, journal: list[tuple[Manifest, int]]) -> None:
+    def _continue(self, journal: list[tuple[JournalEntry, int]]) -> None:
         """Keep the parts up to the first whose checksums do not match, and cut off the rest."""
         if journal[-1][0] == _FINISHING:
-            self._take_back()
+            self._undo_renames()
             journal.pop()
         parts = [entry for entry, _ in journal[1:]]
         sizes = [entry["tokens"] * self._dtype.itemsize for entry in parts]
-        tokens = _digests(f"{self._kept}.bin", 0, sizes)
-        lengths = _digests(
-            f"{self._kept}.idx", HEADER.size, [4 * entry["documents"] for entry in parts]
+        tokens = _checksum_ranges(f"{self._prefix}.bin", 0, sizes)
+        lengths = _checksum_ranges(
+            f"{self._prefix}.idx", HEADER.size, [4 * entry["documents"] for entry in parts]
         )
-        for entry, *found in zip(parts, tokens, lengths, strict=False):
-            if entry["checksums"] != found:
+        for entry, *checksums in zip(parts, tokens, lengths, strict=False):
+            if entry["checksums"] != checksums:
                 break
             self.parts += 1
-            self.total += Counts(**{field.name: entry[field.name] for field in fields(Counts)})
+            self.total += CorpusCounts(
+                **{field.name: entry[field.name] for field in fields(CorpusCounts)}
+            )
         os.truncate(self._journal, journal[self.parts][1])
         self._clear("lock", *map(os.path.basename, (self._journal, *self._files())))
 
     def _files(self) -> tuple[str, str]:
-        return f"{self._kept}.bin", f"{self._kept}.idx"
+        return f"{self._prefix}.bin", f"{self._prefix}.idx"
 
-    def _take_back(self) -> None:
+    def _undo_renames(self) -> None:
         """Undo the renames of a run that was killed after the first of them, before it ended."""
         for path in self._files():
             if not os.path.exists(path):
                 with suppress(FileNotFoundError):
-                    os.replace(f"{self._output}{path.removeprefix(self._kept)}", path)
+                    os.replace(f"{self._output}{path.removeprefix(self._prefix)}", path)
 
     def _clear(self, *keep: str) -> None:
         for name in set(os.listdir(self.path)) - set(keep):
             os.unlink(os.path.join(self.path, name))
 
 
-def _digests(path: str, offset: int, sizes: Iterable[int]) -> Iterator[str]:
+def _checksum_ranges(path: str, offset: int, sizes: Iterable[int]) -> Iterator[str]:
     """Yield the checksums of consecutive ranges of a file; none if the file is missing.
 
     offset: start of the first range. sizes: bytes of each range.
@@ -209,15 +211,15 @@ def _digests(path: str, offset: int, sizes: Iterable[int]) -> Iterator[str]:
 
 
 @contextmanager
-def parts_folder(
-    output: str, dtype: np.dtype, manifest: Manifest, overwrite: bool
-) -> Iterator[PartsFolder]:
+def open_journal(
+    output: str, dtype: np.dtype, manifest: JournalEntry, overwrite: bool
+) -> Iterator[PreprocessJournal]:
     """Create or continue `OUTPUT.parts` and lock it. Raises `UserError`, also for failed writes and
     if another process has locked it.
 
-    dtype: dtype of the tokens in `OUTPUT`. manifest, overwrite: see `PartsFolder.start`.
+    dtype: dtype of the tokens in `OUTPUT`. manifest, overwrite: see `PreprocessJournal.start`.
     """
-    folder = PartsFolder(output, dtype)
+    folder = PreprocessJournal(output, dtype)
     try:
         os.makedirs(folder.path, exist_ok=True)
         with open(os.path.join(folder.path, "lock"), "w") as lock:

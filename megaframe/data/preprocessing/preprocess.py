@@ -8,83 +8,95 @@ space are bounded by the parts in progress.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import islice
+from multiprocessing.connection import wait as wait_for_object
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaframe.data.indexed import TokenFileWriter
-from megaframe.data.preprocessing.documents import texts
+from megaframe.data.indexed_dataset import read_index, token_dtype
+from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
+from megaframe.data.preprocessing.documents import read_documents
 from megaframe.data.preprocessing.input_shards import (
+    CorpusFormat,
     InputError,
-    Piece,
-    Reading,
+    InputShard,
     format_of,
     input_size,
-    pieces,
+    split_file,
 )
-from megaframe.data.preprocessing.journal import Batch, Counts, Manifest, parts_folder
-from megaframe.data.preprocessing.workers import map_ordered
-from megaframe.data.token_index import read_index, token_dtype
+from megaframe.data.preprocessing.journal import (
+    CorpusCounts,
+    EncodedDocuments,
+    JournalEntry,
+    open_journal,
+)
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
 from megaframe.errors import UserError
 
 _SMALLEST_PART, _LARGEST_PART, _PARTS = 1 << 22, 1 << 24, 256
 _BATCH = 1 << 22
 
-Report = Callable[[Counts, int], None]
+Report = Callable[[CorpusCounts, int], None]
 
 
 @dataclass(frozen=True)
-class Job:
+class PreprocessJob:
     """What to encode, and how.
 
     inputs:     input files, in the order of their documents in the result.
     tokenizer:  KIND:PATH.
     output:     path of the token file without suffix.
-    reading:    how to read the inputs.
+    corpus_format: how to read the inputs.
     append_eod: whether to end each document with the tokenizer's `eod`.
     """
 
     inputs: tuple[str, ...]
     tokenizer: str
     output: str
-    reading: Reading
+    corpus_format: CorpusFormat
     append_eod: bool = True
 
 
 @dataclass(frozen=True)
-class Result:
+class PreprocessResult:
     """total: counts of the whole corpus. resumed: counts of what an interrupted run had
     finished."""
 
-    total: Counts
-    resumed: Counts
+    total: CorpusCounts
+    resumed: CorpusCounts
 
 
 @dataclass(frozen=True)
-class _Part:
+class _CorpusPart:
     number: int
-    pieces: tuple[Piece, ...]
+    shards: tuple[InputShard, ...]
 
-    def counts(self) -> Counts:
+    def counts(self) -> CorpusCounts:
         """Return the counts of the part's input."""
-        return Counts(
-            size=sum(piece.size for piece in self.pieces),
-            disk_bytes=sum(piece.disk_bytes for piece in self.pieces),
+        return CorpusCounts(
+            size=sum(shard.size for shard in self.shards),
+            disk_bytes=sum(shard.disk_bytes for shard in self.shards),
         )
 
 
 def preprocess(
-    job: Job,
+    job: PreprocessJob,
     workers: int = 1,
     overwrite: bool = False,
     report: Report = lambda done, disk_bytes: None,
-) -> Result:
+) -> PreprocessResult:
     """Encode a corpus into `job.output`.bin and .idx, or continue an interrupted run of the same
     job.
 
@@ -93,15 +105,15 @@ def preprocess(
     write or a killed worker the finished parts remain, and the same call continues from them.
     """
     tokenizer = load_tokenizer(job.tokenizer)
-    manifest = _manifest(job, tokenizer.fingerprint)
+    manifest = _describe_job(job, tokenizer.fingerprint)
     disk_bytes = sum(size for _, size, _ in manifest["inputs"])
     dtype = token_dtype(tokenizer.vocab_size)
-    with parts_folder(job.output, dtype, manifest, overwrite) as folder:
+    with open_journal(job.output, dtype, manifest, overwrite) as folder:
         resumed = folder.total
-        parts = islice(_parts(job, manifest["part_size"]), folder.parts, None)
+        parts = islice(_group_shards(job, manifest["part_size"]), folder.parts, None)
         try:
             report(resumed, disk_bytes)
-            for counts, batches in _encoded(job, tokenizer, parts, workers, folder.path):
+            for counts, batches in _encode_parts(job, tokenizer, parts, workers, folder.path):
                 folder.append(counts, batches)
                 report(folder.total, disk_bytes)
             if not folder.total.tokens:
@@ -113,15 +125,15 @@ def preprocess(
             folder.remove()
             raise
         folder.finish()
-        return Result(folder.total, resumed)
+        return PreprocessResult(folder.total, resumed)
 
 
-def _manifest(job: Job, fingerprint: str) -> Manifest:
+def _describe_job(job: PreprocessJob, fingerprint: str) -> JournalEntry:
     """Return everything that the result depends on, as plain JSON. Raises `UserError` for inputs
     that cannot be read."""
     states = [input_size(path) for path in job.inputs]
     for path in job.inputs:
-        format_of(path, job.reading)
+        format_of(path, job.corpus_format)
     size = sum(size for size, _ in states)
     return {
         "version": 2,
@@ -130,29 +142,33 @@ def _manifest(job: Job, fingerprint: str) -> Manifest:
         ],
         "part_size": min(max(size // _PARTS, _SMALLEST_PART), _LARGEST_PART),
         "tokenizer": fingerprint,
-        "reading": asdict(job.reading),
+        "reading": asdict(job.corpus_format),
         "append_eod": job.append_eod,
     }
 
 
-def _parts(job: Job, part_size: int) -> Iterator[_Part]:
-    """Group the pieces of all inputs into parts of at least `part_size` bytes, except the last."""
+def _group_shards(job: PreprocessJob, part_size: int) -> Iterator[_CorpusPart]:
+    """Group the shards of all inputs into parts of at least `part_size` bytes, except the last."""
     number, size = 0, 0
-    gathered: list[Piece] = []
+    shards: list[InputShard] = []
     for path in job.inputs:
-        for piece in pieces(path, job.reading, part_size):
-            gathered.append(piece)
-            size += piece.size
+        for shard in split_file(path, job.corpus_format, part_size):
+            shards.append(shard)
+            size += shard.size
             if size >= part_size:
-                yield _Part(number, tuple(gathered))
-                number, size, gathered = number + 1, 0, []
-    if gathered:
-        yield _Part(number, tuple(gathered))
+                yield _CorpusPart(number, tuple(shards))
+                number, size, shards = number + 1, 0, []
+    if shards:
+        yield _CorpusPart(number, tuple(shards))
 
 
-def _encoded(
-    job: Job, tokenizer: Tokenizer, parts: Iterable[_Part], workers: int, folder: str
-) -> Iterator[tuple[Counts, Iterator[Batch]]]:
+def _encode_parts(
+    job: PreprocessJob,
+    tokenizer: Tokenizer,
+    parts: Iterable[_CorpusPart],
+    workers: int,
+    folder: str,
+) -> Iterator[tuple[CorpusCounts, Iterator[EncodedDocuments]]]:
     """Yield the counts of the input and the batches of each part, in order.
 
     With one worker this process encodes each batch when it is requested. Several workers return
@@ -160,50 +176,54 @@ def _encoded(
     """
     if workers == 1:
         for part in parts:
-            yield part.counts(), _batches(job, tokenizer, part)
+            yield part.counts(), _encode_batches(job, tokenizer, part)
         return
     tasks = ((job, part, os.path.join(folder, f"{part.number:08d}")) for part in parts)
     for counts, empty, prefix in map_ordered(_encode_to_file, tasks, workers):
-        yield counts, _taken(prefix, empty)
+        yield counts, _read_encoded_part(prefix, empty)
 
 
-def _encode_to_file(job: Job, part: _Part, prefix: str) -> tuple[Counts, int, str]:
+def _encode_to_file(
+    job: PreprocessJob, part: _CorpusPart, prefix: str
+) -> tuple[CorpusCounts, int, str]:
     """Write one part's token file. Runs in a worker.
 
     Returns the counts of its input, the number of documents without a token, and `prefix`.
     """
-    tokenizer = _tokenizer(job.tokenizer)
+    tokenizer = _cached_tokenizer(job.tokenizer)
     empty = 0
-    with TokenFileWriter(prefix, token_dtype(tokenizer.vocab_size), flush=False) as writer:
-        for batch in _batches(job, tokenizer, part):
+    with IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size), sync=False) as writer:
+        for batch in _encode_batches(job, tokenizer, part):
             writer.append_batch(batch.tokens, batch.lengths)
             empty += batch.empty
     return part.counts(), empty, prefix
 
 
-def _taken(prefix: str, empty: int) -> Iterator[Batch]:
+def _read_encoded_part(prefix: str, empty: int) -> Iterator[EncodedDocuments]:
     """Yield a part's token file as one memory-mapped batch, and remove the file afterwards."""
     index = read_index(prefix)
     tokens: NDArray = np.empty(0, index.dtype)
     if index.bin_bytes:
         tokens = np.asarray(np.memmap(f"{prefix}.bin", index.dtype, "r"))
-    yield Batch(tokens, np.asarray(index.lengths), empty)
+    yield EncodedDocuments(tokens, np.asarray(index.lengths), empty)
     for suffix in (".bin", ".idx"):
         os.unlink(f"{prefix}{suffix}")
 
 
-def _batches(job: Job, tokenizer: Tokenizer, part: _Part) -> Iterator[Batch]:
-    for documents in _gathered(part, job.reading):
+def _encode_batches(
+    job: PreprocessJob, tokenizer: Tokenizer, part: _CorpusPart
+) -> Iterator[EncodedDocuments]:
+    for documents in _batch_documents(part, job.corpus_format):
         yield encode_documents(tokenizer, documents, job.append_eod)
 
 
-def _gathered(part: _Part, reading: Reading) -> Iterator[list[str]]:
+def _batch_documents(part: _CorpusPart, corpus_format: CorpusFormat) -> Iterator[list[str]]:
     """Yield documents in groups of a few megabytes: enough for the libraries' batch calls, and
     little to keep in memory."""
     batch: list[str] = []
     size = 0
-    for piece in part.pieces:
-        for text in texts(piece, reading):
+    for shard in part.shards:
+        for text in read_documents(shard, corpus_format):
             batch.append(text)
             size += len(text)
             if size >= _BATCH:
@@ -213,7 +233,9 @@ def _gathered(part: _Part, reading: Reading) -> Iterator[list[str]]:
         yield batch
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], append_eod: bool) -> Batch:
+def encode_documents(
+    tokenizer: Tokenizer, texts: Sequence[str], append_eod: bool
+) -> EncodedDocuments:
     """Encode documents into the form in which a token file stores them.
 
     Raises `UserError` for an id that is negative or not below the tokenizer's vocabulary size.
@@ -223,7 +245,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], append_eod: boo
     lengths = np.array([ids.size + end.size for ids in documents], "<i4")
     dtype, empty = token_dtype(tokenizer.vocab_size), len(texts) - len(documents)
     if not documents:
-        return Batch(np.empty(0, dtype), lengths, empty)
+        return EncodedDocuments(np.empty(0, dtype), lengths, empty)
     ended = [array for ids in documents for array in (ids, end)] if append_eod else documents
     tokens = np.concatenate(ended, dtype=np.int32, casting="same_kind")
     low, high = int(tokens.min()), int(tokens.max())
@@ -232,10 +254,54 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], append_eod: boo
             f"the tokenizer made ids from {low} to {high}, but its vocabulary has "
             f"{tokenizer.vocab_size}; its file is damaged"
         )
-    return Batch(tokens.astype(dtype), lengths, empty)
+    return EncodedDocuments(tokens.astype(dtype), lengths, empty)
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(name: str) -> Tokenizer:
+def _cached_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer once per worker."""
     return load_tokenizer(name)
+
+
+T = TypeVar("T")
+_IN_FLIGHT = 2
+
+
+def map_ordered(
+    function: Callable[..., T], tasks: Iterable[tuple[Any, ...]], workers: int
+) -> Iterator[T]:
+    """Yield `function(*task)` for every task, in order.
+
+    At most two tasks per worker are taken from `tasks` ahead of their results. An exception of a
+    task is raised in place of its result, and tasks that have not begun are dropped. Raises
+    `UserError` if a worker dies.
+    """
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _start_worker)
+    waiting: deque[Future[T]] = deque()
+    try:
+        for task in tasks:
+            if len(waiting) >= _IN_FLIGHT * workers:
+                yield waiting.popleft().result()
+            waiting.append(pool.submit(function, *task))
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            f"one of {workers} worker processes died: killed, or out of memory; run the same "
+            f"command again to continue, perhaps with fewer --workers"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent:
+        wait_for_object([parent.sentinel])
+        os._exit(1)

@@ -2,7 +2,7 @@
 
 Text is not normalised and whitespace is kept, so that decoding restores every document, including
 code. If a corpus is larger than the training sample, documents are taken from its files in turn.
-This gives a fixed sample from all files without reading all of them.
+This gives a fixed sample from all files without corpus_format all of them.
 """
 
 from __future__ import annotations
@@ -12,27 +12,37 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, get_args
 
-from megaframe.data.indexed import unfinished_name, write_failure
-from megaframe.data.preprocessing.documents import texts
-from megaframe.data.preprocessing.input_shards import InputError, Reading, format_of, pieces
+from megaframe.data.indexed_dataset_writer import unfinished_name, write_failure
+from megaframe.data.preprocessing.documents import read_documents
+from megaframe.data.preprocessing.input_shards import (
+    CorpusFormat,
+    InputError,
+    format_of,
+    split_file,
+)
 from megaframe.data.tokenizer import import_library
 from megaframe.errors import UserError
 
 Kind = Literal["bpe", "unigram"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_PIECE = 1 << 21
+_SHARD_BYTES = 1 << 21
 _LONGEST_SENTENCE = 16384
 
 
 def train_sentencepiece(
-    inputs: Sequence[str], reading: Reading, output: str, vocab: int, kind: Kind, megabytes: float
+    inputs: Sequence[str],
+    corpus_format: CorpusFormat,
+    output: str,
+    vocab: int,
+    kind: Kind,
+    megabytes: float,
 ) -> int:
     """Train on about `megabytes` of text from the inputs, taken in turn, and write `output`.model.
 
     Returns the number of characters used. Raises `UserError`, also if there is too little text for
     the vocabulary size.
     """
-    sample = _Sample(inputs, reading, int(megabytes * 1e6))
+    sample = _TrainingSample(inputs, corpus_format, int(megabytes * 1e6))
     model = io.BytesIO()
     try:
         import_library("sentencepiece", "").SentencePieceTrainer.train(
@@ -64,14 +74,14 @@ def train_sentencepiece(
     return sample.used
 
 
-class _Sample:
+class _TrainingSample:
     """Yields lines of documents, taken from the files in turn, until there are `limit`
     characters."""
 
-    def __init__(self, inputs: Sequence[str], reading: Reading, limit: int) -> None:
+    def __init__(self, inputs: Sequence[str], corpus_format: CorpusFormat, limit: int) -> None:
         for path in inputs:
-            format_of(path, reading)
-        self._inputs, self._reading, self._limit = inputs, reading, limit
+            format_of(path, corpus_format)
+        self._inputs, self._reading, self._limit = inputs, corpus_format, limit
         self.used = 0
         self.error: UserError | None = None
 
@@ -84,7 +94,7 @@ class _Sample:
             raise
 
     def _lines(self) -> Iterator[str]:
-        documents = in_turn([self._documents(path) for path in self._inputs])
+        documents = interleave([self._documents(path) for path in self._inputs])
         for text in documents:
             for line in text.split("\n"):
                 for start in range(0, len(line), _LONGEST_SENTENCE):
@@ -94,11 +104,11 @@ class _Sample:
                 return
 
     def _documents(self, path: str) -> Iterator[str]:
-        for piece in pieces(path, self._reading, _PIECE):
-            yield from texts(piece, self._reading)
+        for shard in split_file(path, self._reading, _SHARD_BYTES):
+            yield from read_documents(shard, self._reading)
 
 
-def in_turn(sources: Iterable[Iterator[str]]) -> Iterator[str]:
+def interleave(sources: Iterable[Iterator[str]]) -> Iterator[str]:
     """Yield one item of each source in turn, until all are exhausted."""
     waiting = list(sources)
     while waiting:

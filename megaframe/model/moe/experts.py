@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megaframe.config import ModelConfig, MoEConfig
 from megaframe.expert_parallel.transfer import ExpertRows, LocalStep
-from megaframe.model.mlp import activate, activate_again
+from megaframe.model.mlp import activate, recompute_activation
 from megaframe.model.pass_state import PassState
 from megaframe.ops.fp8 import Fp8Matmul
-from megaframe.ops.matmul import product_into
+from megaframe.ops.matmul import multiply_into
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Normal, ParamSpec
 from megaframe.tensor_parallel.context import TensorParallel
@@ -135,7 +135,7 @@ class _Experts(torch.autograd.Function):
             rows = piece.rows
             dy_nH = last.forward_slice(dy_AH, rows)
             d_inner = piece.input_gradient(dy_nH, down_EHF[piece.experts])
-            active, activation_backward = activate_again(
+            active, activation_backward = recompute_activation(
                 experts.activation, up, experts.tensor.kernels
             )
             # `d_inner` is not yet times the gates: its product with the output is their gradient.
@@ -184,7 +184,7 @@ class _ExpertSlice:
     def product_into(self, out_nO: Tensor, x_nI: Tensor, matrix: Tensor) -> None:
         """Write `product` to `out_nO`."""
         if self.ends is None and self.tensor.fp8 is None:
-            product_into(out_nO, x_nI, matrix.t(), add=False)
+            multiply_into(out_nO, x_nI, matrix.t(), add=False)
         else:
             out_nO.copy_(self.product(x_nI, matrix))
 
@@ -200,7 +200,7 @@ class _ExpertSlice:
     def input_gradient_into(self, out_nI: Tensor, dy_nO: Tensor, matrix: Tensor) -> None:
         """Write `input_gradient` to `out_nI`."""
         if self.ends is None and self.tensor.fp8 is None:
-            product_into(out_nI, dy_nO, matrix, add=False)
+            multiply_into(out_nI, dy_nO, matrix, add=False)
         else:
             out_nI.copy_(self.input_gradient(dy_nO, matrix))
 
@@ -209,14 +209,14 @@ class _ExpertSlice:
         if self.ends is None:
             self.tensor.add_weight_gradient(weight, dy_nO, x_nI, of=self.experts)
         elif fp8 := self._fp8(dy_nO.shape[1], x_nI.shape[1]):
-            weight.add_by(partial(fp8.grouped_gradient, dy_nO, x_nI, self.ends))
+            weight.add_with(partial(fp8.grouped_gradient, dy_nO, x_nI, self.ends))
         else:
             weight.add_grouped(dy_nO, x_nI, self.ends, self.tensor.kernels)
 
     def _fp8(self, *widths: int) -> Fp8Matmul | None:
         """Return what multiplies by a matrix of these dims in 8 bits, or None."""
         fp8 = self.tensor.fp8
-        return fp8 if fp8 is not None and fp8.takes(*widths) else None
+        return fp8 if fp8 is not None and fp8.supports(*widths) else None
 
     def _grouped_product(self, rows: Tensor, matrices_ENK: Tensor) -> Tensor:
         operands = rows, matrices_ENK, self.ends
@@ -243,8 +243,8 @@ def _divide(
 def _at_once(x: Tensor, matrices_EOI: Tensor, ends_E: Tensor, tensor: TensorParallel) -> bool:
     """Return whether rows like `x` can be multiplied by all these matrices in one product."""
     widths = matrices_EOI.shape[1:]
-    if tensor.fp8 is not None and tensor.fp8.takes(*widths):
-        return tensor.fp8.groups(x, ends_E)
+    if tensor.fp8 is not None and tensor.fp8.supports(*widths):
+        return tensor.fp8.can_group(x, ends_E)
     if can_group(x, *widths):
         return True
     return tensor.kernels.find("grouped_product", x, matrices_EOI, ends_E) is not None

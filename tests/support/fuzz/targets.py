@@ -74,18 +74,18 @@ def nothing():
 
 
 def tokens():
-    from megaframe.data.indexed import TokenFileWriter
+    from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 
     draw = np.random.default_rng(0)
-    with TokenFileWriter("tokens", np.dtype(np.uint16)) as writer:
+    with IndexedDatasetWriter("tokens", np.dtype(np.uint16)) as writer:
         for _ in range(30):
             writer.append(np.append(draw.integers(0, 256, 20), 256).astype(np.uint16))
 
 
 def read_tokens():
-    from megaframe.data.indexed import TokenFile
+    from megaframe.data.indexed_dataset import IndexedDataset
 
-    file = TokenFile("tokens")
+    file = IndexedDataset("tokens")
     sum(int(file.sequence(number).sum()) for number in range(len(file)))
 
 
@@ -133,10 +133,10 @@ def tokenizers():
     import test_tokenizer as made
 
     Path("corpus.txt").write_text(made.CORPUS)
-    from megaframe.data.preprocessing.input_shards import Reading
+    from megaframe.data.preprocessing.input_shards import CorpusFormat
     from megaframe.data.preprocessing.train_tokenizer import train_sentencepiece
 
-    train_sentencepiece(["corpus.txt"], Reading(), "pieces", 296, "bpe", 1)
+    train_sentencepiece(["corpus.txt"], CorpusFormat(), "pieces", 296, "bpe", 1)
     made.hugging_face(Path("hf.json"), "ByteLevel")
     Path("ranks.tiktoken").write_bytes(made.rank_lines(made.RANKS))
 
@@ -161,14 +161,14 @@ def run_folder():
 
 def continue_metrics():
     """Begin a run again in a folder that has metrics."""
-    from megaframe.metrics.sinks import open_sinks, set_aside
+    from megaframe.metrics.sinks import open_sinks, set_metrics_aside
     from megaframe.resilience.downtime import last_saved
 
     last_saved(Path("run"))
     config = RunConfig.model_validate({"run": {"dir": "run"}})
     for sink in open_sinks(config, 30):
         sink.close()
-    set_aside(Path("run/metrics.jsonl"))
+    set_metrics_aside(Path("run/metrics.jsonl"))
 
 
 def corpus():
@@ -187,12 +187,12 @@ def corpus():
 
 
 def read_corpus():
-    from megaframe.data.preprocessing.documents import texts
-    from megaframe.data.preprocessing.input_shards import Reading, pieces
+    from megaframe.data.preprocessing.documents import read_documents
+    from megaframe.data.preprocessing.input_shards import CorpusFormat, split_file
 
     for path in sorted(Path().iterdir()):
-        for piece in pieces(str(path), Reading(), 400):
-            for text in texts(piece, Reading()):
+        for piece in split_file(str(path), CorpusFormat(), 400):
+            for text in read_documents(piece, CorpusFormat()):
                 text.encode()
 
 

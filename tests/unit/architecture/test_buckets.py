@@ -21,7 +21,7 @@ from megaframe.planner.constants import cluster_constants
 from megaframe.planner.data_parallel_times import exchange_times, num_buckets, resolve_bucket_size
 from megaframe.planner.layout_sizes import sizes_of
 from megaframe.planner.machine import Machine
-from megaframe.training.auto_layout import with_buckets
+from megaframe.training.auto_layout import choose_bucket_size
 
 CLUSTER = load_cluster("h100-ib")
 GPT = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 32000}
@@ -100,8 +100,8 @@ def test_the_number_of_buckets_follows_from_latency_and_bandwidth():
     assert found == pytest.approx(
         min(64.0, float(balanced_bucket_count(transfer, latency))), rel=1e-6
     )
-    half = exchange_times(machine, MATRICES, 2.0).in_turn(1)
-    whole = exchange_times(machine, MATRICES, 1.0).in_turn(1)
+    half = exchange_times(machine, MATRICES, 2.0).total_at(1)
+    whole = exchange_times(machine, MATRICES, 1.0).total_at(1)
     assert half - whole == pytest.approx(latency, rel=1e-6)
 
 
@@ -116,11 +116,11 @@ def test_more_ranks_have_fewer_buckets_between_their_bounds():
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_the_key_is_decided_once_for_runtime_and_planner(zero):
     config = config_of(zero=zero)
-    decided, (line,) = with_buckets(config, 8192)
+    decided, (line,) = choose_bucket_size(config, 8192)
     size = decided.parallel.bucket_size
     layout = Layout.from_parallel(config.parallel, 8192)
     assert resolve_bucket_size(config, layout, CLUSTER) == decided
-    assert with_buckets(decided, 8192) == (decided, [])
+    assert choose_bucket_size(decided, 8192) == (decided, [])
     assert f"parallel.bucket_size=auto: {size:,} elements, so that 32 blocks are in " in line
     assert "between 8192 data ranks" in line
     if zero >= 2:
@@ -131,13 +131,13 @@ def test_the_key_is_decided_once_for_runtime_and_planner(zero):
 
 def test_alone_or_on_few_ranks_half_a_block_stays_a_bucket():
     config = config_of()
-    assert with_buckets(config, 1) == (config, [])
-    decided, lines = with_buckets(config, 8)
+    assert choose_bucket_size(config, 1) == (config, [])
+    decided, lines = choose_bucket_size(config, 8)
     assert lines == [] and decided.parallel.bucket_size < 8 * 4096**2
     # Without ZeRO NCCL has a tree, whose latency grows with the logarithm of the ranks.
-    assert with_buckets(config_of(zero=0), 8192)[1] == []
+    assert choose_bucket_size(config_of(zero=0), 8192)[1] == []
     given = config_of(bucket_size=12345)
-    assert with_buckets(given, 8192) == (given, [])
+    assert choose_bucket_size(given, 8192) == (given, [])
 
 
 def num_messages(steps):

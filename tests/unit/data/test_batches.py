@@ -105,19 +105,19 @@ def test_no_rank_waits_for_another_to_begin_a_step(path, pool):
 
 def fail_when_due(path):
     mesh, loader, batches = make(path, prefetch=0)
-    read = loader._reader.read
+    read = loader._dataset.read
 
     def fails(*given):
         raise OSError("the third step cannot be read")
 
     batches.next(nothing)
     batches.look_ahead()
-    loader._reader.read = fails
+    loader._dataset.read = fails
     batches.next(nothing)
     batches.look_ahead()
     with pytest.raises(OSError, match="the third step"):
         batches.next(nothing)
-    loader._reader.read = read
+    loader._dataset.read = read
     mesh.close()
 
 

@@ -17,12 +17,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.data.indexed import TokenFile
+from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.data.preprocessing import input_shards, preprocess
-from megaframe.data.preprocessing.documents import texts
-from megaframe.data.preprocessing.input_shards import Reading
-from megaframe.data.preprocessing.preprocess import Job, encode_documents
-from megaframe.data.preprocessing.workers import map_ordered
+from megaframe.data.preprocessing.documents import read_documents
+from megaframe.data.preprocessing.input_shards import CorpusFormat
+from megaframe.data.preprocessing.preprocess import PreprocessJob, encode_documents, map_ordered
 from megaframe.data.tokenizer import ByteTokenizer
 from megaframe.errors import UserError
 
@@ -50,8 +49,10 @@ def write_as(path, documents):
     return path
 
 
-def run(inputs, output, workers=1, overwrite=False, tokenizer="bytes", append_eod=True, **reading):
-    job = Job(tuple(map(str, inputs)), tokenizer, str(output), Reading(**reading), append_eod)
+def run(inputs, output, workers=1, overwrite=False, tokenizer="bytes", append_eod=True, **options):
+    job = PreprocessJob(
+        tuple(map(str, inputs)), tokenizer, str(output), CorpusFormat(**options), append_eod
+    )
     return preprocess.preprocess(job, workers, overwrite)
 
 
@@ -60,14 +61,16 @@ def content(prefix):
 
 
 def decoded(prefix):
-    file = TokenFile(str(prefix))
+    file = IndexedDataset(str(prefix))
     return [bytes(file.sequence(n)[:-1].tolist()).decode() for n in range(len(file))]
 
 
-def read(path, size, **reading):
-    how = Reading(**reading)
+def read(path, size, **options):
+    how = CorpusFormat(**options)
     return [
-        text for piece in input_shards.pieces(str(path), how, size) for text in texts(piece, how)
+        text
+        for piece in input_shards.split_file(str(path), how, size)
+        for text in read_documents(piece, how)
     ]
 
 
@@ -78,7 +81,7 @@ def test_every_format_gives_the_same_documents(tmp_path, name):
     path = write_as(tmp_path / name, DOCUMENTS)
     result = run([path], tmp_path / "out", split_blank_lines=True)
     assert decoded(tmp_path / "out") == DOCUMENTS
-    file = TokenFile(str(tmp_path / "out"))
+    file = IndexedDataset(str(tmp_path / "out"))
     assert file.tokens[file.lengths[0] - 1] == 256  # the end-of-document token
     assert (result.total.documents, result.total.tokens) == (len(DOCUMENTS), file.tokens.size)
     assert result.total.disk_bytes == path.stat().st_size
@@ -96,7 +99,7 @@ def test_files_keep_their_order_and_may_be_mixed(tmp_path):
 def test_without_eod_and_with_another_key(tmp_path):
     (tmp_path / "c.jsonl").write_bytes(jsonl(["ab", "c"], key="body"))
     run([tmp_path / "c.jsonl"], tmp_path / "out", append_eod=False, key="body")
-    file = TokenFile(str(tmp_path / "out"))
+    file = IndexedDataset(str(tmp_path / "out"))
     assert (file.tokens.tolist(), file.lengths.tolist()) == ([97, 98, 99], [2, 1])
 
 
@@ -168,7 +171,7 @@ def interrupted(path, output, bytes_done):
         if done.disk_bytes >= bytes_done:
             raise KeyboardInterrupt
 
-    job = Job((str(path),), "bytes", str(output), Reading())
+    job = PreprocessJob((str(path),), "bytes", str(output), CorpusFormat())
     with pytest.raises(KeyboardInterrupt):
         preprocess.preprocess(job, report=stop)
     return job
@@ -387,7 +390,7 @@ def test_few_tasks_are_taken_before_their_results(tmp_path):
 
 def test_two_runs_of_one_output_exclude_each_other(tmp_path):
     path = write_as(tmp_path / "c.jsonl", ["a"])
-    job = Job((str(path),), "bytes", str(tmp_path / "out"), Reading())
+    job = PreprocessJob((str(path),), "bytes", str(tmp_path / "out"), CorpusFormat())
     errors = []
 
     def meanwhile(done, disk_bytes):
@@ -419,7 +422,7 @@ def test_the_tools_make_the_demo_data(tmp_path):
     name = f"sentencepiece:{prefix}.model"
     done = tool("preprocess_data.py", "--input", corpus, "--tokenizer", name, "--output", prefix)
     assert done.returncode == 0, done.stderr
-    file = TokenFile(str(prefix))
+    file = IndexedDataset(str(prefix))
     assert f"{len(file)} documents, {file.tokens.size:,} tokens" in done.stdout
     refused = tool("preprocess_data.py", "--input", corpus, "--tokenizer", name, "--output", prefix)
     assert refused.returncode == 2
@@ -436,7 +439,11 @@ def test_a_flipped_bit_in_a_page_of_parquet_is_noticed(tmp_path):
     data[data.index(b"\x0c\0\0\0another") + 5] ^= 1  # not in the statistics
     path.write_bytes(data)
     with pytest.raises(UserError, match="not a whole Parquet file"):
-        [*texts(*input_shards.pieces(str(path), Reading(), 1 << 20), Reading())]
+        [
+            *read_documents(
+                *input_shards.split_file(str(path), CorpusFormat(), 1 << 20), CorpusFormat()
+            )
+        ]
 
 
 def test_a_pipe_and_a_device_are_no_corpus(tmp_path):
@@ -444,4 +451,4 @@ def test_a_pipe_and_a_device_are_no_corpus(tmp_path):
     (tmp_path / "d.txt").symlink_to("/dev/zero")
     for name in ("c.jsonl", "d.txt"):
         with pytest.raises(UserError, match="Not a regular file"):
-            [*input_shards.pieces(str(tmp_path / name), Reading(), 1 << 20)]
+            [*input_shards.split_file(str(tmp_path / name), CorpusFormat(), 1 << 20)]

@@ -13,10 +13,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.data.preprocessing.input_shards import Reading
-from megaframe.data.preprocessing.train_tokenizer import in_turn, train_sentencepiece
-from megaframe.data.tiktoken_file import PUBLISHED_RANKS
-from megaframe.data.tokenizer import load_tokenizer
+from megaframe.data.preprocessing.input_shards import CorpusFormat
+from megaframe.data.preprocessing.train_tokenizer import interleave, train_sentencepiece
+from megaframe.data.tokenizer import PUBLISHED_RANKS, load_tokenizer
 from megaframe.errors import UserError
 
 CORPUS = "".join(
@@ -36,7 +35,7 @@ def folder(tmp_path_factory):
     (folder / "corpus.txt").write_text(CORPUS, encoding="utf-8")
     for kind in ("bpe", "unigram"):
         train_sentencepiece(
-            [str(folder / "corpus.txt")], Reading(), str(folder / kind), 296, kind, 1
+            [str(folder / "corpus.txt")], CorpusFormat(), str(folder / kind), 296, kind, 1
         )
     hugging_face(folder / "bytes.json", "ByteLevel")
     hugging_face(folder / "metaspace.json", "Metaspace")
@@ -229,11 +228,11 @@ def test_a_missing_library_names_its_extra(folder, monkeypatch):
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_training_is_deterministic_and_bounded(folder, tmp_path, kind):
     corpus = str(folder / "corpus.txt")
-    used = train_sentencepiece([corpus], Reading(), str(tmp_path / "t"), 296, kind, 1)
+    used = train_sentencepiece([corpus], CorpusFormat(), str(tmp_path / "t"), 296, kind, 1)
     assert used == len(CORPUS)
     assert (tmp_path / "t.model").read_bytes() == (folder / f"{kind}.model").read_bytes()
     with pytest.raises(UserError, match=r"--vocab 99999 .*too high.*<= \d+"):
-        train_sentencepiece([corpus], Reading(), str(tmp_path / "u"), 99999, kind, 1)
+        train_sentencepiece([corpus], CorpusFormat(), str(tmp_path / "u"), 99999, kind, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["t.model"]
 
 
@@ -241,11 +240,13 @@ def test_training_explains_an_empty_and_a_bad_corpus(tmp_path):
     for content, message in (('{"text": ""}\n', "corpus is empty"), ("{\n", r"c\.jsonl:1: not")):
         (tmp_path / "c.jsonl").write_text(content)
         with pytest.raises(UserError, match=message):
-            train_sentencepiece([str(tmp_path / "c.jsonl")], Reading(), "unused", 300, "bpe", 1)
+            train_sentencepiece(
+                [str(tmp_path / "c.jsonl")], CorpusFormat(), "unused", 300, "bpe", 1
+            )
 
 
 def test_files_take_turns():
-    assert list(in_turn([iter("abc"), iter(""), iter("xy")])) == list("axbyc")
+    assert list(interleave([iter("abc"), iter(""), iter("xy")])) == list("axbyc")
 
 
 def test_byte_ids_are_bytes():

@@ -9,7 +9,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.planner.parameter_counts import count_parameters
-from megaframe.training.meta_step.meta_tensors import Hollow
+from megaframe.training.meta_step.meta_tensors import MetaTensorMode
 from megaframe.training.train_step import Pipeline
 
 LAYERS = 8
@@ -19,7 +19,7 @@ MOE = {**LLAMA, "moe": {"experts": 6, "ffn": 48, "first": 2, "shared": 1}}
 
 def groups_of(config, layout, rank):
     """Return the blocks that have buckets of a rank in common, without the predictors'."""
-    with Hollow():
+    with MetaTensorMode():
         mesh = Mesh(layout, alone=rank)
         pipeline = Pipeline(config, mesh, StepTimer().time)
     found = set()
@@ -55,7 +55,7 @@ def test_all_ranks_and_the_plan_put_the_same_blocks_together(model, parallel, wo
             place = layout.coordinate(rank)["pipeline"]
             here = [plans[stage] for stage in schedule.stages(place)]
             blocks = [layer for plan in here for layer in plan.blocks]
-            planned = count_parameters(config, layout, here).blocks_together(config, here)
+            planned = count_parameters(config, layout, here).group_blocks(config, here)
             wanted = sorted(tuple(blocks[of.start : of.stop]) for of in planned)
             found = groups_of(config, layout, rank)
             # Experts have buckets of their own, of those of the blocks that have any.

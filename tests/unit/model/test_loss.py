@@ -12,7 +12,7 @@ from megaframe.layout import Layout
 from megaframe.model import loss as loss_module
 from megaframe.model.loss import LossOptions, head_loss
 from megaframe.parameters.parameter import Parameter
-from megaframe.parameters.spec import Box, Constant, ParamSpec, share
+from megaframe.parameters.spec import Box, Constant, ParamSpec, even_share
 
 pytestmark = pytest.mark.numeric
 
@@ -89,8 +89,8 @@ def surely(dtype, options):
     have the weight's gradient."""
     mesh = Mesh(Layout(tensor=world_size()), device="cpu", timeout=60)
     tensor, tokens = mesh.group("tensor"), len(SURE)
-    start, count = share(VOCAB, tensor.index, tensor.size)
-    first, rows = share(tokens, tensor.index, tensor.size)
+    start, count = even_share(VOCAB, tensor.index, tensor.size)
+    first, rows = even_share(tokens, tensor.index, tensor.size)
     weight = Parameter(ParamSpec("head.weight", (VOCAB, tokens), Constant(0), role="head"))
     weight.bind(Box((start, 0), (count, tokens)), lambda: None)
     logits = torch.zeros(VOCAB, tokens, dtype=dtype)

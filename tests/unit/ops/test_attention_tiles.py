@@ -19,8 +19,9 @@ from megaframe.data.microbatch import Microbatch, zigzag
 from megaframe.distributed.collectives import Ring
 from megaframe.model.attention import _attend_locally
 from megaframe.model.forward_context import RunContext, make_microbatch_context
-from megaframe.ops import attention_tiles, cpu_attention, local_attention
-from megaframe.ops.attention_tiles import AttentionMask, attend, attend_backward, merge
+from megaframe.ops import attention_mask, attention_tiles, cpu_attention
+from megaframe.ops.attention_mask import AttentionMask, SequenceMask
+from megaframe.ops.attention_tiles import attend, attend_backward, merge
 
 pytestmark = pytest.mark.numeric
 
@@ -29,19 +30,21 @@ SCALE = 0.7
 
 
 def plain_attend(query, key, value, mask, *, causal, scale):
-    bias = attention_tiles._additive(
-        attention_tiles._or_causal(mask, query.transpose(1, 2), causal), None
+    bias = attention_tiles._to_bias(
+        attention_tiles._make_causal(mask, query.transpose(1, 2), causal), None
     )
-    out, lse = attention_tiles._plain(*attention_tiles._heads_first(query, key, value), bias, scale)
+    out, lse = attention_tiles._attend_plain(
+        *attention_tiles._move_heads_first(query, key, value), bias, scale
+    )
     return out.transpose(1, 2), lse
 
 
 def plain_backward(d_out, query, key, value, out, lse, mask, *, causal, scale):
-    bias = attention_tiles._additive(
-        attention_tiles._or_causal(mask, query.transpose(1, 2), causal), None
+    bias = attention_tiles._to_bias(
+        attention_tiles._make_causal(mask, query.transpose(1, 2), causal), None
     )
-    heads_first = attention_tiles._heads_first(query, key, value)
-    made = attention_tiles._plain_backward(
+    heads_first = attention_tiles._move_heads_first(query, key, value)
+    made = attention_tiles._attend_plain_backward(
         d_out.transpose(1, 2), *heads_first, out.transpose(1, 2), lse, bias, scale
     )
     return [gradient.transpose(1, 2) for gradient in made]
@@ -148,8 +151,8 @@ def test_tiles_among_tokens_that_are_here_are_the_whole(
     wanted = whole(query, key, value, mask.dense(places, places), d_out)
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_attention, "_QUERIES", 4)
-        seen = local_attention.SequenceMask(mask, BATCH, length, query.device)
+        patch.setattr(attention_mask, "_QUERIES_PER_TILE", 4)
+        seen = SequenceMask(mask, BATCH, length, query.device)
         out = _attend_locally(*leaves, seen, SCALE)
         out.backward(d_out)
     found = (out, *(x.grad for x in leaves))
@@ -168,7 +171,7 @@ def test_products_of_blocks_are_plain_attention(
     """Blocks have 75 queries of all samples, of one group, or of one head at a time. Errors are
     those of rounding: of sums with `keys` terms, or on average of a single bf16 number."""
     heads_at_once = {"samples": BATCH * HEADS, "groups": HEADS // GROUPS, "heads": 1}[room]
-    monkeypatch.setattr(cpu_attention, "_SCORES", heads_at_once * 75 * keys)
+    monkeypatch.setattr(cpu_attention, "_SCORES_PER_BLOCK", heads_at_once * 75 * keys)
     generator = torch.Generator().manual_seed(0)
     how = {"causal": causal, "scale": SCALE}
     query, d_out, key, value = (
@@ -198,7 +201,7 @@ def test_products_of_blocks_are_plain_attention(
             assert_near(mine, plain, keys + 2 * WIDTH)
 
 
-@pytest.mark.parametrize("method", get_args(cpu_attention.Method))
+@pytest.mark.parametrize("method", get_args(cpu_attention.AttentionMethod))
 @pytest.mark.parametrize(
     ("length", "dtype"),
     [(1024, torch.float32), (512, torch.float32), (64, torch.bfloat16), (1024, torch.float64)],
@@ -206,16 +209,16 @@ def test_products_of_blocks_are_plain_attention(
 def test_tiles_are_computed_by_the_chosen_method(length, dtype, method, monkeypatch):
     """`attend` uses products exactly if `pays` says so, which the bits of the result show. A choice
     for one size leaves the other as it was."""
-    monkeypatch.setattr(cpu_attention, "_chosen", {})
+    monkeypatch.setattr(cpu_attention, "_method_of", {})
     size = "long" if length == 1024 else "short"
     if method in cpu_attention.methods_for(dtype):
-        cpu_attention.use(dtype, {size: method})
+        cpu_attention.use_methods(dtype, {size: method})
     query, kv = torch.randn(1, length, 1, 8), torch.randn(2, 1, length, 1, 8)
     heads_first = [x.to(dtype).transpose(1, 2) for x in (query, *kv)]
-    pays = cpu_attention.pays(*heads_first[:2])
+    pays = cpu_attention.is_faster(*heads_first[:2])
     assert pays == (method == "blocks" and dtype is not torch.float64)
     other = "short" if size == "long" else "long"
-    assert cpu_attention.in_use(dtype)[other] == cpu_attention.unmeasured(dtype, other)
+    assert cpu_attention.methods_in_use(dtype)[other] == cpu_attention.default_method(dtype, other)
     how = {"causal": True, "scale": SCALE}
     found, _ = attend(query.to(dtype), *kv.to(dtype), None, **how)
     products, _ = cpu_attention.attend(*heads_first, **how)

@@ -8,11 +8,11 @@ from megaframe.ops import matmul as module
 from megaframe.ops.matmul import (
     KINDS,
     libraries_for,
-    product,
-    product_into,
-    products,
-    use,
-    wide_products,
+    multiply,
+    multiply_batched,
+    multiply_batched_wide,
+    multiply_into,
+    use_libraries,
 )
 
 pytestmark = pytest.mark.numeric
@@ -34,13 +34,13 @@ SIZES = [
 @pytest.fixture(autouse=True)
 def nothing_chosen(monkeypatch):
     """Each test starts without a choice of libraries and leaves none."""
-    monkeypatch.setattr(module, "_chosen", {})
+    monkeypatch.setattr(module, "_library_of", {})
 
 
 def take(choice):
     """Use a library for every kind of product of a type, and return the type."""
     dtype, library = choice
-    use(dtype, dict.fromkeys(KINDS, library))
+    use_libraries(dtype, dict.fromkeys(KINDS, library))
     return dtype
 
 
@@ -65,8 +65,8 @@ def test_product_and_bias(rows, inner, columns, choice, transposed):
     bias = torch.randn(columns).to(dtype)
     wanted, numbers = exactly(left, right)
     for found, expected in (
-        (product(left, right), wanted),
-        (product(left, right, bias), wanted + bias),
+        (multiply(left, right), wanted),
+        (multiply(left, right, bias), wanted + bias),
     ):
         assert found.dtype is dtype
         assert_near(found, expected, inner + 2, size=numbers + bias.abs())
@@ -85,8 +85,8 @@ def test_products_of_several(heads, size, choice, transposed):
     wanted, numbers = exactly(left, right)
     allowed = torch.backends.mkldnn.matmul.fp32_precision
     for make, kind in (
-        (products, dtype),
-        (wide_products, torch.promote_types(dtype, torch.float32)),
+        (multiply_batched, dtype),
+        (multiply_batched_wide, torch.promote_types(dtype, torch.float32)),
     ):
         found = make(left, right)
         assert found.dtype is kind
@@ -107,7 +107,7 @@ def test_written_or_added_in_pieces(rows, inner, columns, choice, add, piece, mo
     for kind in {dtype, torch.promote_types(dtype, torch.float32)}:
         out = old.to(kind)
         wanted = made + (out.double() if add else 0.0)
-        product_into(out, left, right, add=add)
+        multiply_into(out, left, right, add=add)
         # A product may be rounded to the type of its operands before it is added.
         first = unit_roundoff(dtype) * made.abs()
         total = numbers + (old.double().abs() if add else 0.0)
@@ -121,7 +121,7 @@ def test_fp32_on_a_cpu_keeps_fp32_precision():
         take((torch.float32, library))
         left, right = operands(64, 4096, 64, torch.float32, transposed=False)
         wanted, _ = exactly(left, right)
-        assert_near(product(left, right), wanted, 4096)  # about 0.008
+        assert_near(multiply(left, right), wanted, 4096)  # about 0.008
 
 
 def test_onednn_has_a_fast_routine_for_every_piece(capfd, monkeypatch):
@@ -133,7 +133,7 @@ def test_onednn_has_a_fast_routine_for_every_piece(capfd, monkeypatch):
         for rows, columns in ((16, 200), (200, 16)):
             left, right = operands(rows, 64, columns, torch.float32, transposed=False)
             for stored in (left, left.t().contiguous().t()):
-                product_into(torch.zeros(rows, columns), stored, right, add=True)
+                multiply_into(torch.zeros(rows, columns), stored, right, add=True)
     lines = [line for line in capfd.readouterr().out.splitlines() if ",exec," in line]
     products = [line for line in lines if ",matmul," in line or ",inner_product," in line]
     assert len(products) > 8 or not module._ONEDNN

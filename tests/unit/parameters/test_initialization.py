@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.parameters import initialization
-from megaframe.parameters.initialization import fill
+from megaframe.parameters.initialization import fill_initial_values
 from megaframe.parameters.spec import Box, Constant, Normal, ParamSpec
 
 
 def whole(spec, seed=7, dtype=torch.float64):
     out = torch.empty(spec.shape, dtype=dtype)
-    fill(out, spec, Box((0,) * len(spec.shape), spec.shape), seed)
+    fill_initial_values(out, spec, Box((0,) * len(spec.shape), spec.shape), seed)
     return out
 
 
@@ -27,7 +27,7 @@ def test_any_piece_equals_that_piece_of_the_whole(data):
     try:
         initialization._BLOCK_ELEMENTS = 8  # so that small tensors have many blocks
         piece = torch.empty(size, dtype=torch.float64)
-        fill(piece, spec, box, 7)
+        fill_initial_values(piece, spec, box, 7)
         assert torch.equal(piece, whole(spec)[box.slices])
     finally:
         initialization._BLOCK_ELEMENTS = rows

@@ -7,14 +7,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.parameters.spec import Box, Constant, ParamSpec, runs, share
+from megaframe.parameters.spec import Box, Constant, ParamSpec, even_share, row_major_runs
 
 AXES = ("tensor", "context", "data")
 
 
 @given(st.integers(0, 1000), st.integers(1, 17))
 def test_shares_tile_in_order_and_differ_by_at_most_one(total, parts):
-    shares = [share(total, index, parts) for index in range(parts)]
+    shares = [even_share(total, index, parts) for index in range(parts)]
     ends = [start + length for start, length in shares]
     assert [start for start, _ in shares] == [0, *ends[:-1]]
     assert ends[-1] == total
@@ -44,7 +44,7 @@ def test_a_run_of_elements_is_few_boxes_in_order(shape, data):
     stop = data.draw(st.integers(start, size))
     offset = tuple(data.draw(st.integers(0, 3)) for _ in shape)
     whole = np.arange(size).reshape(shape)
-    boxes = list(runs(Box(offset, tuple(shape)), start, stop))
+    boxes = list(row_major_runs(Box(offset, tuple(shape)), start, stop))
     found = [
         whole[tuple(slice(o - base, o - base + n) for o, base, n in zip(*place, strict=True))]
         for place in ((box.offset, offset, box.shape) for box in boxes)
@@ -72,10 +72,10 @@ def test_what_two_boxes_share_is_what_is_in_both(one, other):
     def elements(box):
         return set(product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))))
 
-    shared = one.shared(other)
+    shared = one.intersection(other)
     assert (elements(shared) if shared else set()) == elements(one) & elements(other)
     if shared:
-        inner = shared.inside(one)
+        inner = shared.relative_to(one)
         assert inner.shape == shared.shape
         spans = zip(inner.offset, inner.shape, one.shape, strict=True)
         assert all(o >= 0 and o + n <= m for o, n, m in spans)

@@ -23,12 +23,12 @@ def test_a_layout_that_waits_is_told_a_better_one(tmp_path):
     record = found.record()
     assert record["cluster"] == "cpu" and found.choice.layout.tensor == 2
     assert record["step_seconds"] == pytest.approx(sum(record["breakdown"].values()), rel=1e-6)
-    sentence, *reasons = found.tries()
+    sentence, *reasons = found.suggest_layouts()
     assert "instead of" in sentence and "tensor" not in sentence and reasons
     cluster = found.cluster
     better = search(found.choice.config, 4, cluster, constants_of(cluster.chip.family)).best
     path.write_text(dump(better.config))
-    assert "none of " in next(compare_run(path, {"ranks": 4, "device": "CPU"}).tries())
+    assert "none of " in next(compare_run(path, {"ranks": 4, "device": "CPU"}).suggest_layouts())
 
 
 def test_what_is_not_known_has_no_prediction(tmp_path):

@@ -17,7 +17,7 @@ from megaframe.planner.constants import constants_of
 from megaframe.planner.fit import compute_fit, suggest_changes
 from megaframe.planner.layout_search import find_fastest
 from megaframe.planner.peak_memory import resolve_recompute_blocks
-from megaframe.resilience.elastic import fitted
+from megaframe.resilience.elastic import fit_layout
 from megaframe.validate.run import find_mistakes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,7 +29,7 @@ CONFIGS = sorted(path for path in ROOT.glob("configs/**/*.yaml") if "clusters" n
 def misfits(config, world, cluster):
     """Return why a config cannot run on `world` chips of a cluster; empty if it can, with room."""
     if config.faults.elastic:
-        config, world = fitted(config, world)
+        config, world = fit_layout(config, world)
     if config.parallel.auto:
         constants = constants_of(cluster.chip.family)
         return [] if find_fastest(config, world, cluster, constants) else ["no layout fits"]

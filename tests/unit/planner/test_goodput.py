@@ -37,7 +37,9 @@ FREE = FailureCosts(crash=0, hang=0, silent=0, restart=0, load=0, swap=0, stall=
 def test_llama3_table_adds_up():
     counts = {cause.name: cause.count for cause in LLAMA3.causes}
     assert sum(counts.values()) == 466 and counts["planned"] == 47
-    assert 1 / LLAMA3.rate(16384) / 3600 == pytest.approx(2.78, abs=0.01)  # about every three hours
+    assert 1 / LLAMA3.failure_rate(16384) / 3600 == pytest.approx(
+        2.78, abs=0.01
+    )  # about every three hours
 
 
 @settings(deadline=None, max_examples=12)
@@ -63,8 +65,8 @@ def test_the_best_interval_is_dalys(stall, hours):
     mix = FailureMix("one", 1, hours / 24, (FailureCause("any", 1),))
     costs = FailureCosts(stall=stall)
     found = best_interval(mix, 1, costs)
-    assert found == pytest.approx(daly_interval(stall, 1 / mix.rate(1)), rel=0.02)
-    first_order = math.sqrt(2 * stall / mix.rate(1))  # Young 1974
+    assert found == pytest.approx(daly_interval(stall, 1 / mix.failure_rate(1)), rel=0.02)
+    first_order = math.sqrt(2 * stall / mix.failure_rate(1))  # Young 1974
     assert found == pytest.approx(first_order, rel=0.25)
 
 

@@ -74,7 +74,7 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
 def test_estimates_are_what_simulation_says(model, gpus, batch, sections):
     config = made(model, batch, **sections)
     every = enumerate_candidates(config, gpus, CLUSTER)
-    every = every.taken(np.array(drawn(len(every), 50)))
+    every = every.select(np.array(drawn(len(every), 50)))
     found = estimate(config, CLUSTER, CONSTANTS, every)
     seconds, sizes = [], []
     for place in range(len(every)):
@@ -92,7 +92,7 @@ def test_rows_that_arrive_at_experts_are_in_the_estimate():
     config = load("qwen3-30b-a3b", ["parallel.expert=1"])
     fixed = {"pipeline": 1, "context": 1, "zero": 2, "recompute": "none", "microbatch": 2}
     every = enumerate_candidates(config, 64, CLUSTER, fixed)
-    every = every.taken(every.expert > 1)
+    every = every.select(every.expert > 1)
     found = estimate(config, CLUSTER, CONSTANTS, every)
     for place in drawn(len(every), 10):
         one = apply_candidate(config, every, place)

@@ -272,7 +272,7 @@ def test_bubbles_of_the_closed_forms_are_simulated_ones(name, ranks):
         passes += [(1.0, 1.25, 0.75), (2.0, 3.0, 2.0)]
     for times in passes:
         timeline = simulate(
-            generate(name, ranks, chunks, many), ActionCosts(*times).divided(chunks)
+            generate(name, ranks, chunks, many), ActionCosts(*times).divide_by_chunks(chunks)
         )
         found = bubble_seconds(one * SCHEDULES.index(name), sizes, PassTimes(*times))
         assert float(found[0]) == pytest.approx(float(timeline.time) - many * sum(times))

@@ -27,7 +27,7 @@ def counted(config, layout, plan):
     found = count_parameters(config, layout, [plan])
     parts = (
         (*found.tables, found.positions),
-        found.blocks,
+        found.split,
         found.whole,
         found.shared,
         found.experts,

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from megaframe.resilience.downtime import CAUSES, LEDGER_FILE, Ledger
-from megaframe.resilience.stragglers import KINDS, Slow, outliers
+from megaframe.resilience.downtime import CAUSES, LEDGER_FILE, DowntimeLedger
+from megaframe.resilience.stragglers import KINDS, SlowRank, find_slow_ranks
 
 
 class Clock:
@@ -18,13 +18,13 @@ class Clock:
 
 def test_each_second_has_a_cause(tmp_path):
     clock = Clock()
-    ledger = Ledger(tmp_path, keep=True, clock=clock)
+    ledger = DowntimeLedger(tmp_path, keep=True, clock=clock)
     clock.now += 2
-    ledger.starts_at(0)
+    ledger.record_start(0)
     metrics = tmp_path / "metrics.jsonl"
     for step in range(1, 11):
         clock.now += 1
-        lost = ledger.step(step, 0.25 if step == 6 else 0.0)
+        lost = ledger.record_step(step, 0.25 if step == 6 else 0.0)
         assert lost["load"] == (2 if step == 1 else 0) and lost["save"] == (step == 6) * 0.25
         with metrics.open("a") as file:
             file.write(json.dumps({"step": step}) + "\n")
@@ -33,17 +33,17 @@ def test_each_second_has_a_cause(tmp_path):
     with (tmp_path / "faults/ended.jsonl").open("w") as file:
         file.write(json.dumps({"at": clock.now, "text": "stuck"}) + "\n")
     clock.now += 15
-    again = Ledger(tmp_path, keep=True, clock=clock)
+    again = DowntimeLedger(tmp_path, keep=True, clock=clock)
     clock.now += 3
-    again.starts_at(5)
+    again.record_start(5)
     clock.now += 1
-    first = again.step(6, 0.0)
+    first = again.record_step(6, 0.0)
     assert first == pytest.approx(
         {"detection": 30, "restart": 15, "load": 3, "repeat": 1, "save": 0}
     )
     for step in range(7, 13):
         clock.now += 1
-        assert again.step(step, 0.0)["repeat"] == (step <= 10)
+        assert again.record_step(step, 0.0)["repeat"] == (step <= 10)
     whole = 2 + 10 + 30 + 15 + 3 + 7
     assert again.summary().startswith(f"effective time {1 - (2 + 0.25 + 48 + 5) / whole:.1%} of")
     assert all(cause in again.summary() for cause in CAUSES)
@@ -51,24 +51,24 @@ def test_each_second_has_a_cause(tmp_path):
 
 def test_a_new_run_forgets_and_torn_lines_do_no_harm(tmp_path):
     clock = Clock()
-    Ledger(tmp_path, keep=True, clock=clock).starts_at(0)
+    DowntimeLedger(tmp_path, keep=True, clock=clock).record_start(0)
     (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n{"st')
     with (tmp_path / "faults" / LEDGER_FILE).open("a") as file:
         file.write('{"seconds": ')
-    ledger = Ledger(tmp_path, keep=True, clock=clock)
-    ledger.starts_at(0)
+    ledger = DowntimeLedger(tmp_path, keep=True, clock=clock)
+    ledger.record_start(0)
     clock.now += 1
-    assert ledger.step(3, 0.0)["repeat"] == 1
+    assert ledger.record_step(3, 0.0)["repeat"] == 1
     (tmp_path / "metrics.jsonl").unlink()
-    ledger = Ledger(tmp_path, keep=True, clock=clock)
-    ledger.starts_at(0)
-    assert ledger.step(1, 0.0) == dict.fromkeys(CAUSES, 0)
+    ledger = DowntimeLedger(tmp_path, keep=True, clock=clock)
+    ledger.record_start(0)
+    assert ledger.record_step(1, 0.0) == dict.fromkeys(CAUSES, 0)
 
 
 def test_an_outlier_is_one_among_those_that_do_the_same():
     times = {rank: [0.1] * len(KINDS) for rank in range(4)}
     times[2] = [0.1, 0.5, 0.1, 0.1, 0.1]
-    assert list(outliers(times, 2.0)) == [Slow(2, KINDS[1], 0.5, 0.1)]
-    assert not list(outliers({0: [9.0] * len(KINDS)}, 2.0))
+    assert list(find_slow_ranks(times, 2.0)) == [SlowRank(2, KINDS[1], 0.5, 0.1)]
+    assert not list(find_slow_ranks({0: [9.0] * len(KINDS)}, 2.0))
     tiny = {0: [1e-6] * len(KINDS), 1: [9e-4] * len(KINDS)}
-    assert not list(outliers(tiny, 2.0))
+    assert not list(find_slow_ranks(tiny, 2.0))

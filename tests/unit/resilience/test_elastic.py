@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
-from megaframe.resilience.elastic import fitted
+from megaframe.resilience.elastic import fit_layout
 from megaframe.validate.run import find_mistakes, validate_config
 
 sizes = st.sampled_from([1, 2, 4])
@@ -27,7 +27,7 @@ def test_what_fits_is_valid_and_as_near_as_can_be(tensor, pipeline, data, lost):
     wanted = config(tensor, pipeline, data)
     world = tensor * pipeline * data
     assume(lost < world)
-    found, used = fitted(wanted, world - lost)
+    found, used = fit_layout(wanted, world - lost)
     validate_config(found, used)
     assert 1 <= used <= world - lost
     assert found.train.global_batch == wanted.train.global_batch
@@ -41,14 +41,14 @@ def test_what_fits_is_valid_and_as_near_as_can_be(tensor, pipeline, data, lost):
 
 
 def test_more_ranks_are_used_and_other_axes_follow():
-    assert fitted(config(2, 2, 2), 16)[0].parallel.data == 4
-    found, used = fitted(config(data=8, data_replicate=4), 6)
+    assert fit_layout(config(2, 2, 2), 16)[0].parallel.data == 4
+    found, used = fit_layout(config(data=8, data_replicate=4), 6)
     assert used == 4 and found.parallel.data_replicate == 4
-    found, used = fitted(config(pipeline=4, layers_per_stage=(1, 3, 2, 2)), 3)
+    found, used = fit_layout(config(pipeline=4, layers_per_stage=(1, 3, 2, 2)), 3)
     assert used == 2 and found.parallel.layers_per_stage is None
 
 
 def test_what_no_number_of_ranks_mends_is_said():
     with pytest.raises(UserError, match=r"(?s)found no layout for 3 ranks.*data\.split"):
-        fitted(config().model_copy(update={"data": config().data.model_copy(
+        fit_layout(config().model_copy(update={"data": config().data.model_copy(
             update={"split": (0.0, 1.0, 0.0)})}), 3)  # fmt: skip

@@ -14,7 +14,7 @@ from rank_process import Program, places, stuck_after
 from megaframe.distributed import gloo_sockets
 from megaframe.distributed.rank_progress import RankProgress
 from megaframe.resilience import signals
-from megaframe.resilience.signals import command_to_continue, heeding_signals
+from megaframe.resilience.signals import handle_signals, resume_command
 
 
 @pytest.mark.quick(when=lambda number: number == signal.SIGTERM)
@@ -62,12 +62,12 @@ def test_the_command_names_the_launcher(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "checkpoint.resume=x", "run.dir=a b"])
     monkeypatch.setenv("WORLD_SIZE", "8")
     end = "pretrain_gpt.py 'run.dir=a b' checkpoint.resume=latest"
-    assert command_to_continue() == f"8 ranks of: {sys.orig_argv[0]} {end}"
+    assert resume_command() == f"8 ranks of: {sys.orig_argv[0]} {end}"
     for name, value in (("TORCHELASTIC_RUN_ID", "1"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    assert command_to_continue().endswith(f"/torchrun --nproc-per-node 4 {end}")
+    assert resume_command().endswith(f"/torchrun --nproc-per-node 4 {end}")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert f" --nnodes 2 {end}" in command_to_continue()
+    assert f" --nnodes 2 {end}" in resume_command()
 
 
 def stuck_with_python_handler():
@@ -98,7 +98,7 @@ def test_a_signal_that_is_ignored_stays_ignored():
     """A shell lets jobs in the background ignore Ctrl-C, which is meant for the one in front."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with heeding_signals(progress := RankProgress()):
+        with handle_signals(progress := RankProgress()):
             signal.raise_signal(signal.SIGINT)
             assert not progress.leave_signal
     finally:
@@ -110,7 +110,7 @@ def test_ctrl_c_under_a_torchrun_comes_twice(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with heeding_signals(progress := RankProgress()):
+        with handle_signals(progress := RankProgress()):
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             assert progress.leave_signal == signal.SIGINT
@@ -126,7 +126,7 @@ def test_a_signal_near_the_end_of_a_run_that_saves_nothing(pool, overrides, tmp_
 
 @pytest.fixture
 def heard():
-    """Yield the signals that reach the handler set before `heeding_signals`."""
+    """Yield the signals that reach the handler set before `handle_signals`."""
     found = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: found.append(number))
     yield found
@@ -136,7 +136,7 @@ def heard():
 def test_the_same_request_by_two_ways_is_one(heard, monkeypatch):
     """A signal that comes later is passed on to the earlier handler, whatever the run does."""
     progress = RankProgress()
-    with heeding_signals(progress):
+    with handle_signals(progress):
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR1)
         assert progress.leave_signal == signal.SIGUSR1 and heard == []

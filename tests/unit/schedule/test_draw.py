@@ -52,7 +52,7 @@ def test_long_grids_are_cut_into_bands_and_longer_ones_scaled():
 @given(schedules())
 @few
 def test_text_names_every_action_that_takes_time_once(schedule):
-    timeline = simulate(schedule, ActionCosts().divided(1))
+    timeline = simulate(schedule, ActionCosts().divide_by_chunks(1))
     text = draw_text(timeline, width=400)
     several = len(schedule.rank_of) > len(schedule.ranks)
     found = Counter()

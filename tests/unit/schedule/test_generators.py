@@ -22,7 +22,7 @@ TIMES = ((1, 1, 1), (3, 3, 2), (5, 7, 3), (Fraction(7, 3), 2, Fraction(1, 5)))
 def simulated(name, ranks, chunks, microbatches, times=(1, 1, 1), **options):
     forward, backward, weight = times
     schedule = generate(name, ranks, chunks, microbatches, **options)
-    return simulate(schedule, ActionCosts(forward, backward, weight).divided(chunks))
+    return simulate(schedule, ActionCosts(forward, backward, weight).divide_by_chunks(chunks))
 
 
 @pytest.mark.parametrize("times", TIMES)

@@ -99,7 +99,7 @@ def test_a_slow_head_costs_no_more_than_its_own_work_and_the_way_to_it():
 
 def test_more_chunks_leave_only_the_way_to_the_last_rank_at_the_memory_of_1f1b():
     for chunks in (2, 4):
-        costs = ActionCosts().divided(chunks)
+        costs = ActionCosts().divide_by_chunks(chunks)
         timeline = simulate(generate("search", 8, chunks, 16, costs=costs), costs)
         assert timeline.time == 3 * 16 + Fraction(7, chunks)
         assert max(timeline.peak_activations) <= 8

@@ -91,7 +91,10 @@ def test_live_activations_equal_a_count(schedule):
     for rank, actions in enumerate(schedule.ranks):
         counts = [0]
         for action in actions:
-            fused = action.kind is B and (action.stage, action.microbatch) not in schedule.split
+            fused = (
+                action.kind is B
+                and (action.stage, action.microbatch) not in schedule.split_backwards
+            )
             ends_here = fused or action.kind not in (F, B)
             counts.append(counts[-1] + (action.kind is F) - ends_here)
         assert counts[-1] == 0
@@ -113,7 +116,7 @@ def test_costs_are_read_exactly():
     assert parse_costs("F=0.1, B=2e-3,comm=5") == ActionCosts(
         Fraction(1, 10), Fraction(1, 500), 1, 5
     )
-    assert ActionCosts(1, (1, 0.5), Fraction(1, 2), 7).divided(4) == ActionCosts(
+    assert ActionCosts(1, (1, 0.5), Fraction(1, 2), 7).divide_by_chunks(4) == ActionCosts(
         Fraction(1, 4), (Fraction(1, 4), 0.125), Fraction(1, 8), 7
     )
 

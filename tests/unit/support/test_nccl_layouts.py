@@ -21,12 +21,12 @@ from fake_cuda.nccl_layouts import (
 )
 from fake_cuda.nccl_rules import Deadlock, Mismatch, simulate
 
-from megaframe.config.schema import ParallelConfig
+from megaframe.config.parallel import ParallelConfig
 from megaframe.distributed import collectives, process_groups
 from megaframe.distributed.collectives import all_reduce, receive, send
 from megaframe.distributed.pending import start_pending
 from megaframe.layout import EXPERT_SETS, Layout
-from megaframe.planner.streams import count_streams
+from megaframe.planner.cuda_streams import count_streams
 from megaframe.schedule import SCHEDULE_NAMES
 
 QUICK = [
@@ -89,7 +89,7 @@ def test_a_ring_that_sends_first_is_found(ranks, monkeypatch):
 )
 def test_links_that_a_step_has_to_connect_are_found(schedule, ranks, monkeypatch):
     monkeypatch.setattr(process_groups, "connect_link", lambda *arguments, **options: None)
-    with pytest.raises(Deadlock, match=r"rank \d, host: receive .* \[engine\.py:\d+\]"):
+    with pytest.raises(Deadlock, match=r"rank \d, host: receive .* \[executor\.py:\d+\]"):
         simulate(recorded(configured(ranks, LLAMA, scheduled(schedule, ranks)), ranks))
 
 
@@ -103,7 +103,7 @@ def test_receives_on_more_streams_than_queues_are_found(schedule):
     simulate(calls, count)
     for queues in (1, 2):
         assert queues < count
-        with pytest.raises(Deadlock, match=r"device: receive .* \[engine\.py:\d+\]"):
+        with pytest.raises(Deadlock, match=r"device: receive .* \[executor\.py:\d+\]"):
             simulate(calls, queues)
 
 

@@ -1,8 +1,8 @@
-"""The `.idx` file of a Megatron token file: its byte layout, and the checks that make it safe.
+"""Megatron's indexed dataset: `.bin` has token ids back to back, `.idx` where documents begin.
 
-Everything that is used as an index is checked when a file is opened, in one vectorised pass over
-the mapped file (tens of milliseconds for five million documents). So no later read can leave the
-`.bin` file or silently return another document.
+Reading maps both files. Everything that is used as an index is checked when a file is opened, in
+one vectorised pass over the mapped file (tens of milliseconds for five million documents). So no
+later read can leave the `.bin` file or silently return another document.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def dtype_code(dtype: np.dtype) -> int:
 
 
 @dataclass(frozen=True)
-class Index:
+class DatasetIndex:
     """The contents of a checked `.idx`, mapped into memory.
 
     dtype:     dtype of the tokens.
@@ -69,15 +69,15 @@ class Index:
     bin_bytes: int
 
 
-def read_index(prefix: str) -> Index:
+def read_index(prefix: str) -> DatasetIndex:
     """Map and check `prefix`.idx against the size of `prefix`.bin. Raises `UserError`."""
     index_path, bin_path = f"{prefix}.idx", f"{prefix}.bin"
     dtype, sequences, documents = read_header(index_path)
-    bin_bytes = _size(bin_path)
+    bin_bytes = _file_size(bin_path)
     raw = np.asarray(np.memmap(index_path, np.uint8, "r"))
     pointers_at = HEADER.size + 4 * sequences
     documents_at = pointers_at + 8 * sequences
-    index = Index(
+    index = DatasetIndex(
         dtype,
         raw[HEADER.size : pointers_at].view("<i4"),
         raw[pointers_at:documents_at].view("<i8"),
@@ -89,7 +89,7 @@ def read_index(prefix: str) -> Index:
     return index
 
 
-def _size(path: str) -> int:
+def _file_size(path: str) -> int:
     try:
         with open_file(path) as file:
             return os.fstat(file.fileno()).st_size
@@ -105,7 +105,7 @@ def read_header(path: str) -> tuple[np.dtype, int, int]:
 
     Raises `UserError` if it is not a header that can be read, or does not match the file's size.
     """
-    size = _size(path)
+    size = _file_size(path)
     try:
         with open_file(path) as file:
             header = file.read(HEADER.size)
@@ -135,7 +135,7 @@ def read_header(path: str) -> tuple[np.dtype, int, int]:
     return DTYPES[code], sequences, documents
 
 
-def _check_documents(index: Index, path: str) -> None:
+def _check_documents(index: DatasetIndex, path: str) -> None:
     """Check that document indices begin with 0, end with S and never decrease."""
     documents, sequences = index.documents, index.lengths.size
     ends = (int(documents[0]), int(documents[-1])) if documents.size else None
@@ -156,7 +156,7 @@ def _check_documents(index: Index, path: str) -> None:
             )
 
 
-def _check_sequences(index: Index, prefix: str) -> None:
+def _check_sequences(index: DatasetIndex, prefix: str) -> None:
     """Check that every sequence lies within `.bin`, and that one ends where `.bin` ends.
 
     If `.bin` is longer than its sequences cover, the two files do not belong together.
@@ -185,9 +185,53 @@ def _check_sequences(index: Index, prefix: str) -> None:
         )
 
 
-def _sequence_chunks(index: Index) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+def _sequence_chunks(
+    index: DatasetIndex,
+) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
     """Yield sequences in chunks of bounded size: number of the first, sizes in bytes, pointers."""
     for start in range(0, index.lengths.size, _CHECKED_AT_ONCE):
         chunk = slice(start, start + _CHECKED_AT_ONCE)
         sizes = index.lengths[chunk].astype(np.int64) * index.dtype.itemsize
         yield start, sizes, index.pointers[chunk]
+
+
+class IndexedDataset:
+    """A token file open for reading: `prefix`.bin and `prefix`.idx.
+
+    tokens: the whole `.bin` as one mapped array. The other arrays are those of `Index`. `len(file)`
+    is the number of sequences. Raises `UserError` if a file is missing, truncated, empty, of
+    another format or inconsistent.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        index = read_index(prefix)
+        if not index.lengths.size or not index.bin_bytes:
+            raise UserError(
+                f"{prefix}: the token file is empty ({index.lengths.size} sequences in .idx, "
+                f"{index.bin_bytes} bytes in .bin); it takes at least one token"
+            )
+        self.prefix = prefix
+        self.dtype = index.dtype
+        self.lengths = index.lengths
+        self.pointers = index.pointers
+        self.documents = index.documents
+        self._bytes = np.memmap(f"{prefix}.bin", np.uint8, "r")
+        self.tokens = self._bytes.view(index.dtype)
+
+    def __len__(self) -> int:
+        return self.lengths.size
+
+    def sequence(self, number: int) -> NDArray:
+        """Return the tokens of a sequence as a view of the file. Raises `IndexError` if `number` is
+        not in 0 ... S - 1."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"{self.prefix}: sequence {number} of {len(self)}")
+        start = int(self.pointers[number])
+        stop = start + int(self.lengths[number]) * self.dtype.itemsize
+        return np.asarray(self._bytes)[start:stop].view(self.dtype)
+
+    def close(self) -> None:
+        """Release the files. They stay mapped as long as views of them exist."""
+        self.lengths, self.pointers = np.empty(0, np.int32), np.empty(0, np.int64)
+        self.documents = np.zeros(1, np.int64)
+        self._bytes = self.tokens = np.empty(0, np.uint8)  # type: ignore[assignment]

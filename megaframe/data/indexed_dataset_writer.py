@@ -1,8 +1,8 @@
-"""Megatron token files: `.bin` has token ids back to back, `.idx` the position of each document.
+"""Writes Megatron's indexed datasets: see `indexed_dataset.py` for the format.
 
-Reading maps both files. Writing uses temporary names next to the final ones. The files are renamed
-last, `.idx` after `.bin`, so a file with a final name is complete. Document lengths are written to
-disk as they arrive, so the memory of a writer does not grow with the number of documents.
+Writing uses temporary names next to the final ones. The files are renamed last, `.idx` after
+`.bin`, so a file with a final name is complete. Document lengths are written to disk as they
+arrive, so the memory of a writer does not grow with the number of documents.
 """
 
 from __future__ import annotations
@@ -16,70 +16,28 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megaframe.data.token_index import (
+from megaframe.data.indexed_dataset import (
     HEADER,
     MAGIC,
     VERSION,
     dtype_code,
-    read_index,
 )
 from megaframe.errors import UserError
 
-_AT_ONCE = 1 << 20
-_LONGEST = 2**31 - 1
+_WRITTEN_AT_ONCE = 1 << 20
+_LONGEST_DOCUMENT = 2**31 - 1
 
 
-class TokenFile:
-    """A token file open for reading: `prefix`.bin and `prefix`.idx.
-
-    tokens: the whole `.bin` as one mapped array. The other arrays are those of `Index`. `len(file)`
-    is the number of sequences. Raises `UserError` if a file is missing, truncated, empty, of
-    another format or inconsistent.
-    """
-
-    def __init__(self, prefix: str) -> None:
-        index = read_index(prefix)
-        if not index.lengths.size or not index.bin_bytes:
-            raise UserError(
-                f"{prefix}: the token file is empty ({index.lengths.size} sequences in .idx, "
-                f"{index.bin_bytes} bytes in .bin); it takes at least one token"
-            )
-        self.prefix = prefix
-        self.dtype = index.dtype
-        self.lengths = index.lengths
-        self.pointers = index.pointers
-        self.documents = index.documents
-        self._bytes = np.memmap(f"{prefix}.bin", np.uint8, "r")
-        self.tokens = self._bytes.view(index.dtype)
-
-    def __len__(self) -> int:
-        return self.lengths.size
-
-    def sequence(self, number: int) -> NDArray:
-        """Return the tokens of a sequence as a view of the file. Raises `IndexError` if `number` is
-        not in 0 ... S - 1."""
-        if not 0 <= number < len(self):
-            raise IndexError(f"{self.prefix}: sequence {number} of {len(self)}")
-        start = int(self.pointers[number])
-        stop = start + int(self.lengths[number]) * self.dtype.itemsize
-        return np.asarray(self._bytes)[start:stop].view(self.dtype)
-
-    def close(self) -> None:
-        """Release the files. They stay mapped as long as views of them exist."""
-        self.lengths, self.pointers = np.empty(0, np.int32), np.empty(0, np.int64)
-        self.documents = np.zeros(1, np.int64)
-        self._bytes = self.tokens = np.empty(0, np.uint8)  # type: ignore[assignment]
-
-
-class TokenFileWriter:
+class IndexedDatasetWriter:
     """Writes documents, each as one sequence, to `prefix`.bin and `prefix`.idx.
 
     Use it in a `with` block: leaving the block finishes the files, an exception removes them.
 
-    flush: wait until everything is on the disk. Otherwise the files survive a kill, but not a power
-           failure.
-    kept:  prefix of the unfinished files. With it they are kept after an exception, and the writer
-           continues after the first `documents` documents in them, which have `tokens` tokens.
+    sync: wait until everything is on the disk. Otherwise the files survive a kill, but not a power
+          failure.
+    resume_prefix: prefix of the unfinished files. With it they are kept after an exception, and the
+          writer continues after the first `documents` documents in them, which have `tokens`
+          tokens.
     Raises `UserError` if the disk is full or a token does not fit `dtype`.
     """
 
@@ -87,18 +45,18 @@ class TokenFileWriter:
         self,
         prefix: str,
         dtype: np.dtype,
-        flush: bool = True,
-        kept: str = "",
+        sync: bool = True,
+        resume_prefix: str = "",
         documents: int = 0,
         tokens: int = 0,
     ) -> None:
         self._dtype = np.dtype(dtype)
-        self._flush = flush
+        self._sync = sync
         self._documents = documents
-        self._files = _Unfinished(prefix, kept)
+        self._files = _UnfinishedFiles(prefix, resume_prefix)
         self._files.index.seek(HEADER.size)
-        if kept:
-            self._files.cut(tokens * self._dtype.itemsize, HEADER.size + 4 * documents)
+        if resume_prefix:
+            self._files.truncate(tokens * self._dtype.itemsize, HEADER.size + 4 * documents)
 
     def append(self, document: ArrayLike) -> None:
         """Add one document: token ids [tokens]."""
@@ -108,38 +66,38 @@ class TokenFileWriter:
     def append_batch(self, tokens: NDArray, lengths: NDArray[np.integer]) -> None:
         """Add several documents. tokens: their tokens, back to back. lengths: number of tokens of
         each."""
-        if lengths.size and int(lengths.max()) > _LONGEST:
+        if lengths.size and int(lengths.max()) > _LONGEST_DOCUMENT:
             raise UserError(
                 f"{self._files.prefix}: a document has {int(lengths.max())} tokens; the format "
-                f"holds {_LONGEST} at most"
+                f"holds {_LONGEST_DOCUMENT} at most"
             )
         if int(lengths.sum()) != tokens.size:
             raise ValueError(f"lengths add up to {int(lengths.sum())}, not {tokens.size} tokens")
-        with self._files.guarded():
-            self._files.tokens.write(self._fitting(tokens).data)
+        with self._files.discard_on_failure():
+            self._files.tokens.write(self._convert(tokens).data)
             self._files.index.write(np.ascontiguousarray(lengths, "<i4").data)
         self._documents += lengths.size
 
-    def hand_over(self) -> None:
+    def flush(self) -> None:
         """Pass everything appended so far to the operating system, so that it survives a kill."""
-        with self._files.guarded():
-            self._files.hand_over()
+        with self._files.discard_on_failure():
+            self._files.flush()
 
     def finish(self) -> None:
         """Complete the index and rename both files to their final names."""
-        with self._files.guarded():
+        with self._files.discard_on_failure():
             self._write_pointers()
-            for start in range(0, self._documents + 1, _AT_ONCE):
-                stop = min(start + _AT_ONCE, self._documents + 1)
+            for start in range(0, self._documents + 1, _WRITTEN_AT_ONCE):
+                stop = min(start + _WRITTEN_AT_ONCE, self._documents + 1)
                 self._files.index.write(np.arange(start, stop, dtype="<i8").data)
             self._files.write_header(self._dtype, self._documents, self._documents + 1)
-            self._files.commit(self._flush)
+            self._files.commit(self._sync)
 
     def abandon(self) -> None:
         """Close the files, and remove them unless they are kept for a later writer."""
         self._files.discard()
 
-    def __enter__(self) -> TokenFileWriter:
+    def __enter__(self) -> IndexedDatasetWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
@@ -148,7 +106,7 @@ class TokenFileWriter:
         else:
             self.abandon()
 
-    def _fitting(self, tokens: NDArray) -> NDArray:
+    def _convert(self, tokens: NDArray) -> NDArray:
         """Convert tokens to the file's dtype. Raises `UserError` for those that do not fit."""
         if tokens.dtype != self._dtype and tokens.size and self._dtype.kind in "iu":
             limits = np.iinfo(self._dtype)
@@ -164,8 +122,8 @@ class TokenFileWriter:
         """Write the byte offsets of all documents, computed from the lengths already in the
         index."""
         index, begin = self._files.index, 0
-        for start in range(0, self._documents, _AT_ONCE):
-            count = min(_AT_ONCE, self._documents - start)
+        for start in range(0, self._documents, _WRITTEN_AT_ONCE):
+            count = min(_WRITTEN_AT_ONCE, self._documents - start)
             index.seek(HEADER.size + 4 * start)
             lengths = np.frombuffer(index.read(4 * count), "<i4")
             ends = begin + np.cumsum(lengths.astype(np.int64) * self._dtype.itemsize)
@@ -175,29 +133,30 @@ class TokenFileWriter:
         index.seek(HEADER.size + 12 * self._documents)
 
 
-class _Unfinished:
+class _UnfinishedFiles:
     """The two files of `prefix` under temporary names, until `commit` or `discard`.
 
-    kept: prefix of the temporary names. Existing files are then opened as they are, and `discard`
-    does not remove them. If it is empty, the names contain the process id and the files are new.
+    resume_prefix: prefix of the temporary names. Existing files are then opened as they are, and
+    `discard` does not remove them. If it is empty, the names contain the process id and the files
+    are new.
     """
 
-    def __init__(self, prefix: str, kept: str) -> None:
+    def __init__(self, prefix: str, resume_prefix: str) -> None:
         self.prefix = prefix
-        self._kept = bool(kept)
+        self._keep = bool(resume_prefix)
         self._names = [
-            f"{kept}{suffix}" if kept else unfinished_name(f"{prefix}{suffix}")
+            f"{resume_prefix}{suffix}" if resume_prefix else unfinished_name(f"{prefix}{suffix}")
             for suffix in (".bin", ".idx")
         ]
         self._open: list[BinaryIO] = []
-        with self.guarded():
+        with self.discard_on_failure():
             for name in self._names:
-                found = kept and os.path.exists(name)
-                self._open.append(open(name, "r+b") if found else open(name, "w+b"))  # noqa: SIM115
+                exists = resume_prefix and os.path.exists(name)
+                self._open.append(open(name, "r+b") if exists else open(name, "w+b"))  # noqa: SIM115
         self.tokens, self.index = self._open
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def discard_on_failure(self) -> Iterator[None]:
         """Discard the files if anything in the block fails. Turns an OSError into a UserError."""
         try:
             yield
@@ -208,14 +167,14 @@ class _Unfinished:
             self.discard()
             raise
 
-    def cut(self, *sizes: int) -> None:
+    def truncate(self, *sizes: int) -> None:
         """Truncate each file to its size in `sizes`, and continue there."""
-        with self.guarded():
+        with self.discard_on_failure():
             for file, size in zip(self._open, sizes, strict=True):
                 file.truncate(size)
                 file.seek(size)
 
-    def hand_over(self) -> None:
+    def flush(self) -> None:
         for file in self._open:
             file.flush()
 
@@ -223,26 +182,26 @@ class _Unfinished:
         self.index.seek(0)
         self.index.write(HEADER.pack(MAGIC, VERSION, dtype_code(dtype), sequences, documents))
 
-    def commit(self, flush: bool = True) -> None:
+    def commit(self, sync: bool = True) -> None:
         """Rename the files. An old `.idx` is removed first, because it must never exist next to a
         new `.bin`."""
-        self.hand_over()
+        self.flush()
         for file in self._open:
-            if flush:
+            if sync:
                 os.fsync(file.fileno())
             file.close()
         with suppress(FileNotFoundError):
             os.unlink(f"{self.prefix}.idx")
         for name, suffix in zip(self._names, (".bin", ".idx"), strict=True):
             os.replace(name, f"{self.prefix}{suffix}")
-        if flush:
+        if sync:
             flush_folder(os.path.dirname(self.prefix) or ".")
 
     def discard(self) -> None:
         for file in self._open:
             with suppress(OSError):
                 file.close()
-        for name in () if self._kept else self._names:
+        for name in () if self._keep else self._names:
             with suppress(FileNotFoundError):
                 os.unlink(name)
 

@@ -1,4 +1,4 @@
-"""Reads microbatches from all sources of one split.
+"""Blended dataset: reads microbatches from all sources of one split.
 
 A sample is identified by its source and its number within that source; its window in the file
 follows from the source's keyed order. The windows of a batch over many sources are computed in one
@@ -18,18 +18,24 @@ import torch
 from numpy.typing import NDArray
 
 from megaframe.config.schema import RunConfig
+from megaframe.data.gpt_dataset import (
+    SPLITS,
+    GPTDataset,
+    Split,
+    document_numbers,
+    document_positions,
+)
 from megaframe.data.microbatch import IGNORE, Microbatch
-from megaframe.data.samples import SPLITS, Source, Split, documents, positions
 from megaframe.data.shuffle import sample_indices, source_key
 from megaframe.errors import UserError
 from megaframe.validate.data import NO_SOURCES
 
 Numbers = NDArray[np.int64]
 _ANY_TOKEN = 2**63
-_LOOKED_UP_AHEAD = 1024
+_WINDOWS_AHEAD = 1024
 
 
-class Reader:
+class BlendedDataset:
     """The sources of `config.data` that have a share of one split. The order of each source is
     determined by `seed` and the source's file name.
 
@@ -44,26 +50,29 @@ class Reader:
             raise UserError(NO_SOURCES)
         _check_paths([source.path for source in data.sources])
         shares = [source.split or data.split for source in data.sources]
-        place = SPLITS.index(split)
-        given = [(s, own) for s, own in zip(data.sources, shares, strict=True) if own[place]]
-        if not given:
+        position = SPLITS.index(split)
+        used = [(s, own) for s, own in zip(data.sources, shares, strict=True) if own[position]]
+        if not used:
             raise UserError(
                 f"no source has a share of the {split} split: data.split={list(data.split)} and "
                 "data.sources[...].split leave it none; give it one, as [0.98, 0.02, 0]"
             )
-        self.paths = tuple(source.path for source, _ in given)
+        self.paths = tuple(source.path for source, _ in used)
         vocab = config.model.vocab or _ANY_TOKEN
         self._seq = config.train.seq
         self._data = data
-        self.sources = [Source(s.path, split, own, self._seq, vocab) for s, own in given]
-        self.weights = tuple(source.weight for source, _ in given)
+        self.sources = [GPTDataset(s.path, split, own, self._seq, vocab) for s, own in used]
+        self.weights = tuple(source.weight for source, _ in used)
         self.sizes = np.array([source.windows for source in self.sources], np.int64)
         files = [Path(path).name for path in self.paths]
-        named, times = zip(files, self.paths, strict=True), Counter(files)
-        self.names = tuple(name if times[name] == 1 else path for name, path in named)
-        self._keys = np.array([source_key(seed, n) for n in _numbered(files)], np.uint64)
-        self._known_from = 0
-        self._known: Numbers = np.empty(0, np.int64)
+        count_of_name = Counter(files)
+        self.names = tuple(
+            name if count_of_name[name] == 1 else path
+            for name, path in zip(files, self.paths, strict=True)
+        )
+        self._keys = np.array([source_key(seed, n) for n in _number_names(files)], np.uint64)
+        self._windows_start = 0
+        self._windows: Numbers = np.empty(0, np.int64)
 
     def read(self, sources_N: Numbers, numbers_N: Numbers, samples_N: Numbers) -> Microbatch:
         """Read these samples, in this order, as one microbatch.
@@ -75,23 +84,23 @@ class Reader:
         """
         data, shape = self._data, (sources_N.size, self._seq)
         tokens_NS, labels_NS = np.empty(shape, np.int64), np.empty(shape, np.int64)
-        look = data.reset_positions or data.reset_attention or data.mask_eod
-        beginnings_NT = np.zeros((shape[0], shape[1] + 1), np.bool_) if look else None
-        windows_N = self._windows(sources_N, numbers_N)
-        for source, rows in self._groups(sources_N):
+        needs_documents = data.reset_positions or data.reset_attention or data.mask_eod
+        beginnings_NT = np.zeros((shape[0], shape[1] + 1), np.bool_) if needs_documents else None
+        windows_N = self._sample_windows(sources_N, numbers_N)
+        for source, rows in self._rows_by_source(sources_N):
             tokens_RT = source.read(windows_N[rows])
             tokens_NS[rows] = tokens_RT[:, :-1]
             labels_NS[rows] = tokens_RT[:, 1:]
             if beginnings_NT is not None:
-                beginnings_NT[rows] = source.beginnings(windows_N[rows])
+                beginnings_NT[rows] = source.begins_document(windows_N[rows])
         positions_NS = documents_NS = None
         if beginnings_NT is not None:
             if data.mask_eod:
                 labels_NS[beginnings_NT[:, 1:]] = IGNORE
             if data.reset_positions:
-                positions_NS = torch.from_numpy(positions(beginnings_NT[:, :-1]))
+                positions_NS = torch.from_numpy(document_positions(beginnings_NT[:, :-1]))
             if data.reset_attention:
-                documents_NS = torch.from_numpy(documents(beginnings_NT[:, :-1]))
+                documents_NS = torch.from_numpy(document_numbers(beginnings_NT[:, :-1]))
         return Microbatch(
             torch.from_numpy(tokens_NS),
             torch.from_numpy(labels_NS),
@@ -100,7 +109,7 @@ class Reader:
             documents_NS,
         )
 
-    def _windows(self, sources_N: Numbers, numbers_N: Numbers) -> Numbers:
+    def _sample_windows(self, sources_N: Numbers, numbers_N: Numbers) -> Numbers:
         """Return the window of each sample within its source.
 
         Permuting a few numbers takes as long as permuting a thousand. So with a single source,
@@ -109,13 +118,13 @@ class Reader:
         if len(self.sources) > 1:
             return sample_indices(numbers_N, self.sizes[sources_N], self._keys[sources_N])
         first, last = int(numbers_N[0]), int(numbers_N[-1])
-        if first < self._known_from or last >= self._known_from + self._known.size:
-            wanted = np.arange(first, max(last + 1, first + _LOOKED_UP_AHEAD))
-            self._known_from = first
-            self._known = sample_indices(wanted, self.sizes, self._keys)
-        return self._known[numbers_N - self._known_from]
+        if first < self._windows_start or last >= self._windows_start + self._windows.size:
+            wanted = np.arange(first, max(last + 1, first + _WINDOWS_AHEAD))
+            self._windows_start = first
+            self._windows = sample_indices(wanted, self.sizes, self._keys)
+        return self._windows[numbers_N - self._windows_start]
 
-    def _groups(self, sources_N: Numbers) -> Iterator[tuple[Source, Numbers | slice]]:
+    def _rows_by_source(self, sources_N: Numbers) -> Iterator[tuple[GPTDataset, Numbers | slice]]:
         """Yield each source of the batch and the rows that come from it."""
         if len(self.sources) == 1:
             yield self.sources[0], slice(None)
@@ -127,7 +136,7 @@ class Reader:
                 yield self.sources[int(sources_N[rows[0]])], rows
 
 
-def cut(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:
+def split_batch(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:
     """Cut a batch into microbatches of `size` samples, as views."""
     if batch.tokens_BS.shape[0] == size:
         return (batch,)
@@ -146,7 +155,7 @@ def cut(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:
     )
 
 
-def _numbered(files: Sequence[str]) -> Iterator[str]:
+def _number_names(files: Sequence[str]) -> Iterator[str]:
     """Return the name of each source that determines its order: the file name without the folder,
     so that files can move, and a number that distinguishes sources with the same file name."""
     seen: Counter[str] = Counter()

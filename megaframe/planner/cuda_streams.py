@@ -34,27 +34,29 @@ def count_communicators(config: RunConfig, world: int) -> int:
     sizes = dict(axis_sizes(parallel, world)[0])
     sizes["data_shard"] = sizes["data"] // parallel.data_replicate
     sizes["expert_shard"] = world  # not known without a layout
-    sets = _axis_sets_of_many_ranks(AXIS_SETS, sizes)
+    axis_sets = _axis_sets_of_many_ranks(AXIS_SETS, sizes)
     if model.moe is not None:
-        sets |= _axis_sets_of_many_ranks(EXPERT_SETS, sizes)
+        axis_sets |= _axis_sets_of_many_ranks(EXPERT_SETS, sizes)
     heads = exchanging_ranks(parallel)
     has_copies = 1 <= model.kv_heads < parallel.tensor
-    groups = [heads > 1, parallel.context > heads, has_copies]
-    near_and_far = 2 * (model.moe is not None and parallel.expert > 1)
+    attention_groups = [heads > 1, parallel.context > heads, has_copies]
+    dispatch_groups = 2 * (model.moe is not None and parallel.expert > 1)
     # The gradients that are rounded may be summed in steps, each over a group of its own.
-    summed = len(_axis_sets_of_many_ranks(_SUMMED, sizes)) + (model.moe is not None) + has_copies
-    steps = _STEPS * summed * (parallel.reduce_precision == "bf16")
+    reduced_sets = (
+        len(_axis_sets_of_many_ranks(_SUMMED, sizes)) + (model.moe is not None) + has_copies
+    )
+    steps = _STEPS * reduced_sets * (parallel.reduce_precision == "bf16")
     # Two links to each neighbour; that of the embedding joins ranks with fewer of them.
     links = min(2 * (parallel.pipeline - 1), 4)
-    return len(sets) + sum(groups) + near_and_far + steps + links
+    return len(axis_sets) + sum(attention_groups) + dispatch_groups + steps + links
 
 
 def _axis_sets_of_many_ranks(
     axis_sets: Iterable[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> set[frozenset[str]]:
     """Return the axis sets without axes of one rank; those that are alike have the same ranks."""
-    found = set()
+    wide_sets = set()
     for axes in axis_sets:
         parts = {part for axis in axes for part in (DATA_PARTS if axis == "data" else (axis,))}
-        found.add(frozenset(part for part in parts if sizes[part] > 1))
-    return found - {frozenset()}
+        wide_sets.add(frozenset(part for part in parts if sizes[part] > 1))
+    return wide_sets - {frozenset()}

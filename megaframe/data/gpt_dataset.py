@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megaframe.data.indexed import TokenFile
+from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.errors import UserError
 
 Split = Literal["train", "validation", "test"]
@@ -25,7 +25,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 _CHECKED_AT_ONCE = 1 << 20
 
 
-class Source:
+class GPTDataset:
     """The windows of one split of a token file.
 
     path:    path of the token file without suffix.
@@ -36,8 +36,8 @@ class Source:
     Raises `UserError` if the file cannot be read, or the split is empty, shorter than a window, or
     not contiguous in the file.
 
-    `tokens` has the tokens of the split, in the file's dtype; `starts()` returns where in it the
-    documents begin.
+    `tokens` has the tokens of the split, in the file's dtype; `document_starts()` returns where in
+    it the documents begin.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Source:
     ) -> None:
         self.path = path
         self._vocab = vocab
-        self._file = _token_file(path)
+        self._file = _open_dataset(path)
         if self._file.dtype.kind not in "iu":
             raise UserError(f"{path} holds {self._file.dtype}; token ids are whole numbers")
         documents = len(self._file.documents) - 1
         self._documents = (0, 1) if documents == 1 else split_range(documents, shares, split)
         if self._documents[0] == self._documents[1]:
-            raise UserError(_without_document(path, documents, shares, split))
+            raise UserError(_empty_split_message(path, documents, shares, split))
         self._first, tokens = self._span()
         if documents == 1:
             begin, end = split_range(tokens, shares, split)
@@ -86,9 +86,9 @@ class Source:
         self._check(tokens_WT, windows_W)
         return tokens_WT
 
-    def beginnings(self, windows_W: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def begins_document(self, windows_W: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return where in these windows a document begins, bool[W, T]."""
-        starts = self._document_starts()
+        starts = self._starts_in_file()
         firsts_W = self._first + windows_W * self._seq
         low_W = np.searchsorted(starts, firsts_W, "left")
         high_W = np.searchsorted(starts, firsts_W + self._seq, "right")
@@ -124,12 +124,12 @@ class Source:
             )
         return begin // item, (end - begin) // item
 
-    def starts(self) -> NDArray[np.int64]:
+    def document_starts(self) -> NDArray[np.int64]:
         """Return the first token of each non-empty document that begins in the split, counted from
         the split's first token."""
-        return self._document_starts() - self._first
+        return self._starts_in_file() - self._first
 
-    def _document_starts(self) -> NDArray[np.int64]:
+    def _starts_in_file(self) -> NDArray[np.int64]:
         """Return the first token of each non-empty document that begins in the split, counted from
         the start of the file. Computed on first use."""
         if self._starts is None:
@@ -165,10 +165,10 @@ class Source:
         )
 
 
-def _token_file(path: str) -> TokenFile:
+def _open_dataset(path: str) -> IndexedDataset:
     """Open a token file. Raises `UserError` that names the config key and what makes such files."""
     try:
-        return TokenFile(path)
+        return IndexedDataset(path)
     except UserError as error:
         text, output = "TEXT", path
         if os.path.isfile(path) and not path.endswith((".bin", ".idx")):
@@ -187,7 +187,7 @@ def split_range(count: int, shares: tuple[float, float, float], split: Split) ->
     return first, last
 
 
-def _without_document(
+def _empty_split_message(
     path: str, documents: int, shares: tuple[float, float, float], split: Split
 ) -> str:
     """Return the message to the user about a split that has no document."""
@@ -204,14 +204,14 @@ def _without_document(
     )
 
 
-def positions(beginnings_WS: NDArray[np.bool_]) -> NDArray[np.int64]:
+def document_positions(beginnings_WS: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return the position of each token, [W, S], counted from the start of its document or, if that
     is in an earlier window, of the window."""
     places_WS = np.broadcast_to(np.arange(beginnings_WS.shape[1]), beginnings_WS.shape)
     return places_WS - np.maximum.accumulate(np.where(beginnings_WS, places_WS, 0), axis=1)
 
 
-def documents(beginnings_WS: NDArray[np.bool_]) -> NDArray[np.int64]:
+def document_numbers(beginnings_WS: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return the number of each token's document within its window, [W, S]. The first is 1 if the
     document starts with the window, else 0."""
     return np.cumsum(beginnings_WS, axis=1, dtype=np.int64)

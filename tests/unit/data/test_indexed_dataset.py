@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.data.indexed import TokenFile, TokenFileWriter, unfinished_name
-from megaframe.data.token_index import token_dtype
+from megaframe.data.indexed_dataset import IndexedDataset, token_dtype
+from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter, unfinished_name
 from megaframe.errors import UserError
 
 CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "f8": 6, "f4": 7, "u2": 8}
@@ -38,7 +38,7 @@ def make(folder, name="f", code=8, tokens=(1, 2, 3, 4, 5), dtype="<u2", **index)
 
 
 def write(prefix, documents, dtype="u2"):
-    with TokenFileWriter(str(prefix), np.dtype(dtype)) as writer:
+    with IndexedDatasetWriter(str(prefix), np.dtype(dtype)) as writer:
         for document in documents:
             writer.append(document)
     return str(prefix)
@@ -59,7 +59,7 @@ def test_every_dtype_is_read_and_written(tmp_path, name, code):
     dtype = np.dtype(f"<{name}")
     pointers = [0, 3 * dtype.itemsize]
     by_hand = make(tmp_path, code=code, dtype=dtype, pointers=pointers)
-    file = TokenFile(by_hand)
+    file = IndexedDataset(by_hand)
     assert file.dtype == file.tokens.dtype == dtype
     assert file.tokens.tolist() == [1, 2, 3, 4, 5]
     assert content(write(tmp_path / "w", [[1, 2, 3], [4, 5]], dtype)) == content(by_hand)
@@ -72,7 +72,7 @@ def test_two_byte_tokens_end_where_megatrons_do():
 
 def test_reader_gives_documents_of_several_sequences_in_any_place(tmp_path):
     prefix = make(tmp_path, lengths=[2, 0, 3], pointers=[6, 4, 0], documents=[0, 0, 2, 3])
-    file = TokenFile(prefix)
+    file = IndexedDataset(prefix)
     assert len(file) == 3
     assert [file.sequence(n).tolist() for n in range(3)] == [[4, 5], [], [1, 2, 3]]
     assert file.documents.tolist() == [0, 0, 2, 3]
@@ -86,11 +86,11 @@ def test_unaligned_sequences_are_read(tmp_path):
     prefix = str(tmp_path / "f")
     (tmp_path / "f.idx").write_bytes(idx_bytes(8, [1, 1], [1, 4], [0, 1, 2]))
     (tmp_path / "f.bin").write_bytes(b"\x00\x05\x00\x00\x07\x00")
-    assert [TokenFile(prefix).sequence(n).tolist() for n in (0, 1)] == [[5], [7]]
+    assert [IndexedDataset(prefix).sequence(n).tolist() for n in (0, 1)] == [[5], [7]]
 
 
 def test_close_lets_go_of_the_mapping(tmp_path):
-    file = TokenFile(write(tmp_path / "w", [[1, 2]]))
+    file = IndexedDataset(write(tmp_path / "w", [[1, 2]]))
     mapping = file.tokens._mmap
     file.close()
     mapping.close()  # raises while an array still uses it
@@ -127,7 +127,7 @@ def test_a_broken_file_is_refused_with_its_numbers(tmp_path, name):
     changes, message = BROKEN[name]
     prefix = make(tmp_path, **changes)
     with pytest.raises(UserError, match=message) as error:
-        TokenFile(prefix)
+        IndexedDataset(prefix)
     assert prefix in str(error.value)
 
 
@@ -140,7 +140,7 @@ def test_no_truncation_goes_unnoticed(tmp_path_factory, data):
     path = Path(f"{prefix}{suffix}")
     os.truncate(path, data.draw(st.integers(0, path.stat().st_size - 1)))
     with pytest.raises(UserError, match=r"truncated|empty"):
-        TokenFile(prefix)
+        IndexedDataset(prefix)
 
 
 def test_foreign_tails_and_missing_files_are_named(tmp_path):
@@ -148,18 +148,18 @@ def test_foreign_tails_and_missing_files_are_named(tmp_path):
     with open(f"{prefix}.idx", "ab") as file:
         file.write(b"abc")
     with pytest.raises(UserError, match=r"too long: 85 bytes.* take 82"):
-        TokenFile(prefix)
+        IndexedDataset(prefix)
     make(tmp_path)
     with open(f"{prefix}.idx", "ab") as file:
         file.write(b"\x00\x01")
     with pytest.raises(UserError, match="multimodal"):
-        TokenFile(prefix)
+        IndexedDataset(prefix)
     with pytest.raises(UserError, match=r"f\.bin\.idx.*leave the suffix out: .*f$"):
-        TokenFile(f"{prefix}.bin")
+        IndexedDataset(f"{prefix}.bin")
     make(tmp_path)
     os.unlink(f"{prefix}.bin")
     with pytest.raises(UserError, match=r"cannot open .*f\.bin"):
-        TokenFile(prefix)
+        IndexedDataset(prefix)
 
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=12)
@@ -171,14 +171,19 @@ def test_a_kept_file_is_continued_behind_what_was_whole(tmp_path_factory, docume
     folder = tmp_path_factory.mktemp("kept")
     whole = data.draw(st.integers(0, len(documents)))
     kept = str(folder / "unfinished")
-    options = {"dtype": np.dtype("u2"), "kept": kept}
-    with pytest.raises(KeyboardInterrupt), TokenFileWriter(str(folder / "f"), **options) as first:
+    options = {"dtype": np.dtype("u2"), "resume_prefix": kept}
+    with (
+        pytest.raises(KeyboardInterrupt),
+        IndexedDatasetWriter(str(folder / "f"), **options) as first,
+    ):
         for document in [*documents, *[[7]] * 40]:  # longer than what replaces it
             first.append(document)
         raise KeyboardInterrupt
     assert sorted(os.listdir(folder)) == ["unfinished.bin", "unfinished.idx"]
     tokens = sum(map(len, documents[:whole]))
-    with TokenFileWriter(str(folder / "f"), **options, documents=whole, tokens=tokens) as second:
+    with IndexedDatasetWriter(
+        str(folder / "f"), **options, documents=whole, tokens=tokens
+    ) as second:
         for document in documents[whole:]:
             second.append(document)
     assert content(folder / "f") == content(write(folder / "whole", documents))
@@ -189,7 +194,7 @@ def test_a_kept_file_is_continued_behind_what_was_whole(tmp_path_factory, docume
 @given(DOCUMENTS)
 def test_a_batch_is_its_documents_one_by_one(tmp_path_factory, documents):
     folder = tmp_path_factory.mktemp("batch")
-    with TokenFileWriter(str(folder / "batch"), np.dtype("u2")) as writer:
+    with IndexedDatasetWriter(str(folder / "batch"), np.dtype("u2")) as writer:
         lengths = np.array([len(document) for document in documents], np.int64)
         writer.append_batch(np.array(list(chain(*documents)), np.int32), lengths)
     assert content(folder / "batch") == content(write(folder / "single", documents))
@@ -205,7 +210,7 @@ def test_a_token_that_does_not_fit_is_refused_not_wrapped(tmp_path):
 def test_an_interrupted_writer_leaves_the_old_file(tmp_path):
     prefix = write(tmp_path / "w", [[1, 2]])
     before = content(prefix)
-    with pytest.raises(KeyboardInterrupt), TokenFileWriter(prefix, np.dtype("u2")) as writer:
+    with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(prefix, np.dtype("u2")) as writer:
         writer.append([3])
         raise KeyboardInterrupt
     assert content(prefix) == before
@@ -223,9 +228,10 @@ def test_a_full_disk_is_said_and_cleaned_up(tmp_path, suffix):
 
 def test_a_file_that_outgrows_its_limit_leaves_nothing(tmp_path):
     code = (
-        "import numpy as np; from megaframe.data.indexed import TokenFileWriter\n"
+        "import numpy as np\n"
+        "from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter\n"
         "from megaframe.errors import report_errors\n"
-        f"with report_errors(), TokenFileWriter({str(tmp_path / 'm')!r}, np.dtype('u2')) as "
+        f"with report_errors(), IndexedDatasetWriter({str(tmp_path / 'm')!r}, np.dtype('u2')) as "
         "writer:\n"
         "    for _ in range(3): writer.append(np.zeros(50_000, np.uint16))"
     )

@@ -1,4 +1,4 @@
-"""Checks that ranks that should have the same weights have the same bytes.
+"""Replica check: that ranks that should have the same weights have the same bytes.
 
 Every replica computes its update on its own from the same reduced gradients. So if two replicas
 differ in a single bit, a device or its memory is faulty, which the loss would not show for a long
@@ -23,7 +23,7 @@ _WORDS = 1 << 16
 """64-bit words hashed at a time; few enough that they and their factors stay in the cache."""
 
 
-def hashed(flat: Tensor) -> int:
+def hash_bytes(flat: Tensor) -> int:
     """Return a 64-bit hash of the bytes of a flat tensor, whose size must be a multiple of 8 bytes.
 
     The hash is the sum modulo 2^64 of the 64-bit words times odd numbers (multilinear hashing), so
@@ -45,7 +45,7 @@ def _factors(device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReplicaMismatch:
     """The result of a comparison that found a difference.
 
     ranks: those that differ from the majority of their replicas or, without a majority, all that
@@ -56,27 +56,28 @@ class Finding:
     sure: bool
 
 
-class Replicas:
+class ReplicaCheck:
     """Compares this rank's weights with their replicas."""
 
     def __init__(self, mesh: Mesh, buckets: Sequence[Bucket]) -> None:
         self._mesh, self._buckets = mesh, buckets
 
-    def compare(self) -> Finding | None:
+    def compare(self) -> ReplicaMismatch | None:
         """Return which ranks differ from their replicas, or None if none does. Collective."""
-        odd, sure = False, True
-        for flat, group in self._held():
-            mine = hashed(flat)
-            theirs = all_gather(self._number(mine), group).wait().tolist()
-            if len(set(theirs)) > 1:
-                (usual, most), *rest = Counter(theirs).most_common()
+        differs, sure = False, True
+        for flat, group in self._shared_weights():
+            own_hash = hash_bytes(flat)
+            hashes = all_gather(self._number(own_hash), group).wait().tolist()
+            if len(set(hashes)) > 1:
+                (majority, most), *rest = Counter(hashes).most_common()
                 clear = most > rest[0][1]
-                odd, sure = odd or not clear or mine != usual, sure and clear
-        found = self._ranks(odd)
+                differs = differs or not clear or own_hash != majority
+                sure = sure and clear
+        ranks = self._ranks_with(differs)
         unsure = int(all_reduce(self._number(int(not sure)), self._mesh.world, "max").wait())
-        return Finding(found, not unsure) if found else None
+        return ReplicaMismatch(ranks, not unsure) if ranks else None
 
-    def _held(self) -> Iterator[tuple[Tensor, Group]]:
+    def _shared_weights(self) -> Iterator[tuple[Tensor, Group]]:
         """Yield the weights that this rank shares with others, and the group that has the same
         ones."""
         for bucket in self._buckets:
@@ -87,10 +88,12 @@ class Replicas:
                 if group.size > 1:
                     yield bucket.weights, group
 
-    def _ranks(self, here: bool) -> tuple[int, ...]:
-        """Return the ranks that pass True."""
-        flags = all_gather(self._number(int(here)), self._mesh.world).wait().tolist()
-        return tuple(rank for rank, flag in zip(self._mesh.world.ranks, flags, strict=True) if flag)
+    def _ranks_with(self, flag: bool) -> tuple[int, ...]:
+        """Return the ranks that pass true. Collective."""
+        flags = all_gather(self._number(int(flag)), self._mesh.world).wait().tolist()
+        return tuple(
+            rank for rank, is_set in zip(self._mesh.world.ranks, flags, strict=True) if is_set
+        )
 
     def _number(self, value: int) -> Tensor:
         return torch.tensor([value], dtype=torch.int64, device=self._mesh.device)

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import counting_documents, write_token_file
 
-from megaframe.data.samples import SPLITS, Source, documents, positions, split_range
+from megaframe.data.gpt_dataset import (
+    SPLITS,
+    GPTDataset,
+    document_numbers,
+    document_positions,
+    split_range,
+)
 from megaframe.errors import UserError
 
 ALL = (1.0, 0.0, 0.0)
@@ -47,13 +53,13 @@ def test_windows_equal_a_slow_walk_over_the_documents(texts, dtype, shares, spli
         path = write_token_file(Path(folder) / "f", texts, dtype)
         if len(tokens) <= seq:
             with pytest.raises(UserError):
-                Source(path, split, shares, seq, VOCAB)
+                GPTDataset(path, split, shares, seq, VOCAB)
             return
-        source = Source(path, split, shares, seq, VOCAB)
+        source = GPTDataset(path, split, shares, seq, VOCAB)
         assert source.windows == (len(tokens) - 1) // seq
         windows = random.sample(range(source.windows), source.windows)
         read = source.read(np.array(windows))
-        marks = source.beginnings(np.array(windows))
+        marks = source.begins_document(np.array(windows))
     for row, window in enumerate(windows):
         where = range(window * seq, window * seq + seq + 1)
         assert read[row].tolist() == [tokens[i] for i in where]
@@ -62,13 +68,13 @@ def test_windows_equal_a_slow_walk_over_the_documents(texts, dtype, shares, spli
         for column, i in enumerate(where[:-1]):
             position = 0 if begins[i] else position + 1
             document += begins[i]
-            assert positions(marks[:, :-1])[row, column] == position
-            assert documents(marks[:, :-1])[row, column] == document
+            assert document_positions(marks[:, :-1])[row, column] == position
+            assert document_numbers(marks[:, :-1])[row, column] == document
 
 
 def test_every_token_but_the_first_is_predicted_once(tmp_path):
     path = write_token_file(tmp_path / "f", counting_documents([5, 1, 17, 30, 8]))
-    source = Source(path, "train", ALL, 6, VOCAB)
+    source = GPTDataset(path, "train", ALL, 6, VOCAB)
     labels = source.read(np.arange(source.windows))[:, 1:]
     assert labels.reshape(-1).tolist() == list(range(1, 61))
 
@@ -92,9 +98,9 @@ def test_a_split_without_documents_is_refused_with_numbers(tmp_path):
     path = write_token_file(tmp_path / "f", counting_documents([40] * 10))
     said = r"validation split of .*: 0\.02 of 10 documents; .* 1/10, .*--split-blank-lines"
     with pytest.raises(UserError, match=said):
-        Source(path, "validation", (0.98, 0.02, 0.0), 8, VOCAB)
+        GPTDataset(path, "validation", (0.98, 0.02, 0.0), 8, VOCAB)
     with pytest.raises(UserError, match=r"data\.split.*share of at least 1/10"):
-        Source(path, "test", (0.98, 0.02, 0.0), 8, VOCAB)
+        GPTDataset(path, "test", (0.98, 0.02, 0.0), 8, VOCAB)
 
 
 @settings(deadline=None, max_examples=60)
@@ -106,12 +112,12 @@ def test_a_single_document_is_split_by_tokens(tokens, sequences, held_out, seq):
     with TemporaryDirectory() as folder:
         text = [list(range(a, b)) for a, b in pairwise(cuts)]
         path = write_token_file(Path(folder) / "f", [text])
-        found = [Source(path, split, shares, seq, VOCAB) for split in ("train", "validation")]
+        found = [GPTDataset(path, split, shares, seq, VOCAB) for split in ("train", "validation")]
         for source in found:
             windows = source.read(np.arange(source.windows))
             assert windows[:, 0].tolist() == source.tokens[:-1:seq][: source.windows].tolist()
         train, validation = (source.tokens.tolist() for source in found)
-        starts = [source.starts().tolist() for source in found]
+        starts = [source.document_starts().tolist() for source in found]
     assert train + validation == list(range(tokens))
     assert abs(len(validation) - tokens * held_out / 20) <= 1
     assert starts == [[0], []]
@@ -119,9 +125,9 @@ def test_a_single_document_is_split_by_tokens(tokens, sequences, held_out, seq):
 
 def test_a_source_shorter_than_a_window_is_refused_with_both_numbers(tmp_path):
     path = write_token_file(tmp_path / "f", counting_documents([5, 3]))
-    assert Source(path, "train", ALL, 7, VOCAB).windows == 1
+    assert GPTDataset(path, "train", ALL, 7, VOCAB).windows == 1
     with pytest.raises(UserError, match=r"train\.seq=8 needs 9 tokens.* has 8; .*at most 7"):
-        Source(path, "train", ALL, 8, VOCAB)
+        GPTDataset(path, "train", ALL, 8, VOCAB)
 
 
 @pytest.mark.parametrize(("dtype", "bad"), [("u2", 100), ("u2", 65535), ("i4", 100), ("i4", -3)])
@@ -129,7 +135,7 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path, dtype, bad):
     tokens = [7] * 60
     tokens[41] = bad
     path = write_token_file(tmp_path / "f", [[tokens[:30]], [tokens[30:]]], dtype)
-    source = Source(path, "validation", (0.5, 0.5, 0.0), 4, 100)
+    source = GPTDataset(path, "validation", (0.5, 0.5, 0.0), 4, 100)
     source.read(np.array([0, 1]))
     with pytest.raises(UserError, match=rf"f\.bin: token 41 is {bad}, but model\.vocab=100"):
         source.read(np.array([1, 2]))
@@ -137,20 +143,22 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path, dtype, bad):
 
 def test_the_largest_token_of_a_type_is_read_when_the_vocabulary_has_it(tmp_path):
     path = write_token_file(tmp_path / "f", [[[65535, 0, 65535]]], "u2")
-    assert Source(path, "train", ALL, 2, 65536).read(np.array([0])).tolist() == [[65535, 0, 65535]]
+    assert GPTDataset(path, "train", ALL, 2, 65536).read(np.array([0])).tolist() == [
+        [65535, 0, 65535]
+    ]
 
 
 def test_scattered_sequences_are_refused(tmp_path):
     documents = counting_documents([4, 4, 4])
     path = write_token_file(tmp_path / "f", documents, pointers=[0, 16, 8])
     with pytest.raises(UserError, match=r"f\.idx: sequences 0 and after do not follow"):
-        Source(path, "train", ALL, 4, VOCAB)
+        GPTDataset(path, "train", ALL, 4, VOCAB)
 
 
 def test_tokens_that_are_no_whole_numbers_are_refused(tmp_path):
     path = write_token_file(tmp_path / "f", [[[1, 2, 3]]], "f4")
     with pytest.raises(UserError, match="float32"):
-        Source(path, "train", ALL, 2, VOCAB)
+        GPTDataset(path, "train", ALL, 2, VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -168,4 +176,4 @@ def test_a_source_that_cannot_be_read_names_its_key_and_the_tool(name, said, tmp
     (tmp_path / "cut.idx").write_bytes((tmp_path / "f.idx").read_bytes()[:40])
     (tmp_path / "cut.bin").write_bytes((tmp_path / "f.bin").read_bytes())
     with pytest.raises(UserError, match=rf"^data\.sources: .*{said}"):
-        Source(str(tmp_path / name), "train", ALL, 4, VOCAB)
+        GPTDataset(str(tmp_path / name), "train", ALL, 4, VOCAB)

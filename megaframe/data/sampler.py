@@ -1,0 +1,278 @@
+"""Sampler: which sample of which source comes next, and how far a run has come in its data.
+
+`Blend` chooses the source of each sample: earliest deadline first, in integer arithmetic. After n
+samples, a source with share w should have given w * n of them. Its sample j (from 0) may be given
+once w * n has grown past j, and must be given before it grows past j + 1. Of the samples that may
+be given, the one with the earliest deadline is chosen. The obvious rule, to choose the source with
+the largest deficit, lets sources lag by more than one sample; this rule never does (see
+`Blend.take`). Shares are ratios of integers, so nothing drifts however long a run is, and the
+counts are the whole state.
+
+`SamplerState` keeps these counts by the source's path, also for sources that a later blend drops,
+so that a source never repeats a sample within an epoch however the blend changes between resumes.
+A source whose files have moved is recognised by its file name, which also determines its order, and
+its number of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaframe.errors import UserError
+
+_RESOLUTION = 2**40
+
+
+@dataclass(frozen=True)
+class Blend:
+    """The state of a weighted blend of sources: a few integers per source.
+
+    weights:  relative shares, positive integers.
+    consumed: number of samples that each source has given; its next sample has this number.
+    base:     `consumed` at the moment from which the current weights count.
+    """
+
+    weights: tuple[int, ...]
+    consumed: tuple[int, ...]
+    base: tuple[int, ...]
+
+    @staticmethod
+    def start(weights: Sequence[float], consumed: Sequence[int] | None = None) -> Blend:
+        """Return a blend whose weights count from now on. consumed: samples that each source has
+        given before; None: none."""
+        counts = tuple(consumed) if consumed is not None else (0,) * len(weights)
+        return Blend(integer_weights(weights), counts, counts)
+
+    def take(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], Blend]:
+        """Take the next `size` samples.
+
+        Returns sources int64[size] (index of the source), numbers int64[size] (number of the sample
+        within its source, over all epochs) and the blend after them. The sequence does not depend
+        on the sizes in which it is taken.
+
+        Of the first n samples since the weights began to count, a source with share w has given
+        floor(w * n) or ceil(w * n). Proof: sample j must be given in the window (floor(j / w),
+        ceil((j + 1) / w)). The fractional blend meets all these windows, so a schedule that meets
+        them exists, and then earliest deadline first meets them too (Liu and Layland 1973; for
+        windows of this form Baruah et al. 1996).
+        """
+        if len(self.weights) == 1:
+            first = self.consumed[0]
+            numbers: NDArray[np.int64] = np.arange(first, first + size)
+            return np.zeros(size, np.int64), numbers, replace(self, consumed=(first + size,))
+        samples_given = [now - then for now, then in zip(self.consumed, self.base, strict=True)]
+        sources = earliest_deadlines(self.weights, samples_given, size)
+        counts = np.bincount(sources, minlength=len(self.weights))
+        consumed = np.asarray(self.consumed, np.int64)
+        after = tuple((consumed + counts).tolist())
+        numbers = consumed[sources] + _occurrences(sources, counts)
+        return sources, numbers, replace(self, consumed=after)
+
+
+def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return integers in the ratio of the weights, rounded to 2**-40 of the largest and at least
+    1."""
+    largest = max(weights)
+    return tuple(max(1, round(weight / largest * _RESOLUTION)) for weight in weights)
+
+
+def earliest_deadlines(
+    weights: Sequence[int], samples_given: Sequence[int], size: int
+) -> NDArray[np.int64]:
+    """Return the sources of the next `size` samples, int64[size].
+
+    samples_given: number of samples that each source has given so far. Ties go to the source listed
+    first. There is always a source that may give, because not all of them can be ahead of their
+    shares.
+    """
+    total, now = sum(weights), sum(samples_given)
+    counts = list(samples_given)
+    waiting = [(counts[i] * total // weight, i) for i, weight in enumerate(weights)]
+    heapify(waiting)
+    ready: list[tuple[int, int]] = []
+    sources = np.empty(size, np.int64)
+    for position in range(size):
+        while waiting and waiting[0][0] <= now + position:
+            _, source = heappop(waiting)
+            deadline = -(-(counts[source] + 1) * total // weights[source])
+            heappush(ready, (deadline, source))
+        _, source = heappop(ready)
+        sources[position] = source
+        counts[source] += 1
+        heappush(waiting, (counts[source] * total // weights[source], source))
+    return sources
+
+
+def _occurrences(sources: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how often each entry's value occurs before it, int64 of the length of `sources`.
+
+    counts: how often each value occurs.
+    """
+    order = np.argsort(sources, kind="stable")
+    firsts = np.cumsum(counts) - counts
+    occurrences = np.empty_like(sources)
+    occurrences[order] = np.arange(sources.size) - np.repeat(firsts, counts)
+    return occurrences
+
+
+@dataclass(frozen=True)
+class BlendSources:
+    """The sources of a run: paths, weights, and samples per epoch (sizes), one entry per source."""
+
+    paths: tuple[str, ...]
+    weights: tuple[float, ...]
+    sizes: tuple[int, ...]
+
+    def by_path(self, values: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(self.paths, values, strict=True))
+
+
+@dataclass(frozen=True)
+class SamplerState:
+    """A position in the data of a run.
+
+    blend: how many samples each source has given. samples: samples seen in total. removed: by path,
+    samples given by sources that are no longer in the blend.
+    """
+
+    sources: BlendSources
+    blend: Blend
+    samples: int
+    removed: Mapping[str, int]
+
+    @staticmethod
+    def start(sources: BlendSources) -> SamplerState:
+        return SamplerState(sources, Blend.start(sources.weights), 0, {})
+
+    def take(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], SamplerState]:
+        """Return the source and the number of each of the next `size` samples, and the state
+        after them."""
+        sources, numbers, blend = self.blend.take(size)
+        return sources, numbers, replace(self, blend=blend, samples=self.samples + size)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as JSON values: `samples`, and by path what `restore_sampler`
+        needs."""
+        by_path = self.sources.by_path
+        return {
+            "samples": self.samples,
+            "consumed": {**self.removed, **by_path(self.blend.consumed)},
+            "base": by_path(self.blend.base),
+            "weights": by_path(self.sources.weights),
+            "sizes": by_path(self.sources.sizes),
+        }
+
+
+def restore_sampler(
+    state: Mapping[str, Any], sources: BlendSources
+) -> tuple[SamplerState, list[str]]:
+    """Restore the state of a sampler for `sources`. Returns it with lines for the run log.
+
+    With the same sources and weights the sequence continues as if it had not been interrupted.
+    Otherwise the weights count from now on, each known source continues after the samples that it
+    has given, a new one starts at its first, and a line says so. Raises `UserError` for a malformed
+    state.
+    """
+    _check(state)
+    moved = _find_moved(state["sizes"], sources)
+    consumed, base, weights, sizes = (
+        {moved.get(path, path): value for path, value in state[key].items()}
+        for key in ("consumed", "base", "weights", "sizes")
+    )
+    counts = tuple(consumed.get(path, 0) for path in sources.paths)
+    removed = {path: count for path, count in consumed.items() if path not in set(sources.paths)}
+    blend = Blend.start(sources.weights, counts)
+    notes = []
+    if moved:
+        pairs = ", ".join(f"{old} is now {new}" for old, new in moved.items())
+        notes.append(f"files of data.sources have moved, and are continued: {pairs}")
+    if weights == sources.by_path(sources.weights):
+        blend = replace(blend, base=tuple(base[path] for path in sources.paths))
+    else:
+        notes.append(_describe_change(weights, sources, state["samples"]))
+    notes += _describe_sizes(sizes, sources)
+    return SamplerState(sources, blend, state["samples"], removed), notes
+
+
+def _find_moved(before: Mapping[str, int], sources: BlendSources) -> dict[str, str]:
+    """Find sources that have moved. Returns the new path by the old one.
+
+    A source has moved if a new path has the same file name and number of samples. If several old
+    sources match, the one whose path shares the longest end is chosen.
+    """
+    gone = [path for path in before if path not in set(sources.paths)]
+    new_path: dict[str, str] = {}
+    for path, size in zip(sources.paths, sources.sizes, strict=True):
+        same = [old for old in gone if Path(old).name == Path(path).name and before[old] == size]
+        if path not in before and same:
+            old = max(same, key=lambda old: _shared_components(old, path))
+            gone.remove(old)
+            new_path[old] = path
+    return new_path
+
+
+def _shared_components(one: str, other: str) -> int:
+    """Return the number of trailing components that two paths share."""
+    pairs = zip(reversed(Path(one).parts), reversed(Path(other).parts), strict=False)
+    return sum(takewhile(bool, (here == there for here, there in pairs)))
+
+
+def _check(state: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a state that `SamplerState.state` cannot have written."""
+    wanted = ("samples", "consumed", "base", "weights", "sizes")
+    missing = [key for key in wanted if key not in state]
+    if missing:
+        raise UserError(
+            f"the data state of the checkpoint lacks {', '.join(missing)} (it has "
+            f"{', '.join(map(str, state)) or 'nothing'}); resume from a checkpoint of this program"
+        )
+    tables = [state[key] for key in wanted[1:]]
+    valid = (
+        _is_count(state["samples"])
+        and all(isinstance(table, Mapping) for table in tables)
+        and all(_is_count(n) for key in ("consumed", "base", "sizes") for n in state[key].values())
+        and set(state["weights"]) == set(state["base"]) == set(state["sizes"])
+        and all(state["base"][path] <= state["consumed"].get(path, -1) for path in state["base"])
+    )
+    if not valid:
+        raise UserError(
+            "the data state of the checkpoint is damaged: samples and the counts of each source "
+            "are whole numbers below 2^53, with base <= consumed; resume from another checkpoint"
+        )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 53
+
+
+def _describe_change(before: Mapping[str, float], sources: BlendSources, samples: int) -> str:
+    now = sources.by_path(sources.weights)
+    parts = {
+        "added": [path for path in now if path not in before],
+        "removed": [path for path in before if path not in now],
+        "other weight": [path for path in now if path in before and now[path] != before[path]],
+    }
+    what = "; ".join(f"{what} {', '.join(paths)}" for what, paths in parts.items() if paths)
+    return (
+        f"data.sources changed after sample {samples}: {what}; each source continues where it "
+        "stopped"
+    )
+
+
+def _describe_sizes(before: Mapping[str, int], sources: BlendSources) -> Iterator[str]:
+    now = sources.by_path(sources.sizes)
+    other = [path for path in now if path in before and now[path] != before[path]]
+    if other:
+        yield (
+            f"{len(other)} sources have a different number of samples than before ({other[0]}: "
+            f"{now[other[0]]}, before {before[other[0]]}), because of their files, train.seq or "
+            "data.split; their order is new and may repeat samples"
+        )

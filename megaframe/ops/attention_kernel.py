@@ -1,0 +1,99 @@
+"""Attention by a kernel of the library, for tokens that are all on this rank or for one tile of a
+ring.
+
+Shape legend: B samples, S tokens, Q queries, K keys, N query heads, G key/value heads, D width of a
+query or key head, V width of a value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaframe.ops.attention_mask import SequenceMask
+from megaframe.ops.kernel_dispatch import Kernels
+
+if TYPE_CHECKING:
+    from megaframe_kernels.spans import Spans
+
+
+def attend_by_kernel(
+    kernels: Kernels,
+    query_BQND: Tensor,
+    key_BKGD: Tensor,
+    value_BKGV: Tensor,
+    mask: SequenceMask,
+    scale: float,
+) -> Tensor | None:
+    """Compute attention [B, S, N, V] by a kernel. Return None if no kernel takes these
+    arguments."""
+    if not kernels.has("attention"):
+        return None
+    value = _pad_heads_like(value_BKGV, query_BQND)
+    operands = (query_BQND, key_BKGD, value, mask.spans)
+    kernel = kernels.find("attention", *operands, scale=scale)
+    if kernel is None:
+        return None
+    out, _ = kernel(*operands, scale=scale)
+    return out[..., : value_BKGV.shape[-1]]
+
+
+TileResult = tuple[Tensor, Tensor]
+"""Output [B, Q, N, V] and log-sum-exp [B, N, Q] of a tile."""
+
+
+def attend_tile_by_kernel(
+    kernels: Kernels,
+    query_BQND: Tensor,
+    key_BKGD: Tensor,
+    value_BKGV: Tensor,
+    make_spans: Callable[[], Spans],
+    scale: float,
+) -> TileResult | None:
+    """Compute a tile like `attention_tiles.attend`. Return None if no kernel takes these arguments.
+    The gradient of a tile computed here comes from `attend_tile_backward_by_kernel`."""
+    if not (kernels.has("attention") and kernels.has("attention_backward")):
+        return None
+    value = _pad_heads_like(value_BKGV, query_BQND)
+    operands = (query_BQND, key_BKGD, value, make_spans())
+    kernel = kernels.find("attention", *operands, scale=scale, need_lse=True)
+    if kernel is None:
+        return None
+    out, lse = kernel(*operands, scale=scale, need_lse=True)
+    return out[..., : value_BKGV.shape[-1]], lse
+
+
+def attend_tile_backward_by_kernel(
+    kernels: Kernels,
+    d_out: Tensor,
+    query_BQND: Tensor,
+    key_BKGD: Tensor,
+    value_BKGV: Tensor,
+    out_BQNV: Tensor,
+    lse_BNQ: Tensor,
+    make_spans: Callable[[], Spans],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Compute the gradients of a tile like `attention_tiles.attend_backward`. Return None if no
+    kernel takes these arguments."""
+    if not (kernels.has("attention") and kernels.has("attention_backward")):
+        return None
+    d_out, out, value = (
+        _pad_heads_like(head, query_BQND) for head in (d_out, out_BQNV, value_BKGV)
+    )
+    operands = (d_out, query_BQND, key_BKGD, value, out, lse_BNQ, make_spans())
+    kernel = kernels.find("attention_backward", *operands, scale=scale)
+    if kernel is None:
+        return None
+    d_query, d_key, d_value = kernel(*operands, scale=scale)
+    return d_query, d_key, d_value[..., : value_BKGV.shape[-1]]
+
+
+def _pad_heads_like(x: Tensor, like: Tensor) -> Tensor:
+    """Pad the heads of x with zeros to the width of `like`. Zeros contribute nothing, and callers
+    cut off the extra outputs."""
+    missing = like.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing > 0 else x

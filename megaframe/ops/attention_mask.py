@@ -1,0 +1,141 @@
+"""Which tokens attend to which: as a rule, as tiles of queries and keys, as bool masks and as spans
+of keys.
+
+A kernel is told what queries see as spans of keys, which take two numbers per token. Plain code
+uses a mask, which is quadratic in the length. Both are made on first use and then kept for all
+layers, except the masks of single tiles.
+
+Shape legend: B samples, S tokens, Q queries, K keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megaframe_kernels.spans import Spans
+
+_QUERIES_PER_TILE = 128
+"""Queries per masked tile on a CPU. Fewer queries waste less work on hidden keys; more queries make
+faster products."""
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Which keys of its sample a query sees: itself and the tokens before it, at most `window`
+    tokens in all. If documents_BS is given, only tokens with the same document number."""
+
+    window: int | None
+    documents_BS: Tensor | None
+
+    @property
+    def narrow(self) -> bool:
+        """Whether a query may not see everything before it."""
+        return self.window is not None or self.documents_BS is not None
+
+    def dense(self, queries_Q: Tensor, keys_K: Tensor) -> Tensor:
+        """Return the bool mask of queries and keys at these places in the sample: [Q, K], or with
+        documents [B, 1, Q, K]."""
+        distance = queries_Q[:, None] - keys_K[None, :]
+        mask = distance >= 0
+        if self.window is not None:
+            mask &= distance < self.window
+        if self.documents_BS is None:
+            return mask
+        alike = self.documents_BS[:, queries_Q, None] == self.documents_BS[:, None, keys_K]
+        return (mask & alike)[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Some queries against some keys, as slices of the query and key tensors. kind: whether queries
+    see all of these keys, only those up to themselves, or what a mask says."""
+
+    queries: slice
+    keys: slice
+    kind: Literal["all", "causal", "masked"]
+
+
+@dataclass(frozen=True)
+class SequenceMask:
+    """Which tokens of `batch` whole samples of `length` tokens each other token attends to."""
+
+    attention_mask: AttentionMask
+    batch: int
+    length: int
+    device: torch.device
+
+    @cached_property
+    def dense(self) -> Tensor | None:
+        """Bool mask [S, S] or [B, 1, S, S], true where a query (row) may see a key; None if plainly
+        causal."""
+        if not self.attention_mask.narrow:
+            return None
+        everything = torch.arange(self.length, device=self.device)
+        return self.attention_mask.dense(everything, everything)
+
+    @cached_property
+    def tiles(self) -> list[Tile]:
+        """Tiles that cover all visible query-key pairs. If queries see everything before them,
+        there is one causal tile; otherwise there is one masked tile per `_QUERIES_PER_TILE`
+        queries, limited to the keys that any of them may see."""
+        if not self.attention_mask.narrow:
+            return [Tile(slice(0, self.length), slice(0, self.length), "causal")]
+        reach = self.attention_mask.window or self.length
+        starts = range(0, self.length, _QUERIES_PER_TILE)
+        ends = ((start, min(start + _QUERIES_PER_TILE, self.length)) for start in starts)
+        return [
+            Tile(slice(start, end), slice(max(0, start - reach + 1), end), "masked")
+            for start, end in ends
+        ]
+
+    def dense_tile(self, tile: Tile) -> Tensor | None:
+        """Return the mask of a tile, or None if the tile is not masked. It is made anew on each
+        call, because keeping the masks would take memory quadratic in the length."""
+        if tile.kind != "masked":
+            return None
+        queries, keys = (
+            torch.arange(s.start, s.stop, device=self.device) for s in (tile.queries, tile.keys)
+        )
+        return self.attention_mask.dense(queries, keys)
+
+    @cached_property
+    def spans(self) -> Spans:
+        """What every query sees, as spans of keys for the kernels."""
+        places = torch.arange(self.length, device=self.device)
+        if self.attention_mask.documents_BS is None:
+            return make_spans(self.attention_mask, self.batch, places, None)
+        return make_spans(self.attention_mask, self.batch, places, places)
+
+
+def make_spans(
+    mask: AttentionMask, batch: int, queries: Tensor, keys: Tensor | None, *, causal: bool = True
+) -> Spans:
+    """Return the keys that queries see, as spans.
+
+    queries, keys: ascending places of the tokens in their samples. With keys=None, queries and keys
+    are both whole samples, and documents are ignored.
+    """
+    from megaframe_kernels.spans import find_spans
+
+    documents, device = mask.documents_BS, queries.device
+    if keys is None:
+        size = len(queries)
+        return find_spans(batch, size, size, device, causal=causal, window=mask.window)
+    return find_spans(
+        batch,
+        len(queries),
+        len(keys),
+        device,
+        causal=causal,
+        window=mask.window,
+        query_places=queries,
+        key_places=keys,
+        query_documents=None if documents is None else documents[:, queries],
+        key_documents=None if documents is None else documents[:, keys],
+    )
