@@ -68,7 +68,7 @@ class Fp8Matmul:
     def can_group(self, rows_PK: Tensor, ends_E: Tensor) -> bool:
         """Return whether kernels multiply such rows of all experts at once. Only the kernel that
         quantises is asked, because those that multiply take whatever it takes."""
-        return self.kernels.find("quantise_column_options", rows_PK, ends_E) is not None
+        return self.kernels.find("quantise_columns", rows_PK, ends_E) is not None
 
     def product(self, left_MK: Tensor, right_NK: Tensor, *, gradient: bool, matrix: bool) -> Tensor:
         """Return left right^T in the type of `left`. gradient: `left` is a gradient. matrix:
@@ -103,7 +103,7 @@ class Fp8Matmul:
             _ends_of(matrices_EOI),
             *self._column_options(gradient=False),
         )
-        columns, scales = self._find_kernel("quantise_column_options", *given)(*given)
+        columns, scales = self._find_kernel("quantise_columns", *given)(*given)
         apart = -(-outputs // BLOCK) * BLOCK  # from the start of one expert to that of the next
         turned = columns.as_strided((experts, inputs, outputs), (apart, columns.stride(0), 1))
         return self._multiply_grouped(dy_PO, turned, scales[:, :, None], ends_E, gradient=True)
@@ -114,9 +114,9 @@ class Fp8Matmul:
         """Write each expert's dy^T x to its gradient, or with `add` add it. grads: [E, O, I], or
         any shape that can be viewed as that."""
         given = dy_PO, ends_E, *self._column_options(gradient=True)
-        left, left_scales = self._find_kernel("quantise_column_options", *given)(*given)
+        left, left_scales = self._find_kernel("quantise_columns", *given)(*given)
         given = x_PI, ends_E, *self._column_options(gradient=False)
-        right, right_scales = self._find_kernel("quantise_column_options", *given)(*given)
+        right, right_scales = self._find_kernel("quantise_columns", *given)(*given)
         grads_EOI = grads_E.view(len(ends_E), dy_PO.shape[1], x_PI.shape[1])
         operands = left, right, left_scales, right_scales
         run = self._find_kernel("grouped_scaled_gradient", grads_EOI, *operands, ends_E, add)

@@ -26,7 +26,7 @@ from megaframe.distributed import collectives, process_groups
 from megaframe.distributed.collectives import all_reduce, receive, send
 from megaframe.distributed.pending import start_pending
 from megaframe.layout import EXPERT_SETS, Layout
-from megaframe.planner.streams import count_streams
+from megaframe.planner.cuda_streams import count_streams
 from megaframe.schedule import SCHEDULE_NAMES
 
 QUICK = [
