@@ -4,7 +4,7 @@ ranks."""
 from __future__ import annotations
 
 from megaframe.config.model import LatentAttentionConfig, ModelConfig
-from megaframe.config.schema import ParallelConfig
+from megaframe.config.parallel import ParallelConfig
 
 
 def head_widths(model: ModelConfig) -> tuple[int, int]:

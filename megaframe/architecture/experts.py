@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd
 
 from megaframe.config.model import ModelConfig, MoEConfig
-from megaframe.config.schema import ParallelConfig
+from megaframe.config.parallel import ParallelConfig
 
 
 def has_experts(moe: MoEConfig, layer: int) -> bool:

@@ -238,7 +238,7 @@ def _completes_gradient(action: Action, schedule: Schedule) -> bool:
     """Return whether the weight gradient of the action's microbatch is complete after it."""
     if action.kind is not ActionKind.B or action.stage is None or action.microbatch is None:
         return action.kind is ActionKind.W
-    return (action.stage, action.microbatch) not in schedule.split
+    return (action.stage, action.microbatch) not in schedule.split_backwards
 
 
 def _check_updates(schedule: Schedule) -> None:

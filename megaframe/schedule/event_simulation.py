@@ -49,7 +49,7 @@ class EncodedSchedule:
         return len(self.rank_of) * self.microbatches
 
     @cached_property
-    def split(self) -> Sequence[bool]:
+    def split_backwards(self) -> Sequence[bool]:
         """Whether a backward has a separate W, by stage * microbatches + microbatch."""
         start, stop = 2 * self.block, 3 * self.block
         separate = [False] * self.block
@@ -72,6 +72,7 @@ class EncodedSchedule:
         stages, ranks = len(self.rank_of), self.rank_of
         size, block = self.microbatches, self.block
         rows: list[tuple[int, tuple[int, int] | None]] = [(0, None)] * (len(KINDS) * stages)
+        # A forward feeds the next stage, a backward the previous one.
         for kind, neighbour in ((0, 1), (1, -1)):
             for stage, rank in enumerate(ranks):
                 row, other = kind * stages + stage, stage + neighbour
@@ -80,9 +81,11 @@ class EncodedSchedule:
                 if ranks[other] == rank:
                     rows[row] = (neighbour * size, None)
                 elif self.lowered:
+                    # The send starts the transfer; its code is 3 blocks after its producer's.
                     rows[row + 3 * stages] = (neighbour * size - 3 * block, (rank, ranks[other]))
                 else:
                     rows[row] = (neighbour * size, (rank, ranks[other]))
+        # The last stage's forward feeds its own backward.
         rows[stages - 1] = (block, None)
         return rows
 
@@ -108,7 +111,7 @@ def live_activations(schedule: Schedule | EncodedSchedule) -> tuple[Fraction, ..
     microbatch on all stages of the rank: one stage counts 1 / (stages of the rank). An activation
     lives from its F until its W, or until its B if there is no separate W."""
     encoded = schedule if isinstance(schedule, EncodedSchedule) else encode_schedule(schedule)
-    block, split = encoded.block, encoded.split
+    block, split = encoded.block, encoded.split_backwards
     return tuple(
         Fraction(_peak(steps, block, split), encoded.rank_of.count(rank))
         for rank, steps in enumerate(encoded.steps)
@@ -123,6 +126,7 @@ def _peak(steps: Sequence[int], block: int, split: Sequence[bool]) -> int:
             if live > peak:
                 peak = live
         elif code < 2 * block:
+            # After a split backward, the activation lives on until its W.
             if not split[code - block]:
                 live -= 1
         elif code < 3 * block:
@@ -191,8 +195,10 @@ def simulate_events(
                 if edge is None:
                     arrivals[target] = clock
                 else:
+                    # Transfers of one edge follow each other.
                     begin = free[edge]
                     arrivals[target] = free[edge] = (clock if clock > begin else begin) + comm
+                # Its rank is blocked on exactly this input, and can continue.
                 if target in waiting:
                     ready.append(waiting.pop(target))
         clocks[rank] = clock

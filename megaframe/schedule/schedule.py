@@ -48,7 +48,7 @@ class Schedule:
         return 1 + max((n for n in numbers if n is not None), default=-1)
 
     @cached_property
-    def split(self) -> frozenset[tuple[int, int]]:
+    def split_backwards(self) -> frozenset[tuple[int, int]]:
         """(stage, microbatch) of every backward whose weight gradient is a separate action."""
         return frozenset(
             (action.stage, action.microbatch)

@@ -147,7 +147,7 @@ class Timeline:
                 self._seconds(begin),
                 self._seconds(begin + duration),
                 encoded.rank_of[: action.stage].count(rank),
-                action.kind is ActionKind.B and not encoded.split[code - encoded.block],
+                action.kind is ActionKind.B and not encoded.split_backwards[code - encoded.block],
             )
 
     @cached_property
@@ -214,7 +214,7 @@ def _durations_by_code(
     fused = [b + w for b, w in zip(backward, weight, strict=True)]
     rows = (*forward, *fused, *weight, *[0] * (2 * len(forward)))
     durations = [value for value in rows for _ in range(encoded.microbatches)]
-    for number, split in enumerate(encoded.split):
+    for number, split in enumerate(encoded.split_backwards):
         if split:
             durations[encoded.block + number] = backward[number // encoded.microbatches]
     return durations
