@@ -45,7 +45,7 @@ def test_console_modes(how, tmp_path, capsys):
 
 def test_an_unknown_peak_is_no_detail(tmp_path, monkeypatch, capsys):
     unknown = DevicePeak(None, "mfu n/a: set me")
-    monkeypatch.setattr("megaframe.metrics.metrics_logger.device_peak", lambda *_: unknown)
+    monkeypatch.setattr("megaframe.metrics.metrics_logger.find_device_peak", lambda *_: unknown)
     make(tmp_path)
     assert capsys.readouterr().out == "mfu n/a: set me\n"
 

@@ -46,7 +46,7 @@ class OwnClock:
 
     def __init__(self, patch):
         self.now = 0
-        patch.setattr(StepTimer, "on", lambda device: StepTimer(self))
+        patch.setattr(StepTimer, "for_device", lambda device: StepTimer(self))
 
     def __call__(self):
         self.now += self.TICK
