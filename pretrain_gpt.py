@@ -43,13 +43,18 @@ def main() -> None:
     gc.disable()
     from megaframe.distributed.mesh import global_rank, world_size
     from megaframe.distributed.nccl_settings import configure_nccl
-    from megaframe.planner.streams import count_streams
+    from megaframe.planner.cuda_streams import count_streams
     from megaframe.resilience.signals import enable_flight_recorder
-    from megaframe.training.auto_layout import cluster_of, with_blocks, with_buckets, with_layout
-    from megaframe.training.dry_run import describe
-    from megaframe.training.memory_check import check_memory, planned, verdict
+    from megaframe.training.auto_layout import (
+        choose_bucket_size,
+        choose_layout,
+        choose_recomputed_blocks,
+        find_cluster,
+    )
+    from megaframe.training.dry_run import describe_run
+    from megaframe.training.memory_check import check_memory, plan_dry_run, report_memory_fit
     from megaframe.training.restart import train
-    from megaframe.training.trainer import resolve
+    from megaframe.training.trainer import resolve_vocab
 
     gc.freeze()
     gc.enable()
@@ -61,23 +66,25 @@ def main() -> None:
             return  # the first rank prints for all
         config = load(arguments.config, arguments.overrides)
         if arguments.dry_run:
-            config, world = planned(config, arguments.gpus)
+            config, world = plan_dry_run(config, arguments.gpus)
         else:
-            config, world = resolve(config), world_size()
+            config, world = resolve_vocab(config), world_size()
             nccl = (
                 configure_nccl(count_streams(config, world)) if config.run.device != "cpu" else None
             )
-        config, notes = with_layout(config, world)
+        config, notes = choose_layout(config, world)
         if config.faults.elastic:
             config, world = fit_layout(config, world)
         validate_config(config, world, data=not arguments.dry_run)
-        for decide in (with_buckets, with_blocks):
+        for decide in (choose_bucket_size, choose_recomputed_blocks):
             config, more = decide(config, world)
             notes += more
         layout = Layout.from_parallel(config.parallel, world)
         if arguments.dry_run:
-            print("\n".join([*notes, describe(config, layout, cluster_of(config))]), flush=True)
-            print("\n".join(verdict(config, layout, force=arguments.force)))
+            print(
+                "\n".join([*notes, describe_run(config, layout, find_cluster(config))]), flush=True
+            )
+            print("\n".join(report_memory_fit(config, layout, force=arguments.force)))
             return
         if rank >= world:
             return  # the layout that was chosen does not use this rank

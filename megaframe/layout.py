@@ -70,11 +70,14 @@ class AxisSizes(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """The size of every axis. Raises `UserError` for sizes that do not form a layout.
+    """The size of every axis.
 
     Ranks are numbered with tensor fastest, then context, data, and pipeline slowest. For experts,
     the tensor × context × data ranks of a stage are viewed as expert_tensor (fastest), expert, and
     `expert_data`, the replicas of an expert.
+
+    Raises:
+        UserError: For sizes that do not form a layout.
     """
 
     tensor: int = 1
@@ -90,10 +93,12 @@ class Layout:
 
     @classmethod
     def from_parallel(cls, parallel: AxisSizes, world: int) -> Layout:
-        """Return the layout of `world` ranks under a config. If the config leaves `data` out, it is
-        what the other axes leave of `world`.
+        """Return the layout of `world` ranks under a config.
 
-        Raises `UserError` if the product of the sizes is not `world`.
+        If the config leaves `data` out, it is what the other axes leave of `world`.
+
+        Raises:
+            UserError: If the product of the sizes is not `world`.
         """
         sizes, mistakes = axis_sizes(parallel, world)
         _raise_mistakes(mistakes)
@@ -137,10 +142,12 @@ class Layout:
         return {**self.coordinate(rank), **self.expert_coordinate(rank)}
 
     def rank(self, **coordinate: int) -> int:
-        """Return the rank at `coordinate`, which is given in one view. The index of an axis that is
-        left out is 0.
+        """Return the rank at `coordinate`, which is given in one view.
 
-        Raises `ValueError` for an index outside of its axis and for axes of two views.
+        The index of an axis that is left out is 0.
+
+        Raises:
+            ValueError: For an index outside of its axis and for axes of two views.
         """
         _check_view(coordinate)
         strides = self._strides()
@@ -250,7 +257,11 @@ def exchange_steps(ranks: int, inside: int) -> tuple[int, int, int]:
 
 def ranks_per_node(groups: Iterable[Sequence[int]], node_size: int) -> int:
     """Return how many ranks of a group are in one node, if that is the same for every node and
-    every one of `groups`, and otherwise 1. node_size: ranks per node."""
+    every one of `groups`, and otherwise 1.
+
+    Args:
+        node_size: Ranks per node.
+    """
     counts: set[int] = set()
     for ranks in groups:
         nodes = [rank // node_size for rank in ranks]

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megaframe.dashboard.page import PAGE_FILE, page, write_whole
-from megaframe.dashboard.panels import page_data, read_prediction
-from megaframe.dashboard.run_folder import Run, value_of
-from megaframe.dashboard.serve import Server
+from megaframe.dashboard.page import PAGE_FILE, render_page, write_atomically
+from megaframe.dashboard.panels import build_page_data, read_prediction
+from megaframe.dashboard.run_folder import RunFolder, get_config_value
+from megaframe.dashboard.serve import DashboardServer
 from megaframe.dashboard.wandb_workspace import save_workspace, upload_page
 from megaframe.errors import UserError, report_errors
 from megaframe.io.http import LOOPBACK
@@ -26,7 +26,7 @@ def main() -> None:
     """Write the page, serve it until interrupted, or send it or a workspace to Weights & Biases."""
     arguments = parse_arguments()
     with report_errors():
-        runs = [Run(folder) for folder in arguments.runs]
+        runs = [RunFolder(folder) for folder in arguments.runs]
         if arguments.wandb:
             print(save_workspace(arguments.wandb, project(runs[0])))
             return
@@ -34,20 +34,20 @@ def main() -> None:
         if arguments.serve:
             serve(runs, arguments, prediction)
             return
-        html = page(page_data(runs, prediction))
+        html = render_page(build_page_data(runs, prediction))
         if arguments.upload:
             upload_page(runs[0].folder, project(runs[0]), html)
             print(f"added the page to the Weights & Biases run of {runs[0].name}")
             return
         path = arguments.output or arguments.runs[0] / PAGE_FILE
-        write_whole(path, html)
+        write_atomically(path, html)
         for run in runs:
             for note in run.notes:
                 print(f"{run.name}: {note}")
         print(f"wrote {path}")
 
 
-def predicted(runs: list[Run], arguments: argparse.Namespace) -> dict | None:
+def predicted(runs: list[RunFolder], arguments: argparse.Namespace) -> dict | None:
     """Return the prediction that was given, or for a single run that of the planner; None if there
     is none."""
     if arguments.prediction or len(runs) > 1:
@@ -58,17 +58,17 @@ def predicted(runs: list[Run], arguments: argparse.Namespace) -> dict | None:
     return found.record() if found else None
 
 
-def project(run: Run) -> str:
+def project(run: RunFolder) -> str:
     """Return the run's project of Weights & Biases. Raises `UserError` if it has none."""
-    name = value_of(run.config, "meter.wandb")
+    name = get_config_value(run.config, "meter.wandb")
     if not name:
         raise UserError(f"{run.folder} has no meter.wandb in its config: it is in no project")
     return str(name)
 
 
-def serve(runs: list[Run], arguments: argparse.Namespace, prediction: dict | None) -> None:
+def serve(runs: list[RunFolder], arguments: argparse.Namespace, prediction: dict | None) -> None:
     """Print the address, and serve until interrupted."""
-    server = Server(runs, host=arguments.host, port=arguments.port, prediction=prediction)
+    server = DashboardServer(runs, host=arguments.host, port=arguments.port, prediction=prediction)
     print(server.address, flush=True)
     try:
         server.run()

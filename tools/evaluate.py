@@ -22,8 +22,8 @@ from megaframe.data.preprocessing.input_shards import FORMATS, CorpusFormat
 from megaframe.data.tokenizer import Tokenizer, import_library
 from megaframe.errors import UserError, report_errors
 from megaframe.pipeline_parallel.stage import Stage
-from megaframe.training.evaluation import Score, read_passage, read_split, score
-from megaframe.training.generation import load_model, tokenizer_of
+from megaframe.training.evaluation import Score, read_sequence, read_split, score
+from megaframe.training.generation import load_model, load_run_tokenizer
 
 _EPILOG = """\
 A text is jsonl, parquet or plain (also .gz, .zst), or a token file, PREFIX.bin, of which all
@@ -66,10 +66,10 @@ def _on_texts(
     """Score each file and each source of the split, and if there are several, all together. Return
     the numbers by name."""
     named = arguments.tokenizer or config.data.tokenizer
-    tokenizer: Tokenizer | None = tokenizer_of(config, named) if named else None
+    tokenizer: Tokenizer | None = load_run_tokenizer(config, named) if named else None
     reading = CorpusFormat(arguments.key, arguments.format, arguments.split_blank_lines)
     total, shown = Score(), {}
-    files = ((path, read_passage(path, tokenizer, reading)) for path in arguments.text)
+    files = ((path, read_sequence(path, tokenizer, reading)) for path in arguments.text)
     sources = read_split(config, arguments.split) if arguments.split else ()
     for name, passage in chain(files, sources):
         (found,) = score(
@@ -102,11 +102,11 @@ def _on_tasks(
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
         os.environ.setdefault(name, "1")  # must be set before the libraries are imported
-    from megaframe.training.lm_eval import Tasks, evaluate_tasks
+    from megaframe.training.lm_eval import TaskOptions, evaluate_tasks
 
     names = arguments.tasks.split(",")
-    tasks = Tasks(names, arguments.include, arguments.shots, arguments.limit)
-    tokenizer = tokenizer_of(config, arguments.tokenizer)
+    tasks = TaskOptions(names, arguments.include, arguments.shots, arguments.limit)
+    tokenizer = load_run_tokenizer(config, arguments.tokenizer)
     results = evaluate_tasks(stage, tokenizer, tasks, context=context, batch=arguments.batch)
     if not arguments.json:
         for task, metrics in results.items():

@@ -21,14 +21,18 @@ from rich.table import Table
 
 from megaframe.errors import UserError, report_errors
 from megaframe.io.untrusted import integer_parser
-from megaframe.metrics.overlap_report import Exposed, exposed
+from megaframe.metrics.overlap_report import DeviceOverlap, measure_overlap
 
 
 def main() -> None:
     """Print a summary, the table and the longest gaps, or the numbers as JSON."""
     given = parse_arguments()
     with report_errors():
-        found = [(path, one) for path in traces(given.traces) for one in exposed(path, given.gaps)]
+        found = [
+            (path, one)
+            for path in traces(given.traces)
+            for one in measure_overlap(path, given.gaps)
+        ]
         if given.json:
             print(json.dumps([{"trace": str(path), **asdict(one)} for path, one in found]))
             return
@@ -54,7 +58,7 @@ def traces(paths: Iterable[Path]) -> Iterator[Path]:
         yield from here
 
 
-def worst(found: Sequence[tuple[Path, Exposed]]) -> str:
+def worst(found: Sequence[tuple[Path, DeviceOverlap]]) -> str:
     """Return a sentence about the GPU that computes for the smallest share of its time."""
     path, one = max(found, key=lambda each: 1 - each[1].compute / each[1].span)
     return (
@@ -65,7 +69,7 @@ def worst(found: Sequence[tuple[Path, Exposed]]) -> str:
     )
 
 
-def table(found: Iterable[tuple[Path, Exposed]]) -> Table:
+def table(found: Iterable[tuple[Path, DeviceOverlap]]) -> Table:
     """Return the table of milliseconds for each trace and GPU."""
     made = Table("trace", "GPU", box=None, header_style="bold")
     for name in ("span ms", "compute", "communication", "exposed", "copies", "exposed", "idle"):

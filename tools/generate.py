@@ -12,12 +12,12 @@ import torch
 from megaframe.checkpoint import ACCEPTED_PATHS
 from megaframe.errors import UserError, report_errors
 from megaframe.training.generation import (
-    Sampling,
+    SamplingOptions,
+    encode_prompt,
     load_model,
-    prompt_ids,
+    load_run_tokenizer,
     sample,
-    streamed,
-    tokenizer_of,
+    stream_text,
 )
 
 _LARGEST_SEED = 2**63 - 1
@@ -27,11 +27,11 @@ def main() -> None:
     """Load the model, sample from it, and print the text as it is sampled."""
     arguments = _arguments()
     with report_errors():
-        how = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+        how = SamplingOptions(arguments.temperature, arguments.top_k, arguments.top_p)
         check(arguments)
         config, stage = load_model(arguments.checkpoint, ema=arguments.ema)
-        tokenizer = tokenizer_of(config, arguments.tokenizer)
-        start = prompt_ids(tokenizer, arguments.prompt, config.train.seq)
+        tokenizer = load_run_tokenizer(config, arguments.tokenizer)
+        start = encode_prompt(tokenizer, arguments.prompt, config.train.seq)
         for number in range(arguments.samples):
             seed = arguments.seed + number
             if arguments.samples > 1:
@@ -45,7 +45,7 @@ def main() -> None:
                 stop=tokenizer.eod,
                 generator=torch.Generator().manual_seed(seed),
             )
-            for text in streamed(ids, tokenizer):
+            for text in stream_text(ids, tokenizer):
                 print(text, end="", flush=True)
             print()
 

@@ -23,11 +23,11 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-from network_lab import CommandResult, Link, LinkOutage, emulate_hosts, run_on_hosts
+from network_lab import HostsResult, Link, LinkOutage, emulate_hosts, run_on_hosts
 from network_lab.hosts import check_links, check_rate
 
 from megaframe.config import load
-from megaframe.dashboard.metrics_file import Metrics
+from megaframe.dashboard.metrics_file import MetricsFile
 from megaframe.errors import UserError, report_errors
 from megaframe.io.run_files import METRICS_FILE
 
@@ -137,7 +137,7 @@ def summarize_steps(run: Path, since: float) -> dict[str, Any]:
 
     since: seconds since the epoch.
     """
-    metrics = Metrics(run / METRICS_FILE)
+    metrics = MetricsFile(run / METRICS_FILE)
     metrics.read()
     recent = np.flatnonzero(metrics.column("at") >= since)
     recent = recent[1:] if len(recent) > 1 else recent
@@ -160,7 +160,7 @@ def summarize_steps(run: Path, since: float) -> dict[str, Any]:
     }
 
 
-def format_report(links: Sequence[Link], result: CommandResult, steps: Mapping[str, Any]) -> str:
+def format_report(links: Sequence[Link], result: HostsResult, steps: Mapping[str, Any]) -> str:
     """Return the text that is printed at the end."""
     lines = [f"{'':<8}{'link':>10}{'sent MB':>12}{'received MB':>13}{'status':>8}"]
     for number, (link, moved) in enumerate(zip(links, result.moved, strict=True)):

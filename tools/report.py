@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megaframe.dashboard.page import write_whole
+from megaframe.dashboard.page import write_atomically
 from megaframe.dashboard.panels import read_prediction
-from megaframe.dashboard.report import REPORT_FILES, html, report
-from megaframe.dashboard.run_folder import Run
+from megaframe.dashboard.report import REPORT_FILES, render_html, render_report
+from megaframe.dashboard.run_folder import RunFolder
 from megaframe.errors import report_errors
 from megaframe.planner.compare_run import compare_run_or_reason
 
@@ -27,13 +27,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN")
     arguments = parser.parse_args()
     with report_errors():
-        run = Run(arguments.run)
+        run = RunFolder(arguments.run)
         found, why = compare_run_or_reason(run.folder, run.environment, arguments.cluster)
         prediction = read_prediction(arguments.prediction) or (found.record() if found else None)
-        text = report(run, prediction, [*found.suggest_layouts()] if found else [why])
+        text = render_report(run, prediction, [*found.suggest_layouts()] if found else [why])
         folder = arguments.output or arguments.run
-        for name, content in zip(REPORT_FILES, (text, html(text)), strict=True):
-            write_whole(folder / name, content)
+        for name, content in zip(REPORT_FILES, (text, render_html(text)), strict=True):
+            write_atomically(folder / name, content)
     print(text)
 
 

@@ -37,9 +37,14 @@ example: python tools/schedule.py --schedule zb-v --stages 4 --chunks 2 --microb
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """The parameters of one schedule. name: as in `generate`. group: microbatches per turn
-    (interleaved). costs: those of a rank's whole share of the model. memory_limit: most activations
-    (search), in units of a microbatch on a rank."""
+    """The parameters of one schedule.
+
+    Attributes:
+        name: As in `generate`.
+        group: Microbatches per turn (interleaved).
+        costs: Those of a rank's whole share of the model.
+        memory_limit: Most activations (search), in units of a microbatch on a rank.
+    """
 
     name: str
     ranks: int

@@ -159,7 +159,7 @@ def main() -> None:
     found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for precision in given.precision:
         dtype = PRECISIONS[precision].compute
-        routines = autotune.cached_or_measured(dtype)[0]
+        routines = autotune.load_or_measure(dtype)[0]
         matmul.use_libraries(dtype, routines.products)
         print(f"\n{precision}, time relative to that of the constant; low and high of rounds")
         print(f"{'':<34}" + "".join(f"{f'x {factor:g}':>18}" for factor in FACTORS))

@@ -25,9 +25,9 @@ def main() -> None:
     from playwright.sync_api import sync_playwright
     from run_folders import lines, write
 
-    from megaframe.dashboard.page import PAGE_FILE, page, write_whole
-    from megaframe.dashboard.panels import page_data
-    from megaframe.dashboard.run_folder import Run
+    from megaframe.dashboard.page import PAGE_FILE, render_page, write_atomically
+    from megaframe.dashboard.panels import build_page_data
+    from megaframe.dashboard.run_folder import RunFolder
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100_000)
@@ -40,10 +40,10 @@ def main() -> None:
         made = lines(given.steps, ranks=given.ranks, stages=8, every=given.steps // 100)
         folder = write(Path(name) / "run", made, environment={"ranks": given.ranks})
         start = time.perf_counter()
-        text = page(page_data([Run(folder)]))
+        text = render_page(build_page_data([RunFolder(folder)]))
         written = time.perf_counter() - start
         path = Path(name) / PAGE_FILE
-        write_whole(path, text)
+        write_atomically(path, text)
         read, opened = [], []
         with sync_playwright() as player:
             browser = player.chromium.launch(executable_path=given.browser, args=["--no-sandbox"])

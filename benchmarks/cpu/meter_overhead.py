@@ -50,8 +50,8 @@ def work(folder: Path, steps: int) -> None:
     from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
     from megaframe.distributed.mesh import Mesh, global_rank
     from megaframe.layout import Layout
-    from megaframe.metrics import Meter, StepTimer
-    from megaframe.metrics.meter import Known
+    from megaframe.metrics import MetricsLogger, StepTimer
+    from megaframe.metrics.metrics_logger import StepValues
     from megaframe.training.trainer import Trainer
 
     keys = {
@@ -71,21 +71,21 @@ def work(folder: Path, steps: int) -> None:
         time.sleep(0.1)
     marks: list[int] = []
     flushes: list[float] = []
-    take, flush = StepTimer.take, Meter.flush
+    take, flush = StepTimer.take, MetricsLogger.flush
 
     def counting(timer: StepTimer) -> Any:
         split = take(timer)
-        marks.append(len(split.marks) + len(split.flights))
+        marks.append(len(split.marks) + len(split.transfers))
         return split
 
-    def timed(meter: Meter, step: int) -> list[Known]:
+    def timed(meter: MetricsLogger, step: int) -> list[StepValues]:
         start = time.perf_counter()
         known = flush(meter, step)
         flushes.append(time.perf_counter() - start)
         return known
 
     setattr(StepTimer, "take", counting)  # noqa: B010
-    setattr(Meter, "flush", timed)  # noqa: B010
+    setattr(MetricsLogger, "flush", timed)  # noqa: B010
     mesh = Mesh(Layout.from_parallel(config.parallel, 2), device="cpu")
     Trainer(config, mesh).run()
     if mesh.rank == 0:

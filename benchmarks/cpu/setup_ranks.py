@@ -96,7 +96,7 @@ def measure(world: int) -> dict[str, float]:
     from megaframe.data.loader import Loader
     from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
-    from megaframe.training.meta_step import Hollow
+    from megaframe.training.meta_step import MetaTensorMode
     from megaframe.training.train_step import Pipeline
 
     class Fake(Mesh):
@@ -149,7 +149,7 @@ def measure(world: int) -> dict[str, float]:
 
         def model() -> Pipeline:
             # The mesh has this rank alone, so tensors need no content.
-            with Hollow(), warnings.catch_warnings():
+            with MetaTensorMode(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 return Pipeline(config, Mesh(layout, alone=0), lambda part: nullcontext())
 

@@ -117,8 +117,8 @@ def shares(row: TrainingCase, found: dict[str, Any], dry: bool) -> dict[str, Any
 
     from megaframe.config import load
     from megaframe.metrics.flops import count_flops
-    from megaframe.metrics.peak_flops import chip_peak
-    from megaframe.metrics.waterfall import waterfall
+    from megaframe.metrics.peak_flops import find_chip_peak
+    from megaframe.metrics.waterfall import attribute_losses
     from megaframe.pipeline_parallel.stage import model_specs
 
     if "tokens_per_second" not in found:
@@ -126,14 +126,14 @@ def shares(row: TrainingCase, found: dict[str, Any], dry: bool) -> dict[str, Any
     config = load(str(ROOT / row.path), row.arguments(dry))
     flops = count_flops(model_specs(config), config)
     here = torch.cuda.is_available()
-    peak = chip_peak(torch.cuda.get_device_name(), "bf16") if here else None
+    peak = find_chip_peak(torch.cuda.get_device_name(), "bf16") if here else None
     shown = dict(found)
     for name, each in (("mfu_causal", flops.model), ("mfu_full", flops.full_attention)):
         rate = found["tokens_per_second"] * each
         shown[name] = None if peak is None else rate / (peak * 1e12)
     shown["tflops_causal"] = found["tokens_per_second"] * flops.model / 1e12
     if "parts" in found:
-        lost = waterfall(found["parts"], mfu=shown["mfu_causal"], recompute=flops.recompute)
+        lost = attribute_losses(found["parts"], mfu=shown["mfu_causal"], recompute=flops.recompute)
         shown["waterfall"] = lost
     return shown
 

@@ -27,7 +27,7 @@ class Training:
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         train = config.train
         self.mesh = Mesh(Layout.from_parallel(config.parallel, 1), device=device.type)
-        self._timer = StepTimer.on(self.mesh.device)
+        self._timer = StepTimer.for_device(self.mesh.device)
         self._pipeline = pipeline = Pipeline(config, self.mesh, self._timer.time)
         self.kernels = [f"{name}={active}" for name, active in pipeline.kernels.active().items()]
         for bucket in pipeline.optimizer.buckets:

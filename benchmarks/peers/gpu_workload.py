@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from megaframe.config import RunConfig, load  # noqa: E402
-from megaframe.metrics.overlap_report import exposed  # noqa: E402
+from megaframe.metrics.overlap_report import measure_overlap  # noqa: E402
 
 WARMUP = 3
 _HOST_STEPS = 7
@@ -130,7 +130,7 @@ def profiled(step: Callable[[], Tensor], device: torch.device, keep: Path | None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json.gz"
         running.export_chrome_trace(str(path))
-        (found,) = exposed(path, _GAPS)
+        (found,) = measure_overlap(path, _GAPS)
         if keep is not None and path.stat().st_size < _MOST_TRACE:
             keep.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, keep)

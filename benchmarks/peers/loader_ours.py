@@ -8,13 +8,8 @@ import resource
 import time
 from importlib.metadata import version
 
-from megaframe.config.schema import (
-    DataConfig,
-    DataSourceConfig,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from megaframe.config.model import ModelConfig
+from megaframe.config.schema import DataConfig, DataSourceConfig, RunConfig, TrainConfig
 from megaframe.data.loader import Loader
 
 

@@ -4,7 +4,7 @@ ranks."""
 from __future__ import annotations
 
 from megaframe.config.model import LatentAttentionConfig, ModelConfig
-from megaframe.config.schema import ParallelConfig
+from megaframe.config.parallel import ParallelConfig
 
 
 def head_widths(model: ModelConfig) -> tuple[int, int]:
@@ -21,9 +21,11 @@ def latent_width(latent: LatentAttentionConfig) -> int:
 
 
 def windows(model: ModelConfig) -> tuple[int | None, ...]:
-    """Return the pattern of windows that repeats over the layers from the first one. It is
-    `model.window`, where a single number is a pattern of one. A window is in tokens; None means
-    everything before the token."""
+    """Return the pattern of windows that repeats over the layers from the first one.
+
+    It is `model.window`, where a single number is a pattern of one. A window is in tokens; None
+    means everything before the token.
+    """
     return model.window if isinstance(model.window, tuple) else (model.window,)
 
 
@@ -45,8 +47,10 @@ def mean_keys(seq: int, window: int | None) -> float:
 
 
 def exchanging_ranks(parallel: ParallelConfig) -> int:
-    """Return how many neighbours on the context axis exchange heads for tokens. The groups of such
-    neighbours form a ring."""
+    """Return how many neighbours on the context axis exchange heads for tokens.
+
+    The groups of such neighbours form a ring.
+    """
     if parallel.context_kind == "ring":
         return 1
     if parallel.context_kind == "all_to_all":

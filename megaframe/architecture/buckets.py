@@ -25,16 +25,22 @@ LATENCY_SHARE = 0.1
 
 
 def balanced_bucket_count(transfer: Number, latency: Number) -> Number:
-    """Return the number n of buckets for these seconds: T, of all bytes, and L, of each bucket. It
-    may be below 1."""
+    """Return the number n of buckets for these seconds: T, of all bytes, and L, of each bucket.
+
+    It may be below 1.
+    """
     ratio = transfer / np.maximum(latency, 1e-12)
     return np.maximum(LATENCY_SHARE * ratio, np.sqrt(ratio))
 
 
 @dataclass(frozen=True)
 class BucketBlocks:
-    """Blocks `start` to `stop` of a stage, whose matrices are in common buckets. halves: it is one
-    block, and the matrices of its late part are in buckets of their own."""
+    """Blocks `start` to `stop` of a stage, whose matrices are in common buckets.
+
+    Attributes:
+        halves: Whether it is one block, of which the matrices of the late part are in buckets of
+            their own.
+    """
 
     start: int
     stop: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd
 
 from megaframe.config.model import ModelConfig, MoEConfig
-from megaframe.config.schema import ParallelConfig
+from megaframe.config.parallel import ParallelConfig
 
 
 def has_experts(moe: MoEConfig, layer: int) -> bool:
@@ -14,9 +14,11 @@ def has_experts(moe: MoEConfig, layer: int) -> bool:
 
 
 def has_mlp(model: ModelConfig, layer: int) -> bool:
-    """Return whether all rows of a layer go through an MLP that tensor ranks divide. In a layer
-    with experts that is the shared experts; a row goes to routed experts from the rank that has
-    it, without a transfer over tensor ranks."""
+    """Return whether all rows of a layer go through an MLP that tensor ranks divide.
+
+    In a layer with experts that is the shared experts; a row goes to routed experts from the rank
+    that has it, without a transfer over tensor ranks.
+    """
     moe = model.moe
     return moe is None or moe.shared > 0 or not has_experts(moe, layer)
 

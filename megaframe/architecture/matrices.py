@@ -11,7 +11,11 @@ from megaframe.config.model import ModelConfig
 
 
 class MatrixShape(NamedTuple):
-    """A whole matrix of shape [outputs, inputs]. number: how many of them a block has."""
+    """A whole matrix of shape [outputs, inputs].
+
+    Attributes:
+        number: How many of them a block has.
+    """
 
     outputs: int
     inputs: int
@@ -24,8 +28,10 @@ class MatrixShape(NamedTuple):
 
 
 def block_matrices(model: ModelConfig, layer: int) -> list[MatrixShape]:
-    """Return the matrices of the block of a layer; none with emulated blocks. Predictors' blocks
-    are numbered after the last layer."""
+    """Return the matrices of the block of a layer; none with emulated blocks.
+
+    Predictors' blocks are numbered after the last layer.
+    """
     if model.emulate is not None:
         return []
     moe, shapes = model.moe, [*_attention_matrices(model)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megaframe.config.schema import OptimConfig
+from megaframe.config.optim import OptimConfig
 
 OFFLOAD_CHUNK = 1 << 21
 """Elements of a chunk of state in host memory (`optim.offload`): enough that the start of a copy

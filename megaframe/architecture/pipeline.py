@@ -15,7 +15,10 @@ def build_step_schedule(config: RunConfig, microbatches: int) -> Schedule:
 
     `search` may not choose the placement of stages, because stages must stay where they are while a
     batch ramp grows. Two chunks are placed V-shaped, which puts the head on the rank of the
-    embedding; any other number is placed as a loop. Raises `UserError` as `generate` does.
+    embedding; any other number is placed as a loop.
+
+    Raises:
+        UserError: As `generate` does.
     """
     parallel = config.parallel
     searched = parallel.schedule == "search"
@@ -33,8 +36,14 @@ def build_step_schedule(config: RunConfig, microbatches: int) -> Schedule:
 
 
 def build_forward_schedule(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
-    """Return a schedule of forward passes only. Each rank runs all microbatches of one stage before
-    its next stage, so no pass waits for a later stage. rank_of: rank of each stage."""
+    """Return a schedule of forward passes only.
+
+    Each rank runs all microbatches of one stage before its next stage, so no pass waits for a later
+    stage.
+
+    Args:
+        rank_of: Rank of each stage.
+    """
     ranks = range(max(rank_of) + 1)
     return Schedule(
         tuple(

@@ -22,9 +22,13 @@ from megaframe.schedule.costs import ActionCosts
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Stage `number` of `stages`, and the blocks (layers) that it runs. The first stage also has
-    the embedding, the last one the head. recomputed: how many of its first blocks are recomputed in
-    backward."""
+    """Stage `number` of `stages`, and the blocks (layers) that it runs.
+
+    The first stage also has the embedding, the last one the head.
+
+    Attributes:
+        recomputed: How many of its first blocks are recomputed in backward.
+    """
 
     number: int
     stages: int
@@ -72,10 +76,14 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
 
 @cache
 def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[int, ...]:
-    """Return how many consecutive blocks each stage gets. The largest work of a stage is minimal,
-    and among such divisions this is the most even one (least sum of squares).
+    """Return how many consecutive blocks each stage gets.
 
-    blocks: the work of each block. head: the work of the head, which is on the last stage.
+    The largest work of a stage is minimal, and among such divisions this is the most even one
+    (least sum of squares).
+
+    Args:
+        blocks: The work of each block.
+        head: The work of the head, which is on the last stage.
     """
     ends = [0.0]
     for work in blocks:
@@ -83,6 +91,7 @@ def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[
     limit = _minimize_maximum(ends, head, stages)
     # squares[n]: the least sum of squares over the stages so far, which have the first n blocks.
     squares = [0.0] + [math.inf] * len(blocks)
+    # starts[stage][end]: where the stage starts in the best division that ends before block `end`.
     starts: list[list[int]] = []
     for stage in range(stages):
         extra = head if stage == stages - 1 else 0.0
@@ -107,8 +116,10 @@ def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[
 
 
 def stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> ActionCosts:
-    """Return the modelled work of F, B and W of every stage, in FLOPs per token. Only the ratios
-    matter."""
+    """Return the modelled work of F, B and W of every stage, in FLOPs per token.
+
+    Only the ratios matter.
+    """
     end = output_work(config)
     works = [[block_work(config, layer) for layer in plan.blocks] for plan in plans]
     stages = list(zip(plans, works, strict=True))
@@ -135,8 +146,10 @@ class PassWork:
 
 
 def block_work(config: RunConfig, layer: int) -> PassWork:
-    """Return the work of the block of a layer. Attention counts the keys that it sees on average,
-    and has no weight gradient."""
+    """Return the work of the block of a layer.
+
+    Attention counts the keys that it sees on average, and has no weight gradient.
+    """
     emulated = config.model.emulate
     if emulated is not None:
         return PassWork(emulated.forward, emulated.backward, emulated.weight)
@@ -148,9 +161,11 @@ def block_work(config: RunConfig, layer: int) -> PassWork:
 
 
 def output_work(config: RunConfig) -> PassWork:
-    """Return the work after the last block. The head computes its gradients in the forward pass, so
-    all of its work counts as forward. Each predictor adds the head once more, a matrix and a
-    block."""
+    """Return the work after the last block.
+
+    The head computes its gradients in the forward pass, so all of its work counts as forward. Each
+    predictor adds the head once more, a matrix and a block.
+    """
     model = config.model
     join = 2.0 * predictor_projection_elements(model)
     head = 3 * _head_flops(config)
@@ -175,8 +190,10 @@ def stage_layers(model: ModelConfig, plan: StagePlan) -> list[int]:
 
 
 def active_matrix_elements(model: ModelConfig, layer: int) -> int:
-    """Return the elements of the matrices that one token uses in the block of a layer. Predictors'
-    blocks are numbered after the last layer."""
+    """Return the elements of the matrices that one token uses in the block of a layer.
+
+    Predictors' blocks are numbered after the last layer.
+    """
     mlp = (3 if model.activation == "swiglu" else 2) * model.hidden
     moe = model.moe
     if moe is None or not has_experts(moe, layer):

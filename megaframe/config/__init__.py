@@ -14,6 +14,8 @@ from megaframe.config.model import (
     MoEConfig,
     RotaryScalingConfig,
 )
+from megaframe.config.optim import OptimConfig, ParameterGroupConfig
+from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import (
     BatchRampConfig,
     CheckpointConfig,
@@ -21,9 +23,6 @@ from megaframe.config.schema import (
     DataSourceConfig,
     FaultToleranceConfig,
     MetricsConfig,
-    OptimConfig,
-    ParallelConfig,
-    ParameterGroupConfig,
     RunConfig,
     RunSection,
     TrainConfig,

@@ -26,7 +26,9 @@ def find_differences(
     theirs: object, ours: object, free: Collection[str], name: str = ""
 ) -> Iterator[str]:
     """Yield a line for each key that differs between two sections, or two values, called `name`.
-    Keys in `free`, and everything inside them, are not compared."""
+
+    Keys in `free`, and everything inside them, are not compared.
+    """
     if name in free:
         return
     if isinstance(theirs, BaseModel) and isinstance(ours, BaseModel):

@@ -55,9 +55,10 @@ COMMON = (
 class ConfigKey:
     """One dotted key.
 
-    name:    `section.key`.
-    field:   its pydantic field.
-    section: the class of the keys beneath it, None for a key that holds a value.
+    Attributes:
+        name: `section.key`.
+        field: Its pydantic field.
+        section: The class of the keys beneath it, None for a key that holds a value.
     """
 
     name: str

@@ -40,8 +40,10 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     overrides applied.
 
     `path` may also be the name of a shipped config, such as llama3-8b. A file may name others with
-    `extends`, relative to itself, and its keys replace theirs. Raises `UserError` with all
-    mistakes, each with its file and line.
+    `extends`, relative to itself, and its keys replace theirs.
+
+    Raises:
+        UserError: With all mistakes, each with its file and line.
     """
     reader = ConfigReader()
     table = reader.read_file(config_path(path)) if path is not None else {}
@@ -57,7 +59,11 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 def config_path(name: str) -> str:
     """Return the file that `--config` means: a path is returned unchanged, and a bare name, such as
-    llama3-8b, is a shipped config. Raises `UserError` if no shipped config has that name."""
+    llama3-8b, is a shipped config.
+
+    Raises:
+        UserError: If no shipped config has that name.
+    """
     if "/" in name or name.endswith((".yaml", ".yml")) or Path(name).exists():
         return name
     path = CONFIGS / f"{name}.yaml"

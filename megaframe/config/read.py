@@ -95,8 +95,9 @@ class ConfigReader:
     def read_file(self, path: str, chain: tuple[str, ...] = ()) -> ConfigTable:
         """Return the keys of a file, which replace those of the files that it extends.
 
-        chain: the files that led here through `extends`. A file that cannot be used adds a mistake
-        and has no keys.
+        Args:
+            chain: The files that led here through `extends`. A file that cannot be used adds a
+                mistake and has no keys.
         """
         self.files += 1
         try:
@@ -127,8 +128,10 @@ class ConfigReader:
         return merge_tables(table, self._flatten(root, "", path, skip="extends"))
 
     def read_overrides(self, texts: Iterable[str]) -> ConfigTable:
-        """Return the keys of `section.key=value` texts; a later text wins. The parts of
-        `section.key = value` may be texts of their own."""
+        """Return the keys of `section.key=value` texts; a later text wins.
+
+        The parts of `section.key = value` may be texts of their own.
+        """
         table: ConfigTable = {}
         for text in _join_spaced_overrides(texts):
             name, equals, value = text.partition("=")
@@ -272,6 +275,7 @@ class ConfigReader:
                 return False
         else:
             inside = node.value if isinstance(node, yaml.SequenceNode) else []
+        # A list, not a generator: every item is checked, so that all mistakes are reported.
         return all([self._is_plain(name, item, origin) for item in inside])
 
 

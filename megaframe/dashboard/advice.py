@@ -35,7 +35,7 @@ _ADVICE = {
 }
 
 
-def advice(losses: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+def suggest_remedies(losses: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Yield causes and advice, the largest loss first. losses: shares of the peak by cause."""
     causes = sorted(losses, key=lambda cause: -losses[cause])
     told = 0

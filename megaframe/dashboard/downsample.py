@@ -15,13 +15,15 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
-def buckets(length: int, most: int) -> NDArray[np.int64]:
+def bucket_starts(length: int, most: int) -> NDArray[np.int64]:
     """Return where each of at most `most` buckets of equal length starts."""
     count = min(length, most)
     return np.arange(count) * length // max(1, count)
 
 
-def means(values: Floats, starts: NDArray[np.int64], weights: Floats | None = None) -> Floats:
+def bucket_means(
+    values: Floats, starts: NDArray[np.int64], weights: Floats | None = None
+) -> Floats:
     """Return the mean of the finite values of each bucket, NaN if it has none. weights: of the
     values, if they are to be weighted."""
     if not len(starts):
@@ -33,7 +35,7 @@ def means(values: Floats, starts: NDArray[np.int64], weights: Floats | None = No
     return np.divide(summed, total, out=np.full(len(starts), np.nan), where=total > 0)
 
 
-def extremes(values: Floats, starts: NDArray[np.int64]) -> tuple[Floats, Floats]:
+def bucket_extremes(values: Floats, starts: NDArray[np.int64]) -> tuple[Floats, Floats]:
     """Return the minimum and maximum of the finite values of each bucket, NaN if it has none."""
     if not len(starts):
         return np.empty(0), np.empty(0)
@@ -47,11 +49,11 @@ def block_maxima(table: Floats, rows: int, columns: int) -> Floats:
     """Reduce [R, C] to at most [rows, columns], each the maximum of its block."""
     for axis, most in ((0, rows), (1, columns)):
         if table.shape[axis] > most:
-            table = np.maximum.reduceat(table, buckets(table.shape[axis], most), axis=axis)
+            table = np.maximum.reduceat(table, bucket_starts(table.shape[axis], most), axis=axis)
     return table
 
 
-def short(values: Sequence[float] | Floats, digits: int = 5) -> list[float | None]:
+def round_values(values: Sequence[float] | Floats, digits: int = 5) -> list[float | None]:
     """Return numbers for JSON, with `digits` significant digits; None if not finite."""
     # The largest of all numbers are rounded to infinity.
     rounded = [float(f"{one:.{digits}g}") for one in map(float, values)]

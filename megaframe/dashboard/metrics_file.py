@@ -30,7 +30,7 @@ Rows = dict[str, tuple[list[int], list["array[float]"]]]
 """By name: the steps that have such a row, and their rows."""
 
 
-class Metrics:
+class MetricsFile:
     """Columns of one metrics file; `read` adds the lines written since the last call."""
 
     def __init__(self, path: Path) -> None:
@@ -139,11 +139,11 @@ class Metrics:
             )
             self._cut(step)
         count = len(steps)
-        for name, value in _numbers(found):
+        for name, value in _flatten_numbers(found):
             self._put(name, count, value)
         for key in _ROWS:
             if key in found:
-                for name, row in _rows(found[key], key):
+                for name, row in _find_rows(found[key], key):
                     kept = self.rows.setdefault(name, ([], []))
                     kept[0].append(step)
                     kept[1].append(array("f", row))
@@ -171,7 +171,7 @@ class Metrics:
         self.rows = {name: found for name, found in self.rows.items() if found[0]}
 
 
-def _numbers(line: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[Any]:
+def _flatten_numbers(line: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[Any]:
     """Yield names and numbers of a line except `ranks`; nested names are joined by slashes."""
     for name, value in line.items():
         if isinstance(value, bool) or value is None:
@@ -180,13 +180,13 @@ def _numbers(line: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Itera
         if isinstance(value, (int, float)):
             yield prefix + name, float(value)
         elif isinstance(value, dict) and depth < 4 and (prefix or name != "ranks"):
-            yield from _numbers(value, f"{prefix}{name}/", depth + 1)
+            yield from _flatten_numbers(value, f"{prefix}{name}/", depth + 1)
 
 
-def _rows(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, list[float]]]:
+def _find_rows(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, list[float]]]:
     if isinstance(value, list) and value:
         if all(isinstance(one, (int, float)) for one in value):
             yield name, value
     elif isinstance(value, dict) and depth < 4:
         for key, inner in value.items():
-            yield from _rows(inner, f"{name}/{sanitize_text(key)}", depth + 1)
+            yield from _find_rows(inner, f"{name}/{sanitize_text(key)}", depth + 1)

@@ -57,27 +57,27 @@ _PAGE = """<!doctype html>
 """
 
 
-def page(data: Mapping[str, Any], token: str = "") -> str:
+def render_page(data: Mapping[str, Any], token: str = "") -> str:
     """Return the HTML of the page. token: of the server that a live page polls for new data; empty
     for a saved page."""
     return _PAGE.format(
         token=f' data-token="{escape(token)}"' if token else "",
         policy=CONTENT_SECURITY_POLICY,
-        css=_part("page.css"),
+        css=_read_asset("page.css"),
         status="live" if token else "",
-        data=embedded(data),
-        plotly=_plotly(),
-        script=_part("page.js"),
+        data=embed_json(data),
+        plotly=_load_plotly(),
+        script=_read_asset("page.js"),
     )
 
 
-def embedded(data: Any) -> str:
+def embed_json(data: Any) -> str:
     """Return data as JSON that is safe inside an HTML element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file so that nobody sees a part of it. Raises `UserError` if it cannot be written."""
     partial = path.parent / f"{path.name}.partial"
     try:
@@ -89,11 +89,11 @@ def write_whole(path: Path, text: str) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _part(name: str) -> str:
+def _read_asset(name: str) -> str:
     return (files("megaframe.dashboard") / name).read_text(encoding="utf-8")
 
 
-def _plotly() -> str:
+def _load_plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

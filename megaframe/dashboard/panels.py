@@ -10,9 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.dashboard.downsample import Floats, buckets, extremes, means, short
-from megaframe.dashboard.rows import bars, heat
-from megaframe.dashboard.run_folder import Run, differences, flat, shown
+from megaframe.dashboard.downsample import (
+    Floats,
+    bucket_extremes,
+    bucket_means,
+    bucket_starts,
+    round_values,
+)
+from megaframe.dashboard.rows import build_bars, build_heatmaps
+from megaframe.dashboard.run_folder import RunFolder, diff_configs, flatten_config, make_showable
 from megaframe.errors import UserError
 from megaframe.io.untrusted import parse_json, read_file, sanitize_text
 
@@ -84,25 +90,25 @@ PANELS = (
 )  # fmt: skip
 
 
-def page_data(
-    runs: Sequence[Run], prediction: Mapping[str, Any] | None = None, points: int = POINTS
+def build_page_data(
+    runs: Sequence[RunFolder], prediction: Mapping[str, Any] | None = None, points: int = POINTS
 ) -> dict[str, Any]:
     """Return everything that the page shows, ready for JSON."""
-    names = _distinct([run.name for run in runs])
+    names = _unique_names([run.name for run in runs])
     with np.errstate(all="ignore"):  # any numbers may be in a file
-        found = [run_data(run, name, points) for run, name in zip(runs, names, strict=True)]
+        found = [build_run_data(run, name, points) for run, name in zip(runs, names, strict=True)]
     return {
         "runs": found,
         "panels": [asdict(panel) for panel in PANELS],
-        "differences": differences([run.config for run in runs]) if len(runs) > 1 else [],
-        "prediction": [*_predicted(prediction)] if prediction else [],
+        "differences": diff_configs([run.config for run in runs]) if len(runs) > 1 else [],
+        "prediction": [*_predicted_waterfall(prediction)] if prediction else [],
     }
 
 
-def run_data(run: Run, name: str, points: int) -> dict[str, Any]:
-    """Return one run's part of `page_data`."""
+def build_run_data(run: RunFolder, name: str, points: int) -> dict[str, Any]:
+    """Return one run's part of `build_page_data`."""
     metrics = run.metrics
-    starts = buckets(len(metrics), points)
+    starts = bucket_starts(len(metrics), points)
     seconds = metrics.column("seconds")
     ends = np.append(starts[1:], len(metrics)) - 1 if len(starts) else starts
     tokens = np.nan_to_num(metrics.column("tokens")).cumsum()
@@ -113,19 +119,19 @@ def run_data(run: Run, name: str, points: int) -> dict[str, Any]:
         "folder": sanitize_text(str(run.folder)),
         "steps": len(metrics),
         "notes": run.notes,
-        "summary": summary(run),
-        "x": {axis: short(values[ends], 9) for axis, values in axes.items()},
+        "summary": summarize_run(run),
+        "x": {axis: round_values(values[ends], 9) for axis, values in axes.items()},
         "series": _series(run, starts, seconds),
         "events": _events(run, axes),
-        "waterfall": _waterfall(losses(run)),
-        "bars": bars(run),
-        "heat": heat(run, axes, points),
-        "config": [list(row) for row in flat(run.config)],
-        "environment": [list(row) for row in flat(run.environment)],
+        "waterfall": _waterfall(mean_losses(run)),
+        "bars": build_bars(run),
+        "heat": build_heatmaps(run, axes, points),
+        "config": [list(row) for row in flatten_config(run.config)],
+        "environment": [list(row) for row in flatten_config(run.environment)],
     }
 
 
-def losses(run: Run) -> dict[str, float]:
+def mean_losses(run: RunFolder) -> dict[str, float]:
     """Return the share of the peak by cause, and `mfu` last if it is known, over all steps but the
     first, which includes warm-up."""
     weights = run.metrics.column("seconds").copy()
@@ -137,13 +143,13 @@ def losses(run: Run) -> dict[str, float]:
     for name in (*names, "mfu"):
         # A cause that a line does not name cost nothing in that step.
         values = run.metrics.column(name)
-        value = means(values if name == "mfu" else np.nan_to_num(values), whole, weights)
+        value = bucket_means(values if name == "mfu" else np.nan_to_num(values), whole, weights)
         if value.size and np.isfinite(value[0]):
             found[name.removeprefix("lost/")] = float(value[0])
     return found if names else {}
 
 
-def summary(run: Run) -> list[list[str]]:
+def summarize_run(run: RunFolder) -> list[list[str]]:
     """Return rows of a name and a value, for the summary of a run."""
     metrics = run.metrics
     if not len(metrics):
@@ -158,7 +164,7 @@ def summary(run: Run) -> list[list[str]]:
         return float(found[-1]) if found.size else math.nan
 
     def rate(name: str) -> float:
-        return float(means(metrics.column(name), np.zeros(1, dtype=np.int64), seconds)[0])
+        return float(bucket_means(metrics.column(name), np.zeros(1, dtype=np.int64), seconds)[0])
 
     best = metrics.column("eval_loss")
     memory = np.nan_to_num(metrics.column("memory_bytes")).max() / 2**30
@@ -166,18 +172,21 @@ def summary(run: Run) -> list[list[str]]:
         ("steps", f"{metrics.column('step')[0]:,.0f} to {metrics.column('step')[-1]:,.0f}"),
         ("tokens", f"{tokens:,.0f}"),
         ("hours", f"{total / 3600:,.3g}"),
-        ("loss", _shown(last("loss"), ".4f")),
-        ("best validation loss", _shown(float(np.nanmin(best)), ".4f") if _any(best) else "n/a"),
-        ("tokens/s", _shown(tokens / total if total else math.nan, ",.0f")),
-        ("TFLOP/s per device", _shown(rate("tflops_per_second"), ".4g")),
-        ("MFU", _shown(rate("mfu"), ".1%")),
-        ("HFU", _shown(rate("hfu"), ".1%")),
+        ("loss", _format_value(last("loss"), ".4f")),
+        (
+            "best validation loss",
+            _format_value(float(np.nanmin(best)), ".4f") if _has_values(best) else "n/a",
+        ),
+        ("tokens/s", _format_value(tokens / total if total else math.nan, ",.0f")),
+        ("TFLOP/s per device", _format_value(rate("tflops_per_second"), ".4g")),
+        ("MFU", _format_value(rate("mfu"), ".1%")),
+        ("HFU", _format_value(rate("hfu"), ".1%")),
         ("peak memory of a rank", f"{memory:.3g} GiB"),
     ]
     return [list(row) for row in rows]
 
 
-def predicted(prediction: Mapping[str, Any]) -> dict[str, float]:
+def predicted_losses(prediction: Mapping[str, Any]) -> dict[str, float]:
     """Return the shares of the peak of a predicted step by cause. prediction: has `step_seconds`,
     `mfu` and `breakdown`: seconds by part, with exposed communication under the names of axes."""
     seconds, mfu = float(prediction["step_seconds"]), prediction.get("mfu")
@@ -193,13 +202,13 @@ def predicted(prediction: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_prediction(path: Path | None) -> dict[str, Any] | None:
-    """Read a predicted step from a JSON file, as `predicted` takes it. Raises `UserError` if the
-    file has none."""
+    """Read a predicted step from a JSON file, as `predicted_losses` takes it. Raises `UserError` if
+    the file has none."""
     if path is None:
         return None
     try:
-        found = shown(parse_json(read_file(path, _LARGEST)))
-        if not all(map(math.isfinite, predicted(found).values())):
+        found = make_showable(parse_json(read_file(path, _LARGEST)))
+        if not all(map(math.isfinite, predicted_losses(found).values())):
             raise ValueError("not finite")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError):
         raise UserError(
@@ -208,13 +217,13 @@ def read_prediction(path: Path | None) -> dict[str, Any] | None:
     return found
 
 
-def _predicted(prediction: Mapping[str, Any]) -> tuple[str, list[list[Any]]]:
+def _predicted_waterfall(prediction: Mapping[str, Any]) -> tuple[str, list[list[Any]]]:
     """Return the name of the prediction, and its waterfall."""
     of = f" for {prediction['cluster']}" if "cluster" in prediction else ""
-    return f"predicted{of}", _waterfall(predicted(prediction))
+    return f"predicted{of}", _waterfall(predicted_losses(prediction))
 
 
-def label(cause: str) -> str:
+def cause_label(cause: str) -> str:
     """Return the text that is shown for a cause of a loss."""
     named = {"kernels": "kernels below peak", "mfu": "MFU"}.get(cause, cause)
     return named.replace(COMMUNICATION, "waits: ").replace("+", " + ")
@@ -222,18 +231,20 @@ def label(cause: str) -> str:
 
 def _waterfall(lost: Mapping[str, float]) -> list[list[Any]]:
     """Return rows of cause, label and share."""
-    return [[cause, label(cause), short([share], 6)[0]] for cause, share in lost.items()]
+    return [
+        [cause, cause_label(cause), round_values([share], 6)[0]] for cause, share in lost.items()
+    ]
 
 
-def _shown(value: float, form: str) -> str:
+def _format_value(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else "n/a"
 
 
-def _any(values: Floats) -> bool:
+def _has_values(values: Floats) -> bool:
     return bool(np.isfinite(values).any())
 
 
-def _distinct(names: Sequence[str]) -> list[str]:
+def _unique_names(names: Sequence[str]) -> list[str]:
     """Return the names of runs, numbered where names are repeated."""
     seen: dict[str, int] = {}
     found = []
@@ -243,29 +254,29 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return found
 
 
-def _series(run: Run, starts: Any, seconds: Floats) -> dict[str, dict[str, Any]]:
+def _series(run: RunFolder, starts: Any, seconds: Floats) -> dict[str, dict[str, Any]]:
     """Return by metric the means of buckets and, if steps were thinned out, also the extremes."""
     found = {}
-    for name in _wanted(run.metrics.names()):
+    for name in _select_names(run.metrics.names()):
         values = run.metrics.column(name)
-        if not _any(values) or (
+        if not _has_values(values) or (
             name.startswith(("time/", "bytes/")) and not np.nan_to_num(values).any()
         ):
             continue  # fmt: skip
         weights = seconds if name in _RATES else None
-        found[name] = {"y": short(means(values, starts, weights))}
+        found[name] = {"y": round_values(bucket_means(values, starts, weights))}
         if len(values) > len(starts):
-            low, high = extremes(values, starts)
-            found[name] |= {"low": short(low), "high": short(high)}
+            low, high = bucket_extremes(values, starts)
+            found[name] |= {"low": round_values(low), "high": round_values(high)}
     return found
 
 
-def _wanted(names: Iterable[str]) -> list[str]:
+def _select_names(names: Iterable[str]) -> list[str]:
     keys = [key for panel in PANELS for key in panel.keys]
     return [n for n in names if any(n.startswith(k) if k.endswith("/") else n == k for k in keys)]
 
 
-def _events(run: Run, axes: Mapping[str, Floats]) -> list[dict[str, Any]]:
+def _events(run: RunFolder, axes: Mapping[str, Floats]) -> list[dict[str, Any]]:
     """Return events and their places on the axes. If there are too many, restarts and skips have
     precedence over checkpoints."""
     events = list(run.events())
@@ -277,6 +288,6 @@ def _events(run: Run, axes: Mapping[str, Floats]) -> list[dict[str, Any]]:
     found = []
     for event in events:
         place = min(len(steps) - 1, int(np.searchsorted(steps, event.step)))
-        at = {name: short([values[place]], 9)[0] for name, values in axes.items()}
+        at = {name: round_values([values[place]], 9)[0] for name, values in axes.items()}
         found.append({**at, "kind": event.kind, "text": event.text})
     return found

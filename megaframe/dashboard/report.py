@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from megaframe.dashboard.advice import advice
-from megaframe.dashboard.panels import label, losses, predicted, summary
-from megaframe.dashboard.run_folder import Run, value_of
+from megaframe.dashboard.advice import suggest_remedies
+from megaframe.dashboard.panels import cause_label, mean_losses, predicted_losses, summarize_run
+from megaframe.dashboard.run_folder import RunFolder, get_config_value
 from megaframe.io.http import CONTENT_SECURITY_POLICY
 from megaframe.io.untrusted import sanitize_text
 
@@ -33,40 +33,42 @@ td, li, h1 { overflow-wrap: anywhere }
 """
 
 
-def report(
-    run: Run, prediction: Mapping[str, Any] | None = None, planner: Sequence[str] = ()
+def render_report(
+    run: RunFolder, prediction: Mapping[str, Any] | None = None, planner: Sequence[str] = ()
 ) -> str:
     """Return the report as Markdown. prediction: as `panels.predicted` takes it. planner: the
     planner's suggestions, or why it has none."""
     return "\n".join(_lines(run, prediction, planner)) + "\n"
 
 
-def _lines(run: Run, prediction: Mapping[str, Any] | None, planner: Sequence[str]) -> Iterator[str]:
-    yield f"# {_plain(run.name)}"
+def _lines(
+    run: RunFolder, prediction: Mapping[str, Any] | None, planner: Sequence[str]
+) -> Iterator[str]:
+    yield f"# {_escape_markdown(run.name)}"
     if run.notes:
         yield ""
-        yield from (f"- note: {_plain(note)}" for note in run.notes)
+        yield from (f"- note: {_escape_markdown(note)}" for note in run.notes)
     yield from ("", "## What")
     environment = {key: run.environment.get(key) for key in ("layout", "device", "torch", "commit")}
-    found = {key: value_of(run.config, key) for key in _CONFIG} | environment
+    found = {key: get_config_value(run.config, key) for key in _CONFIG} | environment
     rows = [[key, str(value)] for key, value in found.items() if value is not None]
     yield from _table(["", ""], rows)
     yield from ("", "## How fast")
-    yield from _table(["", ""], summary(run))
-    lost = losses(run)
+    yield from _table(["", ""], summarize_run(run))
+    lost = mean_losses(run)
     if not lost:
         yield from ("", "There are no metrics of where the time went.")
         return
     yield from ("", "## Where the peak was lost")
     yield from ("", "From the full peak down to the MFU, over all steps except the first.", "")
-    expected = predicted(prediction) if prediction else {}
+    expected = predicted_losses(prediction) if prediction else {}
     causes = sorted(
         (c for c in {**lost, **expected} if c != "mfu"), key=lambda c: -lost.get(c, 0.0)
     )
     known = [c for c in causes if max(lost.get(c, 0.0), expected.get(c, 0.0)) >= 5e-4]
     rows = []
     for cause in [*known, *(["mfu"] if "mfu" in lost else [])]:
-        row = [label(cause), f"{lost.get(cause, 0.0):.1%}"]
+        row = [cause_label(cause), f"{lost.get(cause, 0.0):.1%}"]
         rows.append([*row, f"{expected.get(cause, 0.0):.1%}"] if expected else row)
     yield from _table(["cause", "of the peak", *(["predicted"] if expected else [])], rows)
     events = list(run.events())
@@ -75,13 +77,13 @@ def _lines(run: Run, prediction: Mapping[str, Any] | None, planner: Sequence[str
         yield from ("", "## What happened", "")
         yield from (f"- {e.text}" for e in events if e.kind != "checkpoint")
     yield from ("", "## What to try next", "")
-    sentences = [f"- **{label(cause)}**: {text}." for cause, text in advice(lost)]
+    sentences = [f"- **{cause_label(cause)}**: {text}." for cause, text in suggest_remedies(lost)]
     yield from sentences or ["- Nothing costs more than 2% of the peak."]
     if planner:
-        yield f"- **the planner**: {_plain('; '.join(planner))}."
+        yield f"- **the planner**: {_escape_markdown('; '.join(planner))}."
 
 
-def html(markdown: str) -> str:
+def render_html(markdown: str) -> str:
     """Return the report as a self-contained HTML page."""
     title = markdown.splitlines()[0].removeprefix("# ")
     body = "\n".join(_blocks(markdown.splitlines()))
@@ -95,7 +97,7 @@ def html(markdown: str) -> str:
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[str]:
-    """Convert headings, lists, tables and paragraphs, as `report` writes them, to HTML."""
+    """Convert headings, lists, tables and paragraphs, as `render_report` writes them, to HTML."""
     place = 0
     while place < len(lines):
         line = lines[place]
@@ -135,7 +137,7 @@ def _text(text: str) -> str:
     return re.sub(r"\\(&lt;|[\\`*_\[\]|#])", r"\1", bold)
 
 
-def _plain(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     """Escape text so that Markdown treats all of it as plain text."""
     return re.sub(r"([\\`*_\[\]<|#])", r"\\\1", sanitize_text(" ".join(text.split())))
 
@@ -145,4 +147,4 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
     yield "| " + " | ".join(heads) + " |"
     yield "|" + "---|" * len(heads)
     for row in rows:
-        yield "| " + " | ".join(_plain(cell) for cell in row) + " |"
+        yield "| " + " | ".join(_escape_markdown(cell) for cell in row) + " |"

@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.dashboard.downsample import Floats, block_maxima, buckets, short
-from megaframe.dashboard.run_folder import Run, value_of
+from megaframe.dashboard.downsample import Floats, block_maxima, bucket_starts, round_values
+from megaframe.dashboard.run_folder import RunFolder, get_config_value
 
 _PEAK = "ranks/memory_bytes"
 RANKS = 160
 """Maximum number of ranks of a run that a page shows; more are thinned out."""
 
 
-def bars(run: Run) -> dict[str, Any]:
+def build_bars(run: RunFolder) -> dict[str, Any]:
     """Return by panel the names of the places and, for each kind, the heights of the bars."""
     rows, found = run.metrics.rows, {}
     stages = _longest(
         {
-            name: np.mean(_table(rows[f"stages/{name}"])[1], axis=0) * 1000
+            name: np.mean(_to_table(rows[f"stages/{name}"])[1], axis=0) * 1000
             for name in ("work", "bubble")
             if f"stages/{name}" in rows
         }
@@ -40,11 +40,11 @@ def bars(run: Run) -> dict[str, Any]:
     if kinds:
         if peak is not None:
             kinds["the rest at its peak"] = np.maximum(0.0, peak - sum(kinds.values()))
-        starts = buckets(len(next(iter(kinds.values()))), RANKS)
+        starts = bucket_starts(len(next(iter(kinds.values()))), RANKS)
         thinned = {k: np.maximum.reduceat(v, starts) for k, v in kinds.items()}
         found["memory_ranks"] = _group([f"rank {i}" for i in starts], thinned)
     if "sources" in rows:
-        counts, names = rows["sources"][1][-1], _trained_on(run)
+        counts, names = rows["sources"][1][-1], _source_names(run)
         if len(names) != len(counts):
             names = [f"source {i}" for i in range(len(counts))]
         found["sources"] = _group(names, {"samples": np.asarray(counts, dtype=float)})
@@ -57,9 +57,9 @@ def _longest(rows: Mapping[str, Floats]) -> dict[str, Floats]:
     return {name: row for name, row in rows.items() if len(row) == width}
 
 
-def _trained_on(run: Run) -> list[str]:
+def _source_names(run: RunFolder) -> list[str]:
     """Return the paths of the sources with a share of training, as far as the config says."""
-    sources, split = (value_of(run.config, f"data.{key}") for key in ("sources", "split"))
+    sources, split = (get_config_value(run.config, f"data.{key}") for key in ("sources", "split"))
     found = []
     for source in sources if isinstance(sources, list) else []:
         given = (source.get("split") or split) if isinstance(source, dict) else None
@@ -76,10 +76,10 @@ def _is_zero(text: Any) -> bool:
 
 
 def _group(places: list[str], kinds: Mapping[str, Floats]) -> dict[str, Any]:
-    return {"places": places, "kinds": {kind: short(row) for kind, row in kinds.items()}}
+    return {"places": places, "kinds": {kind: round_values(row) for kind, row in kinds.items()}}
 
 
-def heat(run: Run, axes: Mapping[str, Floats], points: int) -> dict[str, Any]:
+def build_heatmaps(run: RunFolder, axes: Mapping[str, Floats], points: int) -> dict[str, Any]:
     """Return by panel the rows `z` of a heat map, with the numbers of its rows and columns. If the
     columns are steps, `x` has their values on each of `axes`, which have a value for every line."""
     rows, found, most = run.metrics.rows, {}, min(points, 200)
@@ -87,10 +87,13 @@ def heat(run: Run, axes: Mapping[str, Floats], points: int) -> dict[str, Any]:
     def along(table: Floats, what: str, steps: Sequence[int]) -> dict[str, Any]:
         grid = _grid(table, what, steps, most)
         places = np.searchsorted(axes["step"], grid.pop("columns"))
-        return {**grid, "x": {name: short(values[places], 9) for name, values in axes.items()}}
+        return {
+            **grid,
+            "x": {name: round_values(values[places], 9) for name, values in axes.items()},
+        }
 
     if "ranks/work" in rows:
-        steps, work = _table(rows["ranks/work"])
+        steps, work = _to_table(rows["ranks/work"])
         middle = np.median(work, axis=1, keepdims=True)
         over = 100 * (work / np.where(middle > 0, middle, 1.0) - 1.0)
         found["stragglers"] = along(over.T, "rank", steps)
@@ -104,7 +107,7 @@ def heat(run: Run, axes: Mapping[str, Floats], points: int) -> dict[str, Any]:
         grid = _grid(table, "layer", range(width), 512)
         found["experts"] = {**grid, "across": "expert", "at": steps[-1]}
     if "experts/max_load" in rows:
-        steps, load = _table(rows["experts/max_load"])
+        steps, load = _to_table(rows["experts/max_load"])
         found["expert_load"] = along(load.T, "layer", steps)
     return found
 
@@ -114,7 +117,7 @@ def _last_number(name: str) -> int:
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
-def _table(kept: tuple[list[int], Sequence[Sequence[float]]]) -> tuple[list[int], Floats]:
+def _to_table(kept: tuple[list[int], Sequence[Sequence[float]]]) -> tuple[list[int], Floats]:
     """Return the rows that are as long as the last one, and their steps; rows of another layout
     have another length."""
     steps, rows = kept
@@ -125,9 +128,9 @@ def _table(kept: tuple[list[int], Sequence[Sequence[float]]]) -> tuple[list[int]
 
 def _grid(table: Floats, what: str, columns: Sequence[int], most: int) -> dict[str, Any]:
     thinned = block_maxima(table, RANKS, most)
-    height, width = buckets(len(table), RANKS), buckets(len(columns), most)
+    height, width = bucket_starts(len(table), RANKS), bucket_starts(len(columns), most)
     return {
-        "z": [short(row, 3) for row in thinned],
+        "z": [round_values(row, 3) for row in thinned],
         "rows": height.tolist(),
         "columns": [columns[i] for i in width],
         "what": what,

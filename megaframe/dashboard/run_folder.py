@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.dashboard.metrics_file import Metrics
+from megaframe.dashboard.metrics_file import MetricsFile
 from megaframe.errors import UserError
 from megaframe.io.run_files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE
 from megaframe.io.untrusted import parse_json, parse_yaml, read_file, sanitize_text
@@ -19,7 +19,7 @@ _LARGEST = 1 << 20
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """Something that happened at the end of a step. kind: restart, skip or checkpoint."""
 
     step: int
@@ -27,7 +27,7 @@ class Event:
     text: str
 
 
-class Run:
+class RunFolder:
     """A run folder, as it was when last read. Raises `UserError` if it is not a run folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -38,7 +38,7 @@ class Run:
                 f"{folder} has neither {METRICS_FILE} nor {CONFIG_FILE}: it is not a run folder"
             )
         self.folder, self.name = folder, sanitize_text(folder.resolve().name)
-        self.metrics = Metrics(folder / METRICS_FILE)
+        self.metrics = MetricsFile(folder / METRICS_FILE)
         self.config: dict[str, Any] = {}
         self.environment: dict[str, Any] = {}
         self._notes: list[str] = []
@@ -69,18 +69,20 @@ class Run:
         found = self.environment.get("ranks")
         return found if isinstance(found, int) and 0 < found < 1 << 24 else None
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[RunEvent]:
         """Yield events in the order of their steps."""
         metrics, found = self.metrics, []
         steps = metrics.column("step")
         for step, after in zip(steps, metrics.column("resumed_after"), strict=True):
             if np.isfinite(after):
-                found.append(Event(int(step), "restart", f"resumed after step {after:.0f}"))
+                found.append(RunEvent(int(step), "restart", f"resumed after step {after:.0f}"))
         for step in steps[metrics.column("skipped") > 0]:
-            found.append(Event(int(step), "skip", f"step {step:.0f}: update skipped"))
+            found.append(RunEvent(int(step), "skip", f"step {step:.0f}: update skipped"))
         # A checkpoint is saved after its step has ended, so its time is in the next step's line.
         for step in steps[metrics.column("time/checkpoint") > 0]:
-            found.append(Event(int(step) - 1, "checkpoint", f"checkpoint of step {step - 1:.0f}"))
+            found.append(
+                RunEvent(int(step) - 1, "checkpoint", f"checkpoint of step {step - 1:.0f}")
+            )
         yield from sorted(found, key=lambda event: event.step)
 
     def _missing_ranks(self) -> str | None:
@@ -94,7 +96,7 @@ class Run:
         missing or cannot be read. Values of YAML are text."""
         parsed = parse_json if name.endswith(".json") else parse_yaml
         try:
-            found = shown(parsed(read_file(self.folder / name, _LARGEST)))
+            found = make_showable(parsed(read_file(self.folder / name, _LARGEST)))
         except FileNotFoundError:
             self._notes.append(f"there is no {name}")
             return {}
@@ -106,34 +108,36 @@ class Run:
         return found
 
 
-def shown(value: Any) -> Any:
+def make_showable(value: Any) -> Any:
     """Return a description whose keys and texts can be shown, without secrets."""
     if isinstance(value, dict):
-        return {shown(str(key)): shown(inner) for key, inner in value.items()}
+        return {make_showable(str(key)): make_showable(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [shown(inner) for inner in value]
+        return [make_showable(inner) for inner in value]
     return sanitize_text(value) if isinstance(value, str) else value
 
 
-def flat(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+def flatten_config(
+    config: Mapping[str, Any], prefix: str = "", depth: int = 0
+) -> Iterator[tuple[str, str]]:
     """Yield the keys and values of a nested mapping as text."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value and depth < 6:
-            yield from flat(value, f"{prefix}{key}.", depth + 1)
+            yield from flatten_config(value, f"{prefix}{key}.", depth + 1)
         else:
             yield f"{prefix}{key}", "" if value is None else str(value)[:500]
 
 
-def value_of(config: Mapping[str, Any], key: str) -> Any:
+def get_config_value(config: Mapping[str, Any], key: str) -> Any:
     """Return the value of key `section.name` in a config of unknown shape; None if it has none."""
     section, _, name = key.partition(".")
     inner = config.get(section)
     return inner.get(name) if isinstance(inner, Mapping) else None
 
 
-def differences(configs: list[dict[str, Any]]) -> list[list[str]]:
+def diff_configs(configs: list[dict[str, Any]]) -> list[list[str]]:
     """Return rows of a key and its value in each config, for the keys that differ."""
-    tables = [dict(flat(config)) for config in configs]
+    tables = [dict(flatten_config(config)) for config in configs]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [[key, *(table.get(key, "") for table in tables)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]

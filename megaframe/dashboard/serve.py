@@ -16,20 +16,20 @@ from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs
 
-from megaframe.dashboard.page import page
-from megaframe.dashboard.panels import page_data
-from megaframe.dashboard.run_folder import Run
+from megaframe.dashboard.page import render_page
+from megaframe.dashboard.panels import build_page_data
+from megaframe.dashboard.run_folder import RunFolder
 from megaframe.errors import UserError
 from megaframe.io.http import LOOPBACK, make_handler
 
 
-class Server:
+class DashboardServer:
     """Serves runs from `start` or `run` until `close`. host, port: where it listens; port 0 takes
     any free port. Raises `UserError` if it cannot listen there."""
 
     def __init__(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[RunFolder],
         *,
         host: str = LOOPBACK,
         port: int = 0,
@@ -78,7 +78,7 @@ class Server:
             return HTTPStatus.FORBIDDEN, "text/plain", text
         version, data = self._data()
         if path == "/":
-            return HTTPStatus.OK, "text/html", page(data, self.token).encode()
+            return HTTPStatus.OK, "text/html", render_page(data, self.token).encode()
         if path != "/data":
             return HTTPStatus.NOT_FOUND, "text/plain", b"There is no such page.\n"
         if query.get("version", [""])[0] == version:
@@ -92,5 +92,5 @@ class Server:
                 run.read()
             version = "-".join(str(run.metrics.version) for run in self._runs)
             if self._kept is None or self._kept[0] != version:
-                self._kept = version, page_data(self._runs, self._prediction)
+                self._kept = version, build_page_data(self._runs, self._prediction)
             return self._kept

@@ -27,7 +27,7 @@ import numpy as np
 import yaml
 
 from megaframe.config import RunConfig, load
-from megaframe.dashboard.metrics_file import Metrics
+from megaframe.dashboard.metrics_file import MetricsFile
 from megaframe.errors import UserError
 from megaframe.io.run_files import METRICS_FILE
 
@@ -146,7 +146,7 @@ class TrialRun:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._command = trial_command(words, keys, folder, ranks)
-        self._metrics, self._last_step = Metrics(folder / METRICS_FILE), 0
+        self._metrics, self._last_step = MetricsFile(folder / METRICS_FILE), 0
 
     def start(self, **options: Any) -> subprocess.Popen[bytes]:
         """Start it, with what it prints in a file of its folder. options: of `subprocess.Popen`."""
@@ -269,7 +269,7 @@ def trial_command(
     ]
 
 
-def values_after(metrics: Metrics, metric: str, last_step: int) -> Iterator[tuple[int, float]]:
+def values_after(metrics: MetricsFile, metric: str, last_step: int) -> Iterator[tuple[int, float]]:
     """Yield (step, metric) for the steps after `last_step` that have the metric. A training metric
     is averaged over the last `SMOOTHED` steps."""
     values, steps = metrics.column(metric), metrics.column("step")

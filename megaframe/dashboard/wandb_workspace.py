@@ -24,7 +24,7 @@ _INSTEAD = {
 """For panels that are not lines on the page: prefixes of the metrics to plot as lines."""
 
 
-def workspace(entity: str, project: str) -> Any:
+def build_workspace(entity: str, project: str) -> Any:
     """Return the workspace, not yet saved. Raises `UserError` if the extra `wandb` is missing."""
     try:
         import wandb_workspaces.reports.v2 as blocks
@@ -44,7 +44,7 @@ def workspace(entity: str, project: str) -> Any:
 
 def save_workspace(entity: str, project: str) -> str:
     """Save the workspace in the project, and return its URL. Raises `UserError` if that fails."""
-    panels = workspace(entity, project)
+    panels = build_workspace(entity, project)
     import wandb
 
     try:

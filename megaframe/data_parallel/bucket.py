@@ -226,7 +226,7 @@ class Bucket:
         if stage >= 2:  # what is added from now on belongs to the next reduction
             self._grads, self.lends = None, True
             for parameter in self.parameters:
-                parameter.let_go_of_grad()
+                parameter.release_grad()
         yield from self._over_shard.sum_part(grads)
         if stage >= 2:
             self._keep(grads)
@@ -318,7 +318,7 @@ class Bucket:
         self._buffers.give(self._values)
         self._values = None
         for parameter in self.parameters:
-            parameter.let_go_of_value()
+            parameter.release_value()
 
     def _sent(self) -> None:
         """Return when this rank's weights are no longer being sent."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from megaframe.config.schema import ParallelConfig
+from megaframe.config.parallel import ParallelConfig
 from megaframe.data_parallel.buffers import Buffers
 from megaframe.data_parallel.compression import Half, Int8, TopK
 from megaframe.data_parallel.gradient_reducer import CodedWire, Wire, part_length

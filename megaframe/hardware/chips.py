@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from megaframe.errors import join_or
 
-WIDTH = {"fp8": 1, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+DTYPE_BYTES = {"fp8": 1, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of a value by type, under the names of `train.precision`."""
 TYPES = ("fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
 """Types of which chips have peaks."""
@@ -24,7 +24,7 @@ CLOCK_EXPONENT = 0.4
 """The clock grows as power to this exponent, because voltage must rise with the clock."""
 UNKNOWN = "unknown"
 """Family of chips that are not in the table."""
-_OFF = 0.15
+_MEMORY_TOLERANCE = 0.15
 """Share by which the memory that a device reports may differ from the table: error correction, the
 driver and units of 1000 or 1024 take up to 9%; a device that differs by more is another one."""
 
@@ -653,7 +653,7 @@ CHIPS: Mapping[str, Chip] = {
 """All known chips, by name."""
 
 
-def chip_named(device: str) -> Chip | None:
+def find_chip(device: str) -> Chip | None:
     """Return the chip whose device torch reports under this name, or None if it is not in the
     table."""
     return next(
@@ -661,7 +661,7 @@ def chip_named(device: str) -> Chip | None:
     )
 
 
-def chip_of(device: str, memory: float, units: int = 2) -> Chip:
+def identify_chip(device: str, memory: float, units: int = 2) -> Chip:
     """Return the chip of a device, with the memory that the device has.
 
     A device is unknown if its name is not in the table, or if it has another amount of memory than
@@ -672,13 +672,13 @@ def chip_of(device: str, memory: float, units: int = 2) -> Chip:
         memory: its bytes, as torch reports them.
         units: its multiprocessors.
     """
-    known = chip_named(device)
-    if known is None or abs(memory / known.memory - 1) > _OFF:
+    named = find_chip(device)
+    if named is None or abs(memory / named.memory - 1) > _MEMORY_TOLERANCE:
         return Chip(device, UNKNOWN, {}, memory, 0.0, units)
-    return replace(known, memory=float(memory))
+    return replace(named, memory=float(memory))
 
 
-def nearest_chips(name: str) -> str:
+def suggest_chips(name: str) -> str:
     """Return the names of known chips that resemble `name`, for a message; all names if none
     does."""
     from difflib import get_close_matches

@@ -12,19 +12,27 @@ from pathlib import Path
 
 
 def read_start_time(process: int) -> int | None:
-    """Return when a process started, in clock ticks since boot. None if there is no such process,
-    if it has ended and its parent has not noticed, or on a system without /proc."""
+    """Return when a process started, in clock ticks since boot.
+
+    None if there is no such process, if it has ended and its parent has not noticed, or on a system
+    without /proc.
+    """
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return None
+    # Counted from the closing parenthesis, because the name before it may hold spaces; `rest[18]`
+    # is field 22 of proc(5), starttime.
     state, *rest = text.rpartition(")")[2].split()
     return None if state in "ZX" else int(rest[18])
 
 
 def has_ended(process: int, start: int) -> bool:
-    """Return whether the process with this id and start has ended. It must be of this `namespace`.
-    Where other users' processes are hidden, one of theirs counts as running."""
+    """Return whether the process with this id and start has ended.
+
+    It must be of this `namespace`. Where other users' processes are hidden, one of theirs counts as
+    running.
+    """
     try:
         os.kill(process, 0)
     except ProcessLookupError:

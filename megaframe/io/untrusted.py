@@ -43,8 +43,9 @@ _SECRETS = (
 def open_file(path: Name, buffering: int = -1) -> BinaryIO:
     """Open a regular file for reading, without waiting for anything.
 
-    Raises OSError, with a `strerror` for users, for all else: pipes, devices, folders, and names
-    that no file can have.
+    Raises:
+        OSError: With a `strerror` for users, for all else: pipes, devices, folders, and names that
+            no file can have.
     """
     try:
         # Without O_NONBLOCK, opening a pipe waits for somebody to write into it.
@@ -65,8 +66,11 @@ def open_file(path: Name, buffering: int = -1) -> BinaryIO:
 
 
 def read_file(path: Name, limit: int) -> bytes:
-    """Read a whole regular file. Raises OSError as `open_file` does, and for a file of more than
-    `limit` bytes."""
+    """Read a whole regular file.
+
+    Raises:
+        OSError: As `open_file` does, and for a file of more than `limit` bytes.
+    """
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > limit:
             raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", os.fspath(path))
@@ -74,8 +78,13 @@ def read_file(path: Name, limit: int) -> bytes:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON. Raises ValueError for what is not JSON, or is nested more than `MAX_DEPTH` deep.
-    Integers of very many digits become floats."""
+    """Parse JSON.
+
+    Integers of very many digits become floats.
+
+    Raises:
+        ValueError: For what is not JSON, or is nested more than `MAX_DEPTH` deep.
+    """
     try:
         value = json.loads(data, parse_int=_parse_integer)
     except RecursionError:
@@ -107,9 +116,12 @@ def _nesting_depth(value: Any) -> int:
 
 
 def parse_yaml(data: bytes) -> Any:
-    """Parse YAML into dicts, lists and text (None for null), whatever its tags say. Raises
-    ValueError for what is not YAML, and for what `PlainLoader` refuses; it does not quote the text,
-    because half of a secret would not be recognised."""
+    """Parse YAML into dicts, lists and text (None for null), whatever its tags say.
+
+    Raises:
+        ValueError: For what is not YAML, and for what `PlainLoader` refuses; it does not quote the
+            text, because half of a secret would not be recognised.
+    """
     try:
         node = PlainLoader(data.decode("utf-8-sig")).get_single_node()
     except yaml.MarkedYAMLError as error:
@@ -141,8 +153,10 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def plain_data(node: yaml.Node) -> Any:
-    """Return a node tree as dicts, lists and text, None for null. Keys that are not text are left
-    out."""
+    """Return a node tree as dicts, lists and text, None for null.
+
+    Keys that are not text are left out.
+    """
     if isinstance(node, yaml.MappingNode):
         return {
             key.value: plain_data(value)

@@ -1,7 +1,7 @@
 """Metrics of every step of a run, with where its time went and its MFU."""
 
 from megaframe.metrics.flops import Flops, count_flops
-from megaframe.metrics.meter import Meter
+from megaframe.metrics.metrics_logger import MetricsLogger
 from megaframe.metrics.timers import PARTS, Part, StepTimer
 
-__all__ = ["PARTS", "Flops", "Meter", "Part", "StepTimer", "count_flops"]
+__all__ = ["PARTS", "Flops", "MetricsLogger", "Part", "StepTimer", "count_flops"]

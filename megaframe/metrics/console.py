@@ -20,8 +20,8 @@ from rich.table import Table
 from megaframe.config import RunConfig
 from megaframe.io.run_files import LOG_FILE, METRICS_FILE
 from megaframe.io.untrusted import escape_unprintable
-from megaframe.metrics.sinks import Line, cannot_write, finite
-from megaframe.metrics.totals import Totals
+from megaframe.metrics.sinks import Line, cannot_write, replace_nonfinite
+from megaframe.metrics.totals import RunTotals
 
 _RECENT_STEPS = 50
 
@@ -38,10 +38,10 @@ class ConsoleSink:
         self._config = config
         self._folder = Path(config.run.dir)
         self._start_step = start_step
-        self._columns = columns(config.train.steps)
+        self._columns = column_widths(config.train.steps)
         self._has_header = False
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
-        self._run, self._since = Totals(), Totals()
+        self._run, self._since = RunTotals(), RunTotals()
         self.ending: Sequence[tuple[str, str]] = ()
         try:
             self._log = open(self._folder / LOG_FILE, "a", encoding="utf-8")  # noqa: SIM115
@@ -62,7 +62,7 @@ class ConsoleSink:
     def write(self, line: Line) -> None:
         step, last = line["step"], self._config.train.steps
         if self._config.meter.console == "json":
-            print(json.dumps(finite(line), allow_nan=False), flush=True)
+            print(json.dumps(replace_nonfinite(line), allow_nan=False), flush=True)
         self._run.add(line)
         self._since.add(line)
         self._recent.append(line["seconds"])
@@ -70,18 +70,18 @@ class ConsoleSink:
         if first or step == last or step % self._config.meter.every == 0:
             if not self._has_header:
                 self._has_header = True
-                self._print(aligned(self._columns, list(self._columns)), None)
-            self._print(aligned(self._columns, self._cells(line)), None)
-            self._since = Totals()
+                self._print(align(self._columns, list(self._columns)), None)
+            self._print(align(self._columns, self._cells(line)), None)
+            self._since = RunTotals()
         if line.get("eval_loss") is not None:
-            self._print(evaluation(line), None)
+            self._print(format_evaluation(line), None)
 
     def flush(self) -> None:
         """Do nothing: every line is flushed when it is printed."""
 
     def rewind(self, step: int) -> None:
         """Begin the summary anew after `step`; what was printed stays."""
-        self._run, self._since = Totals(), Totals()
+        self._run, self._since = RunTotals(), RunTotals()
         self._start_step = step
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class ConsoleSink:
             files += ["wandb"] * (self._config.meter.wandb is not None)
             places = f"{self._folder}: {', '.join(files)}"
             rows = [*self._run.summary(self._start_step), ("files", places), *self.ending]
-            self._print(table("Summary", rows), {"summary": dict(rows)})
+            self._print(format_table("Summary", rows), {"summary": dict(rows)})
         self._log.close()
 
     def _cells(self, line: Line) -> list[str]:
@@ -101,14 +101,14 @@ class ConsoleSink:
         left = self._config.train.steps - line["step"]
         return [
             f"{line['step']}/{self._config.train.steps}",
-            number(line["loss"], ".4f"),
-            number(line["grad_norm"], ".3f"),
-            number(line["lr"], ".2e"),
-            number(self._since.tokens_per_second, ",.0f"),
-            number(self._since.mean("tflops_per_second"), ".4g"),
-            number(self._since.mean("mfu"), ".1%"),
-            number(self._since.seconds / self._since.steps, ".4g"),
-            duration(left * sum(recent) / len(recent)),
+            format_number(line["loss"], ".4f"),
+            format_number(line["grad_norm"], ".3f"),
+            format_number(line["lr"], ".2e"),
+            format_number(self._since.tokens_per_second, ",.0f"),
+            format_number(self._since.mean("tflops_per_second"), ".4g"),
+            format_number(self._since.mean("mfu"), ".1%"),
+            format_number(self._since.seconds / self._since.steps, ".4g"),
+            format_duration(left * sum(recent) / len(recent)),
         ]
 
     def _print(self, text: str, said: Mapping[str, Any] | None) -> None:
@@ -122,7 +122,7 @@ class ConsoleSink:
         self.detail(text)
 
 
-def note_elsewhere(config: RunConfig, text: str) -> None:
+def print_note(config: RunConfig, text: str) -> None:
     """Print a note of a rank that has no sink, and append it to the run log."""
     text = escape_unprintable(text)
     said = json.dumps({"note": text}) if config.meter.console == "json" else text
@@ -135,23 +135,23 @@ def note_elsewhere(config: RunConfig, text: str) -> None:
         raise cannot_write(path, error) from None
 
 
-def columns(steps: int) -> dict[str, int]:
+def column_widths(steps: int) -> dict[str, int]:
     """Return names and widths of the columns of a line."""
     widths = {"loss": 9, "grad norm": 10, "lr": 10, "tokens/s": 11, "TFLOP/s": 9, "MFU": 7}
     return {"step": max(9, 2 * len(str(steps)) + 1), **widths, "seconds": 9, "ETA": 9}
 
 
-def aligned(columns: dict[str, int], cells: list[str]) -> str:
+def align(columns: dict[str, int], cells: list[str]) -> str:
     """Return cells as one line, right-aligned to the columns' widths and separated by spaces."""
     return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, columns.values(), strict=True))
 
 
-def number(value: Any, form: str) -> str:
+def format_number(value: Any, form: str) -> str:
     """Format a number; what is unknown is n/a."""
     return "n/a" if value is None else format(value, form)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds for people: 45s, 3m 05s, 2h 08m, 3d 04h."""
     if not math.isfinite(seconds):
         return "n/a"
@@ -162,7 +162,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
-def evaluation(line: Line) -> str:
+def format_evaluation(line: Line) -> str:
     """Return the sentence about an evaluation, with perplexity and bits per byte if known."""
     text = f"step {line['step']}: validation loss {line['eval_loss']:.4f}"
     if line.get("eval_perplexity") is not None:
@@ -172,7 +172,7 @@ def evaluation(line: Line) -> str:
     return text
 
 
-def table(title: str, rows: list[tuple[str, str]]) -> str:
+def format_table(title: str, rows: list[tuple[str, str]]) -> str:
     """Format rows of a name and a value as text."""
     grid = Table(title=title, show_header=False, box=None, title_justify="left")
     grid.add_column(no_wrap=True)

@@ -27,13 +27,13 @@ def write_environment(config: RunConfig, mesh: Mesh, kernels: Mapping[str, Any])
     are used, and why not faster ones."""
     path = Path(config.run.dir) / ENVIRONMENT_FILE
     try:
-        found = {**environment(config, mesh), "kernels": kernels}
+        found = {**describe_environment(config, mesh), "kernels": kernels}
         path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise cannot_write(path, error) from None
 
 
-def environment(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+def describe_environment(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     """Return names and values. They include the command as it was typed, with its overrides."""
     device = mesh.device
     found: dict[str, Any] = {
@@ -49,7 +49,7 @@ def environment(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
         "megaframe": __version__,
         "torch": torch.__version__,
         "command": " ".join(sys.argv),
-        "commit": _commit(),
+        "commit": _find_commit(),
     }
     if device.type == "cpu":
         dtype = PRECISIONS[config.train.precision].compute
@@ -62,7 +62,7 @@ def environment(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     return found
 
 
-def _commit() -> str | None:
+def _find_commit() -> str | None:
     """Return the commit of the sources, marked if they were changed since; None without git."""
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():

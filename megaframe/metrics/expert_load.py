@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from megaframe.config import RunConfig
-from megaframe.metrics.records import How
+from megaframe.metrics.records import ReduceType
 from megaframe.model.pass_state import LayerStatistics
 from megaframe.parameters.spec import ParamSpec, even_share
 
-Record = tuple[str, Tensor, How]
+Record = tuple[str, Tensor, ReduceType]
 """Name, row and kind, as `Meter.record` takes them."""
 
 
-class ExpertMeter:
+class ExpertLoadMetrics:
     """Makes the records of a step. specs: of the whole model, whose layers with experts they name.
     ranks: number of ranks that divide the experts."""
 
@@ -55,8 +55,8 @@ class ExpertMeter:
         }
         for name, (load_E, kept_E) in found.items():
             place = self._place[name]
-            rows["max_load"][place] = _worst(load_E)
-            rows["rank_load"][place] = _worst(
+            rows["max_load"][place] = _peak_over_mean(load_E)
+            rows["rank_load"][place] = _peak_over_mean(
                 torch.stack([load_E[span].sum() for span in self._spans])
             )
             if self._moe.balance == "bias":
@@ -81,7 +81,7 @@ class ExpertMeter:
                 yield f"experts/tokens/{place}", found.get(name, (none, none))[0], "max"
 
 
-def _worst(load: Tensor) -> Tensor:
+def _peak_over_mean(load: Tensor) -> Tensor:
     """Return maximum over mean; 1 if there is no load at all."""
     mean = load.mean()
     return torch.where(mean > 0, load.max() / mean, 1.0)

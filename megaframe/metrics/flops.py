@@ -36,7 +36,7 @@ class Flops:
         """Share of the hardware's operations that are recompute."""
         return 1.0 - self.model / self.hardware if self.hardware else 0.0
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return one sentence for the run log."""
         return (
             f"model FLOPs per token: {self.model / 1e6:,.1f} M with causal attention (headline), "

@@ -24,7 +24,7 @@ def message_elements(config: RunConfig, mesh: Mesh) -> int:
     return -(-rows // mesh.layout.tensor) * config.model.hidden
 
 
-def free_seconds(config: RunConfig, mesh: Mesh) -> dict[tuple[int, int], float]:
+def measure_idle_links(config: RunConfig, mesh: Mesh) -> dict[tuple[int, int], float]:
     """Return the seconds of a message in one direction, by link of this rank: half of the fastest
     round trip. All ranks call it, and measure their links in the same order."""
     found: dict[tuple[int, int], float] = {}
@@ -40,7 +40,7 @@ def free_seconds(config: RunConfig, mesh: Mesh) -> dict[tuple[int, int], float]:
             continue
         there = mesh.links[source, target]
         out, home = (there, back) if here == source else (back, there)
-        rounds = [_round(message, out, home, first=here == source) for _ in range(_TIMES)]
+        rounds = [_time_round_trip(message, out, home, first=here == source) for _ in range(_TIMES)]
         seconds = min(rounds[1:])  # in the first one the other rank may be far ahead
         for link in (there, back):
             link.traffic.take()
@@ -48,7 +48,7 @@ def free_seconds(config: RunConfig, mesh: Mesh) -> dict[tuple[int, int], float]:
     return found
 
 
-def _round(message: torch.Tensor, out: Group, home: Group, *, first: bool) -> float:
+def _time_round_trip(message: torch.Tensor, out: Group, home: Group, *, first: bool) -> float:
     """Run this rank's part of a round trip, and return its seconds."""
     into = torch.empty_like(message)
     start = time.perf_counter()

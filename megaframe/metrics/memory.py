@@ -32,7 +32,7 @@ def peak_memory(device: torch.device) -> float:
     return float(peak if sys.platform == "darwin" else peak * 1024)
 
 
-def allocator(device: torch.device) -> dict[str, float]:
+def allocator_metrics(device: torch.device) -> dict[str, float]:
     """Return the bytes that torch's allocator took from a GPU, and how many of them were unused
     pieces of blocks that it cannot return (fragmentation), both peak values; empty on a CPU."""
     if device.type != "cuda":
@@ -42,12 +42,12 @@ def allocator(device: torch.device) -> dict[str, float]:
     return {name: float(found[f"{of}.all.peak"]) for name, of in names.items()}
 
 
-def memory_rows(held: Mapping[str, int], device: torch.device) -> dict[str, float]:
+def memory_metrics(held: Mapping[str, int], device: torch.device) -> dict[str, float]:
     """Return what a rank reports about its memory: its peak, and what it holds by kind."""
     return {"memory_bytes": peak_memory(device), **{f"held/{k}": v for k, v in held.items()}}
 
 
-def out_of_memory(
+def explain_out_of_memory(
     rank: int, held: Mapping[str, int], device: torch.device, folder: Path
 ) -> UserError:
     """Return the error for a device without enough memory: what held it, and how to reduce the two

@@ -19,7 +19,7 @@ MOST_BYTES = 256 << 20
 _COPIES = ("gpu_memcpy", "gpu_memset")
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """When something ran on a device (start and end in microseconds), and its name."""
 
     start: float
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Exposed:
+class DeviceOverlap:
     """Seconds of one device. span: from the start of the first operation to the end of the last; it
     is the sum of compute, exposed communication, exposed copies and idle time. communication,
     copies: all of them, whatever runs meanwhile. exposed_communication: while no compute runs.
@@ -42,11 +42,11 @@ class Exposed:
     copies: float
     exposed_copies: float
     idle: float
-    gaps: tuple[Gap, ...] = ()
+    gaps: tuple[IdleGap, ...] = ()
 
 
 @dataclass(frozen=True)
-class Gap:
+class IdleGap:
     """A time in which a device is idle, between the operations `before` and `after`."""
 
     seconds: float
@@ -54,68 +54,70 @@ class Gap:
     after: str
 
 
-def exposed(path: Path, gaps: int = 0) -> list[Exposed]:
-    """Return one `Exposed` for each device, in order, with up to `gaps` of its longest gaps. path:
-    a trace (Chrome's JSON, with or without gzip). Raises `UserError` if it is no trace, or has no
-    events of a GPU."""
-    spans: dict[int, dict[str, list[Span]]] = {}
-    events = _events(path)
-    for device, kind, span in _spans(path, events):
+def measure_overlap(path: Path, gaps: int = 0) -> list[DeviceOverlap]:
+    """Return one `DeviceOverlap` for each device, in order, with up to `gaps` of its longest gaps.
+    path: a trace (Chrome's JSON, with or without gzip). Raises `UserError` if it is no trace, or
+    has no events of a GPU."""
+    spans: dict[int, dict[str, list[Interval]]] = {}
+    events = _read_events(path)
+    for device, kind, span in _device_intervals(path, events):
         spans.setdefault(device, {}).setdefault(kind, []).append(span)
     if not spans:
         raise UserError(
             f"{path} has {len(events)} events and none of a GPU; profile a step on one "
             "(run.device=cuda, meter.profile=[10])"
         )
-    return [_of_device(device, spans[device], gaps) for device in sorted(spans)]
+    return [_measure_device(device, spans[device], gaps) for device in sorted(spans)]
 
 
-def _of_device(device: int, by_kind: dict[str, list[Span]], gaps: int) -> Exposed:
-    compute = merged(by_kind.get("compute", ()))
-    with_communication = merged([*compute, *by_kind.get("communication", ())])
-    everything = merged([*with_communication, *by_kind.get("copies", ())])
-    busy = [_length(spans) for spans in (compute, with_communication, everything)]
+def _measure_device(device: int, by_kind: dict[str, list[Interval]], gaps: int) -> DeviceOverlap:
+    compute = merge_intervals(by_kind.get("compute", ()))
+    with_communication = merge_intervals([*compute, *by_kind.get("communication", ())])
+    everything = merge_intervals([*with_communication, *by_kind.get("copies", ())])
+    busy = [_total_length(spans) for spans in (compute, with_communication, everything)]
     span = everything[-1].end - everything[0].start
     every = sorted(one for found in by_kind.values() for one in found)
-    return Exposed(
+    return DeviceOverlap(
         device,
         span / 1e6,
         busy[0] / 1e6,
-        _length(merged(by_kind.get("communication", ()))) / 1e6,
+        _total_length(merge_intervals(by_kind.get("communication", ()))) / 1e6,
         (busy[1] - busy[0]) / 1e6,
-        _length(merged(by_kind.get("copies", ()))) / 1e6,
+        _total_length(merge_intervals(by_kind.get("copies", ()))) / 1e6,
         (busy[2] - busy[1]) / 1e6,
         (span - busy[2]) / 1e6,
-        tuple(_gaps(every, gaps)),
+        tuple(_longest_gaps(every, gaps)),
     )
 
 
-def merged(spans: Iterable[Span]) -> list[Span]:
+def merge_intervals(spans: Iterable[Interval]) -> list[Interval]:
     """Return the times in which at least one of the spans runs, in order."""
-    found: list[Span] = []
+    found: list[Interval] = []
     for span in sorted(spans):
         if found and span.start <= found[-1].end:
-            found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
+            found[-1] = Interval(found[-1].start, max(found[-1].end, span.end))
         else:
-            found.append(Span(span.start, span.end))
+            found.append(Interval(span.start, span.end))
     return found
 
 
-def _length(spans: Sequence[Span]) -> float:
+def _total_length(spans: Sequence[Interval]) -> float:
     return sum(span.end - span.start for span in spans)
 
 
-def _gaps(spans: Sequence[Span], most: int) -> Iterator[Gap]:
+def _longest_gaps(spans: Sequence[Interval], most: int) -> Iterator[IdleGap]:
     """Yield the longest gaps between spans, longest first. spans: sorted by their starts."""
     found, last = [], spans[0]
     for span in spans[1:]:
         if span.start > last.end:
-            found.append(Gap((span.start - last.end) / 1e6, last.name, span.name))
+            found.append(IdleGap((span.start - last.end) / 1e6, last.name, span.name))
         last = max(last, span, key=lambda one: one.end)
     yield from sorted(found, key=lambda gap: -gap.seconds)[:most]
 
 
-def _spans(path: Path, events: Iterable[dict[str, Any]]) -> Iterator[tuple[int, str, Span]]:
+def _device_intervals(
+    path: Path, events: Iterable[dict[str, Any]]
+) -> Iterator[tuple[int, str, Interval]]:
     """Yield the device, the kind and the time of everything that devices did."""
     for event in events:
         category = event.get("cat")
@@ -131,10 +133,14 @@ def _spans(path: Path, events: Iterable[dict[str, Any]]) -> Iterator[tuple[int, 
                 f"{path}: a {category} without time, name or device: {str(event)[:200]}"
             ) from None
         kind = "communication" if "nccl" in name.lower() else "compute"
-        yield device, "copies" if category in _COPIES else kind, Span(start, start + lasted, name)
+        yield (
+            device,
+            "copies" if category in _COPIES else kind,
+            Interval(start, start + lasted, name),
+        )
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
+def _read_events(path: Path) -> list[dict[str, Any]]:
     try:
         with open_file(path) as packed:
             file = gzip.GzipFile(fileobj=packed) if path.suffix == ".gz" else packed

@@ -15,7 +15,7 @@ import torch
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import all_reduce, barrier
 from megaframe.distributed.mesh import Mesh
-from megaframe.hardware.chips import chip_named
+from megaframe.hardware.chips import find_chip
 from megaframe.ops.matmul import multiply
 from megaframe.parameters.parameter import PRECISIONS
 
@@ -24,7 +24,7 @@ _SECONDS_PER_SIZE = 0.1
 
 
 @dataclass(frozen=True)
-class Peak:
+class DevicePeak:
     """The peak of a device. tflops: None if unknown. note: describes it in the run log. measured:
     on this machine, at the start of the run."""
 
@@ -32,7 +32,7 @@ class Peak:
     note: str
     measured: bool = False
 
-    def share(self, tflops: float) -> float | None:
+    def utilization(self, tflops: float) -> float | None:
         """Return `tflops` as a share of the peak; None if the peak is unknown. A share above 1 of a
         measured peak also gives None: the machine was busy during the measurement."""
         if self.tflops is None or (self.measured and tflops > self.tflops):
@@ -40,37 +40,39 @@ class Peak:
         return tflops / self.tflops
 
 
-def device_peak(config: RunConfig, mesh: Mesh) -> Peak:
+def find_device_peak(config: RunConfig, mesh: Mesh) -> DevicePeak:
     """Return the peak of this run's devices. On a CPU all ranks must call it, because they share
     its cores and therefore measure at the same time."""
     given, precision = config.meter.peak_tflops, config.train.precision
     if given is not None:
-        return Peak(given, f"mfu against meter.peak_tflops={given:g} TFLOP/s")
+        return DevicePeak(given, f"mfu against meter.peak_tflops={given:g} TFLOP/s")
     if mesh.device.type == "cpu":
         barrier(mesh.world)
-        measured = torch.tensor(matmul_peak(PRECISIONS[precision].compute), dtype=torch.float64)
+        measured = torch.tensor(
+            measure_matmul_peak(PRECISIONS[precision].compute), dtype=torch.float64
+        )
         mean = float(all_reduce(measured, mesh.world).wait()) / mesh.world.size
         text = f"mfu against a measured matmul peak of {mean:.3f} TFLOP/s ({precision}, per rank)"
-        return Peak(mean, text, measured=True)
+        return DevicePeak(mean, text, measured=True)
     name = torch.cuda.get_device_name(mesh.device)
     tensor_cores = torch.backends.cuda.matmul.fp32_precision == "tf32"
     kind = "tf32" if precision == "fp32" and tensor_cores else precision
-    known = chip_peak(name, kind)
+    known = find_chip_peak(name, kind)
     if known is None:
-        what = f"no dense {kind} peak of" if chip_named(name) else "unknown chip:"
-        return Peak(None, f"mfu n/a: {what} {name!r}; set meter.peak_tflops")
-    return Peak(known, f"mfu against the dense {kind} peak of {name}, {known:g} TFLOP/s")
+        what = f"no dense {kind} peak of" if find_chip(name) else "unknown chip:"
+        return DevicePeak(None, f"mfu n/a: {what} {name!r}; set meter.peak_tflops")
+    return DevicePeak(known, f"mfu against the dense {kind} peak of {name}, {known:g} TFLOP/s")
 
 
-def chip_peak(name: str, kind: str) -> float | None:
+def find_chip_peak(name: str, kind: str) -> float | None:
     """Return the dense peak in TFLOP/s of the chip that torch calls `name`; None if it is not
     known or does not have the type. kind: fp8, fp16, bf16, tf32, fp32 or fp64."""
-    chip = chip_named(name)
+    chip = find_chip(name)
     peak = None if chip is None else chip.peaks.get(kind)
     return None if peak is None else peak / 1e12
 
 
-def matmul_peak(dtype: torch.dtype) -> float:
+def measure_matmul_peak(dtype: torch.dtype) -> float:
     """Return the TFLOP/s of the best of several square products on this process's threads; takes
     about 0.3 s."""
     # Has its own generator: the run's random numbers must not depend on whether this ran.

@@ -13,7 +13,7 @@ from http.server import ThreadingHTTPServer
 
 from megaframe.errors import UserError
 from megaframe.io.http import LOOPBACK, make_handler
-from megaframe.metrics.sinks import Line, flat
+from megaframe.metrics.sinks import Line, flatten
 
 
 class PrometheusSink:
@@ -41,7 +41,7 @@ class PrometheusSink:
 
     def write(self, line: Line) -> None:
         """Serve this line from now on."""
-        self._text = exposition(line, self._run).encode()
+        self._text = to_exposition_format(line, self._run).encode()
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""
@@ -55,12 +55,12 @@ class PrometheusSink:
         self._server.server_close()
 
 
-def exposition(line: Line, run: str) -> str:
+def to_exposition_format(line: Line, run: str) -> str:
     """Return a line in Prometheus's text format. A nested value is one metric, whose inner names
     are the label `of`."""
     metrics: dict[str, list[str]] = {}
     label = run.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    for name, value in flat(line):
+    for name, value in flatten(line):
         first, _, rest = name.partition("/")
         metric = "megaframe_" + re.sub(r"[^a-zA-Z0-9_]", "_", first)
         of = f',of="{rest}"' if rest else ""

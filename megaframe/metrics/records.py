@@ -1,7 +1,7 @@
 """Values recorded during a step, and their reduction over ranks.
 
 A step's values travel in two fp64 vectors, one summed and one maximised, however many metrics there
-are. Nothing waits for them: the result of a `Reduction` is read a step later.
+are. Nothing waits for them: the result of a `PendingReduction` is read a step later.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from megaframe.distributed.collectives import Group, Pending, all_reduce
 from megaframe.distributed.device import copy_to_device
 from megaframe.distributed.pending import copy_to_host
 
-How = Literal["last", "sum", "mean", "max", "min"]
-Value = float | Tensor
+ReduceType = Literal["last", "sum", "mean", "max", "min"]
+MetricValue = float | Tensor
 _PADDING = 64
 """Vectors are padded to a multiple of this many elements, so that ranks that recorded a different
 number of metrics still exchange vectors of one length and can detect the mismatch."""
 
 
 @dataclass(slots=True)
-class Entry:
+class RecordedValue:
     """What was recorded under a name in this step: the sum for `sum` and `mean`, else one value."""
 
-    how: How
-    value: Value
+    how: ReduceType
+    value: MetricValue
     count: int = 1
 
 
-class Records:
+class StepRecords:
     """The values that this rank recorded in one step."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, RecordedValue] = {}
 
-    def add(self, name: str, value: Value, how: How) -> None:
+    def add(self, name: str, value: MetricValue, how: ReduceType) -> None:
         """Record `value`: a number, a scalar tensor, or a tensor with one dim (a row), which is
         equally long on all ranks. Tensors are copied without waiting for the device.
 
@@ -55,24 +55,26 @@ class Records:
             value = value.detach().to(torch.float64, copy=True)
         entry = self._entries.get(name)
         if entry is None:
-            self._entries[name] = Entry(how, value)
+            self._entries[name] = RecordedValue(how, value)
             return
         if entry.how != how:
             raise ValueError(f"metric {name!r} was recorded as {entry.how}, now as {how}")
-        entry.value = _combined(entry.value, value, how)
+        entry.value = _combine(entry.value, value, how)
         entry.count += 1
 
-    def reduce(self, group: Group, device: torch.device) -> Reduction:
+    def reduce(self, group: Group, device: torch.device) -> PendingReduction:
         """Start reducing the step's values over the group, and begin a new step."""
         entries, self._entries = self._entries, {}
-        return Reduction(entries, group, device)
+        return PendingReduction(entries, group, device)
 
 
-class Reduction:
+class PendingReduction:
     """The values of one step while they are being reduced over the ranks of a group."""
 
-    def __init__(self, entries: Mapping[str, Entry], group: Group, device: torch.device) -> None:
-        self._names: dict[How, list[str]] = {
+    def __init__(
+        self, entries: Mapping[str, RecordedValue], group: Group, device: torch.device
+    ) -> None:
+        self._names: dict[ReduceType, list[str]] = {
             how: sorted(name for name, entry in entries.items() if entry.how == how)
             for how in ("last", "sum", "mean", "max", "min")
         }
@@ -88,12 +90,12 @@ class Reduction:
         largest = [token, -token, *values["max"], *(-value for value in values["min"])]
         # A max reduction may lose a NaN; infinity signals the same and survives it.
         infinite = torch.nan_to_num(
-            _vector(largest, device), nan=math.inf, posinf=math.inf, neginf=-math.inf
+            _pack(largest, device), nan=math.inf, posinf=math.inf, neginf=-math.inf
         )
         self._landed = copy_to_host(
             [
-                Pending(_vector(values["last"], device)),
-                all_reduce(_vector([*values["sum"], *values["mean"], *counts], device), group),
+                Pending(_pack(values["last"], device)),
+                all_reduce(_pack([*values["sum"], *values["mean"], *counts], device), group),
                 all_reduce(infinite, group, "max"),
             ],
             device,
@@ -112,12 +114,12 @@ class Reduction:
             )
         result = self._take("last", last) | self._take("sum", sums)
         means = self._take("mean", sums)
-        result |= {name: _divided(mean, next(sums)) for name, mean in means.items()}
+        result |= {name: _divide(mean, next(sums)) for name, mean in means.items()}
         result |= self._take("max", largest)
         smallest = self._take("min", largest)
-        return result | {name: _divided(value, -1.0) for name, value in smallest.items()}
+        return result | {name: _divide(value, -1.0) for name, value in smallest.items()}
 
-    def _take(self, how: How, numbers: Iterator[float]) -> dict[str, float | list[float]]:
+    def _take(self, how: ReduceType, numbers: Iterator[float]) -> dict[str, float | list[float]]:
         """Take the next numbers as the values of one kind."""
         return {
             name: list(islice(numbers, self._lengths[name]))
@@ -136,12 +138,12 @@ class Reduction:
         ]
 
 
-def _divided(value: float | list[float], by: float) -> float | list[float]:
+def _divide(value: float | list[float], by: float) -> float | list[float]:
     """Divide a number, or each number of a row."""
     return [one / by for one in value] if isinstance(value, list) else value / by
 
 
-def _combined(old: Value, new: Value, how: How) -> Value:
+def _combine(old: MetricValue, new: MetricValue, how: ReduceType) -> MetricValue:
     if how == "last":
         return new
     if how in ("sum", "mean"):
@@ -154,7 +156,7 @@ def _combined(old: Value, new: Value, how: How) -> Value:
     return max(old, new) if how == "max" else min(old, new)
 
 
-def _vector(values: Sequence[Value], device: torch.device) -> Tensor:
+def _pack(values: Sequence[MetricValue], device: torch.device) -> Tensor:
     """Return values as one padded fp64 vector on the device. The host does not wait: its own
     numbers go there together, through pinned memory."""
     numbers: list[float] = []

@@ -14,7 +14,9 @@ from megaframe.layout import Layout
 from megaframe.parameters.spec import ParamSpec, count_active_parameters, count_parameters
 
 
-def outline(config: RunConfig, layout: Layout, specs: Sequence[ParamSpec]) -> tuple[str, str, str]:
+def summarize_model(
+    config: RunConfig, layout: Layout, specs: Sequence[ParamSpec]
+) -> tuple[str, str, str]:
     """Return the lines that a run and a dry run have in common.
 
     Args:
@@ -37,7 +39,7 @@ def outline(config: RunConfig, layout: Layout, specs: Sequence[ParamSpec]) -> tu
     )
 
 
-def opening(
+def opening_lines(
     config: RunConfig, mesh: Mesh, specs: Sequence[ParamSpec], samples: Mapping[str, int]
 ) -> list[str]:
     """Return the first lines of a run.
@@ -48,8 +50,8 @@ def opening(
         specs: Those of the whole model.
         samples: The number of training samples of each source.
     """
-    parameters, batch, layout = outline(config, mesh.layout, specs)
-    device = f"device      {_described(mesh.device)}, in {config.train.precision}"
+    parameters, batch, layout = summarize_model(config, mesh.layout, specs)
+    device = f"device      {_describe_device(mesh.device)}, in {config.train.precision}"
     count, sources = sum(samples.values()), len(samples)
     data = (
         f"data        {count * config.train.seq:,} tokens: {count:,} samples of {config.train.seq} "
@@ -58,7 +60,7 @@ def opening(
     return [parameters, device, data, batch, layout]
 
 
-def _described(device: torch.device) -> str:
+def _describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         return f"{torch.cuda.get_device_name(device)} with {memory / 2**30:.1f} GiB a rank"

@@ -1,9 +1,9 @@
 """Where the lines of a run go: always metrics.jsonl, and TensorBoard, Weights & Biases and
 Prometheus on request.
 
-Every sink gets the same line, and `flat()` gives its values the same names everywhere. Every sink
-continues a resumed run on one curve: what a killed process wrote about later steps is cut off or
-hidden.
+Every sink gets the same line, and `flatten()` gives its values the same names everywhere. Every
+sink continues a resumed run on one curve: what a killed process wrote about later steps is cut off
+or hidden.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def open_sinks(config: RunConfig, start_step: int) -> list[Sink]:
     return sinks
 
 
-def flat(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
+def flatten(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers of a line; names of nested ones are joined by slashes. Rows with a number
     for each rank or expert are left out: they would be thousands of curves, and are for the
     dashboard."""
@@ -81,7 +81,7 @@ def flat(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
         if isinstance(value, list):
             value = {str(place): one for place, one in enumerate(value)}
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}/")
+            yield from flatten(value, f"{prefix}{name}/")
         elif value is not None:
             yield prefix + name, value
 
@@ -107,13 +107,13 @@ class JsonlSink:
 
     def _open(self, start_step: int) -> None:
         try:
-            truncate_after(self._path, start_step)
+            truncate_metrics(self._path, start_step)
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise cannot_write(self._path, error) from None
 
     def write(self, line: Line) -> None:
-        text = (json.dumps(finite(line), allow_nan=False) + "\n").encode()
+        text = (json.dumps(replace_nonfinite(line), allow_nan=False) + "\n").encode()
         try:
             # Unbuffered, so a line is one system call; a short write means that the disk is full.
             if self._file.write(text) != len(text):
@@ -132,7 +132,7 @@ class JsonlSink:
         self._file.close()
 
 
-def truncate_after(path: Path, step: int) -> None:
+def truncate_metrics(path: Path, step: int) -> None:
     """Drop the lines of steps after `step`, and an incomplete last line, by one atomic replacement.
 
     Raises `UserError` if any other line is not one of a metrics file; the file is then unchanged.
@@ -143,7 +143,7 @@ def truncate_after(path: Path, step: int) -> None:
     size = path.stat().st_size
     with open_file(path) as old, open(kept, "wb") as new:
         for number, line in enumerate(iter(lambda: old.readline(_LONGEST_LINE), b""), 1):
-            found = _step_of(line)
+            found = _read_step(line)
             if found is not None and found <= step:
                 new.write(line.rstrip(b"\n") + b"\n")
             elif found is None and old.tell() < size:
@@ -157,12 +157,12 @@ def truncate_after(path: Path, step: int) -> None:
     os.replace(kept, path)
 
 
-def set_aside(path: Path) -> tuple[Path, int] | None:
+def set_metrics_aside(path: Path) -> tuple[Path, int] | None:
     """Keep the lines of a run that begins anew, by renaming their file to the next free name such
     as `metrics.1.jsonl`. Returns the new path and the number of lines, or None if there are no
-    lines. Raises what `truncate_after` raises."""
+    lines. Raises what `truncate_metrics` raises."""
     try:
-        truncate_after(path, sys.maxsize)
+        truncate_metrics(path, sys.maxsize)
         lines = path.read_bytes().count(b"\n") if path.exists() else 0
         if not lines:
             return None
@@ -181,12 +181,12 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise _missing("meter.tensorboard=true", "tensorboard") from None
+            raise _missing_extra("meter.tensorboard=true", "tensorboard") from None
         self._open = partial(SummaryWriter, str(folder))
         self._writer = self._open(purge_step=start_step + 1)
 
     def write(self, line: Line) -> None:
-        for name, value in flat(line):
+        for name, value in flatten(line):
             if name != "step":
                 self._writer.add_scalar(name, value, line["step"])
 
@@ -215,14 +215,14 @@ class WandbSink:
                 folder, project, fresh=start_step == 0, config=config.model_dump(mode="json")
             )
         except ImportError:
-            raise _missing(f"meter.wandb={project}", "wandb") from None
+            raise _missing_extra(f"meter.wandb={project}", "wandb") from None
         self._run.define_metric("step", hidden=True)
         for name, summary in (("loss", "last"), ("eval_loss", "min"), ("mfu", "mean")):
             self._run.define_metric(name, step_metric="step", summary=summary)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, line: Line) -> None:
-        self._run.log(dict(flat(line)), step=line["step"])
+        self._run.log(dict(flatten(line)), step=line["step"])
 
     def flush(self) -> None:
         """Do nothing: wandb's own process writes what it was given, and outlives this one."""
@@ -234,20 +234,20 @@ class WandbSink:
         self._run.finish()
 
 
-def _missing(key: str, extra: str) -> UserError:
+def _missing_extra(key: str, extra: str) -> UserError:
     return UserError(f"{key} needs the extra {extra!r}: pip install 'megaframe[{extra}]'")
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """Return a line, or a part of it, for strict JSON: None for numbers that are not finite."""
     if isinstance(value, Mapping):
-        return {name: finite(inner) for name, inner in value.items()}
+        return {name: replace_nonfinite(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [finite(inner) for inner in value]
+        return [replace_nonfinite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _step_of(line: bytes) -> int | None:
+def _read_step(line: bytes) -> int | None:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

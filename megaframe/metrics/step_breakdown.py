@@ -14,16 +14,16 @@ import torch
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
-from megaframe.metrics.records import How, Value
-from megaframe.metrics.timers import COMMUNICATION, PARTS, Split
+from megaframe.metrics.records import MetricValue, ReduceType
+from megaframe.metrics.timers import COMMUNICATION, PARTS, StepTimeline
 
-Record = tuple[str, Value, How]
-_EXTREMES: tuple[How, ...] = ("max", "min")
+Record = tuple[str, MetricValue, ReduceType]
+_EXTREMES: tuple[ReduceType, ...] = ("max", "min")
 _WORK = ("compute", "optimizer", "data", "other")
 """Parts in which a rank keeps others waiting if it takes longer than they do."""
 
 
-class SplitMeter:
+class StepBreakdown:
     """Records the same names on all ranks of a mesh, whatever their steps contained. more: returns
     further values of a rank by name; the names are the same on all ranks."""
 
@@ -37,7 +37,7 @@ class SplitMeter:
         self._world, self._stages = mesh.layout.world, mesh.layout.pipeline
         self._every = config.meter.ranks_every
 
-    def records(self, split: Split, step: int) -> Iterator[Record]:
+    def records(self, split: StepTimeline, step: int) -> Iterator[Record]:
         """Yield what this rank reports about a step."""
         parts = {name: spent / 1e9 for name, spent in split.parts().items()}
         for name in self._parts:

@@ -22,12 +22,12 @@ PARTS: tuple[Part, ...] = get_args(Part)
 timer claims. In addition there is `communication/AXES` for every set of axes: the waits for
 transfers over them."""
 COMMUNICATION = "communication/"
-_WHOLE = ("checkpoint", "evaluation")
+_UNDIVIDED = ("checkpoint", "evaluation")
 """Parts that are also charged with the waits within them."""
 _PIPELINE = f"{COMMUNICATION}pipeline"
 
 Clock = Callable[[], Any]
-Between = Callable[[Any, Any], int]
+Elapsed = Callable[[Any, Any], int]
 
 
 class DeviceClock:
@@ -54,7 +54,7 @@ class DeviceClock:
 
 
 @dataclass(frozen=True)
-class Flight:
+class TransferRecord:
     """One transfer over `axes`: when it was started, and when the wait for it began and ended.
     part: what the wait was charged to. late: it had not arrived when the wait began."""
 
@@ -68,17 +68,17 @@ class Flight:
 
 
 @dataclass
-class Split:
+class StepTimeline:
     """What a timer noted between two calls of `take()`. marks: parts and the moments at which they
     end; the first part starts at `begin`. transit: nanoseconds that a message takes on a free link,
     by the part that waits for it are charged to. actions: name, kind, start and end of each action,
     if they are followed."""
 
     begin: Any
-    between: Between
+    between: Elapsed
     transit: Mapping[str, int]
     marks: list[tuple[str, Any]] = field(default_factory=list)
-    flights: list[Flight] = field(default_factory=list)
+    transfers: list[TransferRecord] = field(default_factory=list)
     actions: list[tuple[str, str, Any, Any]] = field(default_factory=list)
 
     def intervals(self) -> Iterator[tuple[str, int]]:
@@ -110,7 +110,7 @@ class Split:
         sizes: dict[str, int] = {}
         times: dict[str, int] = {}
         last: dict[str, Any] = {}
-        for one in self.flights:
+        for one in self.transfers:
             passed = self.between(one.started, one.ended)
             if one.axes in last:
                 passed = min(passed, self.between(last[one.axes], one.ended))
@@ -132,9 +132,9 @@ class StepTimer:
     between two of its moments.
     """
 
-    def __init__(self, clock: Clock = time.perf_counter_ns, between: Between | None = None) -> None:
+    def __init__(self, clock: Clock = time.perf_counter_ns, between: Elapsed | None = None) -> None:
         self.clock = clock
-        self._between = between or _passed
+        self._between = between or _elapsed
         self.checks_arrival = between is None
         self._charged: str = "other"
         self._open: list[tuple[str, Any]] = []
@@ -142,12 +142,12 @@ class StepTimer:
         self._running = False
         self._transit: dict[str, int] = {}
         self._split = self._new(clock())
-        self._spans: dict[str, Span] = {}
-        self.following = False
+        self._spans: dict[str, PartTimer] = {}
+        self.records_actions = False
         """Whether actions and all transfers are noted."""
 
     @staticmethod
-    def on(device: torch.device) -> StepTimer:
+    def for_device(device: torch.device) -> StepTimer:
         """Return the timer for steps that run on `device`."""
         if device.type != "cuda":
             return StepTimer()
@@ -161,26 +161,26 @@ class StepTimer:
             self._running = True
             self._split = self._new(self.clock())
 
-    def time(self, part: Part) -> Span:
+    def time(self, part: Part) -> PartTimer:
         """Return a context whose time is charged to `part`."""
         return self._span(part)
 
-    def waits(self, axes: str) -> Wait:
+    def time_waits(self, axes: str) -> TransferTimer:
         """Return the context of waits for collectives over `axes`."""
-        return Wait(self, COMMUNICATION + axes, axes)
+        return TransferTimer(self, COMMUNICATION + axes, axes)
 
-    def messages(self, ends: tuple[int, int], free: float) -> Wait:
+    def time_messages(self, ends: tuple[int, int], free: float) -> TransferTimer:
         """Return the context of waits for messages over a link of the pipeline. free: seconds that
         a message takes if nothing else is on the link."""
         part = f"message/{ends[0]}>{ends[1]}"
         self._transit[part] = round(free * 1e9)
-        return Wait(self, part, "pipeline")
+        return TransferTimer(self, part, "pipeline")
 
-    def follow(self, action: object, kind: str) -> AbstractContextManager[object]:
+    def time_action(self, action: object, kind: str) -> AbstractContextManager[object]:
         """Return a context that notes when an action ran, if actions are followed."""
-        return _Following(self, str(action), kind) if self.following else _NOTHING
+        return _ActionTimer(self, str(action), kind) if self.records_actions else _NO_TIMER
 
-    def take(self) -> Split:
+    def take(self) -> StepTimeline:
         """Return what was noted since `start()` or the last `take()`.
 
         The part that is being timed is charged up to now and continues in the next split.
@@ -190,12 +190,12 @@ class StepTimer:
         self._split = self._new(taken.marks[-1][1])
         return taken
 
-    def _new(self, begin: Any) -> Split:
-        return Split(begin, self._between, self._transit)
+    def _new(self, begin: Any) -> StepTimeline:
+        return StepTimeline(begin, self._between, self._transit)
 
-    def _span(self, part: str) -> Span:
+    def _span(self, part: str) -> PartTimer:
         if part not in self._spans:
-            self._spans[part] = Span(self, part)
+            self._spans[part] = PartTimer(self, part)
         return self._spans[part]
 
     def _switch(self, part: str) -> Any:
@@ -213,11 +213,11 @@ class StepTimer:
         self._switch(part)
 
 
-def _passed(start: int, end: int) -> int:
+def _elapsed(start: int, end: int) -> int:
     return end - start
 
 
-class Span:
+class PartTimer:
     """The timer of one part. It is made only once, because a generator-based context costs more
     than what it times."""
 
@@ -234,7 +234,7 @@ class Span:
         self._timer._leave()
 
 
-class Wait(Span):
+class TransferTimer(PartTimer):
     """The timer of waits over some axes. Waits within an evaluation or a checkpoint are charged to
     that part instead of these axes."""
 
@@ -252,19 +252,21 @@ class Wait(Span):
 
     def __enter__(self) -> None:
         charged = self._timer._charged
-        self._timer._enter(charged if charged in _WHOLE else self._part)
+        self._timer._enter(charged if charged in _UNDIVIDED else self._part)
 
     def record_arrival(self, started: Any, size: int, late: bool) -> None:
         """Note a transfer that was waited for; see `comm.traffic.Waits`."""
         timer = self._timer
-        if size and (late or timer.following) and timer._charged not in _WHOLE:
+        if size and (late or timer.records_actions) and timer._charged not in _UNDIVIDED:
             marks = timer._split.marks
             ended = marks[-1][1]
-            flight = Flight(self._axes, self._part, size, started, timer._waited, ended, late)
-            timer._split.flights.append(flight)
+            record = TransferRecord(
+                self._axes, self._part, size, started, timer._waited, ended, late
+            )
+            timer._split.transfers.append(record)
 
 
-class _Following:
+class _ActionTimer:
     def __init__(self, timer: StepTimer, name: str, kind: str) -> None:
         self._timer, self._name, self._kind = timer, name, kind
 
@@ -276,4 +278,4 @@ class _Following:
         timer._split.actions.append((self._name, self._kind, self._start, timer.clock()))
 
 
-_NOTHING = nullcontext()
+_NO_TIMER = nullcontext()

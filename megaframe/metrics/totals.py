@@ -10,7 +10,7 @@ from megaframe.metrics.sinks import Line
 _RATES = ("tflops_per_second", "mfu", "mfu_full_attention", "hfu")
 
 
-class Totals:
+class RunTotals:
     """Sums over the lines given to `add`. seconds, tokens: of all these steps."""
 
     def __init__(self) -> None:

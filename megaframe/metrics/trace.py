@@ -16,7 +16,7 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.object_collectives import gather_bytes, measure_clock_offset
 from megaframe.metrics.sinks import cannot_write
-from megaframe.metrics.timers import Split, StepTimer
+from megaframe.metrics.timers import StepTimeline, StepTimer
 from megaframe.schedule import ActionKind
 from megaframe.schedule.draw_trace import metadata_event, slice_event
 
@@ -35,17 +35,17 @@ class Tracer:
         self._path = Path(config.run.dir) / TRACE_FILE
         self._steps = {step for step in config.meter.trace if step > start_step}
         self._mesh, self._timer = mesh, timer
-        self._splits: list[tuple[int, Split]] = []
-        timer.following = start_step + 1 in self._steps
+        self._splits: list[tuple[int, StepTimeline]] = []
+        timer.records_actions = start_step + 1 in self._steps
 
-    def end(self, step: int, split: Split) -> None:
+    def end(self, step: int, split: StepTimeline) -> None:
         """End step `step`; after the last traced step, write the trace."""
         if step in self._steps:
             self._splits.append((step, split))
             self._steps.discard(step)
             if not self._steps:
                 self.close()
-        self._timer.following = step + 1 in self._steps
+        self._timer.records_actions = step + 1 in self._steps
 
     def close(self) -> None:
         """Write the steps traced so far."""
@@ -58,14 +58,16 @@ class Tracer:
         base = self._timer.clock()
         splits[0][1].between(base, base)  # waits until a GPU has come here
         host = time.perf_counter_ns() + offset
-        mine = [one for step, kept in splits for one in _slices(kept, step, base, host)]
+        mine = [one for step, kept in splits for one in _trace_slices(kept, step, base, host)]
         found = gather_bytes(json.dumps(mine).encode(), world, device)
         if found:
             self._write([json.loads(one) for one in found])
 
     def _write(self, ranks: list[list[Slice]]) -> None:
         start = min(one[3] for slices in ranks for one in slices)
-        events = [event for rank, slices in enumerate(ranks) for event in _events(rank, slices)]
+        events = [
+            event for rank, slices in enumerate(ranks) for event in _trace_events(rank, slices)
+        ]
         for event in events:
             if "ts" in event:
                 event["ts"] -= start * 1e6
@@ -76,7 +78,7 @@ class Tracer:
             raise cannot_write(self._path, error) from None
 
 
-def _slices(split: Split, step: int, base: Any, host: int) -> Iterator[Slice]:
+def _trace_slices(split: StepTimeline, step: int, base: Any, host: int) -> Iterator[Slice]:
     """Yield what a rank traced in one step, in seconds on the first rank's clock."""
 
     def at(mark: Any) -> float:
@@ -91,11 +93,11 @@ def _slices(split: Split, step: int, base: Any, host: int) -> Iterator[Slice]:
     for name, kind, start, end in split.actions:
         lane = ActionKind(kind).lane if kind in ActionKind.__members__ else "compute"
         yield lane, name, kind, at(start), at(end)
-    for one in split.flights:
+    for one in split.transfers:
         yield f"over {one.axes}", f"{one.size:,} bytes", one.axes, at(one.started), at(one.ended)
 
 
-def _events(rank: int, slices: list[Slice]) -> Iterator[dict[str, Any]]:
+def _trace_events(rank: int, slices: list[Slice]) -> Iterator[dict[str, Any]]:
     """Yield the events of one rank. Slices of one thread must not overlap, so transfers that are in
     flight at the same time are on several threads."""
     yield metadata_event(rank, 0, "process_name", name=f"rank {rank}")

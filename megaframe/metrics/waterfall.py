@@ -12,7 +12,7 @@ from collections.abc import Mapping
 COMMUNICATION = "communication/"
 
 
-def waterfall(
+def attribute_losses(
     parts: Mapping[str, float],
     *,
     mfu: float | None,

@@ -33,35 +33,46 @@ class DropoutKeys:
         """Set all keys to those of optimizer step `step`."""
         self._key = _hash(f"{self._seed}/{step}")
         if self._numbers:
-            here = [*self._numbers.values()]
-            made = torch.tensor([self._made(place) for place in self._numbers])
-            torch._foreach_copy_(here, [*copy_to_device(made, here[0].device).unbind()])
+            old = [*self._numbers.values()]
+            new = torch.tensor([self._compute_key(place) for place in self._numbers])
+            # In place: a recorded graph reads these very tensors.
+            torch._foreach_copy_(old, [*copy_to_device(new, old[0].device).unbind()])
 
-    def of(self, place: str, device: torch.device) -> Tensor:
+    def get(self, place: str, device: torch.device) -> Tensor:
         """Return the key of a place in the model, an int64 scalar."""
         if place not in self._numbers:
-            number = self._made(place)
+            number = self._compute_key(place)
             self._numbers[place] = torch.full((), number, dtype=torch.int64, device=device)
         return self._numbers[place]
 
-    def _made(self, place: str) -> int:
+    def _compute_key(self, place: str) -> int:
         return _hash(f"{self._key}/{place}")
 
 
 class Dropout:
-    """The dropout masks of one microbatch. token_T: the global number of each row's token in the
-    run."""
+    """The dropout masks of one microbatch."""
 
     def __init__(self, rate: float, keys: DropoutKeys, token_T: Tensor) -> None:
+        """Prepare the masks.
+
+        Args:
+            rate: Probability with which an element becomes 0.
+            keys: Of the current step.
+            token_T: Number of each row's token in the run, int64 [T].
+        """
         self.rate, self._keys = rate, keys
         self._token_T1 = token_T[:, None]
 
     def __call__(self, x_TC: Tensor, place: str) -> Tensor:
-        """Return x with elements set to 0 with probability `rate` and the rest scaled up. place:
-        names the position in the model."""
+        """Return x with elements set to 0 with probability `rate` and the rest scaled up.
+
+        Args:
+            x_TC: Rows of the residual stream, [T, C].
+            place: Name of the position in the model, which the mask depends on.
+        """
         return _Drop.apply(x_TC, self, place) if self.rate else x_TC
 
-    def spread(self, like_TC: Tensor, place: str, width: float) -> Tensor:
+    def jitter(self, like_TC: Tensor, place: str, width: float) -> Tensor:
         """Return random factors between 1 - width and 1 + width for a tensor of the shape of
         `like`."""
         uniform = self._bits(like_TC, place).to(like_TC.dtype) / (1 << _BITS)
@@ -74,7 +85,7 @@ class Dropout:
 
     def _bits(self, like_TC: Tensor, place: str) -> Tensor:
         channel = torch.arange(like_TC.shape[-1], device=like_TC.device)
-        token = _mix(self._token_T1 ^ self._keys.of(place, like_TC.device))
+        token = _mix(self._token_T1 ^ self._keys.get(place, like_TC.device))
         return _mix(token + channel) & ((1 << _BITS) - 1)
 
 

@@ -89,7 +89,7 @@ def _select_activation(kind: str, x: Tensor, kernels: Kernels) -> Callable[[str,
     or plain code."""
     if run := kernels.find("activation", x, kind):
         return lambda kind, x: run(x, kind)
-    return kernels.piece(_activate, _activate_for_compiler)
+    return kernels.maybe_compile(_activate, _activate_for_compiler)
 
 
 def _activate(kind: str, x: Tensor) -> Tensor:

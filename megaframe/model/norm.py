@@ -35,16 +35,16 @@ class Norm(Module):
         how = {"kind": self.kind, "eps": self.eps}
         if run := kernels.find("norm", x, gain, bias, **how):
             return run(x, gain, bias, **how)[0]
-        return kernels.piece(normalize)(x, gain, bias, self.kind, self.eps)
+        return kernels.maybe_compile(normalize)(x, gain, bias, self.kind, self.eps)
 
-    def of_sum(self, x: Tensor, branch: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    def fused_add(self, x: Tensor, branch: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """Return the norm of x + branch and the sum itself, both [..., width]."""
         gain = self.gain.use()
         bias = None if self.bias is None else self.bias.use()
         how = {"kind": self.kind, "eps": self.eps}
         if run := kernels.find("norm", branch, gain, bias, x, **how):
             return run(branch, gain, bias, x, **how)
-        return kernels.piece(_normalize_sum)(x, branch, gain, bias, self.kind, self.eps)
+        return kernels.maybe_compile(_normalize_sum)(x, branch, gain, bias, self.kind, self.eps)
 
 
 def make_norm(name: str, model: ModelConfig) -> Norm:

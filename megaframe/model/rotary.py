@@ -108,7 +108,7 @@ class Rotary:
         tables = self.cos.squeeze(-2), self.sin.squeeze(-2)
         if run := self._kernels.find("rotary", x, *tables):
             return run(x, *tables)
-        return self._kernels.piece(_rotate, _rotate_for_compiler)(x, self.cos, self.sin)
+        return self._kernels.maybe_compile(_rotate, _rotate_for_compiler)(x, self.cos, self.sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -46,9 +46,12 @@ class Fp8Matmul:
     def refusal(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why the reference would multiply in 8 bits on this device, whatever the shapes, or
         None. dtype: that of the operands before they are rounded."""
-        x, kind = torch.empty(_PROBE, _PROBE, device=device, dtype=dtype), self._kind(gradient=True)
+        x, kind = (
+            torch.empty(_PROBE, _PROBE, device=device, dtype=dtype),
+            self._dtype(gradient=True),
+        )
         scales = []
-        for block in (self._rows, self._matrices):
+        for block in (self._row_block, self._matrix_block):
             if reason := self.kernels.refusal("quantise", x, kind, block):
                 return reason
             rows, columns = block or (0, 0)
@@ -57,12 +60,12 @@ class Fp8Matmul:
         eight = torch.empty(_PROBE, _PROBE, device=device, dtype=torch.float8_e4m3fn)
         return self.kernels.refusal("scaled_product", eight, eight, *scales, dtype)
 
-    def takes(self, *widths: int) -> bool:
+    def supports(self, *widths: int) -> bool:
         """Return whether a matrix of these dims is multiplied in 8 bits; if not, it is multiplied
         as without `train.fp8`."""
         return all(width % (BLOCK if self.scaling == "block" else _STEP) == 0 for width in widths)
 
-    def groups(self, rows_PK: Tensor, ends_E: Tensor) -> bool:
+    def can_group(self, rows_PK: Tensor, ends_E: Tensor) -> bool:
         """Return whether kernels multiply such rows of all experts at once. Only the kernel that
         quantises is asked, because those that multiply take whatever it takes."""
         return self.kernels.find("quantise_columns", rows_PK, ends_E) is not None
@@ -70,11 +73,11 @@ class Fp8Matmul:
     def product(self, left_MK: Tensor, right_NK: Tensor, *, gradient: bool, matrix: bool) -> Tensor:
         """Return left right^T in the type of `left`. gradient: `left` is a gradient. matrix:
         `right` is a weight; otherwise it is rows of tokens."""
-        left, left_scales = self._rounded(left_MK, self._rows, gradient)
-        weight = self._matrices if matrix else self._rows
-        right, right_scales = self._rounded(right_NK, weight, False)
+        left, left_scales = self._quantise(left_MK, self._row_block, gradient)
+        weight = self._matrix_block if matrix else self._row_block
+        right, right_scales = self._quantise(right_NK, weight, False)
         given = left, right, left_scales, right_scales, left_MK.dtype
-        return self._find("scaled_product", *given)(*given)
+        return self._find_kernel("scaled_product", *given)(*given)
 
     def weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> Tensor:
         """Return dy^T x, [O, I], in the type of `dy`."""
@@ -83,85 +86,91 @@ class Fp8Matmul:
     def grouped_product(self, x_PI: Tensor, matrices_EOI: Tensor, ends_E: Tensor) -> Tensor:
         """Return each row times the transposed matrix of its expert, [P, O], in the type of the
         rows. For each expert the result is that of `product`."""
-        return self._grouped(x_PI, *self._rounded_matrices(matrices_EOI), ends_E, gradient=False)
+        return self._multiply_grouped(
+            x_PI, *self._quantise_matrices(matrices_EOI), ends_E, gradient=False
+        )
 
     def grouped_input_gradient(self, dy_PO: Tensor, matrices_EOI: Tensor, ends_E: Tensor) -> Tensor:
         """Return each row times the matrix of its expert, [P, I]. The summed dimension must be
         contiguous, so the 8-bit matrices are written transposed; the 16-bit ones are not."""
         experts, outputs, inputs = matrices_EOI.shape
         if self.scaling == "block":  # the scales of square blocks are transposed too
-            flat, scales = self._rounded_matrices(matrices_EOI)
+            flat, scales = self._quantise_matrices(matrices_EOI)
             turned = flat.view(torch.uint8).mT.contiguous().view(flat.dtype), scales.mT
-            return self._grouped(dy_PO, *turned, ends_E, gradient=True)
-        given = matrices_EOI.flatten(0, 1), _ends_of(matrices_EOI), *self._columns(gradient=False)
-        columns, scales = self._find("quantise_columns", *given)(*given)
+            return self._multiply_grouped(dy_PO, *turned, ends_E, gradient=True)
+        given = (
+            matrices_EOI.flatten(0, 1),
+            _ends_of(matrices_EOI),
+            *self._column_options(gradient=False),
+        )
+        columns, scales = self._find_kernel("quantise_columns", *given)(*given)
         apart = -(-outputs // BLOCK) * BLOCK  # from the start of one expert to that of the next
         turned = columns.as_strided((experts, inputs, outputs), (apart, columns.stride(0), 1))
-        return self._grouped(dy_PO, turned, scales[:, :, None], ends_E, gradient=True)
+        return self._multiply_grouped(dy_PO, turned, scales[:, :, None], ends_E, gradient=True)
 
     def grouped_gradient(
         self, dy_PO: Tensor, x_PI: Tensor, ends_E: Tensor, grads_E: Tensor, add: bool
     ) -> None:
         """Write each expert's dy^T x to its gradient, or with `add` add it. grads: [E, O, I], or
         any shape that can be viewed as that."""
-        given = dy_PO, ends_E, *self._columns(gradient=True)
-        left, left_scales = self._find("quantise_columns", *given)(*given)
-        given = x_PI, ends_E, *self._columns(gradient=False)
-        right, right_scales = self._find("quantise_columns", *given)(*given)
+        given = dy_PO, ends_E, *self._column_options(gradient=True)
+        left, left_scales = self._find_kernel("quantise_columns", *given)(*given)
+        given = x_PI, ends_E, *self._column_options(gradient=False)
+        right, right_scales = self._find_kernel("quantise_columns", *given)(*given)
         grads_EOI = grads_E.view(len(ends_E), dy_PO.shape[1], x_PI.shape[1])
         operands = left, right, left_scales, right_scales
-        run = self._find("grouped_scaled_gradient", grads_EOI, *operands, ends_E, add)
+        run = self._find_kernel("grouped_scaled_gradient", grads_EOI, *operands, ends_E, add)
         run(grads_EOI, *operands, ends_E, add)
 
-    def _grouped(
+    def _multiply_grouped(
         self, rows_PK: Tensor, right_ENK: Tensor, by: Tensor, ends_E: Tensor, *, gradient: bool
     ) -> Tensor:
         """Return each row times the transposed matrix of its expert. The matrices are already
         rounded; by: their scales."""
-        rows, scales = self._rounded(rows_PK, self._rows, gradient, ends_E)
+        rows, scales = self._quantise(rows_PK, self._row_block, gradient, ends_E)
         given = rows, right_ENK, scales, by, ends_E, rows_PK.dtype
-        return self._find("grouped_scaled_product", *given)(*given)
+        return self._find_kernel("grouped_scaled_product", *given)(*given)
 
-    def _rounded_matrices(self, matrices_EOI: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantise_matrices(self, matrices_EOI: Tensor) -> tuple[Tensor, Tensor]:
         flat_RI, ends_E = matrices_EOI.flatten(0, 1), _ends_of(matrices_EOI)
-        flat, scales = self._rounded(flat_RI, self._matrices, False, ends_E)
+        flat, scales = self._quantise(flat_RI, self._matrix_block, False, ends_E)
         return flat.view(matrices_EOI.shape), scales.view(len(ends_E), -1, scales.shape[1])
 
-    def _columns(self, *, gradient: bool) -> tuple[torch.dtype, str]:
+    def _column_options(self, *, gradient: bool) -> tuple[torch.dtype, str]:
         """Return the type of columns, and what shares a scale of them."""
         sharing = {"tensor": "expert", "row": "column", "block": "block"}[self.scaling]
-        return self._kind(gradient=gradient), sharing
+        return self._dtype(gradient=gradient), sharing
 
     @property
-    def _rows(self) -> Blocks:
+    def _row_block(self) -> Blocks:
         """The block of rows of tokens that shares a scale."""
         return {"tensor": None, "row": (1, 0), "block": (1, BLOCK)}[self.scaling]
 
     @property
-    def _matrices(self) -> Blocks:
+    def _matrix_block(self) -> Blocks:
         """The block of a weight that shares a scale."""
-        return (BLOCK, BLOCK) if self.scaling == "block" else self._rows
+        return (BLOCK, BLOCK) if self.scaling == "block" else self._row_block
 
-    def _kind(self, *, gradient: bool) -> torch.dtype:
+    def _dtype(self, *, gradient: bool) -> torch.dtype:
         wide = gradient and self.scaling == "tensor"
         return torch.float8_e5m2 if wide else torch.float8_e4m3fn
 
-    def _rounded(
+    def _quantise(
         self, x_RK: Tensor, block: Blocks, gradient: bool, ends_E: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return x in 8 bits, and its scales. Rows are padded with zeros to a length that a product
         takes. ends: of each expert's rows; instead of one scale per tensor there is then one per
         expert, and no padding."""
-        kind = self._kind(gradient=gradient)
+        kind = self._dtype(gradient=gradient)
         if block is None and ends_E is not None:
-            return self._find("quantise_experts", x_RK, ends_E, kind)(x_RK, ends_E, kind)
+            return self._find_kernel("quantise_experts", x_RK, ends_E, kind)(x_RK, ends_E, kind)
         step = BLOCK if self.scaling == "block" else _STEP
         if missing := -x_RK.shape[1] % step:
             x_RK = F.pad(x_RK, (0, missing))
         given = x_RK, kind, block
-        return self._find("quantise", *given)(*given)
+        return self._find_kernel("quantise", *given)(*given)
 
-    def _find(self, name: str, *given: Any) -> Callable[..., Any]:
+    def _find_kernel(self, name: str, *given: Any) -> Callable[..., Any]:
         """Return the function that computes this kernel of the library: the fastest implementation
         that takes the arguments, or the reference if there is none."""
         if run := self.kernels.find(name, *given):

@@ -71,18 +71,18 @@ class Kernels:
         tell: Callable[[str], None] = print,
     ) -> None:
         self._choices = {
-            name: replace(choice, told=partial(self._refused, name))
+            name: replace(choice, told=partial(self._report_refusal, name))
             for name, choice in (choices or {}).items()
         }
         self._plain, self._tell = plain or {}, tell
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._compiler = compiler
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
-    def _refused(self, name: str, implementation: str, reason: str, instead: str) -> None:
+    def _report_refusal(self, name: str, implementation: str, reason: str, instead: str) -> None:
         """Say once that an implementation does not take arguments, and what is tried instead."""
-        if (name, implementation) not in self._told:
-            self._told.add((name, implementation))
+        if (name, implementation) not in self._reported:
+            self._reported.add((name, implementation))
             slow = "warning: " if instead == PLAIN_CODE else ""
             self._tell(
                 f"{slow}kernel {name}: {instead} in place of {implementation}, which does not take "
@@ -151,18 +151,23 @@ class Kernels:
             raise UserError(f"kernels.{_FAMILY[name]}: {error}; use another, or {AUTO}") from None
         return None if run is choice.kernel.reference else run
 
-    def piece(
-        self, function: Callable[..., Any], simply: Callable[..., Any] | None = None
+    def maybe_compile(
+        self, function: Callable[..., Any], for_compiler: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """Return `function`, a piece of plain code between products and transfers, or, with a
-        compiler, the compiled form of `simply`: the same computation without the manual
-        optimisations that speed up eager code. Without `simply`, `function` itself is compiled."""
+        """Return a piece of plain code between products and transfers, compiled if the run has a
+        compiler.
+
+        Args:
+            function: The piece.
+            for_compiler: The same computation without the manual optimisations that speed up eager
+                code; this is what is compiled. None for `function` itself.
+        """
         if self._compiler is None:
             return function
-        simply = simply or function
-        if simply not in self._compiled:
-            self._compiled[simply] = self._compiler(simply)
-        return self._compiled[simply]
+        for_compiler = for_compiler or function
+        if for_compiler not in self._compiled:
+            self._compiled[for_compiler] = self._compiler(for_compiler)
+        return self._compiled[for_compiler]
 
 
 NO_KERNELS = Kernels()

@@ -119,9 +119,9 @@ def _cut(pieces: Sequence[Piece], wholes: Sequence[Piece]) -> list[_Cut]:
         for number, whole in enumerate(wholes):
             if whole.tensor != piece.tensor:
                 continue
-            shared = piece.box.shared(whole.box)
+            shared = piece.box.intersection(whole.box)
             if shared is not None:
-                places = shared.inside(piece.box).slices, shared.inside(whole.box).slices
+                places = shared.relative_to(piece.box).slices, shared.relative_to(whole.box).slices
                 cuts.append(_Cut(index, number, *places, shared))
     return cuts
 

@@ -78,11 +78,11 @@ class Parameter:
         """
         self.box, self._open, self.frozen = box, open_grad, open_grad is None
 
-    def let_go_of_value(self) -> None:
+    def release_value(self) -> None:
         """Drop `value`; nothing may compute with the parameter until it is set again."""
         self.value = _ABSENT
 
-    def let_go_of_grad(self) -> None:
+    def release_grad(self) -> None:
         """Drop `grad`, whose sum has been taken elsewhere; the next addition starts a new sum."""
         self.grad, self.fresh = _ABSENT, True
 
@@ -129,9 +129,9 @@ class Parameter:
             else:
                 grad.copy_(made_EOI)
 
-        self.add_by(into)
+        self.add_with(into)
 
-    def add_by(self, into: Callable[[Tensor, bool], None]) -> None:
+    def add_with(self, into: Callable[[Tensor, bool], None]) -> None:
         """Call into(grad, add), which adds to `grad` itself, or overwrites it if `add` is false."""
         if not self.frozen:
             into(*self._begin())

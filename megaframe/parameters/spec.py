@@ -52,7 +52,7 @@ class Box:
         """The piece as an index into the full tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
-    def shared(self, other: Box) -> Box | None:
+    def intersection(self, other: Box) -> Box | None:
         """Return the intersection of both boxes, None if it is empty."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = [
@@ -62,7 +62,7 @@ class Box:
         shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
         return Box(offset, shape) if min(shape) > 0 else None
 
-    def inside(self, outer: Box) -> Box:
+    def relative_to(self, outer: Box) -> Box:
         """Return the piece relative to the start of `outer`, which contains it."""
         offset = tuple(o - start for o, start in zip(self.offset, outer.offset, strict=True))
         return Box(offset, self.shape)

@@ -203,7 +203,7 @@ class _Passes:
     ) -> None:
         self._engine, self._microbatches = engine, microbatches
         self._scale = scale
-        self._rank_of, self._split = schedule.rank_of, schedule.split
+        self._rank_of, self._split = schedule.rank_of, schedule.split_backwards
         self._arriving: dict[tuple[ActionKind, int, int], Pending[Tensor]] = {}
         self._leaving: dict[tuple[ActionKind, int, int], Tensor] = {}
         self._reducing: set[int] = set()

@@ -23,7 +23,7 @@ from megaframe.architecture.experts import has_experts
 from megaframe.architecture.matrices import MatrixShape, attention_matrix_elements, block_matrices
 from megaframe.architecture.stages import stage_plans
 from megaframe.config.schema import RunConfig
-from megaframe.hardware.chips import WIDTH
+from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.planner.communication_times import exposed_seconds
@@ -190,7 +190,7 @@ def exchange_times(machine: Machine, elements: Number, buckets: Number) -> Excha
         machine.software,
         machine.collective_seconds,
     )
-    values = WIDTH[machine.config.train.precision] * elements
+    values = DTYPE_BYTES[machine.config.train.precision] * elements
     wire = _gradient_bytes(machine)
     gradients, shard = wire * elements, wire * (elements / machine.sizes.shard)
     gather = seconds("all_gather", values, "shard", buckets)
@@ -217,7 +217,7 @@ def _gradient_bytes(machine: Machine) -> int:
     if machine.software.gradient_bytes is not None:
         return machine.software.gradient_bytes
     half = machine.config.parallel.reduce_precision == "bf16"
-    return 2 if half else max(4, WIDTH[machine.config.train.precision])
+    return 2 if half else max(4, DTYPE_BYTES[machine.config.train.precision])
 
 
 def exposed_exchange_seconds(
@@ -233,7 +233,7 @@ def exposed_exchange_seconds(
             (`overlapping_passes`).
     """
     sizes, software = machine.sizes, machine.software
-    width, wire = WIDTH[machine.config.train.precision], _gradient_bytes(machine)
+    width, wire = DTYPE_BYTES[machine.config.train.precision], _gradient_bytes(machine)
     size = load.total
     times = exchange_times(machine, size, load.buckets if software.overlap_data else 1.0)
     scatter, gather, all_reduce = times.scatter, times.gather, times.all_reduce

@@ -20,8 +20,10 @@ from megaframe.architecture.optimizer_state import (
 )
 from megaframe.architecture.output_head import max_logits_per_chunk
 from megaframe.architecture.stages import StagePlan
-from megaframe.config.schema import OptimConfig, ParallelConfig, RunConfig
-from megaframe.hardware.chips import WIDTH
+from megaframe.config.optim import OptimConfig
+from megaframe.config.parallel import ParallelConfig
+from megaframe.config.schema import RunConfig
+from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
 from megaframe.planner.activations import peak_activations
 from megaframe.planner.parameter_counts import RankParameters, count_parameters
@@ -95,7 +97,7 @@ def compute_memory(
         host: whether the device is the host, where transfers need buffers and checkpoints are
             copied in the same memory.
     """
-    width = WIDTH[config.train.precision]
+    width = DTYPE_BYTES[config.train.precision]
     master = max(4, width)
     zero = config.parallel.zero
     shard = parameters.count_shard(ranks, expert_ranks) if zero else parameters.total
@@ -243,7 +245,7 @@ def optimizer_state_bytes(
 def host_bytes_per_element(optim: OptimConfig, precision: str) -> float:
     """Return the bytes per element that the host keeps under `optim.offload`: its state (under Muon
     that of matrices), and the weight in master precision if the model computes in another one."""
-    width = WIDTH[precision]
+    width = DTYPE_BYTES[precision]
     master = max(4, width)
     return state_bytes_per_element(optim, master) + (master if width < master else 0)
 

@@ -27,8 +27,8 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.rank_progress import name_ranks
 from megaframe.errors import BadDevice, CollectiveMismatch, LostRanks, NotFinite, UserError
-from megaframe.metrics import Meter
-from megaframe.metrics.meter import Known
+from megaframe.metrics import MetricsLogger
+from megaframe.metrics.metrics_logger import StepValues
 from megaframe.pipeline_parallel.executor import Outcome
 from megaframe.pipeline_parallel.nonfinite import Sign, first_sick
 from megaframe.resilience.downtime import FAULTS, DowntimeLedger
@@ -67,7 +67,7 @@ class Guard:
         config: RunConfig,
         mesh: Mesh,
         pipeline: Pipeline,
-        meter: Meter,
+        meter: MetricsLogger,
         ledger: DowntimeLedger,
         go_back: GoBack,
         launcher: LauncherProcess,
@@ -164,7 +164,7 @@ class Guard:
         for line in self._stragglers.add_step() if self._stragglers else ():
             self._meter.note(f"step {step}: {line}")
 
-    def heed(self, known: Sequence[Known]) -> bool:
+    def heed(self, known: Sequence[StepValues]) -> bool:
         """Judge the next steps and act on the result. Returns whether the run has gone back to a
         checkpoint.
 
@@ -173,7 +173,7 @@ class Guard:
         """
         return any(self._heed(one) for one in known)
 
-    def _heed(self, known: Known) -> bool:
+    def _heed(self, known: StepValues) -> bool:
         done = self._unjudged.popleft()
         self.told = self.told or int(known["agreed/told"])
         finite = done.outcome.update.finite()

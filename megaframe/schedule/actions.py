@@ -63,8 +63,11 @@ _LANES = {
 
 @dataclass(frozen=True)
 class Action:
-    """One step of a rank's schedule. Its text form is stage, kind and microbatch, without numbers
-    that do not apply: `2F0`, `2SEND_F0`, `2REDUCE`, `UPDATE`."""
+    """One step of a rank's schedule.
+
+    Its text form is stage, kind and microbatch, without numbers that do not apply: `2F0`,
+    `2SEND_F0`, `2REDUCE`, `UPDATE`.
+    """
 
     kind: ActionKind
     stage: int | None = None
@@ -81,7 +84,8 @@ _PATTERN = re.compile(r"(\d{1,9})?([A-Z]+(?:_[A-Z])?)(\d{1,9})?")
 def parse_action(text: str) -> Action:
     """Return the action whose text form is `text`.
 
-    Raises `UserError` if there is none.
+    Raises:
+        UserError: If there is none.
     """
     match = _PATTERN.fullmatch(text)
     kinds = {kind.value: kind for kind in ActionKind}

@@ -35,7 +35,11 @@ def ranks_of_stages(ranks: int, chunks: int, placement: Placement) -> tuple[int,
 
 def list_passes(kind: ActionKind, stages: Sequence[int], turns: Iterable[int]) -> list[Action]:
     """Return actions of one kind in turns: in each turn, every stage in order runs the turn's
-    microbatches. turns: microbatches of each turn."""
+    microbatches.
+
+    Args:
+        turns: Microbatches of each turn.
+    """
     actions: list[Action] = []
     first = 0
     for size in turns:
@@ -73,11 +77,13 @@ def split_backwards(
     chosen: Collection[int] | None = None,
     deferred: Collection[int] = (),
 ) -> list[Action]:
-    """Split backwards into B and W. Each chosen backward (by default all) puts its W into a queue.
-    After every backward that is not in `deferred`, the oldest W in the queue runs. The remaining
-    ones run at the end.
+    """Split backwards into B and W.
 
-    chosen, deferred: numbers of backwards, counted in the order of the list.
+    Each chosen backward (by default all) puts its W into a queue. After every backward that is not
+    in `deferred`, the oldest W in the queue runs. The remaining ones run at the end.
+
+    Args:
+        chosen, deferred: Numbers of backwards, counted in the order of the list.
     """
     weighed: list[Action] = []
     queue: list[Action] = []

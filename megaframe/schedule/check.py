@@ -44,7 +44,8 @@ def check(schedule: Schedule) -> None:
     """Check that a schedule has every necessary action once, on the right rank, and in an order
     that can be executed.
 
-    Raises `UserError` with what is wrong and its position in a grid, or the cycle of a deadlock.
+    Raises:
+        UserError: With what is wrong and its position in a grid, or the cycle of a deadlock.
     """
     _check_stages(schedule)
     positions = _find_positions(schedule)
@@ -83,7 +84,8 @@ def draw_marked_grid(
     """Return a text grid of the cells around `centres` (one column for each row), with only the
     `marked` rows and those near them. The centre of a marked row is shown as `>cell<`.
 
-    reach: number of columns shown before the centre, and from the centre on.
+    Args:
+        reach: Number of columns shown before the centre, and from the centre on.
     """
     marked = set(marked)
     shown = [r for r in range(len(rows)) if any(abs(r - m) <= 2 for m in sorted(marked)[:8])]
@@ -236,7 +238,7 @@ def _completes_gradient(action: Action, schedule: Schedule) -> bool:
     """Return whether the weight gradient of the action's microbatch is complete after it."""
     if action.kind is not ActionKind.B or action.stage is None or action.microbatch is None:
         return action.kind is ActionKind.W
-    return (action.stage, action.microbatch) not in schedule.split
+    return (action.stage, action.microbatch) not in schedule.split_backwards
 
 
 def _check_updates(schedule: Schedule) -> None:

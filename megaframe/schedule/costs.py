@@ -21,12 +21,15 @@ PerStage = Seconds | tuple[Seconds, ...]
 class ActionCosts:
     """The durations of actions.
 
-    forward, backward, weight: seconds of F, of B (input gradient) and of W (weight gradient) for
-    one microbatch on one stage: one number for all stages, or one for each. A backward that is not
-    split takes B + W.
-    comm: seconds from sending a tensor to its arrival. Tensors on one directed edge between ranks
-    are sent one after another.
-    Raises `UserError` for times that are negative or not finite.
+    Attributes:
+        forward, backward, weight: Seconds of F, of B (input gradient) and of W (weight gradient)
+            for one microbatch on one stage: one number for all stages, or one for each. A backward
+            that is not split takes B + W.
+        comm: Seconds from sending a tensor to its arrival. Tensors on one directed edge between
+            ranks are sent one after another.
+
+    Raises:
+        UserError: For times that are negative or not finite.
     """
 
     forward: PerStage = 1
@@ -43,7 +46,8 @@ class ActionCosts:
     def per_stage(self, stages: int) -> tuple[tuple[Seconds, ...], ...]:
         """Return the seconds of F, of B and of W, each by stage.
 
-        Raises `UserError` if they are given for another number of stages.
+        Raises:
+            UserError: If they are given for another number of stages.
         """
         return tuple(
             _expand_to_stages(name, getattr(self, name), stages)
@@ -88,10 +92,12 @@ _NUMBER = re.compile(r"\d{1,12}(\.\d{1,12})?([eE][+-]?\d{1,2})?")
 
 
 def parse_costs(text: str) -> ActionCosts:
-    """Parse costs from a text such as `F=1,B=1,W=1,comm=0.1`, as exact fractions. Defaults are 1
-    for F, B and W, and 0 for comm.
+    """Parse costs from a text such as `F=1,B=1,W=1,comm=0.1`, as exact fractions.
 
-    Raises `UserError` naming the part that is wrong.
+    Defaults are 1 for F, B and W, and 0 for comm.
+
+    Raises:
+        UserError: Naming the part that is wrong.
     """
     values: dict[str, Seconds] = {}
     for part in text.split(","):

@@ -18,8 +18,10 @@ _IDLE = "."
 
 
 def label_action(timeline: Timeline, interval: ActionInterval) -> str:
-    """Return the label of an action in drawings. It includes the stage only if ranks have several
-    stages."""
+    """Return the label of an action in drawings.
+
+    It includes the stage only if ranks have several stages.
+    """
     action, ranks = interval.action, len(timeline.encoded.steps)
     stage = action.stage if len(timeline.encoded.rank_of) > ranks else ""
     return f"{stage}{action.kind.value}{action.microbatch}"

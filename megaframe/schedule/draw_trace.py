@@ -73,8 +73,10 @@ def _compute_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 def slice_event(
     rank: int, thread: int, name: str, category: str, start: Seconds, end: Seconds
 ) -> dict[str, Any]:
-    """Return the event for something with a duration. Viewers choose its colour by name and
-    category, so an action has the same colour in every trace."""
+    """Return the event for something with a duration.
+
+    Viewers choose its colour by name and category, so an action has the same colour in every trace.
+    """
     begin = _microseconds(start)
     duration = _microseconds(end) - begin
     place = {"pid": rank, "tid": thread, "ts": begin, "dur": duration}

@@ -25,13 +25,17 @@ consumer waits."""
 
 @dataclass(frozen=True)
 class EncodedSchedule:
-    """A schedule as integers. The code of an action is (kind * stages + stage) * microbatches +
-    microbatch, where kind is the index in `KINDS`.
+    """A schedule as integers.
 
-    rank_of: the rank of each stage.
-    microbatches: number of microbatches.
-    steps: the codes of each rank, in order.
-    lowered: sends are separate actions; otherwise each starts when its producer is done.
+    The code of an action is (kind * stages + stage) * microbatches + microbatch, where kind is the
+    index in `KINDS`.
+
+    Attributes:
+        rank_of: The rank of each stage.
+        microbatches: Number of microbatches.
+        steps: The codes of each rank, in order.
+        lowered: Whether sends are separate actions; otherwise each starts when its producer is
+            done.
     """
 
     rank_of: tuple[int, ...]
@@ -45,7 +49,7 @@ class EncodedSchedule:
         return len(self.rank_of) * self.microbatches
 
     @cached_property
-    def split(self) -> Sequence[bool]:
+    def split_backwards(self) -> Sequence[bool]:
         """Whether a backward has a separate W, by stage * microbatches + microbatch."""
         start, stop = 2 * self.block, 3 * self.block
         separate = [False] * self.block
@@ -68,6 +72,7 @@ class EncodedSchedule:
         stages, ranks = len(self.rank_of), self.rank_of
         size, block = self.microbatches, self.block
         rows: list[tuple[int, tuple[int, int] | None]] = [(0, None)] * (len(KINDS) * stages)
+        # A forward feeds the next stage, a backward the previous one.
         for kind, neighbour in ((0, 1), (1, -1)):
             for stage, rank in enumerate(ranks):
                 row, other = kind * stages + stage, stage + neighbour
@@ -76,9 +81,11 @@ class EncodedSchedule:
                 if ranks[other] == rank:
                     rows[row] = (neighbour * size, None)
                 elif self.lowered:
+                    # The send starts the transfer; its code is 3 blocks after its producer's.
                     rows[row + 3 * stages] = (neighbour * size - 3 * block, (rank, ranks[other]))
                 else:
                     rows[row] = (neighbour * size, (rank, ranks[other]))
+        # The last stage's forward feeds its own backward.
         rows[stages - 1] = (block, None)
         return rows
 
@@ -104,7 +111,7 @@ def live_activations(schedule: Schedule | EncodedSchedule) -> tuple[Fraction, ..
     microbatch on all stages of the rank: one stage counts 1 / (stages of the rank). An activation
     lives from its F until its W, or until its B if there is no separate W."""
     encoded = schedule if isinstance(schedule, EncodedSchedule) else encode_schedule(schedule)
-    block, split = encoded.block, encoded.split
+    block, split = encoded.block, encoded.split_backwards
     return tuple(
         Fraction(_peak(steps, block, split), encoded.rank_of.count(rank))
         for rank, steps in enumerate(encoded.steps)
@@ -119,6 +126,7 @@ def _peak(steps: Sequence[int], block: int, split: Sequence[bool]) -> int:
             if live > peak:
                 peak = live
         elif code < 2 * block:
+            # After a split backward, the activation lives on until its W.
             if not split[code - block]:
                 live -= 1
         elif code < 3 * block:
@@ -130,10 +138,11 @@ def _peak(steps: Sequence[int], block: int, split: Sequence[bool]) -> int:
 class EventTimes:
     """The result of a simulation.
 
-    starts: when each action starts, by code; None if it never does.
-    arrivals: when the input of each action arrives, by code; None if it never does.
-    ends: when the last action of each rank ends.
-    stuck: the position in its steps at which a rank waits forever, by rank.
+    Attributes:
+        starts: When each action starts, by code; None if it never does.
+        arrivals: When the input of each action arrives, by code; None if it never does.
+        ends: When the last action of each rank ends.
+        stuck: The position in its steps at which a rank waits forever, by rank.
     """
 
     starts: Sequence[Seconds | None]
@@ -145,10 +154,13 @@ class EventTimes:
 def simulate_events(
     encoded: EncodedSchedule, durations: Sequence[Seconds], comm: Seconds
 ) -> EventTimes:
-    """Execute a schedule. Takes about half a microsecond per action.
+    """Execute a schedule.
 
-    durations: of each action, by code.
-    comm: duration of a transfer between ranks.
+    Takes about half a microsecond per action.
+
+    Args:
+        durations: Duration of each action, by code.
+        comm: Duration of a transfer between ranks.
     """
     size, ranks = encoded.microbatches, len(encoded.steps)
     links = encoded.links()
@@ -183,8 +195,10 @@ def simulate_events(
                 if edge is None:
                     arrivals[target] = clock
                 else:
+                    # Transfers of one edge follow each other.
                     begin = free[edge]
                     arrivals[target] = free[edge] = (clock if clock > begin else begin) + comm
+                # Its rank is blocked on exactly this input, and can continue.
                 if target in waiting:
                     ready.append(waiting.pop(target))
         clocks[rank] = clock
@@ -194,8 +208,11 @@ def simulate_events(
 def find_deadlock_cycle(
     encoded: EncodedSchedule, stuck: Mapping[int, int]
 ) -> list[tuple[int, int, int]]:
-    """Return a cycle of a deadlock as (rank, waiting code, code that it waits for). stuck: where
-    the ranks of a complete schedule are stuck."""
+    """Return a cycle of a deadlock as (rank, waiting code, code that it waits for).
+
+    Args:
+        stuck: Where the ranks of a complete schedule are stuck.
+    """
     size = encoded.microbatches
     makers = {row + reach // size: row for row, (reach, _) in enumerate(encoded.links()) if reach}
     chain: dict[int, tuple[int, int, int]] = {}

@@ -30,9 +30,12 @@ def generate(
 ) -> Schedule:
     """Return the compute actions of schedule `name` (one of `NAMES`, or `file:PATH`).
 
-    group: microbatches per turn of a chunk; for `interleaved` only, default `ranks`.
-    costs, memory_limit, placement: for `search_schedule` only, see there.
-    Raises `UserError` naming every limit that is broken, with the nearest valid values.
+    Args:
+        group: Microbatches per turn of a chunk; for `interleaved` only, default `ranks`.
+        costs, memory_limit, placement: For `search_schedule` only, see there.
+
+    Raises:
+        UserError: Naming every limit that is broken, with the nearest valid values.
     """
     mistakes = schedule_mistakes(name, ranks, chunks, microbatches, group=group)
     if mistakes:
@@ -50,7 +53,9 @@ def schedule_mistakes(
     name: str, ranks: int, chunks: int, microbatches: int, *, group: int | None = None
 ) -> list[str]:
     """Return a message for each reason why `generate` would refuse, an empty list if it would not.
-    For `file:PATH`, the file is read and checked."""
+
+    For `file:PATH`, the file is read and checked.
+    """
     if not name.startswith(FILE_PREFIX):
         return list(name_mistakes(name, ranks, chunks, microbatches, group))
     try:

@@ -19,14 +19,18 @@ from megaframe.schedule.event_simulation import EncodedSchedule
 
 @dataclass(frozen=True)
 class GreedyPolicy:
-    """What a free rank prefers. Backwards come first, then forwards, then weight gradients.
+    """What a free rank prefers.
 
-    lead: limits how many forwards a rank may be ahead of its backwards, as a factor of its distance
-    from the end of the pipeline; None for as many as fit into memory. See `_GreedyRun._bound`.
-    turns: chunks take turns, with as many microbatches per turn as there are ranks. Otherwise the
-    later stage goes first.
-    patience: a weight gradient does not start if another action becomes ready within this fraction
-    of its duration.
+    Backwards come first, then forwards, then weight gradients.
+
+    Attributes:
+        lead: Limits how many forwards a rank may be ahead of its backwards, as a factor of its
+            distance from the end of the pipeline; None for as many as fit into memory. See
+            `_GreedyRun._bound`.
+        turns: Chunks take turns, with as many microbatches per turn as there are ranks. Otherwise
+            the later stage goes first.
+        patience: A weight gradient does not start if another action becomes ready within this
+            fraction of its duration.
     """
 
     lead: float | None = None
@@ -38,11 +42,12 @@ class GreedyPolicy:
 class SchedulingProblem:
     """What an order is made for.
 
-    rank_of: rank of each stage.
-    seconds: durations of F, B and W, each by stage.
-    comm: seconds of a transfer between ranks.
-    capacity: activations that a rank may hold, counted one per chunk and microbatch; at least its
-    number of chunks.
+    Attributes:
+        rank_of: Rank of each stage.
+        seconds: Durations of F, B and W, each by stage.
+        comm: Seconds of a transfer between ranks.
+        capacity: Activations that a rank may hold, counted one per chunk and microbatch; at least
+            its number of chunks.
     """
 
     rank_of: tuple[int, ...]
@@ -132,6 +137,8 @@ class _GreedyRun:
             return _B, ready
         free_slots = self.problem.capacity - self.live[rank]
         free_slots = min(free_slots, self.bound[rank] - self.ahead[rank])
+        # Memory must also suffice for the later chunks of the rank, so that what is started can
+        # always be finished.
         stages = [stage for stage in self.stages[rank] if self.later[stage] <= free_slots]
         ready, other = self._ready(_F, stages, now)
         if ready is not None:

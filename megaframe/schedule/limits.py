@@ -13,8 +13,9 @@ from megaframe.errors import join_or
 class ScheduleLimits:
     """The sizes that a schedule supports.
 
-    min_chunks, max_chunks: chunks per rank; no upper limit if `max_chunks` is None.
-    needs_full_pipeline: it needs at least as many microbatches as ranks.
+    Attributes:
+        min_chunks, max_chunks: Chunks per rank; no upper limit if `max_chunks` is None.
+        needs_full_pipeline: Whether it needs at least as many microbatches as ranks.
     """
 
     min_chunks: int = 1

@@ -30,9 +30,15 @@ def lower(schedule: Schedule, ahead: int = AHEAD) -> Schedule:
     """Lower a schedule that `check` accepts: keep its compute actions in the same order and insert
     SEND, RECV, REDUCE and UPDATE. Existing ones are replaced.
 
-    ahead: compute actions between the posting of a receive and its consumer.
     REDUCE comes directly before the action that completes the gradients of its stage, so that the
     reduction of each bucket starts while the backward pass of the remaining blocks runs.
+
+    Args:
+        schedule: Only its compute actions are used.
+        ahead: Compute actions between the posting of a receive and its consumer.
+
+    Returns:
+        The lowered schedule, with UPDATE at the end of each rank's list.
     """
     compute = Schedule(tuple(tuple(a for a in r if a.kind.is_compute) for r in schedule.ranks))
     posts = _place_receives(compute, ahead)
@@ -40,7 +46,7 @@ def lower(schedule: Schedule, ahead: int = AHEAD) -> Schedule:
 
 
 def _lower_rank(schedule: Schedule, rank: int, posts: Posts) -> tuple[Action, ...]:
-    actions, split = schedule.ranks[rank], schedule.split
+    actions, split = schedule.ranks[rank], schedule.split_backwards
     completes = {
         action.stage: i
         for i, action in enumerate(actions)
@@ -64,6 +70,7 @@ def _place_receives(schedule: Schedule, ahead: int) -> list[Posts]:
     posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.ranks]
     for actions in schedule.ranks:
         latest: dict[int, int] = {}
+        # Backwards, so that no receive is posted after one that the channel delivers later.
         for action in reversed(actions):
             passed = _find_transfer(action, schedule.rank_of)
             if passed is None:

@@ -91,17 +91,22 @@ def zb_h1(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]
 
 
 def zb_h2(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """Like zb-h1, with enough forwards in the warm-up to fill the pipeline. Bubble
-    (p-1)(F+B-2W) for m >= 2p-1 and W <= F, B with 2W <= F+B, so 0 at F=B=W; live 2p-1."""
+    """Like zb-h1, with enough forwards in the warm-up to fill the pipeline.
+
+    Bubble (p-1)(F+B-2W) for m >= 2p-1 and W <= F, B with 2W <= F+B, so 0 at F=B=W; live 2p-1.
+    """
     return split_backwards(
         _one_stage_order(rank, microbatches, 2 * (ranks - 1 - rank)), deferred=range(2 * rank)
     )
 
 
 def zb_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """Two chunks in a V (Qi et al. 2023, section 6). Bubble (p-1)(B-W) for m >= 2p-1 and
-    W <= F <= B, so 0 at F=B=W; live p. At the end, weight gradients are deferred until after the
-    backwards that come back through the V, except after the first of these backwards."""
+    """Two chunks in a V (Qi et al. 2023, section 6).
+
+    Bubble (p-1)(B-W) for m >= 2p-1 and W <= F <= B, so 0 at F=B=W; live p. At the end, weight
+    gradients are deferred until after the backwards that come back through the V, except after the
+    first of these backwards.
+    """
     order = _vee_order(rank, ranks, microbatches)
     first = 2 * microbatches - _count_trailing_backwards(order) + 1
     return split_backwards(order, deferred=range(first, first + 2 * rank))
@@ -129,6 +134,8 @@ def v_half(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action
         (ActionKind.B, 1): 3 * ranks - 1 + apart + 2 * rank,
         (ActionKind.B, 0): 6 * ranks - 2 + apart - rank,
     }
+    # A block has six slots, one for each of F, B and W of both chunks. Each W takes the first one
+    # that is free after its B.
     taken = {slot % 6 for slot in slots.values()}
     for chunk in (1, 0):
         slot = slots[ActionKind.B, chunk] + 1

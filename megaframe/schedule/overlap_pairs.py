@@ -42,8 +42,10 @@ def find_overlap_pairs(schedule: Schedule, costs: ActionCosts) -> dict[Action, A
 def place_pairs_together(
     actions: tuple[Action, ...], paired: dict[Action, Action]
 ) -> tuple[Action, ...]:
-    """Return a rank's lowered actions with those of each pair next to each other. Actions between
-    the two are moved before the pair, except the forward's sends, which follow it."""
+    """Return a rank's lowered actions with those of each pair next to each other.
+
+    Actions between the two are moved before the pair, except the forward's sends, which follow it.
+    """
     ordered: list[Action] = []
     waiting: tuple[Action, Action] | None = None
     sends: list[Action] = []

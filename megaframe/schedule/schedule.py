@@ -48,7 +48,7 @@ class Schedule:
         return 1 + max((n for n in numbers if n is not None), default=-1)
 
     @cached_property
-    def split(self) -> frozenset[tuple[int, int]]:
+    def split_backwards(self) -> frozenset[tuple[int, int]]:
         """(stage, microbatch) of every backward whose weight gradient is a separate action."""
         return frozenset(
             (action.stage, action.microbatch)
@@ -68,9 +68,13 @@ class Schedule:
 
 
 def parse_schedule(text: str, name: str = "schedule") -> Schedule:
-    """Parse a schedule. name: what messages call the source of the text.
+    """Parse a schedule.
 
-    Raises `UserError` with line and cell of the first mistake.
+    Args:
+        name: What messages call the source of the text.
+
+    Raises:
+        UserError: With line and cell of the first mistake.
     """
     ranks = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -86,8 +90,11 @@ def parse_schedule(text: str, name: str = "schedule") -> Schedule:
 
 
 def read_schedule(path: Path) -> Schedule:
-    """Read a schedule from a file. Raises `UserError` if the file cannot be read, is too large, or
-    is not a schedule."""
+    """Read a schedule from a file.
+
+    Raises:
+        UserError: If the file cannot be read, is too large, or is not a schedule.
+    """
     try:
         text = read_file(path, MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:

@@ -62,14 +62,18 @@ def search_schedule(
     memory_limit: Seconds | None = None,
     placement: Placement | None = None,
 ) -> Schedule:
-    """Return the order with the shortest step that was found. It is never slower than a named
-    schedule with the same limit and placement.
+    """Return the order with the shortest step that was found.
 
-    costs: must be bitwise equal on all ranks.
-    memory_limit: live activations of a rank in units of its share of the layers; default `ranks`,
-    as on 1F1B's first rank.
-    placement: how stages are placed on ranks; default whichever is better.
-    Raises `UserError` for a limit of less than one activation.
+    It is never slower than a named schedule with the same limit and placement.
+
+    Args:
+        costs: Must be bitwise equal on all ranks.
+        memory_limit: Live activations of a rank in units of its share of the layers; default
+            `ranks`, as on 1F1B's first rank.
+        placement: How stages are placed on ranks; default whichever is better.
+
+    Raises:
+        UserError: For a limit of less than one activation.
     """
     limit = ranks if memory_limit is None else memory_limit
     if not limit >= 1:

@@ -29,8 +29,9 @@ from megaframe.schedule.schedule import Schedule
 class ActionInterval:
     """The time of one compute action.
 
-    chunk: index of its stage among the stages of the rank.
-    fused: it is a backward that includes the gradient of the weights.
+    Attributes:
+        chunk: Index of its stage among the stages of the rank.
+        fused: Whether it is a backward that includes the gradient of the weights.
     """
 
     action: Action
@@ -55,11 +56,14 @@ class StageTransfer:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The result of a simulation. Properties are in seconds. Fields are in ticks of `tick` seconds,
-    by code (see `EncodedSchedule`) and by rank.
+    """The result of a simulation.
 
-    tick: the greatest common divisor of exact costs. With floats it is None, and the fields are in
-    seconds too.
+    Properties are in seconds. Fields are in ticks of `tick` seconds, by code (see
+    `EncodedSchedule`) and by rank.
+
+    Attributes:
+        tick: The greatest common divisor of exact costs. With floats it is None, and the fields are
+            in seconds too.
     """
 
     encoded: EncodedSchedule
@@ -94,8 +98,11 @@ class Timeline:
 
     @cached_property
     def bubbles(self) -> tuple[Seconds, ...]:
-        """Idle time of each rank within its own span. This is the measure of the zero-bubble
-        papers, in which a rank may begin its next step while others finish this one."""
+        """Idle time of each rank within its own span.
+
+        This is the measure of the zero-bubble papers, in which a rank may begin its next step while
+        others finish this one.
+        """
         return tuple(span - work for span, work in zip(self.spans, self.work, strict=True))
 
     @property
@@ -140,7 +147,7 @@ class Timeline:
                 self._seconds(begin),
                 self._seconds(begin + duration),
                 encoded.rank_of[: action.stage].count(rank),
-                action.kind is ActionKind.B and not encoded.split[code - encoded.block],
+                action.kind is ActionKind.B and not encoded.split_backwards[code - encoded.block],
             )
 
     @cached_property
@@ -168,7 +175,9 @@ def simulate(schedule: Schedule | EncodedSchedule, costs: ActionCosts) -> Timeli
 
     A transfer starts when its producer is done and the previous transfer on the same edge has
     arrived. It takes `costs.comm` seconds.
-    Raises `UserError` for a deadlock, and for costs of another number of stages.
+
+    Raises:
+        UserError: For a deadlock, and for costs of another number of stages.
     """
     encoded = schedule if isinstance(schedule, EncodedSchedule) else encode_schedule(schedule)
     per_stage = costs.per_stage(len(encoded.rank_of))
@@ -205,7 +214,7 @@ def _durations_by_code(
     fused = [b + w for b, w in zip(backward, weight, strict=True)]
     rows = (*forward, *fused, *weight, *[0] * (2 * len(forward)))
     durations = [value for value in rows for _ in range(encoded.microbatches)]
-    for number, split in enumerate(encoded.split):
+    for number, split in enumerate(encoded.split_backwards):
         if split:
             durations[encoded.block + number] = backward[number // encoded.microbatches]
     return durations

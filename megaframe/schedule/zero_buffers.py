@@ -25,7 +25,12 @@ _VECTORS = -1
 
 
 class BucketSize(NamedTuple):
-    """A bucket. name: (part of the rank's blocks, kind), unique on the rank. size: elements."""
+    """Name and size of a bucket.
+
+    Attributes:
+        name: (part of the rank's blocks, kind), unique on the rank.
+        size: Number of elements.
+    """
 
     name: tuple[int, int]
     size: int
@@ -33,9 +38,16 @@ class BucketSize(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitBuckets:
-    """The buckets of a unit. late: matrices of its late part. rest: its other matrices. tables:
-    tables that it uses. own: the tables whose gradients it reduces. ends: whether it completes the
-    gradients of `rest`, which it may share with blocks before it."""
+    """The buckets of a unit.
+
+    Attributes:
+        late: Matrices of its late part.
+        rest: Its other matrices.
+        tables: Tables that it uses.
+        own: The tables whose gradients it reduces.
+        ends: Whether it completes the gradients of `rest`, which it may share with blocks before
+            it.
+    """
 
     late: tuple[BucketSize, ...] = ()
     rest: tuple[BucketSize, ...] = ()
@@ -56,7 +68,11 @@ class UnitBuckets:
 
 @dataclass(frozen=True)
 class StageBuckets:
-    """The units of a stage. blocks: its blocks, followed by its predictors."""
+    """The units of a stage.
+
+    Attributes:
+        blocks: Its blocks, followed by its predictors.
+    """
 
     embedding: UnitBuckets | None
     blocks: tuple[UnitBuckets, ...]
@@ -83,10 +99,13 @@ def peak_zero_buffers(
 ) -> tuple[int, int]:
     """Return the elements of the buffers of values and of gradients that a rank allocates.
 
-    stages: the rank's units, by stage. actions: its list. transfers: how many consecutive transfers
-    a reduction takes until it needs no buffer. values: whether values are in such buffers too (ZeRO
-    3). same_dtype: whether values and gradients have the same type; they then share buffers, which
-    count as gradients'.
+    Args:
+        stages: The rank's units, by stage.
+        actions: The rank's lowered actions, in order.
+        transfers: How many consecutive transfers a reduction takes until it needs no buffer.
+        values: Whether values are in such buffers too (ZeRO 3).
+        same_dtype: Whether values and gradients have the same type; they then share buffers, which
+            count as gradients'.
     """
     state = _BufferState((), frozenset(), (), frozenset())
     reached: dict[tuple[_BufferState, _BucketPass], _BufferState] = {}
@@ -253,5 +272,6 @@ class _BufferSimulation:
     def _count(self) -> None:
         in_flight = [bucket for some in self._in_flight for bucket in some]
         gradients = [(False, bucket.size) for bucket in (*in_flight, *self._accumulating)]
+        # Values of the same type as gradients take buffers from the same pool.
         values = [(not self._same_dtype, bucket.size) for bucket in self._present]
         self.most |= Counter([*gradients, *values])

@@ -39,14 +39,14 @@ class TensorParallel:
 
     def forward_product(self, x_TI: Tensor, matrix_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return x W^T plus the bias, [T, O]."""
-        if self.fp8 is None or not self.fp8.takes(*matrix_OI.shape):
+        if self.fp8 is None or not self.fp8.supports(*matrix_OI.shape):
             return multiply(x_TI, matrix_OI.t(), bias_O)
         y_TO = self.fp8.product(x_TI, matrix_OI, gradient=False, matrix=True)
         return y_TO if bias_O is None else y_TO.add_(bias_O)
 
     def input_gradient(self, dy_TO: Tensor, matrix_OI: Tensor) -> Tensor:
         """Return dy W, [T, I]."""
-        if self.fp8 is None or not self.fp8.takes(*matrix_OI.shape):
+        if self.fp8 is None or not self.fp8.supports(*matrix_OI.shape):
             return multiply(dy_TO, matrix_OI)
         return self.fp8.product(dy_TO, matrix_OI.t(), gradient=True, matrix=True)
 
@@ -54,7 +54,7 @@ class TensorParallel:
         self, weight: Parameter, dy_TO: Tensor, x_TI: Tensor, of: int | None = None
     ) -> None:
         """Add dy^T x to the gradient of a weight, or of its matrix `of` along dim 0."""
-        if self.fp8 is None or not self.fp8.takes(dy_TO.shape[1], x_TI.shape[1]):
+        if self.fp8 is None or not self.fp8.supports(dy_TO.shape[1], x_TI.shape[1]):
             weight.add_product(dy_TO, x_TI, of=of)
         elif not weight.frozen:
             shape = weight.box.shape if of is None else weight.box.shape[1:]

@@ -18,7 +18,7 @@ from megaframe.config import RunConfig, load
 from megaframe.distributed.device import explain_hidden_gpu, host_memory
 from megaframe.distributed.mesh import ranks_on_this_node
 from megaframe.errors import UserError
-from megaframe.hardware.cluster import DEFAULT, Cluster, device_cluster, load_cluster
+from megaframe.hardware.cluster import DEFAULT, Cluster, cluster_for_device, load_cluster
 from megaframe.io.run_files import CONFIG_FILE
 from megaframe.layout import Layout, axis_sizes
 from megaframe.planner.advice import describe_decision
@@ -33,24 +33,24 @@ _SIMULATED = 8
 """Layouts that the search simulates; more would delay the start of the run."""
 
 
-def with_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
+def choose_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     """Return the config with a layout chosen if `parallel.auto` is set, and lines that say what is
     known of the machine and explain the choice. Layout keys that the config sets are kept. Raises
     `UserError` if no layout fits, or if nothing is known of the speed of this machine's chip."""
     if not config.parallel.auto:
-        return config, _of_machine(config)
-    begun = _begun(config)
+        return config, _describe_machine(config)
+    begun = _load_begun_config(config)
     if begun is not None and not axis_sizes(begun.parallel, world)[1]:
-        kept = _taken(config, begun)
+        kept = _copy_layout(config, begun)
         same = f"parallel.auto: the layout that {config.run.dir} started with"
-        return kept, [same, *_of_machine(config)]
-    cluster = cluster_of(config)
+        return kept, [same, *_describe_machine(config)]
+    cluster = find_cluster(config)
     given = config.parallel.model_fields_set.intersection(SEARCHED_KEYS)
     values = {name: getattr(config.parallel, name) for name in given}
     fixed = {name: value for name, value in values.items() if value is not None}
     family = cluster_constants(cluster)
     found = search(config, world, cluster, family, fixed, simulated=_SIMULATED)
-    best = _taken(config, found.best.config)
+    best = _copy_layout(config, found.best.config)
     why = [*describe_decision(found, cluster), *found.best.prediction.reasons]
     notes = [f"parallel.auto: {world} ranks on {cluster.name}. {why[0]}", *why[1:]]
     if begun is not None:
@@ -58,13 +58,13 @@ def with_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     return best, notes
 
 
-def with_blocks(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
+def choose_recomputed_blocks(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     """Return the config with the recomputed blocks chosen if `train.recompute_blocks=auto`, and a
     line that says how many. As few blocks are recomputed as memory allows. The layout must be known
     and the config must have passed `check`."""
     if config.train.recompute_blocks != "auto":
         return config, []
-    cluster = cluster_of(config)
+    cluster = find_cluster(config)
     layout = Layout.from_parallel(config.parallel, world)
     found = resolve_recompute_blocks(config, layout, cluster.chip)
     plans = stage_plans(found)
@@ -75,11 +75,11 @@ def with_blocks(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     return found, [note]
 
 
-def with_buckets(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
+def choose_bucket_size(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     """Return the config with `parallel.bucket_size=auto` decided, and a line that says so if blocks
     share buckets. The layout must be known and the config must have passed `check`."""
     layout = Layout.from_parallel(config.parallel, world)
-    cluster = cluster_of(config)
+    cluster = find_cluster(config)
     decided = resolve_bucket_size(config, layout, cluster)
     size = decided.parallel.bucket_size
     if size == config.parallel.bucket_size or size == "auto":
@@ -98,7 +98,7 @@ def with_buckets(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     ]
 
 
-def cluster_of(config: RunConfig) -> Cluster:
+def find_cluster(config: RunConfig) -> Cluster:
     """Return the cluster that the config names, or else the likely one for its device, whose chip
     and memory are those of the device. `Cluster.notes` says what is only assumed."""
     if config.parallel.cluster is not None:
@@ -116,22 +116,22 @@ def cluster_of(config: RunConfig) -> Cluster:
         return replace(load_cluster(DEFAULT), notes=(text,))
     found = torch.cuda.get_device_properties(0)
     name = torch.cuda.get_device_name(0)
-    return device_cluster(name, found.total_memory, found.multi_processor_count)
+    return cluster_for_device(name, found.total_memory, found.multi_processor_count)
 
 
-def _of_machine(config: RunConfig) -> list[str]:
+def _describe_machine(config: RunConfig) -> list[str]:
     """Return lines about the machine that no part of the config tells: which chip its GPUs are, or
     why a run with `auto` is on the CPU."""
     if config.parallel.cluster is not None:
         return []
-    notes = list(cluster_of(config).notes)
+    notes = list(find_cluster(config).notes)
     if config.run.device in ("auto", "shared") and not torch.cuda.is_available():
         hidden = explain_hidden_gpu()
         notes += [f"run.device={config.run.device} is the CPU: {hidden}"] if hidden else []
     return notes
 
 
-def _taken(config: RunConfig, of: RunConfig) -> RunConfig:
+def _copy_layout(config: RunConfig, of: RunConfig) -> RunConfig:
     """Return `config` with the layout of `of`, and with `parallel.auto` turned off."""
     names = [name for name in SEARCHED_KEYS if hasattr(config.parallel, name)]
     names += ["tensor_chunks", "schedule_microbatches", "layers_per_stage"]
@@ -147,7 +147,7 @@ def _taken(config: RunConfig, of: RunConfig) -> RunConfig:
     )
 
 
-def _begun(config: RunConfig) -> RunConfig | None:
+def _load_begun_config(config: RunConfig) -> RunConfig | None:
     """Return the config of the run to be resumed, or None if there is none that can be read."""
     path = Path(config.run.dir) / CONFIG_FILE
     if config.checkpoint.resume is None or not path.exists():

@@ -5,8 +5,8 @@ The measurement takes at most `BUDGET` seconds and is made by the first rank for
 a cache of the user by processor, torch version, threads and type, and in the checkpoints of the
 run, so that a resumed run computes bitwise what the uninterrupted one would. Calls during which a
 thread had to wait for a processor do not count; on a machine so busy that no others are left, the
-routines of `fixed` are taken, and nothing is kept. On a GPU, and in fp64, there is nothing to
-choose.
+routines of `named_routines` are taken, and nothing is kept. On a GPU, and in fp64, there is nothing
+to choose.
 
 A file of the cache belongs to one machine, and the first process that writes it wins: runs that
 start at the same time then compute alike. A file that is damaged, of another machine or of another
@@ -71,11 +71,11 @@ _SETTINGS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIO
 _T = TypeVar("_T", bound=str)
 
 
-class _Busy(Exception):
+class MachineBusyError(Exception):
     """Every call of a candidate was disturbed by other work on this machine."""
 
 
-class _Entry(BaseModel):
+class _CacheEntry(BaseModel):
     """A file of the cache."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -99,21 +99,21 @@ def tune(
         return CPURoutines(), []
     wanted = config.kernels.matmul
     if wanted != "auto":
-        found, why = fixed(dtype, wanted), f"kernels.matmul={wanted}"
+        found, why = named_routines(dtype, wanted), f"kernels.matmul={wanted}"
     elif recorded is not None and recorded.is_available(dtype):
         found, why = recorded, "as the checkpoint records"
     elif config.run.deterministic:
-        found, why = fixed(dtype, "torch"), "run.deterministic"
+        found, why = named_routines(dtype, "torch"), "run.deterministic"
     elif mesh is None:
-        found, why = cached_or_measured(dtype)
+        found, why = load_or_measure(dtype)
     else:
-        found, why = _of_first_rank(dtype, mesh)
+        found, why = _share_first_ranks_routines(dtype, mesh)
     matmul.use_libraries(dtype, found.products)
     cpu_attention.use_methods(dtype, found.attention)
     return found, [f"matrix products and attention on this CPU ({why}): {found.describe()}"]
 
 
-def fixed(dtype: torch.dtype, library: str) -> CPURoutines:
+def named_routines(dtype: torch.dtype, library: str) -> CPURoutines:
     """Return the routines if one library is named for all products. library: `torch`, or `onednn`
     where torch would use MKL."""
     found = matmul.default_library(dtype)
@@ -127,20 +127,20 @@ def fixed(dtype: torch.dtype, library: str) -> CPURoutines:
     )
 
 
-def _of_first_rank(dtype: torch.dtype, mesh: Mesh) -> tuple[CPURoutines, str]:
+def _share_first_ranks_routines(dtype: torch.dtype, mesh: Mesh) -> tuple[CPURoutines, str]:
     """Return the routines that the first rank has in its cache or measures."""
     key = f"autotune/{dtype}"
     if mesh.rank == 0:
-        routines, why = cached_or_measured(dtype)
+        routines, why = load_or_measure(dtype)
         mesh.store.set(key, json.dumps([routines.model_dump(), why]))
         return routines, why
     found, why = json.loads(mesh.store.get(key))
     return CPURoutines.model_validate(found), why
 
 
-def cached_or_measured(dtype: torch.dtype) -> tuple[CPURoutines, str]:
+def load_or_measure(dtype: torch.dtype) -> tuple[CPURoutines, str]:
     """Return the routines for a type on this machine, and where they come from."""
-    machine = machine_of(dtype)
+    machine = describe_machine(dtype)
     path = cache_file(machine)
     cached = read_cache(path, machine) if path else None
     if cached is not None and cached.is_available(dtype):
@@ -148,15 +148,15 @@ def cached_or_measured(dtype: torch.dtype) -> tuple[CPURoutines, str]:
     start = time.perf_counter()
     try:
         measured = measure(dtype)
-    except _Busy:
-        return fixed(dtype, "torch"), "not measured: other work keeps this machine busy"
+    except MachineBusyError:
+        return named_routines(dtype, "torch"), "not measured: other work keeps this machine busy"
     taken = time.perf_counter() - start
     if path is not None:
-        measured = _keep(path, machine, measured)
+        measured = _write_cache(path, machine, measured)
     return measured, f"measured in {taken:.2f} s"
 
 
-def machine_of(dtype: torch.dtype) -> dict[str, str | int]:
+def describe_machine(dtype: torch.dtype) -> dict[str, str | int]:
     """Return what the speed of a routine depends on, and its type."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
@@ -188,19 +188,21 @@ def read_cache(path: Path, machine: Mapping[str, str | int]) -> CPURoutines | No
     is of another machine."""
     try:
         with open_file(path) as file:
-            entry = _Entry.model_validate_json(file.read(_MAX_BYTES))
+            entry = _CacheEntry.model_validate_json(file.read(_MAX_BYTES))
     except (OSError, ValidationError):
         return None
     return entry.routines if entry.machine == dict(machine) else None
 
 
-def _keep(path: Path, machine: dict[str, str | int], measured: CPURoutines) -> CPURoutines:
+def _write_cache(path: Path, machine: dict[str, str | int], measured: CPURoutines) -> CPURoutines:
     """Write a file of the cache and return what it holds afterwards: that of another process if it
     was faster. A cache that cannot be written only costs a measurement at the next start."""
     written = path.with_suffix(f".{secrets.token_hex(4)}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        written.write_text(_Entry(machine=machine, routines=measured).model_dump_json(indent=1))
+        written.write_text(
+            _CacheEntry(machine=machine, routines=measured).model_dump_json(indent=1)
+        )
         try:
             os.link(written, path)  # fails if the file exists, as a rename would not
         except FileExistsError:
@@ -214,11 +216,11 @@ def _keep(path: Path, machine: dict[str, str | int], measured: CPURoutines) -> C
 
 
 def measure(dtype: torch.dtype) -> CPURoutines:
-    """Return the fastest routines for a type, in at most about `BUDGET` seconds. Raises `_Busy` if
-    one of them could not be measured."""
+    """Return the fastest routines for a type, in at most about `BUDGET` seconds. Raises
+    `MachineBusyError` if one of them could not be measured."""
     end = time.perf_counter() + BUDGET
     methods = cpu_attention.methods_for(dtype)
-    default = fixed(dtype, "torch")
+    default = named_routines(dtype, "torch")
     products, attention = default.products, default.attention
     left = len(products) + len(attention)
     before = matmul.libraries_in_use(dtype), cpu_attention.methods_in_use(dtype)
@@ -258,37 +260,37 @@ def fastest(
     prepare: returns a function that does a candidate's work, on a small problem if its second
     argument is set. end: time of `time.perf_counter` after which nothing is started. Candidates
     take turns and the least time of each counts, because other work on the machine only adds to it.
-    Raises `_Busy` if a candidate has no undisturbed call.
+    Raises `MachineBusyError` if a candidate has no undisturbed call.
     """
     if len(candidates) == 1 or time.perf_counter() >= end:
         return default
     now = time.perf_counter()
     each = (end - now) / (2 * len(candidates))  # half of the time at most
-    small = {name: _least(prepare(name, True), each) for name in candidates}
+    small = {name: _least_seconds(prepare(name, True), each) for name in candidates}
     limit = _HOPELESS * min(small.values())
     runs = {name: prepare(name, False) for name in candidates if small[name] <= limit}
     best = dict.fromkeys(runs, math.inf)
     rounds = 0
     while len(runs) > 1 and (rounds < 2 or time.perf_counter() < end):
         for name, run in runs.items():
-            best[name] = min(best[name], _seconds(run))
+            best[name] = min(best[name], _time_call(run))
         rounds += 1
     first = next(iter(runs))
     if math.inf in (*small.values(), *(best.values() if rounds else ())):
-        raise _Busy
+        raise MachineBusyError
     quickest = min(best, key=lambda name: best[name])
     return first if best[first] <= _TIE * best[quickest] else quickest
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def _time_call(run: Callable[[], object]) -> float:
     """Return how long a call takes; infinity if its threads had to wait for a processor."""
-    start, before = time.perf_counter(), waited()
+    start, before = time.perf_counter(), time_waited()
     run()
-    lost, taken = waited() - before, time.perf_counter() - start
+    lost, taken = time_waited() - before, time.perf_counter() - start
     return taken if lost <= _DISTURBED * taken else math.inf
 
 
-def waited() -> float:
+def time_waited() -> float:
     """Return the seconds for which the threads of this process together were ready to run but had
     no processor; 0 on a system that does not say (Linux: Documentation/scheduler/sched-stats)."""
     total = 0
@@ -299,7 +301,7 @@ def waited() -> float:
     return total / 1e9
 
 
-def _least(run: Callable[[], object], limit: float) -> float:
+def _least_seconds(run: Callable[[], object], limit: float) -> float:
     """Return the least seconds of `_TRIES` calls, fewer if they take more than `limit` together,
     but never so few that one disturbance decides, and more if all were disturbed. One more comes
     first, which prepares threads, code and memory, and may take much longer."""
@@ -307,7 +309,7 @@ def _least(run: Callable[[], object], limit: float) -> float:
     end = time.perf_counter() + limit
     least, tries = math.inf, 0
     while tries < _LEAST_TRIES or time.perf_counter() <= end:
-        least, tries = min(least, _seconds(run)), tries + 1
+        least, tries = min(least, _time_call(run)), tries + 1
         if tries >= _TRIES and least < math.inf:
             break
     return least
@@ -321,18 +323,24 @@ def _multiply(
     if small:
         rows, inner = rows // 4, inner // 4
     if kind == "batched":
-        left, right = _numbers(dtype, 8, rows, inner), _numbers(dtype, 8, inner, columns)
-        return _by(dtype, kind, library, lambda: matmul.multiply_batched(left, right))
+        left, right = (
+            _random_numbers(dtype, 8, rows, inner),
+            _random_numbers(dtype, 8, inner, columns),
+        )
+        return _multiply_by(dtype, kind, library, lambda: matmul.multiply_batched(left, right))
     if kind == "into":  # the gradient of a weight: both operands are rows of tokens, added in fp32
-        left, right = _numbers(dtype, inner, rows).t(), _numbers(dtype, inner, columns)
+        left, right = (
+            _random_numbers(dtype, inner, rows).t(),
+            _random_numbers(dtype, inner, columns),
+        )
         out = torch.zeros(rows, columns, dtype=torch.promote_types(dtype, torch.float32))
         add = partial(matmul.multiply_into, out, left, right, add=True)
-        return _by(dtype, kind, library, add)
-    left, right = _numbers(dtype, rows, inner), _numbers(dtype, columns, inner).t()
-    return _by(dtype, kind, library, lambda: matmul.multiply(left, right))
+        return _multiply_by(dtype, kind, library, add)
+    left, right = _random_numbers(dtype, rows, inner), _random_numbers(dtype, columns, inner).t()
+    return _multiply_by(dtype, kind, library, lambda: matmul.multiply(left, right))
 
 
-def _by(
+def _multiply_by(
     dtype: torch.dtype, kind: MatmulKind, library: MatmulLibrary, run: Callable[[], object]
 ) -> Callable[[], None]:
     def work() -> None:
@@ -349,7 +357,7 @@ def _attend(
     heads, length = _HEADS[size]
     if small:
         length //= 8
-    query, key, value, d_out = (_numbers(dtype, 1, length, heads, 64) for _ in range(4))
+    query, key, value, d_out = (_random_numbers(dtype, 1, length, heads, 64) for _ in range(4))
 
     def work() -> None:
         cpu_attention.use_methods(dtype, dict.fromkeys(cpu_attention.SIZES, method))
@@ -361,7 +369,7 @@ def _attend(
     return work
 
 
-def _numbers(dtype: torch.dtype, *shape: int) -> Tensor:
+def _random_numbers(dtype: torch.dtype, *shape: int) -> Tensor:
     """Return small numbers that are not random: those of the run must not depend on them."""
     count = math.prod(shape)
     return torch.linspace(-1.0, 1.0, count).view(shape).to(dtype)

@@ -9,7 +9,7 @@ from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, dump
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.metrics.run_summary import outline
+from megaframe.metrics.run_summary import summarize_model
 from megaframe.optim.parameter_groups import choices_table
 from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.planner.memory import compute_rank_memory
@@ -18,7 +18,7 @@ from megaframe.validate.invariance import layout_dependence_note
 from megaframe.validate.run import find_warnings
 
 
-def describe(config: RunConfig, layout: Layout, cluster: Cluster | None = None) -> str:
+def describe_run(config: RunConfig, layout: Layout, cluster: Cluster | None = None) -> str:
     """Describe the run as text, without allocating its tensors.
 
     cluster: the machine of the run; by default some GPUs in one node.
@@ -31,17 +31,19 @@ def describe(config: RunConfig, layout: Layout, cluster: Cluster | None = None) 
     node = config.parallel.node_size or there
     lines = [
         dump(config),
-        *outline(config, layout, specs),
+        *summarize_model(config, layout, specs),
         *choices_table(config, specs),
         *summarize_pipeline(config, schedule),
-        *_memory(config, layout, schedule, host),
+        *_memory_table(config, layout, schedule, host),
         *find_warnings(config, layout, node),
         *layout_dependence_note(config),
     ]
     return "\n".join(lines)
 
 
-def _memory(config: RunConfig, layout: Layout, schedule: Schedule, host: bool) -> Iterator[str]:
+def _memory_table(
+    config: RunConfig, layout: Layout, schedule: Schedule, host: bool
+) -> Iterator[str]:
     """Yield a table of memory by kind, with a column for each pipeline rank: the first of its
     tensor and data ranks."""
     plans, lowered = stage_plans(config), lower(schedule)
@@ -53,11 +55,11 @@ def _memory(config: RunConfig, layout: Layout, schedule: Schedule, host: bool) -
     if len(columns) > 1:
         yield f"  {'pipeline':<12}" + "".join(f"{rank:>12}" for rank in range(len(columns)))
     for kind in columns[0].kinds:
-        yield f"  {kind:<12}" + "".join(_gib(column.kinds[kind]) for column in columns)
-    yield f"  {'total':<12}" + "".join(_gib(column.total) for column in columns)
+        yield f"  {kind:<12}" + "".join(_format_gib(column.kinds[kind]) for column in columns)
+    yield f"  {'total':<12}" + "".join(_format_gib(column.total) for column in columns)
     if any(column.host for column in columns):
-        yield f"  {'on the host':<12}" + "".join(_gib(column.host) for column in columns)
+        yield f"  {'on the host':<12}" + "".join(_format_gib(column.host) for column in columns)
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / 2**30:>8,.3f} GiB"

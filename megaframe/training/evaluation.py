@@ -37,7 +37,7 @@ _PIECE = 1 << 24
 
 
 @dataclass(frozen=True)
-class Passage:
+class TokenSequence:
     """A sequence of consecutive tokens.
 
     tokens:     ids, [N].
@@ -100,7 +100,7 @@ class Window:
     first: int
 
 
-def windows(passage: Passage, context: int, stride: int) -> Iterator[Window]:
+def split_windows(passage: TokenSequence, context: int, stride: int) -> Iterator[Window]:
     """Yield windows of at most `context` inputs that together count every token from
     `passage.first` on exactly once. Each window but the first counts at most `stride` tokens and
     fills the rest with the context before them. 1 <= stride <= context."""
@@ -113,7 +113,7 @@ def windows(passage: Passage, context: int, stride: int) -> Iterator[Window]:
 
 
 @torch.no_grad()
-def log_probabilities(stage: Stage, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+def compute_log_probabilities(stage: Stage, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
     """Return, for each position with a label in order, the label's log-probability (fp32 [T]) and
     whether no token is more likely (bool [T]). The negative log-probability is the plain loss of a
     token, without what `train.label_smoothing` and `train.z_loss` add in training."""
@@ -134,7 +134,7 @@ def log_probabilities(stage: Stage, microbatch: Microbatch) -> tuple[Tensor, Ten
 
 def score(
     stage: Stage,
-    passages: Sequence[Passage],
+    passages: Sequence[TokenSequence],
     *,
     context: int,
     stride: int,
@@ -145,7 +145,7 @@ def score(
     """Return the score of each passage.
 
     stage: the whole model.
-    context, stride: see `windows`.
+    context, stride: see `split_windows`.
     batch: windows that are scored at once.
     data: says how document boundaries are treated (`reset_positions`, `reset_attention`,
     `mask_eod`), for passages that have `beginnings`; None uses the defaults.
@@ -153,10 +153,10 @@ def score(
     Raises `UserError` for a stride outside of 1 to `context`, for a context that is longer than the
     learned positions of the model, and for token ids outside of the vocabulary.
     """
-    _check(stage, passages, context, stride)
+    _check_sequences(stage, passages, context, stride)
     device = stage.parameters()[0].value.device
-    sizes = _sizes(token_bytes, stage)
-    cut = [(n, w) for n, one in enumerate(passages) for w in windows(one, context, stride)]
+    sizes = _token_sizes(token_bytes, stage)
+    cut = [(n, w) for n, one in enumerate(passages) for w in split_windows(one, context, stride)]
     # Windows of similar length go into the same batch, to keep padding small.
     cut.sort(key=lambda pair: pair[1].begin - pair[1].end)
     scores = [Score()] * len(passages)
@@ -164,7 +164,7 @@ def score(
         together = cut[start : start + batch]
         microbatch = _microbatch([(passages[n], w) for n, w in together], data, device)
         labels = microbatch.labels_BS.cpu().numpy()
-        likelihoods, greedy = log_probabilities(stage, microbatch)
+        likelihoods, greedy = compute_log_probabilities(stage, microbatch)
         counts = (labels != IGNORE).sum(1).tolist()
         parts = zip(likelihoods.cpu().split(counts), greedy.cpu().split(counts), strict=True)
         for (number, _), row, (nats, best) in zip(together, labels, parts, strict=True):
@@ -174,7 +174,7 @@ def score(
     return scores
 
 
-def _sizes(token_bytes: NDArray[np.integer] | None, stage: Stage) -> NDArray[np.int64]:
+def _token_sizes(token_bytes: NDArray[np.integer] | None, stage: Stage) -> NDArray[np.int64]:
     """Return the bytes of each id of the model, which may have more ids than the tokenizer."""
     sizes = np.zeros(stage.config.model.vocab or 0, np.int64)
     if token_bytes is not None:
@@ -182,7 +182,9 @@ def _sizes(token_bytes: NDArray[np.integer] | None, stage: Stage) -> NDArray[np.
     return sizes
 
 
-def _check(stage: Stage, passages: Sequence[Passage], context: int, stride: int) -> None:
+def _check_sequences(
+    stage: Stage, passages: Sequence[TokenSequence], context: int, stride: int
+) -> None:
     model, train = stage.config.model, stage.config.train
     if not 1 <= stride <= context:
         raise UserError(f"stride {stride}: takes 1 to {context}, the tokens of a window")
@@ -203,7 +205,7 @@ def _check(stage: Stage, passages: Sequence[Passage], context: int, stride: int)
 
 
 def _microbatch(
-    rows: Sequence[tuple[Passage, Window]], data: DataConfig | None, device: torch.device
+    rows: Sequence[tuple[TokenSequence, Window]], data: DataConfig | None, device: torch.device
 ) -> Microbatch:
     """Stack windows into a microbatch with inputs [W, S]. Padding comes after a window's tokens,
     where none of them attends to it, and has no label."""
@@ -229,7 +231,7 @@ def _microbatch(
     return Microbatch(tokens, labels, samples, restarted, apart)
 
 
-def read_passage(path: str, tokenizer: Tokenizer | None, reading: CorpusFormat) -> Passage:
+def read_sequence(path: str, tokenizer: Tokenizer | None, reading: CorpusFormat) -> TokenSequence:
     """Read a text file or token file as one passage, with its documents end to end.
 
     Every document of a text ends with `eod`, as in token files. One more `eod` comes before the
@@ -239,50 +241,54 @@ def read_passage(path: str, tokenizer: Tokenizer | None, reading: CorpusFormat) 
     without a tokenizer.
     """
     if path.endswith((".bin", ".idx")):
-        found = _token_file(path[:-4])
+        found = _read_token_file(path[:-4])
     elif tokenizer is None:
         raise UserError(f"{path} is text and the run had no data.tokenizer; name one")
     else:
-        found = _text_file(path, tokenizer, reading)
+        found = _read_text_file(path, tokenizer, reading)
     if len(found.tokens) < 2:
         raise UserError(f"{path} has nothing to predict; give at least one token of text")
     return found
 
 
-def read_split(config: RunConfig, split: Split) -> Iterator[tuple[str, Passage]]:
+def read_split(config: RunConfig, split: Split) -> Iterator[tuple[str, TokenSequence]]:
     """Yield the name of each source of a run and its documents of a split, end to end. Raises
     `UserError` for sources that cannot be read, and if no source has a share of the split."""
     reader = BlendedDataset(config, split, seed=0)
     for name, source in zip(reader.names, reader.sources, strict=True):
         tokens = source.tokens.astype(np.int64)
-        yield name, Passage(tokens, 1, _marks(len(tokens), source.document_starts()))
+        yield name, TokenSequence(tokens, 1, _mark_positions(len(tokens), source.document_starts()))
 
 
-def _token_file(prefix: str) -> Passage:
+def _read_token_file(prefix: str) -> TokenSequence:
     file = IndexedDataset(prefix)
     if file.dtype.kind not in "iu":
         raise UserError(f"{prefix} holds {file.dtype}; token ids are whole numbers")
     tokens = np.concatenate([file.sequence(number) for number in range(len(file))])
     ends = np.concatenate(([0], np.cumsum(file.lengths, dtype=np.int64)))
     starts = ends[np.asarray(file.documents[:-1], np.int64)]
-    return Passage(tokens.astype(np.int64), 1, _marks(len(tokens), starts[starts < len(tokens)]))
+    return TokenSequence(
+        tokens.astype(np.int64), 1, _mark_positions(len(tokens), starts[starts < len(tokens)])
+    )
 
 
-def _text_file(path: str, tokenizer: Tokenizer, reading: CorpusFormat) -> Passage:
+def _read_text_file(path: str, tokenizer: Tokenizer, reading: CorpusFormat) -> TokenSequence:
     found = (
         text
         for piece in split_file(path, reading, _PIECE)
         for text in read_documents(piece, reading)
     )
-    encoded = list(_encoded(found, tokenizer))
+    encoded = list(_encode(found, tokenizer))
     eod = np.array([tokenizer.eod], np.int64)
     parts = [eod, *(part for one in encoded for part in (one, eod))]
     lengths = [1, *(len(one) + 1 for one in encoded)]
     tokens = np.concatenate(parts)
-    return Passage(tokens, 1, _marks(len(tokens), np.cumsum(lengths, dtype=np.int64)[:-1]))
+    return TokenSequence(
+        tokens, 1, _mark_positions(len(tokens), np.cumsum(lengths, dtype=np.int64)[:-1])
+    )
 
 
-def _encoded(found: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
+def _encode(found: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
     """Yield the token ids of each text, without texts that have none."""
     found = iter(found)
     while some := list(islice(found, _ENCODED_AT_ONCE)):
@@ -291,7 +297,7 @@ def _encoded(found: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.
                 yield ids.astype(np.int64)
 
 
-def _marks(length: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _mark_positions(length: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:
     marks = np.zeros(length, np.bool_)
     marks[places] = True
     return marks

@@ -61,7 +61,7 @@ def load_model(
     return config, stage
 
 
-def tokenizer_of(config: RunConfig, name: str | None = None) -> Tokenizer:
+def load_run_tokenizer(config: RunConfig, name: str | None = None) -> Tokenizer:
     """Return the tokenizer called `name`, by default that of the run. Raises `UserError` if there
     is none, and if it has more ids than the model has rows."""
     name = name or config.data.tokenizer
@@ -90,7 +90,7 @@ def _allocate(stage: Stage, device: str) -> list[Slice]:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingOptions:
     """How the next token is chosen from the scores of all tokens.
 
     temperature: divides the scores; 0 takes the most likely token.
@@ -145,7 +145,7 @@ def sample(
     *,
     tokens: int,
     context: int,
-    how: Sampling,
+    how: SamplingOptions,
     stop: int,
     generator: torch.Generator,
 ) -> Iterator[list[int]]:
@@ -165,7 +165,7 @@ def sample(
             return
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str | None, context: int) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: str | None, context: int) -> list[int]:
     """Return the ids that a sample begins with.
 
     prompt: text to continue; None begins a new document.
@@ -194,7 +194,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str | None, context: int) -> list[i
     return ids
 
 
-def streamed(samples: Iterable[list[int]], tokenizer: Tokenizer) -> Iterator[str]:
+def stream_text(samples: Iterable[list[int]], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the text of a sample in pieces of whole characters, each as soon as it is known.
 
     samples: all ids so far, after each new one.

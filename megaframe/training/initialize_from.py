@@ -20,14 +20,14 @@ from megaframe.parameters.spec import Box, ParamSpec
 
 _EXPERTS, _DENSE = ".moe.experts.", ".mlp."
 """In the names of experts' parameters, and of the dense parameters that they are copied from."""
-_OTHERS = ("mtp_depth", "rotary_base", "rotary_scaling", "window", "moe.balance")
-_FREE = TRAINING_ONLY | {f"model.{key}" for key in _OTHERS}
+_NO_WEIGHTS = ("mtp_depth", "rotary_base", "rotary_scaling", "window", "moe.balance")
+_MAY_DIFFER = TRAINING_ONLY | {f"model.{key}" for key in _NO_WEIGHTS}
 """Config keys of the model that may differ from the checkpoint's, so that training can continue for
 example with longer samples. No weight depends on them but those of predictors, which can start from
 their initial values."""
 
 
-def starting_parts(
+def match_weights(
     weights: Iterable[tuple[str, ParamSpec, Box, Tensor]],
     checkpoint: Checkpoint,
     saved: RunConfig,
@@ -39,7 +39,7 @@ def starting_parts(
     saved: the config of the checkpoint's run.
     Raises `UserError` if the two models do not fit.
     """
-    mistakes = list(_mistakes(saved.model, config))
+    mistakes = list(_find_mismatches(saved.model, config))
     if mistakes:
         raise UserError(
             "\n  ".join([f"checkpoint.weights={checkpoint.path} does not fit", *mistakes])
@@ -49,11 +49,11 @@ def starting_parts(
         if name in checkpoint.tensors:
             slices.append(Slice(name, spec.shape, box.offset, tensor))
         elif _EXPERTS in name:
-            slices += _of_experts(spec, box, tensor, config.model.ffn)
+            slices += _slice_dense_mlp(spec, box, tensor, config.model.ffn)
     return slices
 
 
-def _of_experts(spec: ParamSpec, box: Box, tensor: Tensor, ffn: int) -> Iterator[Slice]:
+def _slice_dense_mlp(spec: ParamSpec, box: Box, tensor: Tensor, ffn: int) -> Iterator[Slice]:
     """Yield a slice of the dense matrix [..., ffn, ...] for each expert's piece of `tensor`."""
     (dim,) = (dim for dim, axis in spec.axes.items() if axis == "expert_tensor")
     width = spec.shape[dim]
@@ -67,17 +67,19 @@ def _of_experts(spec: ParamSpec, box: Box, tensor: Tensor, ffn: int) -> Iterator
         yield Slice(name, tuple(whole[1:]), tuple(offset[1:]), tensor[place])
 
 
-def _mistakes(saved: ModelConfig, config: RunConfig) -> Iterator[str]:
+def _find_mismatches(saved: ModelConfig, config: RunConfig) -> Iterator[str]:
     now = config.model
     both = saved.moe is not None and now.moe is not None
-    yield from find_differences(saved, now, _FREE if both else _FREE | {"model.moe"}, "model")
+    yield from find_differences(
+        saved, now, _MAY_DIFFER if both else _MAY_DIFFER | {"model.moe"}, "model"
+    )
     if saved.moe is None and now.moe is not None:
-        yield from _cannot_become_experts(config)
+        yield from _check_upcycling(config)
     elif saved.moe is not None and now.moe is None:
         yield "it has experts, and this run has none"
 
 
-def _cannot_become_experts(config: RunConfig) -> Iterator[str]:
+def _check_upcycling(config: RunConfig) -> Iterator[str]:
     model = config.model
     moe = model.moe
     assert moe is not None

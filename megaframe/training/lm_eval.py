@@ -20,15 +20,15 @@ from lm_eval.tasks import TaskManager
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
 from megaframe.pipeline_parallel.stage import Stage
-from megaframe.training.evaluation import Passage, Score, score
-from megaframe.training.generation import Sampling, sample
+from megaframe.training.evaluation import Score, TokenSequence, score
+from megaframe.training.generation import SamplingOptions, sample
 
 _MOST_GENERATED = 256
 """Tokens to generate if a task gives no number."""
 
 
 @dataclass(frozen=True)
-class Tasks:
+class TaskOptions:
     """The tasks to evaluate.
 
     names: names of tasks or groups.
@@ -81,7 +81,9 @@ class HarnessModel(TemplateLM):
         """Return, for each request of (texts, context ids, counted ids), the log-probability of the
         counted ids and whether each of them is the most likely one. Context that does not fit into
         a window is cut off at its beginning."""
-        passages = [Passage(np.array(before + ids), len(before)) for _, before, ids in requests]
+        passages = [
+            TokenSequence(np.array(before + ids), len(before)) for _, before, ids in requests
+        ]
         scores = self._score(passages)
         return [(-one.nats, one.greedy) for one in scores]
 
@@ -94,7 +96,7 @@ class HarnessModel(TemplateLM):
         return [
             -one.nats
             for one in self._score(
-                [Passage(np.array([self.eot_token_id, *ids])) for ids in encoded]
+                [TokenSequence(np.array([self.eot_token_id, *ids])) for ids in encoded]
             )
         ]
 
@@ -102,7 +104,7 @@ class HarnessModel(TemplateLM):
         """Continue each text up to the first stop string of the task or the end of document."""
         return [self._generate(*request.args) for request in requests]
 
-    def _score(self, passages: list[Passage]) -> list[Score]:
+    def _score(self, passages: list[TokenSequence]) -> list[Score]:
         context = self._context
         return score(self._stage, passages, context=context, stride=context, batch=self._batch)
 
@@ -113,7 +115,7 @@ class HarnessModel(TemplateLM):
         known, text = len(self._tokenizer.decode(start)), ""
         chance = wanted.get("do_sample", True) and float(wanted.get("temperature") or 0.0)
         top_k, top_p = int(wanted.get("top_k") or 0), float(wanted.get("top_p") or 1.0)
-        how = Sampling(chance or 0.0, top_k, top_p)
+        how = SamplingOptions(chance or 0.0, top_k, top_p)
         for ids in sample(
             self._stage,
             start,
@@ -131,7 +133,7 @@ class HarnessModel(TemplateLM):
 
 
 def evaluate_tasks(
-    stage: Stage, tokenizer: Tokenizer, tasks: Tasks, *, context: int, batch: int
+    stage: Stage, tokenizer: Tokenizer, tasks: TaskOptions, *, context: int, batch: int
 ) -> dict[str, dict[str, Any]]:
     """Return the metrics of each task, with the harness's names. Raises `UserError` for tasks that
     the harness does not know and for tasks whose data is not on this machine."""

@@ -18,13 +18,13 @@ from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout, fewest_ranks
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.fit import MemoryFit, compute_fit, suggest_changes
-from megaframe.training.auto_layout import cluster_of
-from megaframe.training.trainer import resolve
+from megaframe.training.auto_layout import find_cluster
+from megaframe.training.trainer import resolve_vocab
 
 _TIGHT = "it may not be enough, as plans are good to a few percent"
 
 
-def planned(config: RunConfig, gpus: int | None) -> tuple[RunConfig, int]:
+def plan_dry_run(config: RunConfig, gpus: int | None) -> tuple[RunConfig, int]:
     """Return the config of a dry run and the number of ranks to plan for.
 
     gpus: that number; None for what a launcher started, or else the fewest ranks that the layout
@@ -32,7 +32,7 @@ def planned(config: RunConfig, gpus: int | None) -> tuple[RunConfig, int]:
     if `model.vocab` is not given.
     """
     if config.model.vocab is None:
-        config = resolve(config)
+        config = resolve_vocab(config)
     if gpus is None:
         launched = "WORLD_SIZE" in os.environ
         return config, world_size() if launched else fewest_ranks(config.parallel)
@@ -46,20 +46,20 @@ def planned(config: RunConfig, gpus: int | None) -> tuple[RunConfig, int]:
     return config, gpus
 
 
-def verdict(config: RunConfig, layout: Layout, *, force: bool = False) -> list[str]:
+def report_memory_fit(config: RunConfig, layout: Layout, *, force: bool = False) -> list[str]:
     """Return the last lines of a dry run: whether the run fits in the memory of the machine that it
     is planned for, and if not, what does.
 
     The machine is that of `parallel.cluster`, or else the likely one for the device. force: see
     `check_memory`, and so is what this raises.
     """
-    cluster = cluster_of(config)
+    cluster = find_cluster(config)
     found = compute_fit(config, layout, cluster.chip)
     if found.fits:
         return [f"fits in memory: {found}" + f": {_TIGHT}" * found.is_tight]
     if cluster.chip.is_host:
-        return [f"does not fit in memory: {found}", *_instead(config, layout, cluster)]
-    return _refused(config, layout, cluster, found, force)
+        return [f"does not fit in memory: {found}", *_suggest_layouts(config, layout, cluster)]
+    return _refuse(config, layout, cluster, found, force)
 
 
 def check_memory(config: RunConfig, layout: Layout, *, force: bool = False) -> list[str]:
@@ -68,7 +68,7 @@ def check_memory(config: RunConfig, layout: Layout, *, force: bool = False) -> l
     force: warn of what cannot fit. Raises `UserError` if a GPU has less memory than its rank needs,
     with the nearest changes that fit.
     """
-    cluster = _this_machine(config)
+    cluster = _find_machine(config)
     if cluster is None:
         return []
     found = compute_fit(config, layout, cluster.chip)
@@ -76,20 +76,20 @@ def check_memory(config: RunConfig, layout: Layout, *, force: bool = False) -> l
         return [f"warning: {found}: {_TIGHT}"] if found.is_tight else []
     if cluster.chip.is_host:
         return [f"warning: does not fit in memory: {found}"]
-    return _refused(config, layout, cluster, found, force)
+    return _refuse(config, layout, cluster, found, force)
 
 
-def _refused(
+def _refuse(
     config: RunConfig, layout: Layout, cluster: Cluster, found: MemoryFit, force: bool
 ) -> list[str]:
     """Refuse a run that does not fit; with `force`, return a warning."""
     if force:
         return [f"warning: started by --force without enough memory: {found}"]
-    lines = [f"does not fit in memory: {found}", *_instead(config, layout, cluster)]
+    lines = [f"does not fit in memory: {found}", *_suggest_layouts(config, layout, cluster)]
     raise UserError("\n  ".join([*lines, "or run anyway with --force"]))
 
 
-def _instead(config: RunConfig, layout: Layout, cluster: Cluster) -> list[str]:
+def _suggest_layouts(config: RunConfig, layout: Layout, cluster: Cluster) -> list[str]:
     """Return lines with the nearest changes that fit."""
     changes = [*suggest_changes(config, layout.world, cluster, cluster_constants(cluster))]
     if not changes:
@@ -98,10 +98,10 @@ def _instead(config: RunConfig, layout: Layout, cluster: Cluster) -> list[str]:
     return [head, *(f"  {line}" for line in changes)]
 
 
-def _this_machine(config: RunConfig) -> Cluster | None:
+def _find_machine(config: RunConfig) -> Cluster | None:
     """Return the machine that a run is checked for; None if nothing is known of it. A run is
     checked for the GPUs that it gets, whatever machine it was planned for."""
     if config.run.device == "cuda" and not torch.cuda.is_available():
         return None
     parallel = config.parallel.model_copy(update={"cluster": None})
-    return cluster_of(config.model_copy(update={"parallel": parallel}))
+    return find_cluster(config.model_copy(update={"parallel": parallel}))

@@ -46,7 +46,7 @@ def train(
         set_deterministic()  # before the mesh: NCCL groups read this setting when they are made
     if config.train.cuda_graph:
         keep_launch_order()  # NCCL reads this setting once, too
-    if _may_restart(config):
+    if _can_restart(config):
         allow_abort()  # torch's NCCL groups read it when they are made
     launcher, lock = LauncherProcess(), RunLock(written_folders(config))
     try:
@@ -81,10 +81,10 @@ def _train(
                     *notes,
                     *bind_to_numa_node(config.run.numa_binding, mesh.device, shared=shared),
                 )
-            notes = (*notes, *_locked(lock, mesh))
+            notes = (*notes, *_take_locks(lock, mesh))
             trainer = Trainer(config, mesh, notes, launcher, lock)
-            if _may_restart(config) and often < config.faults.restarts:
-                mesh.allow_restart(partial(_came_further, mesh.progress, last))
+            if _can_restart(config) and often < config.faults.restarts:
+                mesh.allow_restart(partial(_made_progress, mesh.progress, last))
             trainer.run()
             return
         except (Exception, KeyboardInterrupt) as error:
@@ -97,7 +97,7 @@ def _train(
                 raise
             why = mesh.leave(error if isinstance(error, LostRanks) else LostRanks(str(error), ()))
             assert trainer is not None, "ranks begin again from the loop over steps"
-            trainer.let_go()
+            trainer.release()
         finally:
             mesh.close()
         often, last = often + 1, mesh.progress.step
@@ -107,14 +107,14 @@ def _train(
         gc.collect()  # reference cycles would keep memory that the next trainer needs
 
 
-def _may_restart(config: RunConfig) -> bool:
+def _can_restart(config: RunConfig) -> bool:
     """Return whether the ranks may restart in their processes. PyTorch's symmetric memory is bound
     to the first groups of a process."""
     once = config.parallel.symmetric_memory != "off"
     return config.checkpoint.resume == "latest" and config.faults.restarts > 0 and not once
 
 
-def _locked(lock: RunLock, mesh: Mesh) -> list[str]:
+def _take_locks(lock: RunLock, mesh: Mesh) -> list[str]:
     """Take the locks on the first rank, for all. Returns lines to log, on that rank. Raises the
     same `UserError` on all ranks if another run has a folder."""
     notes: list[str] = []
@@ -132,7 +132,7 @@ def _locked(lock: RunLock, mesh: Mesh) -> list[str]:
     return notes
 
 
-def _came_further(progress: RankProgress, last: int) -> bool:
+def _made_progress(progress: RankProgress, last: int) -> bool:
     """Return whether this rank is past `last`, the step of the previous in-process restart. A
     second failure at the same step is not the network's fault."""
     return progress.step > last

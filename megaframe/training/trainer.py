@@ -44,11 +44,11 @@ from megaframe.distributed.device import copy_to_device
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.errors import UnreadableFile, UserError
 from megaframe.io.run_files import CONFIG_FILE, METRICS_FILE
-from megaframe.metrics import Meter, StepTimer
-from megaframe.metrics.expert_load import ExpertMeter
-from megaframe.metrics.memory import out_of_memory
-from megaframe.metrics.run_summary import opening
-from megaframe.metrics.sinks import set_aside
+from megaframe.metrics import MetricsLogger, StepTimer
+from megaframe.metrics.expert_load import ExpertLoadMetrics
+from megaframe.metrics.memory import explain_out_of_memory
+from megaframe.metrics.run_summary import opening_lines
+from megaframe.metrics.sinks import set_metrics_aside
 from megaframe.pipeline_parallel.executor import Outcome
 from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.resilience.downtime import DowntimeLedger, last_saved
@@ -61,7 +61,7 @@ from megaframe.resilience.signals import (
 )
 from megaframe.training.autotune import tune
 from megaframe.training.batches import Batches
-from megaframe.training.initialize_from import starting_parts
+from megaframe.training.initialize_from import match_weights
 from megaframe.training.train_step import Pipeline
 from megaframe.validate.invariance import layout_dependence_note
 from megaframe.validate.run import find_warnings
@@ -97,9 +97,11 @@ class Trainer:
         self._loss_before: float | None = None
         self._dropped = False
         self._differences: list[str] = []
-        timer = StepTimer.on(mesh.device)
-        self.pipeline = Pipeline(config, mesh, timer.time, lambda text: self.meter.note_here(text))
-        self.pipeline.follow(timer.follow)
+        timer = StepTimer.for_device(mesh.device)
+        self.pipeline = Pipeline(
+            config, mesh, timer.time, lambda text: self.meter.note_from_rank(text)
+        )
+        self.pipeline.follow(timer.time_action)
         self.optimizer = self.pipeline.optimizer
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
@@ -111,11 +113,11 @@ class Trainer:
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
         aside = None
         if state is None and mesh.rank == 0:
-            aside = set_aside(self.folder / METRICS_FILE)
+            aside = set_metrics_aside(self.folder / METRICS_FILE)
         recorded = None if state is None else state.routines
         self._routines, chosen = tune(config, recorded, mesh)
         specs = model_specs(config)
-        self.meter = Meter(
+        self.meter = MetricsLogger(
             config,
             mesh,
             specs,
@@ -124,13 +126,13 @@ class Trainer:
             held=self.optimizer.held,
             kernels=self.pipeline.kernels.record(),
             opening=[
-                *opening(config, mesh, specs, self.loader.sizes),
+                *opening_lines(config, mesh, specs, self.loader.sizes),
                 *self.pipeline.computed_with(),
             ],
         )
-        self._experts: ExpertMeter | None = None
+        self._experts: ExpertLoadMetrics | None = None
         if config.model.moe is not None:
-            self._experts = ExpertMeter(config, specs, mesh.layout.expert)
+            self._experts = ExpertLoadMetrics(config, specs, mesh.layout.expert)
         summary = [*summarize_pipeline(config, self.pipeline.schedule)]
         for line in (*summary[:1], *notes):
             self.meter.note(line)
@@ -190,7 +192,7 @@ class Trainer:
                 barrier(self.mesh.world)
             except torch.OutOfMemoryError as error:
                 held, device = self.optimizer.held(), self.mesh.device
-                raise out_of_memory(self.mesh.rank, held, device, self.folder) from error
+                raise explain_out_of_memory(self.mesh.rank, held, device, self.folder) from error
             finally:
                 self.loader.close()
         self.meter.close([] if self._at_end() else self._cut_short())
@@ -205,11 +207,11 @@ class Trainer:
             return [*rows, ("continue with", "nothing: checkpoint.every=0 saves no step")]
         return [*rows, ("continue with", resume_command())]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Close what this trainer has open before an in-process restart, so that the next trainer
         can continue the run."""
         self.checkpointer.wait_briefly()
-        self.meter.let_go()
+        self.meter.release()
 
     def _finished(self) -> bool:
         """Return whether the run is over: no steps are left, or it must leave, and the guard asks
@@ -447,7 +449,7 @@ class Trainer:
         with open_checkpoint(locate_checkpoint(wanted, "checkpoint.weights")) as checkpoint:
             saved = read_train_state(checkpoint).config
             weights = (one for one in self.optimizer.tensors() if one[0] == one[1].name)
-            checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))
+            checkpoint.load(match_weights(weights, checkpoint, saved, self.config))
 
     def _refuse_to_begin_again(self) -> None:
         """Raise `UserError` if this run has saved a checkpoint, because none was found to resume
@@ -480,7 +482,7 @@ class Trainer:
             )
 
 
-def resolve(config: RunConfig) -> RunConfig:
+def resolve_vocab(config: RunConfig) -> RunConfig:
     """Return the config with `model.vocab` taken from the tokenizer if it was left out.
 
     Raises `UserError` if there is no tokenizer either, or if it has more ids than `model.vocab`.

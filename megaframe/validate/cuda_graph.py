@@ -24,7 +24,11 @@ def graph_mistakes(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]
 
 
 def graph_reasons(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield what in a config cannot be recorded, with what to use instead. sizes: of the axes."""
+    """Yield what in a config cannot be recorded, with what to use instead.
+
+    Args:
+        sizes: Size of each axis.
+    """
     yield from _transfer_reasons(config, sizes)
     yield from _expert_reasons(config, sizes)
     if config.train.offload:

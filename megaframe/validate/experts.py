@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megaframe.architecture.experts import expert_layers
 from megaframe.config.model import MoEConfig
-from megaframe.config.schema import ParallelConfig, RunConfig
+from megaframe.config.parallel import ParallelConfig
+from megaframe.config.schema import RunConfig
 from megaframe.errors import nearest_divisors
 
 

@@ -19,7 +19,8 @@ TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
 def model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
     """Yield a message for each mistake in heads, widths, positions and windows.
 
-    seq: tokens per sample.
+    Args:
+        seq: Tokens per sample.
     """
     yield from window_mistakes(model)
     if model.heads % model.kv_heads and model.latent is None:

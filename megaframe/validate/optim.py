@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaframe.config.describe import format_value
-from megaframe.config.schema import OptimConfig
+from megaframe.config.optim import OptimConfig
 from megaframe.errors import join_or
 
 

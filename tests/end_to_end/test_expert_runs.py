@@ -9,7 +9,7 @@ from megaframe.checkpoint import Slice, open_checkpoint
 from megaframe.config import load
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.training.trainer import Trainer, resolve
+from megaframe.training.trainer import Trainer, resolve_vocab
 
 EXPERTS = {
     "model__layers": 4,
@@ -182,5 +182,5 @@ def test_what_cannot_be_upcycled_is_said_at_once(pool, overrides, tmp_path):
 
 def refused(keys):
     """Build the trainer directly, so that a mistake is raised and not printed by the entry."""
-    config = resolve(load(None, keys))
+    config = resolve_vocab(load(None, keys))
     Trainer(config, Mesh(Layout(), device="cpu"))

@@ -10,7 +10,7 @@ from tolerances import PROMISE
 
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
-from megaframe.training.dry_run import describe
+from megaframe.training.dry_run import describe_run
 from megaframe.validate.invariance import find_layout_dependence, layout_dependence_note
 
 DESIGN = Path(__file__).resolve().parents[2] / "docs/design.md"
@@ -96,6 +96,6 @@ def test_all_of_a_run_stand_in_one_line_and_a_run_without_any_says_nothing():
     (line,) = layout_dependence_note(config)
     assert line.startswith("layout may change the answer: parallel.compress=topk (")
     assert "; optim.name=lion (" in line
-    assert describe(config, Layout(data=2)).splitlines()[-1] == line
+    assert describe_run(config, Layout(data=2)).splitlines()[-1] == line
     for calm in ({}, {"state": "bf16"}, {"name": "muon"}):
         assert not list(layout_dependence_note(RunConfig(model=model, optim=calm)))

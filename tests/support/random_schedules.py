@@ -109,7 +109,8 @@ def durations_of(schedule, forward, backward, weight):
         action: times[action.kind][action.stage]
         + (
             weight[action.stage]
-            if action.kind is B and (action.stage, action.microbatch) not in schedule.split
+            if action.kind is B
+            and (action.stage, action.microbatch) not in schedule.split_backwards
             else 0
         )
         for actions in schedule.ranks

@@ -104,9 +104,9 @@ def dry_run(words: Sequence[str], world: int) -> int:
 def check_data(config: RunConfig) -> None:
     """Raise `UserError` if the tokenizer or the sources of a run cannot be used on this node."""
     from megaframe.data.loader import Loader
-    from megaframe.training.trainer import resolve
+    from megaframe.training.trainer import resolve_vocab
 
-    Loader(resolve(config), 0, 1)
+    Loader(resolve_vocab(config), 0, 1)
 
 
 def fit(folder: Path) -> bool:

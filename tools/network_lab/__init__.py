@@ -2,6 +2,6 @@
 whatever depends on the network. It only starts other programs, so it imports no torch."""
 
 from network_lab.hosts import Host, Link, emulate_hosts
-from network_lab.run import CommandResult, LinkOutage, run_on_hosts
+from network_lab.run import HostsResult, LinkOutage, run_on_hosts
 
-__all__ = ["CommandResult", "Host", "Link", "LinkOutage", "emulate_hosts", "run_on_hosts"]
+__all__ = ["Host", "HostsResult", "Link", "LinkOutage", "emulate_hosts", "run_on_hosts"]

@@ -36,7 +36,7 @@ class LinkOutage:
 
 
 @dataclass(frozen=True)
-class CommandResult:
+class HostsResult:
     """How a command ended. statuses: exit status of each host, negative for a signal; -9 for hosts
     that were killed after `GRACE_SECONDS`. moved: bytes that each host sent and received over its
     link meanwhile."""
@@ -59,7 +59,7 @@ def run_on_hosts(
     folder: Path,
     outages: Sequence[LinkOutage] = (),
     output: TextIO = sys.stdout,
-) -> CommandResult:
+) -> HostsResult:
     """Run a command on every host and return when all have ended.
 
     ranks: number of ranks per host, passed to `torchrun`. folder: where the files host-0.txt ...
@@ -98,7 +98,7 @@ def run_on_hosts(
     seconds = time.monotonic() - started
     after = [host.transferred_bytes() for host in hosts]
     moved = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, after, strict=True)]
-    return CommandResult(tuple(process.returncode for process in processes), seconds, tuple(moved))
+    return HostsResult(tuple(process.returncode for process in processes), seconds, tuple(moved))
 
 
 def _wait(

@@ -209,14 +209,14 @@ class _ExpertSlice:
         if self.ends is None:
             self.tensor.add_weight_gradient(weight, dy_nO, x_nI, of=self.experts)
         elif fp8 := self._fp8(dy_nO.shape[1], x_nI.shape[1]):
-            weight.add_by(partial(fp8.grouped_gradient, dy_nO, x_nI, self.ends))
+            weight.add_with(partial(fp8.grouped_gradient, dy_nO, x_nI, self.ends))
         else:
             weight.add_grouped(dy_nO, x_nI, self.ends, self.tensor.kernels)
 
     def _fp8(self, *widths: int) -> Fp8Matmul | None:
         """Return what multiplies by a matrix of these dims in 8 bits, or None."""
         fp8 = self.tensor.fp8
-        return fp8 if fp8 is not None and fp8.takes(*widths) else None
+        return fp8 if fp8 is not None and fp8.supports(*widths) else None
 
     def _grouped_product(self, rows: Tensor, matrices_ENK: Tensor) -> Tensor:
         operands = rows, matrices_ENK, self.ends
@@ -243,8 +243,8 @@ def _divide(
 def _at_once(x: Tensor, matrices_EOI: Tensor, ends_E: Tensor, tensor: TensorParallel) -> bool:
     """Return whether rows like `x` can be multiplied by all these matrices in one product."""
     widths = matrices_EOI.shape[1:]
-    if tensor.fp8 is not None and tensor.fp8.takes(*widths):
-        return tensor.fp8.groups(x, ends_E)
+    if tensor.fp8 is not None and tensor.fp8.supports(*widths):
+        return tensor.fp8.can_group(x, ends_E)
     if can_group(x, *widths):
         return True
     return tensor.kernels.find("grouped_product", x, matrices_EOI, ends_E) is not None

@@ -51,7 +51,7 @@ class Router(Module):
         """Return the experts of each row, int64 [R, K], and their weights [R, K]."""
         moe = self.moe
         if moe.jitter and context.dropout is not None:
-            x_RH = x_RH * context.dropout.spread(x_RH, self.name, moe.jitter)
+            x_RH = x_RH * context.dropout.jitter(x_RH, self.name, moe.jitter)
         logits_RE = _Logits.apply(x_RH, self.weight, state.deferred)
         sigmoid = moe.score == "sigmoid"
         scores_RE = logits_RE.sigmoid() if sigmoid else logits_RE.softmax(-1)

@@ -19,14 +19,14 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.schedule import Action, ActionKind
-from megaframe.training.meta_step.meta_tensors import Hollow, Ledger
+from megaframe.training.meta_step.meta_tensors import AllocationTracker, MetaTensorMode
 from megaframe.training.train_step import Pipeline
 
 __all__ = ["Counted", "Ledger", "counted_step", "rehearse"]
 
 
 @dataclass(frozen=True)
-class Counted:
+class RankMeasurement:
     """What was counted in one step of a rank, in bytes.
 
     buffers: weights, values and gradients. optimizer: optimizer state. rooms: receive buffers of
@@ -51,7 +51,7 @@ class Counted:
         return self.peak - self.buffers - self.optimizer - self.rooms - self.kept
 
 
-def rehearse(config: RunConfig, layout: Layout, rank: int) -> Counted:
+def run_meta_step(config: RunConfig, layout: Layout, rank: int) -> RankMeasurement:
     """Rehearse one step of `rank`. Raises `ValueError` for a rank outside the layout.
 
     Paired passes (`parallel.expert_overlap`) run one after the other; fused products over symmetric
@@ -67,14 +67,14 @@ def rehearse(config: RunConfig, layout: Layout, rank: int) -> Counted:
             "kernels": KernelsConfig(),
         }
     )
-    with Hollow() as ledger:
+    with MetaTensorMode() as ledger:
         mesh = Mesh(layout, alone=rank)
-        return counted_step(config, mesh, ledger)
+        return measure_step(config, mesh, ledger)
 
 
-def counted_step(config: RunConfig, mesh: Mesh, ledger: Ledger) -> Counted:
+def measure_step(config: RunConfig, mesh: Mesh, ledger: AllocationTracker) -> RankMeasurement:
     """Build what this rank of the mesh runs, and count one step of it in `ledger`."""
-    watch = _Between(ledger)
+    watch = _PeakBetweenActions(ledger)
     pipeline = Pipeline(config, mesh, lambda part: nullcontext())
     pipeline.follow(watch.follow)
     optimizer = pipeline.optimizer
@@ -90,7 +90,7 @@ def counted_step(config: RunConfig, mesh: Mesh, ledger: Ledger) -> Counted:
     watch.begin(lambda: optimizer.buffers.bytes + rooms() + state + host)
     outcome = pipeline.train(microbatches, 0, 1.0)
     del outcome
-    return Counted(
+    return RankMeasurement(
         optimizer.buffers.bytes,
         state,
         rooms(),
@@ -102,11 +102,11 @@ def counted_step(config: RunConfig, mesh: Mesh, ledger: Ledger) -> Counted:
     )
 
 
-class _Between:
+class _PeakBetweenActions:
     """Records the most bytes that exist between two actions of a step. The engine calls `follow`
     around each action."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: AllocationTracker) -> None:
         self._ledger = ledger
         self._held: Callable[[], int] | None = None
         self.most = self.actions = self.before = 0

@@ -13,13 +13,13 @@ from megaframe.planner.communication_volume import communication_bytes
 from megaframe.planner.memory import compute_rank_memory
 from megaframe.schedule import lower
 from megaframe.schedule.check import check
-from megaframe.training.meta_step import Counted
+from megaframe.training.meta_step import RankMeasurement
 
 _GIB = 2.0**30
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """A number of bytes, counted and planned; None if the plan does not predict it."""
 
     name: str
@@ -36,7 +36,9 @@ class Row:
         return counted, f"{self.planned / _GIB:.3f} GiB", ratio
 
 
-def compared(config: RunConfig, layout: Layout, rank: int, found: Counted) -> list[Row]:
+def compare_with_plan(
+    config: RunConfig, layout: Layout, rank: int, found: RankMeasurement
+) -> list[ComparisonRow]:
     """Return the rows for memory and bytes moved. The schedule of all ranks is checked first."""
     many = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(build_step_schedule(config, many))
@@ -44,30 +46,34 @@ def compared(config: RunConfig, layout: Layout, rank: int, found: Counted) -> li
     return [*_memory(config, layout, rank, found), *_traffic(config, layout, rank, found)]
 
 
-def _memory(config: RunConfig, layout: Layout, rank: int, found: Counted) -> Iterator[Row]:
+def _memory(
+    config: RunConfig, layout: Layout, rank: int, found: RankMeasurement
+) -> Iterator[ComparisonRow]:
     many = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(build_step_schedule(config, many))
     here = layout.coordinate(rank)["pipeline"]
     plan = compute_rank_memory(config, layout, stage_plans(config), schedule, here)
     buffers = plan.weights + plan.values + plan.gradients
     kept = plan.activations + plan.messages
-    yield Row("weights, values, gradients", found.buffers, buffers)
-    yield Row("optimizer", found.optimizer, plan.optimizer)
+    yield ComparisonRow("weights, values, gradients", found.buffers, buffers)
+    yield ComparisonRow("optimizer", found.optimizer, plan.optimizer)
     if plan.host:
-        yield Row("on the host", found.host, plan.host)
-        yield Row("rooms", found.rooms, plan.rooms)
+        yield ComparisonRow("on the host", found.host, plan.host)
+        yield ComparisonRow("rooms", found.rooms, plan.rooms)
     again = any(p.recomputed for p in stage_plans(config))
     passing = found.kept + found.temporaries if again else found.kept
     planned = kept + plan.temporaries if again else kept
     what = "activations, messages" + ", temporaries" * again
-    yield Row(what, passing, planned)
+    yield ComparisonRow(what, passing, planned)
     if not again:
-        yield Row("temporaries", found.temporaries, plan.temporaries)
+        yield ComparisonRow("temporaries", found.temporaries, plan.temporaries)
     whole = buffers + plan.optimizer + plan.rooms + kept + plan.temporaries
-    yield Row("most at a time", found.peak, whole)
+    yield ComparisonRow("most at a time", found.peak, whole)
 
 
-def _traffic(config: RunConfig, layout: Layout, rank: int, found: Counted) -> Iterator[Row]:
+def _traffic(
+    config: RunConfig, layout: Layout, rank: int, found: RankMeasurement
+) -> Iterator[ComparisonRow]:
     """Yield the bytes moved, by axes. With several context ranks, gradients and values travel over
     context and data ranks together, so the plan's "data" is compared with "context+data"."""
     many = config.train.global_batch // (config.train.microbatch * layout.data)
@@ -80,4 +86,4 @@ def _traffic(config: RunConfig, layout: Layout, rank: int, found: Counted) -> It
         alike = {"context+data": "data"}.get(axes, axes)
         if size or axes in planned:
             plan = planned.get(alike) if axes != "data" or layout.context == 1 else None
-            yield Row(f"moved over {axes}", size, plan)
+            yield ComparisonRow(f"moved over {axes}", size, plan)

@@ -26,7 +26,7 @@ _CHOICES = (_ATEN.topk.default, _ATEN.sort.default, _ATEN.sort.stable)
 _BY_INDEX = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default)
 
 
-class Ledger(TorchDispatchMode):
+class AllocationTracker(TorchDispatchMode):
     """Counts the bytes of all storages that are allocated while it is entered, on any device, until
     they are freed. Copies from a device to host memory do not count. live: bytes now. peak: the
     most since `mark`."""
@@ -74,7 +74,7 @@ class Ledger(TorchDispatchMode):
         self.live -= size
 
 
-class Hollow(Ledger):
+class MetaTensorMode(AllocationTracker):
     """Runs operators on hollow tensors."""
 
     def __init__(self) -> None:
@@ -90,9 +90,9 @@ class Hollow(Ledger):
         if made is not None:
             return made
         if func in _BY_INDEX:
-            args = _places(args)
+            args = _index_positions(args)
         kept = [tensor for tensor in _tensors(args[:1]) if not tensor.is_meta]
-        args, kwargs = _hollow(args), _hollow(kwargs)
+        args, kwargs = _to_meta(args), _to_meta(kwargs)
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
         out = self._shaped(func, args, kwargs)
@@ -100,7 +100,7 @@ class Hollow(Ledger):
             return kept[0]  # hollow numbers cannot be written, so a real tensor keeps its own
         if func in _CHOICES:
             values, indices = out
-            return values, _dealt(indices, args, func)
+            return values, _distribute_evenly(indices, args, func)
         return out
 
     def _shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,15 +110,15 @@ class Hollow(Ledger):
         fills = _fills(func)
         if not fills and not _makes(func):
             return func(*args, **kwargs)
-        key = (func, _kind(args), _kind(kwargs))
+        key = (func, _describe_argument(args), _describe_argument(kwargs))
         if key not in self._shapes:
             out = func(*args, **kwargs)
             if fills or all(_is_plain(tensor) for tensor in _tensors(out)):
-                self._shapes[key] = None if fills else _mapped(out, _another)
+                self._shapes[key] = None if fills else _map_tensors(out, _new_tensor)
             return out
         if fills:
             return args[0] if func._schema.returns else None
-        return _mapped(self._shapes[key], _another)
+        return _map_tensors(self._shapes[key], _new_tensor)
 
     def _of_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device, dtype = kwargs.get("device"), kwargs.get("dtype")
@@ -190,13 +190,13 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, list | tuple):
-        return type(tree)(_mapped(item, change) for item in tree)
+        return type(tree)(_map_tensors(item, change) for item in tree)
     if isinstance(tree, dict):
-        return {key: _mapped(item, change) for key, item in tree.items()}
+        return {key: _map_tensors(item, change) for key, item in tree.items()}
     return tree
 
 
@@ -225,26 +225,26 @@ def _makes(func: Any) -> bool:
     )
 
 
-def _kind(given: Any) -> Any:
+def _describe_argument(given: Any) -> Any:
     """Return what the shapes of results depend on in an argument. 1 and 1.0 count as equal, because
     operators accept both as floats."""
     if isinstance(given, Tensor):
         return given.shape, given.stride(), given.dtype
     if isinstance(given, list | tuple):
-        return tuple(map(_kind, given))
+        return tuple(map(_describe_argument, given))
     if isinstance(given, dict):
-        return tuple((name, _kind(value)) for name, value in given.items())
+        return tuple((name, _describe_argument(value)) for name, value in given.items())
     return given
 
 
-def _another(tensor: Tensor) -> Tensor:
+def _new_tensor(tensor: Tensor) -> Tensor:
     """Return a new hollow tensor of the same shape, strides and type."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether `_another` of a hollow tensor has a storage of the same size."""
-    return tensor.untyped_storage().nbytes() == _another(tensor).untyped_storage().nbytes()
+    """Return whether `_new_tensor` of a hollow tensor has a storage of the same size."""
+    return tensor.untyped_storage().nbytes() == _new_tensor(tensor).untyped_storage().nbytes()
 
 
 def _to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -254,12 +254,12 @@ def _to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return away and any(tensor.device.type != "cpu" for tensor in _tensors(args))
 
 
-def _hollow(tree: Any) -> Any:
+def _to_meta(tree: Any) -> Any:
     """Return the tree with every tensor replaced by a hollow one."""
-    return _mapped(tree, lambda one: one if one.is_meta else _another(one))
+    return _map_tensors(tree, lambda one: one if one.is_meta else _new_tensor(one))
 
 
-def _places(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _index_positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of an indexing operator, with real masks replaced by the indices where
     they are true."""
     indices: list[Tensor | None] = []
@@ -271,7 +271,7 @@ def _places(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args[0], indices, *args[2:]
 
 
-def _dealt(indices: Tensor, args: Sequence[Any], func: Any) -> Tensor:
+def _distribute_evenly(indices: Tensor, args: Sequence[Any], func: Any) -> Tensor:
     """Return the indices of a hollow topk or sort along the last dim.
 
     For topk, consecutive rows choose shifted indices, so that all are chosen equally often, and the

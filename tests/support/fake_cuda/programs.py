@@ -23,7 +23,7 @@ from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.distributed.nccl_settings import LINK_CTAS
 from megaframe.distributed.pending import copy_to_host
 from megaframe.layout import Layout
-from megaframe.metrics import meter
+from megaframe.metrics import metrics_logger
 from megaframe.metrics.timers import DeviceClock
 from megaframe.optim.state_offload import GpuRoute
 from megaframe.pipeline_parallel.activation_offload import Shelf
@@ -389,5 +389,5 @@ def pretrain_without_connecting():
     """Pretrain with links that nothing connects before a step."""
     collectives.PATIENCE = 3.0
     process_groups.connect_link = lambda *arguments, **options: None
-    meter.free_seconds = lambda *arguments: {}
+    metrics_logger.measure_idle_links = lambda *arguments: {}
     pretrain_gpt.main()

@@ -26,7 +26,7 @@ from fake_cuda.nccl_rules import (
 from megaframe.distributed import collectives
 from megaframe.distributed.fake_group import FakeGroup, FinishedWork
 from megaframe.distributed.mesh import Mesh
-from megaframe.training.meta_step.meta_tensors import Hollow
+from megaframe.training.meta_step.meta_tensors import MetaTensorMode
 
 COMPUTE, POOL = 0, 32
 """The stream of kernels; and the number of torch's streams, which communicators take in turn."""
@@ -158,7 +158,7 @@ _SHAPES = {}
 """Results of operators by their arguments: all ranks have the same."""
 
 
-class _RecordedMetaTensors(Hollow):
+class _RecordedMetaTensors(MetaTensorMode):
     """A number without content that the host asks for is one, and the host waits for it."""
 
     def __init__(self, calls):

@@ -161,14 +161,14 @@ def run_folder():
 
 def continue_metrics():
     """Begin a run again in a folder that has metrics."""
-    from megaframe.metrics.sinks import open_sinks, set_aside
+    from megaframe.metrics.sinks import open_sinks, set_metrics_aside
     from megaframe.resilience.downtime import last_saved
 
     last_saved(Path("run"))
     config = RunConfig.model_validate({"run": {"dir": "run"}})
     for sink in open_sinks(config, 30):
         sink.close()
-    set_aside(Path("run/metrics.jsonl"))
+    set_metrics_aside(Path("run/metrics.jsonl"))
 
 
 def corpus():

@@ -21,7 +21,7 @@ from megaframe.planner.constants import cluster_constants
 from megaframe.planner.data_parallel_times import exchange_times, num_buckets, resolve_bucket_size
 from megaframe.planner.layout_sizes import sizes_of
 from megaframe.planner.machine import Machine
-from megaframe.training.auto_layout import with_buckets
+from megaframe.training.auto_layout import choose_bucket_size
 
 CLUSTER = load_cluster("h100-ib")
 GPT = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 32000}
@@ -59,9 +59,9 @@ def test_latencies_and_the_last_bucket_are_balanced(transfer, latency):
     least=st.integers(1, 300),
 )
 def test_blocks_are_together_until_they_have_enough(sizes, least):
-    found = group_blocks_into_buckets(sizes, least)
-    assert [n for of in found for n in range(of.start, of.stop)] == [*range(len(sizes))]
-    for of in found:
+    groups = group_blocks_into_buckets(sizes, least)
+    assert [n for of in groups for n in range(of.start, of.stop)] == [*range(len(sizes))]
+    for of in groups:
         here = sizes[of.start : of.stop]
         assert of.start == 0 or sum(map(sum, here)) >= least
         assert sum(map(sum, here[1:])) < least, "the first block is needed to have enough"
@@ -109,18 +109,18 @@ def test_more_ranks_have_fewer_buckets_between_their_bounds():
     counts = [count_of(world=world)[0] for world in (8, 64, 512, 4096, 32768)]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] == 64 and counts[-1] < 3
-    assert count_of(zero=3, world=32768)[0] == 32, "one block of lent values at a time"
+    assert count_of(zero=3, world=32768)[0] == 32, "one block of gathered values at a time"
     assert count_of(world=32768, bucket_size=MATRICES // 20)[0] == pytest.approx(20, rel=0.01)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_the_key_is_decided_once_for_runtime_and_planner(zero):
     config = config_of(zero=zero)
-    decided, (line,) = with_buckets(config, 8192)
+    decided, (line,) = choose_bucket_size(config, 8192)
     size = decided.parallel.bucket_size
     layout = Layout.from_parallel(config.parallel, 8192)
     assert resolve_bucket_size(config, layout, CLUSTER) == decided
-    assert with_buckets(decided, 8192) == (decided, [])
+    assert choose_bucket_size(decided, 8192) == (decided, [])
     assert f"parallel.bucket_size=auto: {size:,} elements, so that 32 blocks are in " in line
     assert "between 8192 data ranks" in line
     if zero >= 2:
@@ -131,13 +131,13 @@ def test_the_key_is_decided_once_for_runtime_and_planner(zero):
 
 def test_alone_or_on_few_ranks_half_a_block_stays_a_bucket():
     config = config_of()
-    assert with_buckets(config, 1) == (config, [])
-    decided, lines = with_buckets(config, 8)
+    assert choose_bucket_size(config, 1) == (config, [])
+    decided, lines = choose_bucket_size(config, 8)
     assert lines == [] and decided.parallel.bucket_size < 8 * 4096**2
     # Without ZeRO NCCL has a tree, whose latency grows with the logarithm of the ranks.
-    assert with_buckets(config_of(zero=0), 8192)[1] == []
+    assert choose_bucket_size(config_of(zero=0), 8192)[1] == []
     given = config_of(bucket_size=12345)
-    assert with_buckets(given, 8192) == (given, [])
+    assert choose_bucket_size(given, 8192) == (given, [])
 
 
 def num_messages(steps):

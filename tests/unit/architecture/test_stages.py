@@ -43,12 +43,12 @@ def all_divisions(layers, stages):
 )
 def test_no_division_is_better_balanced(blocks, head, stages):
     def works(counts):
-        found, start = [], 0
+        work_per_stage, start = [], 0
         for count in counts:
-            found.append(sum(blocks[start : start + count]))
+            work_per_stage.append(sum(blocks[start : start + count]))
             start += count
-        found[-1] += head
-        return max(found), sum(work * work for work in found)
+        work_per_stage[-1] += head
+        return max(work_per_stage), sum(work * work for work in work_per_stage)
 
     counts = divide_blocks(blocks, head, stages)
     assert sum(counts) == len(blocks) and len(counts) == stages

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megaframe.config import DataSourceConfig, RunConfig, dump, explain, load
 from megaframe.config.describe import config_keys
 from megaframe.config.migration import translate_setting
-from megaframe.config.schema import ParallelConfig
+from megaframe.config.parallel import ParallelConfig
 from megaframe.config.url import find_text_mistake
 from megaframe.errors import UserError
 from megaframe.layout import axis_sizes, fewest_ranks

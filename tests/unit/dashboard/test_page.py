@@ -10,10 +10,10 @@ import urllib.request
 import pytest
 from run_folders import lines, write
 
-from megaframe.dashboard.page import PAGE_FILE, page, write_whole
-from megaframe.dashboard.panels import PANELS, POINTS, page_data
-from megaframe.dashboard.run_folder import Run
-from megaframe.dashboard.serve import Server
+from megaframe.dashboard.page import PAGE_FILE, render_page, write_atomically
+from megaframe.dashboard.panels import PANELS, POINTS, build_page_data
+from megaframe.dashboard.run_folder import RunFolder
+from megaframe.dashboard.serve import DashboardServer
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 DRAWN = "html[data-first]"
@@ -66,9 +66,9 @@ def visit(browser):
 
 def made(folder, runs, prediction=None):
     path = folder / PAGE_FILE
-    text = page(page_data(runs, prediction))
+    text = render_page(build_page_data(runs, prediction))
     assert "this, (() => {" in text, "the library is compiled at once"
-    write_whole(path, text)
+    write_atomically(path, text)
     return path.as_uri()
 
 
@@ -100,7 +100,7 @@ def states(tab):
 
 def test_every_panel_draws_on_a_desk_and_on_a_phone_light_and_dark(visit, tmp_path):
     wanted = {"cluster": "cpu", "step_seconds": 1.0, "mfu": 0.5, "breakdown": {"optimizer": 0.2}}
-    address = made(tmp_path, [Run(write(tmp_path / "run", lines(60)))], wanted)
+    address = made(tmp_path, [RunFolder(write(tmp_path / "run", lines(60)))], wanted)
     tab = visit(address, viewport={"width": 1400, "height": 900}, color_scheme="light")
     found = states(tab)
     assert found.keys() >= {panel.id for panel in PANELS}
@@ -119,7 +119,7 @@ def test_every_panel_draws_on_a_desk_and_on_a_phone_light_and_dark(visit, tmp_pa
 
 
 def test_it_is_useful_without_a_mouse(visit, tmp_path):
-    tab = visit(made(tmp_path, [Run(write(tmp_path / "run", lines(60)))]))
+    tab = visit(made(tmp_path, [RunFolder(write(tmp_path / "run", lines(60)))]))
     tab.keyboard.press("Tab")
     assert tab.evaluate("document.activeElement.className") == "skip"
     shown = "document.querySelector('#loss .plot')._fullLayout.xaxis.range"
@@ -149,8 +149,8 @@ def test_it_is_useful_without_a_mouse(visit, tmp_path):
 def test_names_and_values_with_html_in_them_stay_text(visit, tmp_path):
     name = "<img src=x onerror=alert(1)><b>bold<b>"
     evil = "</script><script>alert(2)</script><!--"
-    one = Run(write(tmp_path / name, lines(20), {"run": {"note": evil, "<i>key": 1}}))
-    two = Run(write(tmp_path / "plain", lines(20)))
+    one = RunFolder(write(tmp_path / name, lines(20), {"run": {"note": evil, "<i>key": 1}}))
+    two = RunFolder(write(tmp_path / "plain", lines(20)))
     tab = visit(made(tmp_path, [one, two]))
     assert name in tab.locator("h1").inner_text()
     assert tab.locator("img, main b, main i, svg b").count() == 0
@@ -161,11 +161,11 @@ def test_names_and_values_with_html_in_them_stay_text(visit, tmp_path):
 
 
 def test_runs_lie_over_each_other_and_can_be_left_out(visit, tmp_path):
-    one = Run(write(tmp_path / "one", lines(40), {"optim": {"lr": 1}}))
+    one = RunFolder(write(tmp_path / "one", lines(40), {"optim": {"lr": 1}}))
     folder = write(tmp_path / "two", lines(20, ranks=2, stages=1), {"optim": {"lr": 2}})
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('no metrics\n{"step": 21, "lo')
-    tab = visit(made(tmp_path, [one, Run(folder)]))
+    tab = visit(made(tmp_path, [one, RunFolder(folder)]))
     assert tab.locator(".notes li").all_inner_texts() == [
         "two: 1 lines are not metrics and are ignored (line 21)",
         "two: the last line is incomplete: it is being written, or was cut off",
@@ -182,7 +182,7 @@ def test_runs_lie_over_each_other_and_can_be_left_out(visit, tmp_path):
 def test_what_is_written_arrives(visit, tmp_path):
     every = list(lines(60))
     run = write(tmp_path / "run", every[:20])
-    server = Server([Run(run)])
+    server = DashboardServer([RunFolder(run)])
     server.start()
     try:
         assert server.address.startswith("http://127.0.0.1:")
@@ -217,8 +217,8 @@ def test_a_hundred_thousand_steps_and_a_thousand_ranks_are_a_page_of_few_numbers
     with open(folder / "metrics.jsonl", "a") as file:
         for step in range(51, 100_001):
             file.write(f'{{"step": {step}, "loss": {2 + 1 / step}, "tokens": 9, "seconds": 0.5}}\n')
-    run = Run(folder)
-    data = page_data([run])
+    run = RunFolder(folder)
+    data = build_page_data([run])
     assert len(data["runs"][0]["x"]["step"]) == POINTS
     assert len(data["runs"][0]["heat"]["stragglers"]["z"]) <= 160
     assert len(json.dumps(data)) < 1_000_000

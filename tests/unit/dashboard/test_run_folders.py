@@ -11,22 +11,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_folders import lines, write
 
-from megaframe.dashboard.advice import advice
-from megaframe.dashboard.downsample import block_maxima, buckets, extremes, means
-from megaframe.dashboard.page import embedded, write_whole
-from megaframe.dashboard.panels import PANELS, losses, page_data, predicted, read_prediction
-from megaframe.dashboard.report import html, report
-from megaframe.dashboard.run_folder import Run
-from megaframe.dashboard.serve import Server
-from megaframe.dashboard.wandb_workspace import workspace
+from megaframe.dashboard.advice import suggest_remedies
+from megaframe.dashboard.downsample import (
+    block_maxima,
+    bucket_extremes,
+    bucket_means,
+    bucket_starts,
+)
+from megaframe.dashboard.page import embed_json, write_atomically
+from megaframe.dashboard.panels import (
+    PANELS,
+    build_page_data,
+    mean_losses,
+    predicted_losses,
+    read_prediction,
+)
+from megaframe.dashboard.report import render_html, render_report
+from megaframe.dashboard.run_folder import RunFolder
+from megaframe.dashboard.serve import DashboardServer
+from megaframe.dashboard.wandb_workspace import build_workspace
 from megaframe.errors import UserError
-from megaframe.metrics.sinks import flat
+from megaframe.metrics.sinks import flatten
 
 
 def test_a_whole_run_has_every_panel_and_no_note(tmp_path):
-    run = Run(write(tmp_path / "run", lines(60)))
+    run = RunFolder(write(tmp_path / "run", lines(60)))
     assert run.notes == []
-    data = page_data([run])
+    data = build_page_data([run])
     (found,) = data["runs"]
     for panel in PANELS:
         names = [
@@ -51,8 +62,8 @@ def test_a_whole_run_has_every_panel_and_no_note(tmp_path):
 
 def test_bars_of_sources_leave_out_those_that_nothing_is_trained_on(tmp_path):
     def places(**data):
-        run = Run(write(tmp_path / "run", lines(10), config={"data": data}))
-        return page_data([run])["runs"][0]["bars"]["sources"]["places"]
+        run = RunFolder(write(tmp_path / "run", lines(10), config={"data": data}))
+        return build_page_data([run])["runs"][0]["bars"]["sources"]["places"]
 
     held_out = {"path": "held-out", "split": [0.0, 1.0, 0.0]}
     two = [{"path": "web", "split": None}, {"path": "code", "split": [1.0, 0.0, 0.0]}]
@@ -62,10 +73,10 @@ def test_bars_of_sources_leave_out_those_that_nothing_is_trained_on(tmp_path):
 
 
 def test_losses_and_mfu_are_the_whole_peak(tmp_path):
-    run = Run(write(tmp_path / "run", lines(60)))
-    assert sum(losses(run).values()) == pytest.approx(1)
+    run = RunFolder(write(tmp_path / "run", lines(60)))
+    assert sum(mean_losses(run).values()) == pytest.approx(1)
     wanted = {"step_seconds": 2.0, "mfu": 0.4, "breakdown": {"compute": 1.5, "tensor": 0.5}}
-    assert predicted(wanted) == pytest.approx(
+    assert predicted_losses(wanted) == pytest.approx(
         {"kernels": 0.35, "communication/tensor": 0.25, "mfu": 0.4}
     )
 
@@ -74,7 +85,7 @@ def test_a_run_still_being_written_is_read_on_and_one_replaced_anew(tmp_path):
     every = [json.dumps(line) + "\n" for line in lines(30)]
     folder = write(tmp_path / "run", [])
     path = folder / "metrics.jsonl"
-    run = Run(folder)
+    run = RunFolder(folder)
     assert run.notes == ["no metrics yet"]
     with open(path, "a") as file:
         file.write("".join(every[:10]) + every[10][:40])
@@ -98,7 +109,7 @@ def test_lines_of_something_else_are_left_out_and_counted(tmp_path, odd):
     path = folder / "metrics.jsonl"
     text = path.read_text().splitlines()
     path.write_text("\n".join([*text[:3], odd, *text[3:]]) + "\n")
-    run = Run(folder)
+    run = RunFolder(folder)
     assert len(run.metrics) == 5
     assert run.notes == ["1 lines are not metrics and are ignored (line 4)"]
 
@@ -109,11 +120,11 @@ def test_nothing_is_read_after_an_endless_line_or_thousands_of_odd_ones(tmp_path
     whole = path.read_bytes()
     with open(path, "ab") as file:
         file.truncate(8 << 30)  # a hole, which takes no disk
-    run = Run(folder)
+    run = RunFolder(folder)
     assert len(run.metrics) == 5
     assert "nothing after line 6 is read: this is no file of metrics" in run.notes
     path.write_bytes(b"odd\n" * 20_000 + whole)
-    run = Run(folder)
+    run = RunFolder(folder)
     assert len(run.metrics) == 0 and not run.read()
     assert "nothing after line 10000 is read: this is no file of metrics" in run.notes
 
@@ -121,7 +132,7 @@ def test_nothing_is_read_after_an_endless_line_or_thousands_of_odd_ones(tmp_path
 def test_two_runs_in_one_file_are_the_later_one_with_a_note(tmp_path):
     first = list(lines(30))
     second = [{**line, "loss": 100.0} for line in lines(10, start=10)]
-    run = Run(write(tmp_path / "run", [*first, *second]))
+    run = RunFolder(write(tmp_path / "run", [*first, *second]))
     assert run.metrics.column("step").tolist() == [*range(1, 21)]
     assert run.metrics.column("loss")[9:12].tolist() == [first[9]["loss"], 100.0, 100.0]
     assert "after step 30 comes step 11 (line 31)" in run.notes[0]
@@ -144,32 +155,32 @@ def test_any_value_of_any_key_is_shown_or_left_out(tmp_path_factory, value, key)
     write(folder, lines(1))
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(text + "\n")
-    run = Run(folder)
-    embedded(page_data([run]))
-    html(report(run))
+    run = RunFolder(folder)
+    embed_json(build_page_data([run]))
+    render_html(render_report(run))
 
 
 def test_other_layouts_missing_ranks_and_missing_files_are_notes(tmp_path):
-    one = Run(write(tmp_path / "one", lines(20), {"parallel": {"tensor": 2}}, {"ranks": 8}))
+    one = RunFolder(write(tmp_path / "one", lines(20), {"parallel": {"tensor": 2}}, {"ranks": 8}))
     assert one.notes == ["rows have 4 ranks and the run 8: some are missing"]
     changed = [*lines(20), *lines(20, ranks=2, stages=1, start=20)]
-    two = Run(write(tmp_path / "two", changed, {"parallel": {"tensor": 1}}))
+    two = RunFolder(write(tmp_path / "two", changed, {"parallel": {"tensor": 1}}))
     (tmp_path / "two" / "environment.json").write_text("{")
-    two = Run(tmp_path / "two")
+    two = RunFolder(tmp_path / "two")
     assert "environment.json cannot be read and is ignored" in two.notes
-    data = page_data([one, two])
+    data = build_page_data([one, two])
     assert [run["heat"]["stragglers"]["rows"] for run in data["runs"]] == [[0, 1, 2, 3], [0, 1]]
     assert data["differences"] == [["parallel.tensor", "2", "1"]]
     (tmp_path / "two" / "metrics.jsonl").unlink()
-    assert "there is no metrics.jsonl" in Run(tmp_path / "two").notes
-    assert page_data([Run(tmp_path / "two")])["runs"][0]["series"] == {}
+    assert "there is no metrics.jsonl" in RunFolder(tmp_path / "two").notes
+    assert build_page_data([RunFolder(tmp_path / "two")])["runs"][0]["series"] == {}
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"neither metrics\.jsonl nor config\.yaml"):
-        Run(tmp_path)
+        RunFolder(tmp_path)
     with pytest.raises(UserError, match="is not a run folder"):
-        Run(tmp_path / "nowhere")
+        RunFolder(tmp_path / "nowhere")
 
 
 def test_an_unknown_peak_is_na_and_its_waterfall_ends_with_compute(tmp_path):
@@ -178,27 +189,27 @@ def test_an_unknown_peak_is_na_and_its_waterfall_ends_with_compute(tmp_path):
         lost = {cause: share for cause, share in line["lost"].items() if cause != "kernels"}
         lost = {"compute": 1 - sum(lost.values()), **lost}
         found.append({**line, "mfu": None, "hfu": None, "lost": lost})
-    run = Run(write(tmp_path / "run", found))
+    run = RunFolder(write(tmp_path / "run", found))
     assert any("MFU n/a" in note for note in run.notes)
-    assert "mfu" not in losses(run) and sum(losses(run).values()) == pytest.approx(1)
-    assert "| MFU | n/a |" in report(run)
+    assert "mfu" not in mean_losses(run) and sum(mean_losses(run).values()) == pytest.approx(1)
+    assert "| MFU | n/a |" in render_report(run)
 
 
 @settings(deadline=None, max_examples=80)
 @given(values=st.lists(st.none() | st.floats(-1e6, 1e6), max_size=60), most=st.integers(1, 20))
 def test_thinning_keeps_means_and_extremes(values, most):
     found = np.array([math.nan if one is None else one for one in values])
-    starts = buckets(len(found), most)
+    starts = bucket_starts(len(found), most)
     assert len(starts) == min(len(found), most)
-    low, high = extremes(found, starts)
+    low, high = bucket_extremes(found, starts)
     good = found[np.isfinite(found)]
     if good.size:
         assert np.nanmin(low) == good.min() and np.nanmax(high) == good.max()
         counts = np.add.reduceat(np.isfinite(found).astype(float), starts)
-        total = np.nansum(means(found, starts) * counts)
+        total = np.nansum(bucket_means(found, starts) * counts)
         assert total == pytest.approx(good.sum(), rel=1e-9, abs=1e-6)
     else:
-        assert not np.isfinite(means(found, starts)).any()
+        assert not np.isfinite(bucket_means(found, starts)).any()
 
 
 def test_one_slow_rank_of_many_is_still_there_when_thinned():
@@ -213,19 +224,19 @@ def test_the_report_names_the_largest_losses_and_escapes_names(tmp_path):
     name = "<b>x<b>|*y*"
     folder = write(tmp_path / name, lines(30))
     prediction = {"step_seconds": 1.0, "mfu": 0.5, "breakdown": {"compute": 0.9, "data": 0.1}}
-    text = report(Run(folder), prediction)
+    text = render_report(RunFolder(folder), prediction)
     assert "| kernels below peak |" in text and "| predicted |" in text
     assert "step 7: update skipped" in text and "resumed after step 19" in text
-    page = html(text)
+    page = render_html(text)
     assert "<b>x" not in page and "&lt;b&gt;x&lt;b&gt;|*y*" in page
-    first = next(advice(losses(Run(folder))))
+    first = next(suggest_remedies(mean_losses(RunFolder(folder))))
     assert first[0] == "kernels" and "train.microbatch" in first[1]
 
 
 def test_a_workspace_has_the_panels_of_metrics_that_a_run_writes():
     pytest.importorskip("wandb_workspaces")
-    names = set(dict(flat(next(lines(1, every=1))))) | {"eval_bits_per_byte", "mtp_loss"}
-    spec = workspace("entity", "project")._to_model().spec.model_dump(by_alias=True)
+    names = set(dict(flatten(next(lines(1, every=1))))) | {"eval_bits_per_byte", "mtp_loss"}
+    spec = build_workspace("entity", "project")._to_model().spec.model_dump(by_alias=True)
     sections = spec["section"]["panelBankConfig"]["sections"]
     assert [section["name"] for section in sections] == ["Training", "Pages", "Configs"]
     found = {}
@@ -242,11 +253,11 @@ def test_a_workspace_has_the_panels_of_metrics_that_a_run_writes():
 
 def shown(folder):
     """Return a run with the texts of its page and its report, which must be printable."""
-    run = Run(folder)
-    data = page_data([run])
-    text = report(run)
+    run = RunFolder(folder)
+    data = build_page_data([run])
+    text = render_report(run)
     json.dumps(data, allow_nan=False)
-    html(text).encode()
+    render_html(text).encode()
     assert all(one.isprintable() or one == "\n" for one in text)
     return run, data["runs"][0], text
 
@@ -356,11 +367,11 @@ def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path):
     (tmp_path / "page.html").mkdir()
     for name in ("page.html", "x" * 300, "none/page.html"):
         with pytest.raises(UserError, match="cannot write"):
-            write_whole(tmp_path / name, "text")
+            write_atomically(tmp_path / name, "text")
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70000), ("a..b", 0), ("x" * 300, 0)])
 def test_an_address_that_cannot_be_is_refused(tmp_path, host, port):
     with pytest.raises(UserError, match="cannot listen on"):
-        Server([Run(write(tmp_path / "run", lines(3)))], host=host, port=port)
+        DashboardServer([RunFolder(write(tmp_path / "run", lines(3)))], host=host, port=port)

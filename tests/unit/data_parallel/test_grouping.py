@@ -9,7 +9,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.planner.parameter_counts import count_parameters
-from megaframe.training.meta_step.meta_tensors import Hollow
+from megaframe.training.meta_step.meta_tensors import MetaTensorMode
 from megaframe.training.train_step import Pipeline
 
 LAYERS = 8
@@ -19,7 +19,7 @@ MOE = {**LLAMA, "moe": {"experts": 6, "ffn": 48, "first": 2, "shared": 1}}
 
 def groups_of(config, layout, rank):
     """Return the blocks that have buckets of a rank in common, without the predictors'."""
-    with Hollow():
+    with MetaTensorMode():
         mesh = Mesh(layout, alone=rank)
         pipeline = Pipeline(config, mesh, StepTimer().time)
     found = set()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from megaframe.errors import UserError
-from megaframe.metrics.overlap_report import Gap, exposed
+from megaframe.metrics.overlap_report import IdleGap, measure_overlap
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = {
@@ -46,7 +46,7 @@ SPANS = st.lists(
 @given(spans=SPANS)
 def test_parts_are_what_counting_finds(spans, tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "one.json"
-    (found,) = exposed(written(path, [event(*span) for span in spans]))
+    (found,) = measure_overlap(written(path, [event(*span) for span in spans]))
     at = [{kind for kind, start, lasted in spans if start <= t < start + lasted} for t in range(80)]
     used = [t for t, kinds in enumerate(at) if kinds]
     inside = at[used[0] : used[-1] + 1]
@@ -73,9 +73,9 @@ def test_devices_are_apart_and_gaps_say_what_stands_around_them(tmp_path):
         event("compute", 45, 5),
         event("communication", 0, 7, device=1),
     ]
-    first, second = exposed(written(tmp_path / "two.json", events), gaps=1)
+    first, second = measure_overlap(written(tmp_path / "two.json", events), gaps=1)
     assert (first.device, second.device) == (0, 1)
-    assert first.gaps == (Gap(20e-6, NAMES["compute"][1], NAMES["copies"][1]),)
+    assert first.gaps == (IdleGap(20e-6, NAMES["compute"][1], NAMES["copies"][1]),)
     assert second.exposed_communication == second.span == pytest.approx(7e-6)
 
 
@@ -86,7 +86,7 @@ def test_a_trace_of_a_cpu_is_told_from_one_of_a_gpu(tmp_path):
     running.export_chrome_trace(str(path))
     assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     with pytest.raises(UserError, match=r"none of a GPU.*run\.device=cuda"):
-        exposed(path)
+        measure_overlap(path)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_is_no_trace_is_refused(text, said, tmp_path):
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(UserError, match=said):
-        exposed(path)
+        measure_overlap(path)
 
 
 def tool(*arguments):

@@ -8,7 +8,7 @@ import torch
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.metrics.peak_flops import chip_peak, device_peak, matmul_peak
+from megaframe.metrics.peak_flops import find_chip_peak, find_device_peak, measure_matmul_peak
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from megaframe.metrics.peak_flops import chip_peak, device_peak, matmul_peak
     ],
 )
 def test_known_chips(name, bf16):
-    assert chip_peak(name, "bf16") == bf16
+    assert find_chip_peak(name, "bf16") == bf16
 
 
 @pytest.mark.parametrize(
@@ -49,26 +49,28 @@ def test_known_chips(name, bf16):
     ],
 )
 def test_variants_that_are_not_listed_have_no_peak(name):
-    assert all(chip_peak(name, kind) is None for kind in ("fp16", "bf16", "tf32", "fp32", "fp64"))
+    assert all(
+        find_chip_peak(name, kind) is None for kind in ("fp16", "bf16", "tf32", "fp32", "fp64")
+    )
 
 
 def test_a_type_that_a_chip_lacks_has_no_peak():
-    assert chip_peak("Tesla V100-SXM2-16GB", "fp16") == 125
-    assert chip_peak("Tesla V100-SXM2-16GB", "bf16") is None
+    assert find_chip_peak("Tesla V100-SXM2-16GB", "fp16") == 125
+    assert find_chip_peak("Tesla V100-SXM2-16GB", "bf16") is None
 
 
 def test_a_cpu_is_measured_and_the_note_says_so():
     state = torch.get_rng_state()
     mesh = Mesh(Layout(), device="cpu")
-    measured = device_peak(RunConfig.model_validate({"train": {"precision": "fp32"}}), mesh)
+    measured = find_device_peak(RunConfig.model_validate({"train": {"precision": "fp32"}}), mesh)
     # The bounds are far below a slow core and far above a fast machine: they check the unit.
     assert 1e-4 < measured.tflops < 1e3
     assert "measured matmul peak of" in measured.note and "fp32" in measured.note
     assert torch.equal(state, torch.get_rng_state())
-    assert matmul_peak(torch.float64) > 1e-4
+    assert measure_matmul_peak(torch.float64) > 1e-4
 
 
 def test_a_given_peak_is_taken():
     config = RunConfig.model_validate({"meter": {"peak_tflops": 123.0}})
-    peak = device_peak(config, Mesh(Layout(), device="cpu"))
+    peak = find_device_peak(config, Mesh(Layout(), device="cpu"))
     assert peak.tflops == 123.0 and "meter.peak_tflops=123" in peak.note

@@ -1,4 +1,4 @@
-"""Values recorded in a step, on one rank. `test_meter_ranks.py` tests two ranks."""
+"""Values recorded in a step, on one rank. `test_metrics_logger_ranks.py` tests two ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaframe.distributed.collectives import Group
-from megaframe.metrics.records import Records
+from megaframe.metrics.records import StepRecords
 
 ALONE = Group(("data",), (0,), 0, None)
 CPU = torch.device("cpu")
 
 
 def reduced(*entries):
-    records = Records()
+    records = StepRecords()
     for entry in entries:
         records.add(*entry)
     return records.reduce(ALONE, CPU).wait()
@@ -70,7 +70,7 @@ def test_fp64_keeps_every_bit_of_a_loss():
 
 
 def test_a_tensor_is_taken_as_it_is_now():
-    records, total = Records(), torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    records, total = StepRecords(), torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     records.add("x", total, "last")
     with torch.no_grad():
         total += 1
@@ -91,7 +91,7 @@ class Arrivals(TorchDispatchMode):
 
 def test_numbers_of_the_host_go_to_a_device_together():
     # On a GPU, the host would wait for each copy from memory that is not pinned.
-    records = Records()
+    records = StepRecords()
     for how in ("last", "sum", "max"):
         records.add(how, 1.0, how)
         records.add(f"{how} of the host", torch.tensor([2, 3]), how)
@@ -102,7 +102,7 @@ def test_numbers_of_the_host_go_to_a_device_together():
 
 
 def test_a_step_starts_empty():
-    records = Records()
+    records = StepRecords()
     records.add("x", 1.0, "sum")
     records.reduce(ALONE, CPU)
     records.add("y", 1.0, "max")

@@ -6,15 +6,15 @@ import urllib.request
 
 import pytest
 import torch
-from test_meter import make, step
+from test_metrics_logger import make, step
 
 from megaframe.config import load
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.metrics.memory import allocator, out_of_memory
-from megaframe.metrics.peak_flops import Peak
-from megaframe.metrics.prometheus import PrometheusSink, exposition
+from megaframe.metrics.memory import allocator_metrics, explain_out_of_memory
+from megaframe.metrics.peak_flops import DevicePeak
+from megaframe.metrics.prometheus import PrometheusSink, to_exposition_format
 from megaframe.training.train_step import Pipeline
 from megaframe.training.trainer import Trainer
 
@@ -44,8 +44,8 @@ def test_console_modes(how, tmp_path, capsys):
 
 
 def test_an_unknown_peak_is_no_detail(tmp_path, monkeypatch, capsys):
-    unknown = Peak(None, "mfu n/a: set me")
-    monkeypatch.setattr("megaframe.metrics.meter.device_peak", lambda *_: unknown)
+    unknown = DevicePeak(None, "mfu n/a: set me")
+    monkeypatch.setattr("megaframe.metrics.metrics_logger.device_peak", lambda *_: unknown)
     make(tmp_path)
     assert capsys.readouterr().out == "mfu n/a: set me\n"
 
@@ -70,7 +70,7 @@ def test_the_latest_line_is_served_to_this_machine(tmp_path):
             PrometheusSink(sink.port, "b")
     finally:
         sink.close()
-    assert exposition({"step": 1}, "r").endswith("1.0\n")
+    assert to_exposition_format({"step": 1}, "r").endswith("1.0\n")
 
 
 def test_a_profile_has_the_operators_of_its_step(tmp_path):
@@ -88,7 +88,7 @@ def test_a_profile_has_the_operators_of_its_step(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
 def test_out_of_memory_leaves_a_snapshot_on_a_gpu(tmp_path):
     kept = torch.ones(1 << 20, device="cuda")
-    told = str(out_of_memory(3, {"weights": kept.nbytes}, kept.device, tmp_path))
+    told = str(explain_out_of_memory(3, {"weights": kept.nbytes}, kept.device, tmp_path))
     assert "weights 0.00 GiB" in told and "memory-rank-3.txt" in told
     assert {path.name for path in tmp_path.iterdir()} == {
         "memory-rank-3.txt", "memory-rank-3.pickle"
@@ -99,16 +99,16 @@ def test_out_of_memory_leaves_a_snapshot_on_a_gpu(tmp_path):
 def test_a_gpu_tells_of_fragmentation():
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = allocator(torch.device("cuda"))
+    before = allocator_metrics(torch.device("cuda"))
     kept = [torch.empty(3 << 20, dtype=torch.uint8, device="cuda") for _ in range(12)]
     del kept[::2]  # leaves holes of 3 MiB between used blocks
-    after = allocator(torch.device("cuda"))
+    after = allocator_metrics(torch.device("cuda"))
     assert after["reserved_bytes"] >= before["reserved_bytes"] + (36 << 20) - (20 << 20)
     assert after["fragmented_bytes"] >= 3 << 20
 
 
 def test_a_cpu_has_no_allocator_of_torchs_to_tell_of():
-    assert allocator(torch.device("cpu")) == {}
+    assert allocator_metrics(torch.device("cpu")) == {}
 
 
 def test_out_of_memory_says_what_held_it_and_what_to_change(overrides, monkeypatch):

@@ -19,7 +19,7 @@ from megaframe.metrics.sinks import (
     JsonlSink,
     TensorBoardSink,
     WandbSink,
-    flat,
+    flatten,
     open_sinks,
 )
 
@@ -36,7 +36,7 @@ def test_flat_names():
     nested = {"step": 1, "a": {"b": 2.0, "c": {"d": 3.0}}, "none": None, "e": [4.0, 5.0]}
     rows = {"ranks": {"work": [1.0]}, "experts": {"tokens": {"0": [1.0]}, "dropped": 6.0}}
     wanted = {"step": 1, "a/b": 2.0, "a/c/d": 3.0, "e/0": 4.0, "e/1": 5.0, "experts/dropped": 6.0}
-    assert dict(flat(nested | rows)) == wanted
+    assert dict(flatten(nested | rows)) == wanted
 
 
 def test_lines_are_strict_json_and_on_disk_at_once(tmp_path):

@@ -19,7 +19,7 @@ from megaframe.data.loader import Loader
 from megaframe.distributed.collectives import Pending
 from megaframe.distributed.mesh import Mesh, global_rank, world_size
 from megaframe.layout import Layout
-from megaframe.metrics import Meter, StepTimer
+from megaframe.metrics import MetricsLogger, StepTimer
 from megaframe.optim.optimizer import Optimizer
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.training.train_step import Pipeline
@@ -64,8 +64,10 @@ class Delays:
         for number, (part, (owner, name)) in enumerate(PLACES.items()):
             axes = part.removeprefix("communication/") if owner is Pending else None
             patch.setattr(owner, name, self.delayed(getattr(owner, name), FIRST + number, axes))
-        flush = Meter.flush
-        patch.setattr(Meter, "flush", lambda meter, step: self.next(partial(flush, meter), step))
+        flush = MetricsLogger.flush
+        patch.setattr(
+            MetricsLogger, "flush", lambda meter, step: self.next(partial(flush, meter), step)
+        )
 
     def next(self, flush, step):
         known = flush(step)

@@ -87,7 +87,7 @@ def transfer(timer, clock, waits, size, before, waited, late=True):
 def test_of_a_wait_for_a_message_the_way_on_a_free_link_is_communication_the_rest_bubble():
     clock = Clock()
     timer = StepTimer(clock)
-    waits = timer.messages((0, 1), 5e-9)
+    waits = timer.time_messages((0, 1), 5e-9)
     for waited in (3, 20):
         transfer(timer, clock, waits, 100, 7, waited)
     split = timer.take()
@@ -99,7 +99,7 @@ def test_of_a_wait_for_a_message_the_way_on_a_free_link_is_communication_the_res
 def test_rates_are_of_transfers_that_were_waited_for():
     clock = Clock()
     timer = StepTimer(clock)
-    waits = timer.waits("data")
+    waits = timer.time_waits("data")
     transfer(timer, clock, waits, 1000, 1, 9)
     transfer(timer, clock, waits, 10**9, 90, 2)  # it may have arrived long before the wait
     transfer(timer, clock, waits, 10**9, 0, 9, late=False)
@@ -113,7 +113,7 @@ def test_what_an_evaluation_waits_for_stays_its_own():
     clock = Clock()
     timer = StepTimer(clock)
     with timer.time("evaluation"):
-        transfer(timer, clock, timer.waits("data"), 1, 1, 9)
+        transfer(timer, clock, timer.time_waits("data"), 1, 1, 9)
     split = timer.take()
     assert split.parts() == dict.fromkeys(PARTS, 0) | {"evaluation": 10}
     assert split.rates() == {}
@@ -136,7 +136,7 @@ def test_moments_may_be_known_only_later():
 
     timer = StepTimer(note, lambda start, end: times[end] - times[start])
     timer.start()
-    with timer.time("compute"), timer.waits("data"):
+    with timer.time("compute"), timer.time_waits("data"):
         pass
     split = timer.take()
     times |= {event: 10 * number**2 for number, event in enumerate(events)}

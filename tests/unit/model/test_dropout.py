@@ -52,9 +52,9 @@ def test_everything_else_draws_another_mask():
 def test_keys_stay_where_they_are_from_step_to_step():
     keys, x = keys_of(1, 0), torch.ones(LENGTH, CHANNELS, dtype=torch.float64)
     dropout = Dropout(0.3, keys, torch.arange(LENGTH))
-    first, key = dropout(x, "blocks.0.mlp"), keys.of("blocks.0.mlp", x.device)
+    first, key = dropout(x, "blocks.0.mlp"), keys.get("blocks.0.mlp", x.device)
     keys.begin(1)
-    assert key is keys.of("blocks.0.mlp", x.device)
+    assert key is keys.get("blocks.0.mlp", x.device)
     again = Dropout(0.3, keys_of(1, 1), torch.arange(LENGTH))(x, "blocks.0.mlp")
     assert torch.equal(dropout(x, "blocks.0.mlp"), again) and not torch.equal(first, again)
 

@@ -72,10 +72,10 @@ def test_what_two_boxes_share_is_what_is_in_both(one, other):
     def elements(box):
         return set(product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))))
 
-    shared = one.shared(other)
+    shared = one.intersection(other)
     assert (elements(shared) if shared else set()) == elements(one) & elements(other)
     if shared:
-        inner = shared.inside(one)
+        inner = shared.relative_to(one)
         assert inner.shape == shared.shape
         spans = zip(inner.offset, inner.shape, one.shape, strict=True)
         assert all(o >= 0 and o + n <= m for o, n, m in spans)

@@ -27,7 +27,7 @@ from megaframe.planner.kernel_times import KernelRates
 from megaframe.planner.layout_sizes import sizes_of
 from megaframe.planner.machine import Machine
 from megaframe.planner.prediction import predict
-from megaframe.training.meta_step import rehearse
+from megaframe.training.meta_step import run_meta_step
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 CLUSTER = load_cluster("h100-ib")
@@ -83,10 +83,10 @@ def test_pieces_travel_as_often_as_planned(name):
     """Pieces are sent to their owner and back. Some are not, because the owner has them already."""
     world, config = CASES[name]
     layout = Layout.from_parallel(config.parallel, world)
-    found = [rehearse(config, layout, rank).traffic for rank in range(world)]
+    found = [run_meta_step(config, layout, rank).traffic for rank in range(world)]
     axes = "data+tensor" if layout.tensor > 1 else "data"
     without = config.model_copy(update={"optim": config.optim.model_copy(update={"name": "lion"})})
-    other = [rehearse(without, layout, rank).traffic for rank in range(world)]
+    other = [run_meta_step(without, layout, rank).traffic for rank in range(world)]
     sent = sum(one.get(axes, 0) - two.get(axes, 0) for one, two in zip(found, other, strict=True))
     machine = Machine(config, CLUSTER, constants_of("h100"), sizes_of(config, layout))
     layers = [block_matrices(config.model, n) for n in range(config.model.layers)]

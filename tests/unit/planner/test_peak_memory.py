@@ -21,7 +21,7 @@ from megaframe.planner.peak_memory import (
     resolve_recompute_blocks,
 )
 from megaframe.schedule import lower
-from megaframe.training.auto_layout import with_blocks
+from megaframe.training.auto_layout import choose_recomputed_blocks
 
 H100 = load_cluster("h100-ib")
 LAYOUTS = (
@@ -96,9 +96,9 @@ def test_earlier_ranks_of_a_pipeline_compute_more_again():
 def test_numbers_are_left_alone_and_a_run_says_what_was_chosen():
     given = config_of({}, blocks=3)
     assert resolve_recompute_blocks(given, Layout(), H100.chip) is given
-    assert with_blocks(given, 1) == (given, [])
+    assert choose_recomputed_blocks(given, 1) == (given, [])
     config = config_of({"pipeline": 2, "cluster": "h100-ib"}, layers=80)
-    found, (note,) = with_blocks(config, 2)
+    found, (note,) = choose_recomputed_blocks(config, 2)
     assert found.train.recompute_blocks == (40, 40)
     assert "80 of 80 blocks are recomputed (40, 40 by stage)" in note
     assert found.model_copy(update={"train": config.train}) == config

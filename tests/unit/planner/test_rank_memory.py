@@ -15,8 +15,8 @@ from megaframe.planner import activations
 from megaframe.planner.communication_volume import communication_bytes
 from megaframe.planner.memory import compute_rank_memory
 from megaframe.schedule import lower
-from megaframe.training.dry_run import describe
-from megaframe.training.meta_step import rehearse
+from megaframe.training.dry_run import describe_run
+from megaframe.training.meta_step import run_meta_step
 
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4}
 FEW_HEADS = {**LLAMA, "kv_heads": 2}
@@ -206,7 +206,7 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
     schedule = build_step_schedule(config, train.global_batch // train.microbatch // layout.data)
     plans, lowered = stage_plans(config), lower(schedule)
     for rank in ranks:
-        found = rehearse(config, layout, rank)
+        found = run_meta_step(config, layout, rank)
         plan = compute_rank_memory(
             config, layout, plans, lowered, layout.coordinate(rank)["pipeline"]
         )
@@ -231,7 +231,7 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
 @pytest.fixture
 def blocks_gone(monkeypatch):
     """Plan no recomputed activations: a rehearsal counts between actions, when they are gone."""
-    monkeypatch.setattr(activations, "_again_bytes", lambda config, plan: 0)
+    monkeypatch.setattr(activations, "_recompute_bytes", lambda config, plan: 0)
 
 
 @pytest.mark.quick(when=lambda name: name in QUICK)
@@ -295,7 +295,7 @@ def test_factors_travel_twice_and_the_gradients_behind_them_go():
     for zero in (1, 2):
         config = made(4, model, {}, {"zero": zero, "compress": "powersgd"})
         schedule = lower(build_step_schedule(config, 2))
-        found = rehearse(config, layout, 0)
+        found = run_meta_step(config, layout, 0)
         plan = compute_rank_memory(config, layout, stage_plans(config), schedule, 0)
         buffers = plan.weights + plan.values + plan.gradients
         assert found.buffers == pytest.approx(buffers, rel=0.01)
@@ -309,7 +309,7 @@ def test_a_dry_run_says_what_is_on_the_host_and_counts_it_for_no_gpu():
     )
 
     def sizes(config, **options):
-        rows = describe(config, Layout(data=4), **options).partition("memory per rank")[2]
+        rows = describe_run(config, Layout(data=4), **options).partition("memory per rank")[2]
         found = (row.rsplit(maxsplit=2) for row in rows.splitlines()[1:])
         return {kind.strip(): float(size) for kind, size, _ in found}
 

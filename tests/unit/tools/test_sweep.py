@@ -13,7 +13,7 @@ from entry_runs import losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.dashboard.metrics_file import Metrics
+from megaframe.dashboard.metrics_file import MetricsFile
 from megaframe.dashboard.sweep import (
     Range,
     Sweep,
@@ -104,7 +104,7 @@ def test_values_are_checked_against_the_config_before_a_trial(overrides):
 def test_a_loss_is_told_as_the_mean_of_a_few_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": n, "loss": float(n)}) + "\n" for n in range(1, 31)))
-    metrics = Metrics(path)
+    metrics = MetricsFile(path)
     metrics.read()
     told = dict(values_after(metrics, "loss", 20))
     assert sorted(told) == list(range(21, 31))

@@ -12,7 +12,7 @@ from megaframe.config import ModelConfig, RunConfig, dump, load
 from megaframe.distributed.device import host_memory
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.training.auto_layout import cluster_of, with_blocks, with_layout
+from megaframe.training.auto_layout import choose_layout, choose_recomputed_blocks, find_cluster
 from megaframe.validate.run import validate_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,37 +31,37 @@ def made(folder, **sections):
 
 def test_without_auto_nothing_changes(tmp_path):
     config = made(tmp_path, parallel={"auto": False})
-    assert with_layout(config, 8) == (config, [])
+    assert choose_layout(config, 8) == (config, [])
 
 
 @pytest.mark.parametrize("world", [8, 48])
 def test_the_choice_runs_and_is_the_same_on_every_rank(world, tmp_path):
-    config, notes = with_layout(made(tmp_path), world)
+    config, notes = choose_layout(made(tmp_path), world)
     assert not config.parallel.auto
     validate_config(config, world, data=False)
     assert Layout.from_parallel(config.parallel, world).world == world
     assert notes[0].startswith(f"parallel.auto: {world} ranks on h100-ib. Use ")
-    assert with_layout(made(tmp_path), world)[0] == config
+    assert choose_layout(made(tmp_path), world)[0] == config
 
 
 def test_what_the_config_sets_stays(tmp_path):
-    config, _ = with_layout(made(tmp_path, parallel={"tensor": 4, "zero": 2}), 16)
+    config, _ = choose_layout(made(tmp_path, parallel={"tensor": 4, "zero": 2}), 16)
     assert (config.parallel.tensor, config.parallel.zero) == (4, 2)
 
 
 def test_a_resumed_run_keeps_its_layout_on_as_many_ranks(tmp_path):
     asked = made(tmp_path, checkpoint={"resume": "latest"})
-    config, _ = with_layout(asked, 16)
+    config, _ = choose_layout(asked, 16)
     other = {"tensor": 2, "pipeline": 2, "data": None, "zero": 1}
     begun = config.model_copy(update={"parallel": config.parallel.model_copy(update=other)})
     (tmp_path / "config.yaml").write_text(dump(begun))
-    kept, notes = with_layout(asked, 16)
+    kept, notes = choose_layout(asked, 16)
     assert (kept.parallel.tensor, kept.parallel.pipeline, kept.parallel.zero) == (2, 2, 1)
     assert "started with" in notes[0]
     (tmp_path / "config.yaml").write_text(
         dump(config.model_copy(update={"parallel": config.parallel.model_copy(update={"data": 3})}))
     )
-    anew, notes = with_layout(asked, 16)
+    anew, notes = choose_layout(asked, 16)
     assert anew.parallel == config.parallel and "is not one for 16 ranks" in notes[-1]
 
 
@@ -69,7 +69,7 @@ def test_a_model_without_room_is_refused_before_anything_is_built(tmp_path):
     config = made(tmp_path)
     large = ModelConfig(layers=80, hidden=16384, heads=128, vocab=50_000)
     with pytest.raises(UserError, match="no layout on 8 GPUs of h100-ib"):
-        with_layout(config.model_copy(update={"model": large}), 8)
+        choose_layout(config.model_copy(update={"model": large}), 8)
 
 
 @pytest.fixture
@@ -97,14 +97,14 @@ def gpu(monkeypatch):
 def test_chip_and_memory_are_those_of_the_device(gpu, tmp_path, name, gib, cluster, chip):
     gpu(name, gib)
     config = made(tmp_path, parallel={"cluster": None})
-    found = cluster_of(config)
+    found = find_cluster(config)
     assert (found.name, found.chip.name) == (cluster, chip)
     assert found.chip.memory == int(gib * 2**30)
-    _, notes = with_layout(config, 8)
+    _, notes = choose_layout(config, 8)
     assert f"8 ranks on {cluster}" in notes[0] and any(f"chip {chip}" in note for note in notes)
     fitted = found.chip.family in ("a100", "h100")
     assert any("not fitted" in note for note in notes) != fitted
-    _, (note,) = with_layout(made(tmp_path, parallel={"auto": False, "cluster": None}), 8)
+    _, (note,) = choose_layout(made(tmp_path, parallel={"auto": False, "cluster": None}), 8)
     assert note.startswith(f"{name} is the chip {chip}, with {gib:.1f} GiB")
 
 
@@ -112,22 +112,22 @@ def test_of_an_unknown_chip_only_memory_is_planned(gpu, tmp_path):
     gpu("NVIDIA Abacus", 47.0)
     auto = {"auto": True, "cluster": None}
     with pytest.raises(UserError, match=r"unknown chip NVIDIA Abacus with 47\.0 GiB: its memory"):
-        with_layout(made(tmp_path, parallel=auto), 8)
+        choose_layout(made(tmp_path, parallel=auto), 8)
     plain = made(tmp_path, parallel={**auto, "auto": False})
-    found, notes = with_layout(plain, 8)
+    found, notes = choose_layout(plain, 8)
     assert found == plain and "tools/measure_kernels.py --write" in notes[0]
     few = plain.model_copy(
         update={"train": plain.train.model_copy(update={"recompute_blocks": "auto"})}
     )
-    _, (note,) = with_blocks(few, 8)
+    _, (note,) = choose_recomputed_blocks(few, 8)
     assert "to fit NVIDIA Abacus" in note
 
 
 def test_a_gpu_that_cannot_be_asked_is_assumed_with_a_word(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = made(tmp_path, parallel={"auto": False, "cluster": None}, run_device="cuda")
-    assert cluster_of(config).name == "h100-ib"
-    _, (note,) = with_layout(config, 8)
+    assert find_cluster(config).name == "h100-ib"
+    _, (note,) = choose_layout(config, 8)
     assert "no GPU here that could be asked" in note and "h100-ib is assumed" in note
 
 
@@ -135,8 +135,8 @@ def test_a_cpu_has_the_memory_of_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = made(tmp_path, parallel={"auto": False, "cluster": None}, run_device="cpu")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert cluster_of(config).chip.memory == host_memory() / 4
-    assert with_layout(config, 4) == (config, [])
+    assert find_cluster(config).chip.memory == host_memory() / 4
+    assert choose_layout(config, 4) == (config, [])
 
 
 def test_a_run_says_why_and_its_folder_has_the_layout(overrides, tmp_path):

@@ -17,16 +17,16 @@ from megaframe.ops import cpu_attention, matmul
 from megaframe.ops.cpu_routines import CPURoutines
 from megaframe.training import autotune
 from megaframe.training.autotune import (
-    cached_or_measured,
+    describe_machine,
     fastest,
-    fixed,
-    machine_of,
+    load_or_measure,
+    named_routines,
     tune,
 )
 from megaframe.training.trainer import Trainer
 
 FP32 = torch.float32
-TORCH = fixed(FP32, "torch")
+TORCH = named_routines(FP32, "torch")
 OTHER = CPURoutines(
     type=str(FP32),
     products={kind: matmul.libraries_for(FP32)[-1] for kind in matmul.KINDS},
@@ -73,12 +73,12 @@ def config_of(precision="fp32", library="auto", **run):
 
 
 def cached():
-    return autotune.cache_file(machine_of(FP32))
+    return autotune.cache_file(describe_machine(FP32))
 
 
 def write_cache(routines, **changes):
     cached().parent.mkdir(parents=True, exist_ok=True)
-    machine = {**machine_of(FP32), **changes}
+    machine = {**describe_machine(FP32), **changes}
     cached().write_text(json.dumps({"machine": machine, "routines": routines.model_dump()}))
 
 
@@ -125,11 +125,11 @@ def test_a_measurement_names_routines_that_this_machine_has(monkeypatch):
 def test_a_measurement_is_made_once(clock, monkeypatch):
     measured = []
     monkeypatch.setattr(autotune, "measure", lambda dtype: measured.append(dtype) or OTHER)
-    monkeypatch.setattr(autotune, "machine_of", lambda dtype: {"type": str(dtype)})
+    monkeypatch.setattr(autotune, "describe_machine", lambda dtype: {"type": str(dtype)})
     for _ in range(2):
-        assert cached_or_measured(FP32)[0] == OTHER
+        assert load_or_measure(FP32)[0] == OTHER
     assert measured == [FP32]
-    cached_or_measured(torch.bfloat16)
+    load_or_measure(torch.bfloat16)
     assert measured == [FP32, torch.bfloat16]
 
 
@@ -148,9 +148,9 @@ def test_a_damaged_cache_is_made_anew(content, clock, monkeypatch):
     cached().parent.mkdir(parents=True)
     cached().write_bytes(content)
     monkeypatch.setattr(autotune, "measure", lambda dtype: OTHER)
-    found, why = cached_or_measured(FP32)
+    found, why = load_or_measure(FP32)
     assert found == OTHER and why.startswith("measured in")
-    assert autotune.read_cache(cached(), machine_of(FP32)) == OTHER
+    assert autotune.read_cache(cached(), describe_machine(FP32)) == OTHER
     assert [path.name for path in cached().parent.iterdir()] == [cached().name]
 
 
@@ -159,7 +159,7 @@ def test_the_cache_of_another_machine_is_made_anew(other, clock, monkeypatch):
     """A folder that was copied, or a home that machines share."""
     write_cache(TORCH, **other)
     monkeypatch.setattr(autotune, "measure", lambda dtype: OTHER)
-    assert cached_or_measured(FP32)[0] == OTHER
+    assert load_or_measure(FP32)[0] == OTHER
 
 
 def test_the_first_process_that_writes_the_cache_decides_for_all(clock, monkeypatch):
@@ -168,16 +168,16 @@ def test_the_first_process_that_writes_the_cache_decides_for_all(clock, monkeypa
         return OTHER
 
     monkeypatch.setattr(autotune, "measure", measure)
-    assert cached_or_measured(FP32)[0] == TORCH
+    assert load_or_measure(FP32)[0] == TORCH
 
 
 def test_without_a_cache_runs_work(clock, monkeypatch, tmp_path):
     (tmp_path / "cache").write_text("a file where a folder should be")
     monkeypatch.setattr(autotune, "measure", lambda dtype: OTHER)
-    assert cached_or_measured(FP32)[0] == OTHER
+    assert load_or_measure(FP32)[0] == OTHER
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(autotune.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError()))
-    assert cached_or_measured(FP32)[0] == OTHER
+    assert load_or_measure(FP32)[0] == OTHER
 
 
 def test_disturbed_calls_do_not_count(clock, monkeypatch):
@@ -205,7 +205,7 @@ def test_a_busy_machine_is_not_measured(clock, monkeypatch):
     monkeypatch.setattr(
         autotune, "measure", lambda dtype: fastest(("a", "b"), clock.work(seconds, []), 1.0, "a")
     )
-    found, why = cached_or_measured(FP32)
+    found, why = load_or_measure(FP32)
     assert found == TORCH and "busy" in why and not cached().exists()
 
 
@@ -246,7 +246,7 @@ def test_narrow_types_are_never_left_to_a_slow_routine(fast, monkeypatch):
     for dtype in narrow:
         assert ("torch" in matmul.libraries_for(dtype)) == fast
         for library in ("torch", "onednn"):
-            (found,) = set(fixed(dtype, library).products.values())
+            (found,) = set(named_routines(dtype, library).products.values())
             assert (found == "torch") == fast
             if library == "onednn" and not fast and matmul._ONEDNN:
                 assert found == "fp32-onednn"
@@ -257,11 +257,11 @@ def choose_on_a_rank(folder):
     os.environ["XDG_CACHE_HOME"] = str(folder)
     mesh = Mesh(Layout(data=2), device="cpu")
     mine = OTHER if mesh.rank == 0 else TORCH
-    autotune.cached_or_measured, kept = lambda dtype: (mine, ""), autotune.cached_or_measured
+    autotune.load_or_measure, kept = lambda dtype: (mine, ""), autotune.load_or_measure
     try:
         return tune(config_of(), None, mesh)[0], matmul.libraries_in_use(FP32)
     finally:
-        autotune.cached_or_measured = kept
+        autotune.load_or_measure = kept
         matmul.use_libraries(FP32, {})
         cpu_attention.use_methods(FP32, {})
         mesh.close()
@@ -301,7 +301,9 @@ def test_a_resumed_run_keeps_its_routines(overrides, tmp_path):
 
 
 def test_a_run_that_resumes_in_another_precision_chooses_anew(monkeypatch):
-    monkeypatch.setattr(autotune, "cached_or_measured", lambda dtype: (fixed(dtype, "torch"), ""))
+    monkeypatch.setattr(
+        autotune, "load_or_measure", lambda dtype: (named_routines(dtype, "torch"), "")
+    )
     mesh = Mesh(Layout(), device="cpu")
-    assert tune(config_of("bf16"), OTHER, mesh)[0] == fixed(torch.bfloat16, "torch")
+    assert tune(config_of("bf16"), OTHER, mesh)[0] == named_routines(torch.bfloat16, "torch")
     assert tune(config_of("fp32"), CPURoutines(), mesh)[0] == TORCH  # of a GPU, or an older version

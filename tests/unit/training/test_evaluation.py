@@ -25,8 +25,14 @@ from megaframe.data.tokenizer import load_tokenizer
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.training.evaluation import Passage, read_passage, read_split, score, windows
-from megaframe.training.generation import load_model, tokenizer_of
+from megaframe.training.evaluation import (
+    TokenSequence,
+    read_sequence,
+    read_split,
+    score,
+    split_windows,
+)
+from megaframe.training.generation import load_model, load_run_tokenizer
 from megaframe.training.trainer import Trainer
 
 pytestmark = pytest.mark.numeric
@@ -84,7 +90,7 @@ def alone(tmp_path_factory):
 @given(st.integers(2, 60), st.integers(1, 20), st.data())
 def test_windows_count_every_token_once_and_with_all_that_fits_before_it(length, context, data):
     stride, first = data.draw(st.integers(1, context)), data.draw(st.integers(1, length))
-    found = list(windows(Passage(np.zeros(length, np.int64), first), context, stride))
+    found = list(split_windows(TokenSequence(np.zeros(length, np.int64), first), context, stride))
     counted = [place + 1 for w in found for place in range(w.first, w.end)]
     assert counted == list(range(first, length))
     assert all(0 <= w.begin <= w.first < w.end <= w.begin + context for w in found)
@@ -113,7 +119,7 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     sources = {"data__sources": f"[{{path: {source}}}]"}
     pool.run(2, train, overrides(**every, **sources, **layout, **heed))
     config, stage = load_model(parse_path(str(tmp_path / "run/checkpoints")))
-    passage = read_passage(str(tmp_path / "held.bin"), None, CorpusFormat())
+    passage = read_sequence(str(tmp_path / "held.bin"), None, CorpusFormat())
     (found,) = score(stage, [passage], context=16, stride=16, data=config.data)
     assert found.tokens == 96 - bool(heed)
     assert found.loss == near(lines(tmp_path / "run")[-1]["eval_loss"], LOGITS, torch.float32)
@@ -141,7 +147,7 @@ def test_an_evaluation_without_a_label_is_said_and_the_run_goes_on(pool, overrid
 def test_a_stride_of_one_gives_every_token_a_whole_window_before_it(build):
     stage = build().stage
     tokens = torch.from_numpy(numbers(0, 40, 37))
-    (found,) = score(stage, [Passage(tokens.numpy())], context=12, stride=1, batch=5)
+    (found,) = score(stage, [TokenSequence(tokens.numpy())], context=12, stride=1, batch=5)
     nats = 0.0
     for place_ in range(1, 40):
         before = tokens[max(0, place_ - 12) : place_][None]
@@ -153,7 +159,7 @@ def test_a_stride_of_one_gives_every_token_a_whole_window_before_it(build):
 
 def test_passages_beside_each_other_change_nothing(build):
     stage = build().stage
-    passages = [Passage(numbers(n, 3 + 7 * n, 37), 1 + n) for n in range(5)]
+    passages = [TokenSequence(numbers(n, 3 + 7 * n, 37), 1 + n) for n in range(5)]
     together = score(stage, passages, context=12, stride=6, batch=4)
     apart = [score(stage, [one], context=12, stride=6, batch=1)[0] for one in passages]
     for one, other in zip(together, apart, strict=True):
@@ -168,7 +174,7 @@ def test_equal_logits_give_the_logarithm_of_the_vocabulary(build, tmp_path):
     text = tmp_path / "two.jsonl"
     text.write_text('{"text": "grüße"}\n{"text": "a much longer line of text"}\n')
     tokenizer = load_tokenizer("bytes")
-    passage = read_passage(str(text), tokenizer, CorpusFormat())
+    passage = read_sequence(str(text), tokenizer, CorpusFormat())
     (found,) = score(stage, [passage], context=12, stride=4, token_bytes=tokenizer.token_bytes())
     size = len("grüße".encode()) + len("a much longer line of text")
     assert (found.tokens, found.bytes) == (size + 2, size)
@@ -229,9 +235,9 @@ def test_what_cannot_be_evaluated_is_said(alone, tmp_path, monkeypatch, capsys):
 
 def test_a_run_without_a_tokenizer_asks_for_one(build, tmp_path):
     with pytest.raises(UserError, match="name one with --tokenizer"):
-        tokenizer_of(build().config)
+        load_run_tokenizer(build().config)
     with pytest.raises(UserError, match="name one"):
-        read_passage(str(tmp_path / "some.txt"), None, CorpusFormat())
+        read_sequence(str(tmp_path / "some.txt"), None, CorpusFormat())
 
 
 def test_tasks_without_the_harness_say_what_to_install(alone, monkeypatch, capsys):

@@ -13,7 +13,7 @@ from test_evaluation import alone  # noqa: F401
 
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
-from megaframe.training.generation import Sampling, streamed
+from megaframe.training.generation import SamplingOptions, stream_text
 
 ROOT = Path(__file__).resolve().parents[3]
 BYTES = load_tokenizer("bytes")
@@ -52,7 +52,7 @@ def by_hand(logits, temperature, top_k, top_p):
 def test_only_tokens_that_may_come_come(logits, temperature, top_k, top_p, seed):
     logits = np.array(logits, np.float64) / 10
     chances = by_hand(logits, temperature, top_k, top_p)
-    how, generator = Sampling(temperature, top_k, top_p), torch.Generator().manual_seed(seed)
+    how, generator = SamplingOptions(temperature, top_k, top_p), torch.Generator().manual_seed(seed)
     for _ in range(5):
         assert chances[how.choose(torch.from_numpy(logits), generator)] > 0
 
@@ -62,7 +62,7 @@ def test_only_tokens_that_may_come_come(logits, temperature, top_k, top_p, seed)
 )
 def test_tokens_come_as_often_as_their_probabilities_say(temperature, top_k, top_p):
     logits, draws = np.array([0.3, 2.0, -1.0, 1.5, 0.0, 1.9, -3.0]), 4000
-    how, generator = Sampling(temperature, top_k, top_p), torch.Generator().manual_seed(0)
+    how, generator = SamplingOptions(temperature, top_k, top_p), torch.Generator().manual_seed(0)
     chosen = [how.choose(torch.from_numpy(logits), generator) for _ in range(draws)]
     chances = by_hand(logits, temperature, top_k, top_p)
     counts = np.bincount(chosen, minlength=len(logits))
@@ -72,21 +72,21 @@ def test_tokens_come_as_often_as_their_probabilities_say(temperature, top_k, top
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-40, 1e300])
 def test_no_temperature_overflows(temperature):
     logits, generator = torch.tensor([1e4, 3e4, -2e4]), torch.Generator().manual_seed(0)
-    chosen = Sampling(temperature).choose(logits, generator)
+    chosen = SamplingOptions(temperature).choose(logits, generator)
     assert chosen == 1 or temperature == 1e300
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_scores_that_are_not_finite_are_said(bad):
     with pytest.raises(UserError, match="use an earlier checkpoint"):
-        Sampling(1.0).choose(torch.tensor([0.0, bad, 1.0]), torch.Generator())
+        SamplingOptions(1.0).choose(torch.tensor([0.0, bad, 1.0]), torch.Generator())
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.one_of(st.text(max_size=12).map(str.encode), st.binary(max_size=12)))
 def test_streamed_text_is_whole_characters_and_all_of_the_text(content):
     ids = list(content)
-    pieces = list(streamed((ids[: n + 1] for n in range(len(ids))), BYTES))
+    pieces = list(stream_text((ids[: n + 1] for n in range(len(ids))), BYTES))
     text = BYTES.decode(ids)
     assert "".join(pieces) == text
     if text.encode() == content and "\N{REPLACEMENT CHARACTER}" not in text:
@@ -101,7 +101,7 @@ def test_text_is_shown_as_soon_as_it_is_known():
             asked.append(count)
             yield list("aé€".encode())[:count]
 
-    pieces = streamed(samples(), BYTES)
+    pieces = stream_text(samples(), BYTES)
     assert [(next(pieces), len(asked)) for _ in range(2)] == [("a", 1), ("é", 3)]
 
 

@@ -10,7 +10,7 @@ from tolerances import near
 
 from megaframe.checkpoint import parse_path
 from megaframe.data.tokenizer import load_tokenizer
-from megaframe.training.evaluation import Passage, score
+from megaframe.training.evaluation import TokenSequence, score
 from megaframe.training.generation import load_model
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'megaframe[evaluate]'")
@@ -63,7 +63,7 @@ def test_tasks_from_local_files_give_what_our_own_scores_give(alone, tasks, monk
     encode = load_tokenizer("bytes").encode
 
     def nats(before, after):
-        passage = Passage(np.array([*before, *after]), len(before))
+        passage = TokenSequence(np.array([*before, *after]), len(before))
         return score(stage, [passage], context=16, stride=16)[0].nats
 
     right = 0

@@ -16,7 +16,7 @@ from megaframe.config.section import MOST
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.training import auto_layout
-from megaframe.training.memory_check import check_memory, verdict
+from megaframe.training.memory_check import check_memory, report_memory_fit
 from megaframe.validate.run import validate_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -189,7 +189,7 @@ def test_a_run_is_not_checked_for_another_machine_but_a_dry_run_is(gpu):
     gpu(60)
     with pytest.raises(UserError, match=r"has 60\.0 GiB"):
         check_memory(config, layout)
-    (line,) = verdict(config, layout)
+    (line,) = report_memory_fit(config, layout)
     assert line.startswith("fits in memory: ") and "(b200)" in line
 
 
@@ -222,7 +222,7 @@ def test_absurd_sizes_get_a_verdict_or_one_error(key, size):
     try:
         config = load(None, ["model.vocab=257", "run.device=cpu", f"{key}={size}"])
         validate_config(config, 1, data=False)
-        (line, *_) = verdict(config, Layout())
+        (line, *_) = report_memory_fit(config, Layout())
     except UserError as error:
         most = "65536" if size == MOST else "1,000,000,000,000"
         assert key in str(error) and f"at most {most}" in str(error)

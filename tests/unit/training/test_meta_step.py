@@ -8,8 +8,8 @@ from megaframe.config import RunConfig
 from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.training.meta_step import Ledger, counted_step, rehearse
-from megaframe.training.meta_step.meta_tensors import Hollow
+from megaframe.training.meta_step import AllocationTracker, measure_step, run_meta_step
+from megaframe.training.meta_step.meta_tensors import MetaTensorMode
 
 MODEL = {"hidden": 64, "heads": 4, "vocab": 320}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
@@ -30,8 +30,8 @@ def among_others(*sections):
     """Return what a rank of a real world counts."""
     config = made(*sections)
     mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
-    with Ledger() as ledger:
-        found = counted_step(config, mesh, ledger)
+    with AllocationTracker() as ledger:
+        found = measure_step(config, mesh, ledger)
     barrier(mesh.world)  # no rank closes connections that others use
     mesh.close()
     return found
@@ -77,7 +77,7 @@ def test_alone_or_among_others_a_rank_counts_the_same(name, pool):
     config = made(*CASES[name])
     layout = Layout.from_parallel(config.parallel, 4)
     for rank, found in ((0, real[0]), (3, real[3])):
-        alone = rehearse(config, layout, rank)
+        alone = run_meta_step(config, layout, rank)
         assert alone.traffic == found.traffic
         assert (alone.buffers, alone.optimizer) == (found.buffers, found.optimizer)
         assert alone.actions == found.actions
@@ -93,7 +93,7 @@ def test_experts_are_counted_as_if_equally_busy(name, pool):
     real = pool.run(4, among_others, *WITH_EXPERTS[name])
     config = made(*WITH_EXPERTS[name])
     layout = Layout.from_parallel(config.parallel, 4)
-    alone = rehearse(config, layout, 0)
+    alone = run_meta_step(config, layout, 0)
     for found in real:
         assert alone.traffic.keys() == found.traffic.keys()
         for axes, size in found.traffic.items():
@@ -107,7 +107,7 @@ def test_experts_are_counted_as_if_equally_busy(name, pool):
 def test_what_is_put_away_is_not_counted_and_what_needs_a_gpu_is_left_out():
     def kept(**train):
         config = made(LLAMA, {"recompute": "full", **train}, {})
-        return rehearse(config, Layout(), 0).kept
+        return run_meta_step(config, Layout(), 0).kept
 
     inputs = 2 * 32 * 64 * 2  # two blocks, in bf16
     assert kept() - kept(offload=True) == inputs
@@ -116,7 +116,7 @@ def test_what_is_put_away_is_not_counted_and_what_needs_a_gpu_is_left_out():
 
 def test_shapes_that_do_not_fit_are_found_again_and_again():
     """Also after calls with valid shapes, and for calls in place."""
-    with Hollow():
+    with MetaTensorMode():
         for right in (torch.empty(3), torch.empty(4), torch.empty(4)):
             left = torch.empty(2, 3)
             if len(right) == 3:
@@ -137,8 +137,8 @@ def test_any_rank_of_a_large_world(rank):
         parallel={"tensor": 8, "pipeline": 8, "context": 2, "zero": 1, "node_size": 8},
     )
     layout = Layout.from_parallel(config.parallel, 4096)
-    found = rehearse(config, layout, rank)
+    found = run_meta_step(config, layout, rank)
     assert found.buffers > 2**30
     assert found.traffic["tensor"] > 2**30
     with pytest.raises(ValueError, match="4096"):
-        rehearse(config, layout, 4096)
+        run_meta_step(config, layout, 4096)

@@ -6,7 +6,7 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics.timers import StepTimer
-from megaframe.planner.streams import count_communicators, count_streams
+from megaframe.planner.cuda_streams import count_communicators, count_streams
 from megaframe.training.train_step import Pipeline
 
 MODEL = {"layers": 8, "hidden": 16, "heads": 4, "vocab": 37}

@@ -9,7 +9,7 @@ import pytest
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.metrics import PARTS, Meter, count_flops
+from megaframe.metrics import PARTS, MetricsLogger, count_flops
 from megaframe.pipeline_parallel.stage import model_specs
 
 KEYS = [
@@ -28,7 +28,7 @@ def make(folder, start=0, **meter):
             "meter": {"peak_tflops": 0.5, **meter},
         }
     )
-    return config, Meter(
+    return config, MetricsLogger(
         config, Mesh(Layout(), device="cpu"), model_specs(config), start_step=start
     )
 

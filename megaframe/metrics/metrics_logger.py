@@ -13,31 +13,31 @@ from typing import Any
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
-from megaframe.metrics.console import ConsoleSink, note_elsewhere
+from megaframe.metrics.console import ConsoleSink, print_note
 from megaframe.metrics.environment import write_environment
 from megaframe.metrics.flops import count_flops
-from megaframe.metrics.link_latency import free_seconds
-from megaframe.metrics.memory import allocator, memory_rows, peak_memory
-from megaframe.metrics.peak_flops import device_peak
+from megaframe.metrics.link_latency import measure_idle_links
+from megaframe.metrics.memory import allocator_metrics, memory_metrics, peak_memory
+from megaframe.metrics.peak_flops import find_device_peak
 from megaframe.metrics.profiler import Profiler
 from megaframe.metrics.prometheus import PrometheusSink
-from megaframe.metrics.records import How, Records, Reduction, Value
+from megaframe.metrics.records import MetricValue, PendingReduction, ReduceType, StepRecords
 from megaframe.metrics.sinks import Sink, open_sinks
-from megaframe.metrics.step_breakdown import SplitMeter
-from megaframe.metrics.timers import Part, Span, Split, StepTimer
+from megaframe.metrics.step_breakdown import StepBreakdown
+from megaframe.metrics.timers import Part, PartTimer, StepTimeline, StepTimer
 from megaframe.metrics.trace import Tracer
-from megaframe.metrics.waterfall import waterfall
+from megaframe.metrics.waterfall import attribute_losses
 from megaframe.parameters.spec import ParamSpec
 
 _BYTES = "bytes/"
 _AGREED = "agreed/"
 """Prefix of values that ranks tell each other and that are not written."""
-Held = Callable[[], Mapping[str, int]]
-Known = Mapping[str, Any]
+CountBytes = Callable[[], Mapping[str, int]]
+StepValues = Mapping[str, Any]
 """The values of a step, the same on all ranks except for those recorded as `last`."""
 
 
-class Meter:
+class MetricsLogger:
     """The metrics of a run, from all ranks to the sinks of the first one.
 
     specs: of the whole model. timer: that of the step, which others may charge too. start_step:
@@ -55,25 +55,26 @@ class Meter:
         timer: StepTimer | None = None,
         *,
         start_step: int = 0,
-        held: Held = dict,
+        held: CountBytes = dict,
         kernels: Mapping[str, Any] | None = None,
         opening: Sequence[str] = (),
     ) -> None:
         self._config, self._mesh, self._world = config, mesh, mesh.world
         self._device = mesh.device
         self._flops = count_flops(specs, config)
-        self._timer = timer or StepTimer.on(mesh.device)
-        self._splits = SplitMeter(config, mesh, lambda: memory_rows(held(), mesh.device))
+        self._timer = timer or StepTimer.for_device(mesh.device)
+        self._splits = StepBreakdown(config, mesh, lambda: memory_metrics(held(), mesh.device))
         self._trace = Tracer(config, mesh, self._timer, start_step)
         self._profiler = Profiler(config, mesh, start_step)
         self._start = start_step
-        free = free_seconds(config, mesh)
+        free = measure_idle_links(config, mesh)
         mesh.charge_waits(
-            self._timer.waits, lambda ends: self._timer.messages(ends, free.get(ends, 0.0))
+            self._timer.time_waits,
+            lambda ends: self._timer.time_messages(ends, free.get(ends, 0.0)),
         )
-        self._records = Records()
-        self._due: deque[tuple[int, Records, Split]] = deque()
-        self._flight: tuple[int, Reduction] | None = None
+        self._records = StepRecords()
+        self._due: deque[tuple[int, StepRecords, StepTimeline]] = deque()
+        self._flight: tuple[int, PendingReduction] | None = None
         self._sinks: list[Sink] = []
         self._console: ConsoleSink | None = None
         if mesh.rank == 0:
@@ -81,11 +82,11 @@ class Meter:
             write_environment(config, mesh, kernels or {})
             self._console = ConsoleSink(config, start_step)
             self._sinks.append(self._console)
-        peak = device_peak(config, mesh)
+        peak = find_device_peak(config, mesh)
         self._peak = peak
         for line in opening:
             self.note(line)
-        self.detail(self._flops.described())
+        self.detail(self._flops.describe())
         (self.note if peak.tflops is None else self.detail)(peak.note)
         for sink in self._sinks:
             if isinstance(sink, PrometheusSink):
@@ -96,16 +97,16 @@ class Meter:
         so that no time is lost between them."""
         self._timer.start()
 
-    def time(self, part: Part) -> Span:
+    def time(self, part: Part) -> PartTimer:
         """Return a context whose time is charged to `part` of the step, not to the outer part."""
         return self._timer.time(part)
 
-    def record(self, name: str, value: Value, how: How = "last") -> None:
-        """Put a value into the step's line; see `Records.add`. A name `a/b` is written as key b of
-        an object a."""
+    def record(self, name: str, value: MetricValue, how: ReduceType = "last") -> None:
+        """Put a value into the step's line; see `StepRecords.add`. A name `a/b` is written as key b
+        of an object a."""
         self._records.add(name, value, how)
 
-    def flush(self, step: int) -> list[Known]:
+    def flush(self, step: int) -> list[StepValues]:
         """End step `step`: start reducing its values, and write the line of the step before.
         Returns the values of the steps whose lines were written, in order: one or none.
 
@@ -115,18 +116,18 @@ class Meter:
         self._trace.end(step, split)
         self._profiler.end(step)
         self._records.add("memory_bytes", peak_memory(self._device), "max")
-        for name, value in allocator(self._device).items():
+        for name, value in allocator_metrics(self._device).items():
             self._records.add(f"allocator/{name}", value, "max")
         self._records.add("at", time.time(), "last")
         for axes, size in self._mesh.take_traffic().items():
             self._records.add(_BYTES + axes, size, "max")
         self._due.append((step, self._records, split))
-        self._records = Records()
+        self._records = StepRecords()
         if self._device.type == "cuda" and len(self._due) == 1:
             return []  # its times are known only when the GPU has passed its end
         return self._send()
 
-    def _send(self) -> list[Known]:
+    def _send(self) -> list[StepValues]:
         """Start reducing the values of the first due step; write the line of the one before."""
         step, records, split = self._due.popleft()
         for name, value, how in self._splits.records(split, step):
@@ -135,14 +136,14 @@ class Meter:
         self._flight = step, records.reduce(self._world, self._device)
         return self._write(previous)
 
-    def settle(self) -> list[Known]:
+    def settle(self) -> list[StepValues]:
         """Write the lines of all flushed steps now, flush all sinks, and return what `flush`
         returns.
 
         Called before a checkpoint of the last of these steps is published. Otherwise a run that is
         killed and resumed from it would miss the line.
         """
-        known: list[Known] = []
+        known: list[StepValues] = []
         while self._due:
             known += self._send()
         previous, self._flight = self._flight, None
@@ -156,7 +157,7 @@ class Meter:
         self._start = step
         self._due.clear()
         self._flight = None
-        self._records = Records()
+        self._records = StepRecords()
         self._timer.take()
         for sink in self._sinks:
             sink.rewind(step)
@@ -171,7 +172,7 @@ class Meter:
         if self._console is not None:
             self._console.detail(text)
 
-    def note_here(self, text: str) -> None:
+    def note_from_rank(self, text: str) -> None:
         """Print a text that a part of the model gives rise to, and that the first rank, which may
         have another part, need not know. It is printed for the first rank of each pipeline rank,
         because the others have the same."""
@@ -179,7 +180,7 @@ class Meter:
         if self._console is not None:
             self.note(text)
         elif not any(place[axis] for axis in ("tensor", "context", "data")):
-            note_elsewhere(self._config, f"rank {self._mesh.rank}: {text}")
+            print_note(self._config, f"rank {self._mesh.rank}: {text}")
 
     def close(self, ending: Sequence[tuple[str, str]] = ()) -> None:
         """Write the last line and the summary, at the end of a run. A run that fails does not need
@@ -195,14 +196,14 @@ class Meter:
         for sink in self._sinks:
             sink.close()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Close what is open here, without the other ranks; another meter continues the run."""
         self._profiler.close()
         for sink in self._sinks:
             if sink is not self._console:  # closing the console would print the summary
                 sink.close()
 
-    def _write(self, flight: tuple[int, Reduction] | None) -> list[Known]:
+    def _write(self, flight: tuple[int, PendingReduction] | None) -> list[StepValues]:
         if flight is None:
             return []
         step, reduction = flight
@@ -222,7 +223,7 @@ class Meter:
         tokens = int(values.pop("tokens", 0))
         per_device = tokens / seconds / self._world.size / 1e12
         flops = self._flops
-        mfu = self._peak.share(per_device * flops.model)
+        mfu = self._peak.utilization(per_device * flops.model)
         line: dict[str, Any] = {
             "step": step,
             "at": values.pop("at"),
@@ -233,8 +234,8 @@ class Meter:
             "tokens_per_second": tokens / seconds,
             "tflops_per_second": per_device * flops.model,
             "mfu": mfu,
-            "mfu_full_attention": self._peak.share(per_device * flops.full_attention),
-            "hfu": self._peak.share(per_device * flops.hardware),
+            "mfu_full_attention": self._peak.utilization(per_device * flops.full_attention),
+            "hfu": self._peak.utilization(per_device * flops.hardware),
             "memory_bytes": int(values.pop("memory_bytes")),
             "bytes": {
                 name.removeprefix(_BYTES): int(values.pop(name))
@@ -242,7 +243,7 @@ class Meter:
                 if name.startswith(_BYTES)
             },
             **found,
-            "lost": waterfall(
+            "lost": attribute_losses(
                 found["time"],
                 mfu=mfu,
                 recompute=flops.recompute,
@@ -253,10 +254,10 @@ class Meter:
             line["resumed_after"] = self._start
         if clash := line.keys() & values.keys():
             raise ValueError(f"the meter itself writes {sorted(clash)}; record other names")
-        return line | nested(values)
+        return line | nest(values)
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Put values with names `a/b` into an object a, under b."""
     result: dict[str, Any] = {}
     for name, value in values.items():

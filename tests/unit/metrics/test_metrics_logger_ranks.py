@@ -11,8 +11,8 @@ import torch
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.metrics import Meter
-from megaframe.metrics.records import Records
+from megaframe.metrics import MetricsLogger
+from megaframe.metrics.records import StepRecords
 from megaframe.pipeline_parallel.stage import model_specs
 
 
@@ -29,7 +29,7 @@ def found(folder):
     results = []
 
     def reduced(entries):
-        records = Records()
+        records = StepRecords()
         for entry in entries:
             records.add(*entry)
         world.traffic.take()
@@ -58,7 +58,7 @@ def found(folder):
         train={"steps": 3, "seq": 16, "precision": "fp32"},
         model={"layers": 2, "hidden": 32, "heads": 4, "vocab": 97},
     )
-    meter = Meter(config, mesh, model_specs(config))
+    meter = MetricsLogger(config, mesh, model_specs(config))
     meter.note(f"note of rank {rank}")
     for step in (1, 2, 3):
         meter.start_step()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.config import RunConfig
-from megaframe.metrics.console import ConsoleSink, aligned, columns, duration
+from megaframe.metrics.console import ConsoleSink, align, column_widths, format_duration
 
 
 def line(step, **more):
@@ -119,12 +119,12 @@ def test_a_run_without_steps_has_no_summary(shown):
     ],
 )
 def test_durations(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 @settings(deadline=None)
 @given(st.lists(st.text("x", max_size=20), min_size=9, max_size=9))
 def test_cells_that_are_too_long_still_stay_apart(cells):
-    widths = columns(10**7)
-    row = aligned(widths, [cell or "-" for cell in cells])
+    widths = column_widths(10**7)
+    row = align(widths, [cell or "-" for cell in cells])
     assert row.split() == [cell or "-" for cell in cells]

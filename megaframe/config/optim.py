@@ -1,0 +1,80 @@
+"""Optimizer, learning rate and parameter groups: keys of `optim`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megaframe.config.section import NonNegative, Positive, Section
+
+
+class ParameterGroupConfig(Section):
+    lr: Annotated[float, Field(gt=0)] = 1.0
+    """Factor on the learning rate of these parameters."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Weight decay of these parameters. Default: `optim.weight_decay`, or 0 for vectors."""
+
+
+class ParameterGroupsConfig(Section):
+    matrix: ParameterGroupConfig = ParameterGroupConfig()
+    """Weights of the linear layers in the blocks."""
+    embedding: ParameterGroupConfig = ParameterGroupConfig()
+    """Token and position tables, including a tied head."""
+    head: ParameterGroupConfig = ParameterGroupConfig()
+    """The output head, if it is not tied."""
+    vector: ParameterGroupConfig = ParameterGroupConfig()
+    """Gains and biases."""
+
+
+class OptimConfig(Section):
+    name: Literal["adamw", "muon", "lion", "sgd"] = "adamw"
+    """Optimizer. `muon` orthogonalises the updates of matrices and uses AdamW for everything
+    else."""
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the end of the decay."""
+    schedule: Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt"] = "cosine"
+    """Learning rate after warm-up. `wsd` stays at `lr` and falls linearly at the end."""
+    warmup: NonNegative = 0
+    """Steps of linear warm-up from 0. A run shorter than its warm-up gives a warning."""
+    decay: Positive | None = None
+    """cosine, linear: step at which `min_lr` is reached (default: train.steps). wsd: length of the
+    final decay in steps (default: a fifth of train.steps)."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """adamw: decay of the running mean of gradients. lion: weight of that mean in the update
+    direction."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default_factory=lambda given: 0.99 if given["name"] == "lion" else 0.95
+    )
+    """adamw: decay of the running mean of squared gradients. lion: decay of the running mean of
+    gradients. Default: 0.99 for lion, 0.95 otherwise."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """adamw: added to the square root of the mean squared gradient."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """muon, sgd: momentum. Default: 0.95 for muon, 0.9 for sgd."""
+    nesterov: bool | None = None
+    """muon, sgd: use Nesterov momentum. Default: true for muon, false for sgd."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay of matrices and embeddings, for every optimizer. Norms and biases have
+    none."""
+    groups: ParameterGroupsConfig = ParameterGroupsConfig()
+    """Learning rates and weight decays per kind of parameter."""
+    frozen: tuple[str, ...] = ()
+    """Names of parameters that are not trained; `*` matches anything, as in `blocks.0.*`."""
+    state: Literal["master", "bf16", "int8"] = "master"
+    """Type of the optimizer's running averages: that of the master weights, or fewer bits with
+    stochastic rounding, which keeps the averages unbiased."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an exponential moving average of the weights, saved in checkpoints.
+    `tools/generate.py --ema` uses it."""
+    offload: bool = False
+    """Keep optimizer state in host memory, and under bf16 and fp16 the master weights too, and
+    transfer it in chunks for the update. Works with every optimizer; has no effect on a CPU."""
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    """Maximum global gradient norm; 0 disables clipping."""
+    loss_scale: Annotated[float, Field(gt=0)] = 65536.0
+    """fp16: initial loss scale; halved on overflow."""
+    loss_scale_window: Positive = 1000
+    """fp16: steps without overflow after which the loss scale doubles."""
