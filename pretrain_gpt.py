@@ -43,7 +43,7 @@ def main() -> None:
     gc.disable()
     from megaframe.distributed.mesh import global_rank, world_size
     from megaframe.distributed.nccl_settings import configure_nccl
-    from megaframe.planner.streams import count_streams
+    from megaframe.planner.cuda_streams import count_streams
     from megaframe.resilience.signals import enable_flight_recorder
     from megaframe.training.auto_layout import (
         choose_bucket_size,

@@ -38,15 +38,16 @@ def main() -> None:
     """Print the table."""
     arguments = parse_arguments()
     with report_errors():
-        known = measured(arguments.measured) if arguments.measured is not None else {}
-        costs = replace(PUBLISHED if arguments.published else FailureCosts(), **known)
-        costs = changed(costs, arguments.costs)
+        measured = load_measured_costs(arguments.measured) if arguments.measured is not None else {}
+        costs = replace(PUBLISHED if arguments.published else FailureCosts(), **measured)
+        costs = apply_costs(costs, arguments.costs)
         mix, sizes = MIXES[arguments.mix], arguments.ranks or SIZES
-        check(mix, sizes, costs, arguments.target)
+        check_arguments(mix, sizes, costs, arguments.target)
         print(f"failures of {mix.name}: {len(mix.causes)} causes; seconds that each costs:")
-        said = {name for name, value in known.items() if getattr(costs, name) == value}
-        print(f"  measured: {shown(costs, said) or 'none'}")
-        print(f"  assumed:  {shown(costs, {field.name for field in fields(costs)} - said)}")
+        measured_names = {name for name, value in measured.items() if getattr(costs, name) == value}
+        assumed_names = {field.name for field in fields(costs)} - measured_names
+        print(f"  measured: {format_costs(costs, measured_names) or 'none'}")
+        print(f"  assumed:  {format_costs(costs, assumed_names)}")
         for line in table_lines(mix, costs, sizes):
             print(line)
         for ranks in sizes if arguments.target is not None else ():
@@ -54,7 +55,9 @@ def main() -> None:
             print(f"{arguments.target:.1%} at {ranks:,} ranks: restart may be {seconds:,.0f} s")
 
 
-def check(mix: FailureMix, sizes: Sequence[int], costs: FailureCosts, target: float | None) -> None:
+def check_arguments(
+    mix: FailureMix, sizes: Sequence[int], costs: FailureCosts, target: float | None
+) -> None:
     """Raise `UserError` for a target that is no share, and for ranks that fail so often that no run
     gets anywhere: it could not be simulated either."""
     if target is not None and not 0 < target < 1:
@@ -68,14 +71,14 @@ def check(mix: FailureMix, sizes: Sequence[int], costs: FailureCosts, target: fl
             )
 
 
-def measured(path: Path) -> dict[str, float]:
+def load_measured_costs(path: Path) -> dict[str, float]:
     """Return the costs in a file that a chaos test has written. `crash` is 0, because there the
     time to notice a crash is a part of `restart`, which begins with the last step. Raises
     `UserError` if the file is not from a chaos test."""
     try:
-        found = parse_json(read_file(path, MOST_BYTES))
-        kill = {cause: float(found["kill"][cause]) for cause in ("restart", "load", "again")}
-        costs = {"crash": 0.0, **kill, "stall": float(found["whole"]["stall"])}
+        drill = parse_json(read_file(path, MOST_BYTES))
+        kill = {cause: float(drill["kill"][cause]) for cause in ("restart", "load", "again")}
+        costs = {"crash": 0.0, **kill, "stall": float(drill["whole"]["stall"])}
         if not all(0 <= seconds < 1e9 for seconds in costs.values()):
             raise ValueError(f"seconds out of range in {costs}")
         return costs
@@ -86,7 +89,7 @@ def measured(path: Path) -> dict[str, float]:
         ) from None
 
 
-def changed(costs: FailureCosts, text: str) -> FailureCosts:
+def apply_costs(costs: FailureCosts, text: str) -> FailureCosts:
     """Return the costs with some of them set from NAME=SECONDS,... Raises `UserError` for unknown
     names and invalid numbers."""
     names = [field.name for field in fields(costs)]
@@ -104,7 +107,7 @@ def changed(costs: FailureCosts, text: str) -> FailureCosts:
     return costs
 
 
-def shown(costs: FailureCosts, names: set[str] | None = None) -> str:
+def format_costs(costs: FailureCosts, names: set[str] | None = None) -> str:
     """Return the costs in the format of --costs. names: which of them; None for all."""
     chosen = [field.name for field in fields(costs) if names is None or field.name in names]
     return ", ".join(f"{name}={getattr(costs, name):g}" for name in chosen)
@@ -119,7 +122,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--ranks", type=integer_parser(1), nargs="*", help="numbers of ranks; default: several"
     )
-    parser.add_argument("--costs", default="", help=f"NAME=SECONDS,...: {shown(FailureCosts())}")
+    parser.add_argument(
+        "--costs", default="", help=f"NAME=SECONDS,...: {format_costs(FailureCosts())}"
+    )
     parser.add_argument(
         "--published", action="store_true", help="start from costs as they were when published"
     )

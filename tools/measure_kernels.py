@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from megaframe.errors import UserError, report_errors
-from megaframe.hardware.chips import CHIPS, Chip, nearest_chips
-from megaframe.hardware.cluster import Cluster, device_cluster, load_cluster, write_cluster
+from megaframe.hardware.chips import CHIPS, Chip, suggest_chips
+from megaframe.hardware.cluster import Cluster, cluster_for_device, load_cluster, write_cluster
 from megaframe.ops.matmul import multiply
 from megaframe.planner.constants import Constants, constants_of
 from megaframe.planner.kernel_times import kernel_rates, product_seconds
@@ -34,12 +34,12 @@ from megaframe.planner.kernel_times import kernel_rates, product_seconds
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MEASURED = ("product", "start", "attention", "memory", "launch")
 """The constants that one process can measure."""
-_AGAIN = 0.2
+_LEAST_SECONDS = 0.2
 """Least seconds for which each kernel is repeated."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredConstants:
     """The result. constants: those found. errors: relative error of each product's predicted
     time."""
 
@@ -47,51 +47,58 @@ class Measured:
     errors: tuple[float, ...]
 
 
-def seconds_of(kernel: Callable[[], object], device: torch.device) -> float:
+def median_seconds(kernel: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of one call of `kernel`."""
     kernel()
-    found: list[float] = []
-    end = time.perf_counter() + _AGAIN
-    while len(found) < 3 or time.perf_counter() < end:
+    samples: list[float] = []
+    end = time.perf_counter() + _LEAST_SECONDS
+    while len(samples) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
         kernel()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
 
 
 def product_times(
     sizes: list[tuple[int, int, int]], kind: torch.dtype, device: torch.device
 ) -> list[float]:
     """Return the seconds of a product for each size (rows, outputs, terms)."""
-    found = []
+    seconds = []
     for rows, outputs, terms in sizes:
         left = torch.randn(rows, terms, device=device).to(kind)
         right = torch.randn(terms, outputs, device=device).to(kind)
-        found.append(seconds_of(partial(multiply, left, right), device))
-    return found
+        seconds.append(median_seconds(partial(multiply, left, right), device))
+    return seconds
 
 
-def explained(
-    chip: Chip, kind: str, sizes: list[tuple[int, int, int]], taken: list[float], at: Constants
-) -> Measured:
-    """Return the constants whose `multiply` and `start` explain these products best, by a search on
+def fit_constants(
+    chip: Chip,
+    kind: str,
+    sizes: list[tuple[int, int, int]],
+    measured: list[float],
+    known: Constants,
+) -> MeasuredConstants:
+    """Return the constants whose `product` and `start` explain these products best, by a search on
     a grid: the model is not linear where memory bounds a product.
 
-    sizes: as in `product_times`. taken: measured seconds. at: the other constants.
+    Args:
+        sizes: as in `product_times`.
+        measured: measured seconds.
+        known: the other constants.
     """
-    best = Measured(at, (np.inf,))
+    best = MeasuredConstants(known, (np.inf,))
     for start in (0.0, *np.geomspace(4, 1024, 33)):
         for share in np.geomspace(0.02, 1.5, 120):
-            tried = replace(at, product=float(share), start=float(start))
-            rate = kernel_rates(chip, tried, kind)
+            constants = replace(known, product=float(share), start=float(start))
+            rate = kernel_rates(chip, constants, kind)
             errors = [
                 float(product_seconds(rate, *size)) / seconds - 1
-                for size, seconds in zip(sizes, taken, strict=True)
+                for size, seconds in zip(sizes, measured, strict=True)
             ]
             if sum(map(abs, errors)) < sum(map(abs, best.errors)):
-                best = Measured(tried, tuple(errors))
+                best = MeasuredConstants(constants, tuple(errors))
     return best
 
 
@@ -100,13 +107,13 @@ def widths_up_to(largest: int) -> list[int]:
     return [size for size in (256, 512, 1024, 2048, 4096, 8192) if size <= largest]
 
 
-def moving_rate(device: torch.device, largest: int) -> float:
+def measure_bandwidth(device: torch.device, largest: int) -> float:
     """Return the bytes/s at which a large addition reads and writes memory."""
     large = torch.randn(largest * largest, device=device)
-    return 2 * large.nbytes / seconds_of(lambda: large.add(1.0), device)
+    return 2 * large.nbytes / median_seconds(lambda: large.add(1.0), device)
 
 
-def with_measured_rates(chip: Chip, device: torch.device, largest: int) -> Chip:
+def measure_unknown_chip(chip: Chip, device: torch.device, largest: int) -> Chip:
     """Return a chip of which only the memory is known, with the rates that are measured on it: of
     the fastest product by type, and of moving memory. Types in which it cannot multiply have no
     rate."""
@@ -114,45 +121,47 @@ def with_measured_rates(chip: Chip, device: torch.device, largest: int) -> Chip:
     for kind, dtype in TYPES.items():
         sizes = [(width, width, width) for width in widths_up_to(largest)[-3:]]
         try:
-            taken = product_times(sizes, dtype, device)
+            measured = product_times(sizes, dtype, device)
         except RuntimeError:
             continue
-        peaks[kind] = max(2.0 * n**3 / t for (n, _, _), t in zip(sizes, taken, strict=True))
-    return replace(chip, peaks=peaks, bandwidth=moving_rate(device, largest))
+        peaks[kind] = max(2.0 * n**3 / t for (n, _, _), t in zip(sizes, measured, strict=True))
+    return replace(chip, peaks=peaks, bandwidth=measure_bandwidth(device, largest))
 
 
-def measure(chip: Chip, kind: str, device: torch.device, largest: int) -> Measured:
+def measure_constants(
+    chip: Chip, kind: str, device: torch.device, largest: int
+) -> MeasuredConstants:
     """Measure all constants of this chip that one process can measure; the others are those already
     known. largest: width of the largest product."""
     known = constants_of(chip.family)
     sizes = [(width, width, width) for width in widths_up_to(largest)] + [(largest, largest, 64)]
-    memory = min(1.0, moving_rate(device, largest) / chip.bandwidth)
+    memory = min(1.0, measure_bandwidth(device, largest) / chip.bandwidth)
     small = torch.zeros(1, device=device)
-    launch = seconds_of(lambda: small.add_(1.0), device)
+    launch = median_seconds(lambda: small.add_(1.0), device)
     heads, length, width = 8, min(2048, largest), 64
     query = torch.randn(1, heads, length, width, device=device).to(TYPES[kind])
-    attending = seconds_of(
+    attention_time = median_seconds(
         lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True), device
     )
     flops = 2.0 * heads * length * length * width  # both products, half of them masked
     sustained = chip.sustained_flops(kind)
     if sustained is None:
         raise UserError(f"chip {chip.name} has no figure for {kind}; use {', '.join(chip.peaks)}")
-    attention = flops / attending / sustained
-    at = replace(known, memory=memory, launch=launch, attention=attention)
-    return explained(chip, kind, sizes, product_times(sizes, TYPES[kind], device), at)
+    attention = flops / attention_time / sustained
+    constants = replace(known, memory=memory, launch=launch, attention=attention)
+    return fit_constants(chip, kind, sizes, product_times(sizes, TYPES[kind], device), constants)
 
 
-def cluster_here(device: torch.device) -> Cluster:
+def detect_cluster(device: torch.device) -> Cluster:
     """Return the likely cluster of the device that is measured."""
     if device.type == "cpu":
         return load_cluster("cpu")
-    found = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(0)
     name = torch.cuda.get_device_name(0)
-    return device_cluster(name, found.total_memory, found.multi_processor_count)
+    return cluster_for_device(name, properties.total_memory, properties.multi_processor_count)
 
 
-def described(chip: Chip, values: dict[str, Any]) -> dict[str, Any]:
+def describe_chip(chip: Chip, values: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a cluster's description that tell what was measured: the chip, its rates
     if its datasheet is not known, and the constants."""
     keys: dict[str, Any] = {"chip": chip.name, "memory": chip.memory}
@@ -181,31 +190,33 @@ def main() -> None:
         help="description of a cluster to write, with links that are assumed; of a file that is "
         "there, the chip is replaced and the links stay",
     )
-    given = parser.parse_args()
-    if given.chip is not None and given.chip not in CHIPS:
-        raise UserError(f"--chip {given.chip} is unknown; use {nearest_chips(given.chip)}")
-    device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    largest = given.largest or (1024 if device.type == "cpu" else 8192)
+    arguments = parser.parse_args()
+    if arguments.chip is not None and arguments.chip not in CHIPS:
+        raise UserError(f"--chip {arguments.chip} is unknown; use {suggest_chips(arguments.chip)}")
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    largest = arguments.largest or (1024 if device.type == "cpu" else 8192)
     if largest < 256:
         raise UserError(f"--largest {largest} is too small to measure; use 256 or more")
-    cluster = cluster_here(device)
-    chip = CHIPS[given.chip] if given.chip else cluster.chip
+    cluster = detect_cluster(device)
+    chip = CHIPS[arguments.chip] if arguments.chip else cluster.chip
     if not chip.has_rates:
-        chip = with_measured_rates(chip, device, largest)
-    found = measure(chip, given.precision, device, largest)
-    values = asdict(found.constants)
+        chip = measure_unknown_chip(chip, device, largest)
+    measured = measure_constants(chip, arguments.precision, device, largest)
+    values = asdict(measured.constants)
     values = {key: values[key] for key in (*MEASURED, "contention", "links")}
-    if given.write:
-        changes = described(chip, values)
-        write_cluster(given.write, cluster, changes, "Measured by tools/measure_kernels.py.")
-    if given.json:
-        print(json.dumps({**values, "errors": found.errors}))
+    if arguments.write:
+        changes = describe_chip(chip, values)
+        write_cluster(arguments.write, cluster, changes, "Measured by tools/measure_kernels.py.")
+    if arguments.json:
+        print(json.dumps({**values, "errors": measured.errors}))
         return
     shown = ", ".join(f"{key}={value:.3g}" for key, value in values.items() if key in MEASURED)
     print(f"{chip.name}: Constants({shown})")
-    print(f"products within {max(map(abs, found.errors)):.0%} of what these predict")
-    if given.write:
-        print(f"wrote {given.write}; its links: tools/measure_links.py --write {given.write}")
+    print(f"products within {max(map(abs, measured.errors)):.0%} of what these predict")
+    if arguments.write:
+        print(
+            f"wrote {arguments.write}; its links: tools/measure_links.py --write {arguments.write}"
+        )
 
 
 if __name__ == "__main__":

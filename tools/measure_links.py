@@ -32,8 +32,8 @@ from megaframe.distributed.collectives import (
 )
 from megaframe.distributed.mesh import Mesh, global_rank, ranks_on_this_node, world_size
 from megaframe.errors import UserError, report_errors
-from megaframe.hardware.chips import CHIPS, chip_of, nearest_chips
-from megaframe.hardware.cluster import Cluster, load_cluster, without_rates, write_cluster
+from megaframe.hardware.chips import CHIPS, identify_chip, suggest_chips
+from megaframe.hardware.cluster import Cluster, describe_unknown_chip, load_cluster, write_cluster
 from megaframe.io.untrusted import integer_parser
 from megaframe.layout import Layout
 from megaframe.planner.collective_times import bus_bandwidth
@@ -46,11 +46,12 @@ OPERATIONS: Mapping[str, Callable[[Tensor, Group], Tensor]] = {
     "reduce_scatter": lambda whole, group: reduce_scatter(whole, group).wait(),
     "all_to_all": lambda whole, group: all_to_all(whole, group).wait(),
 }
-"""Operations to measure, by name. The buffer has n bytes as `plan.collectives` counts them."""
+"""Operations to measure, by name. The buffer has n bytes, as `planner.collective_times` counts
+them."""
 
 
 @dataclass(frozen=True)
-class Fit:
+class LinkFit:
     """The fit of one operation on one group of ranks. what: name of the group. alpha, bandwidth:
     seconds per message and bytes/s of a rank, by the formula for a ring. error: largest relative
     error of the fitted line. bus: bus bandwidth of the largest size, in bytes/s."""
@@ -76,65 +77,74 @@ HEAD = (
 )
 
 
-def seconds_of(
+def measure_seconds(
     operation: Callable[[Tensor, Group], Tensor], size: int, group: Group, mesh: Mesh, times: int
 ) -> float:
     """Return the seconds of an operation on `size` bytes: the slowest rank of the group, and of
     `times` repetitions the median."""
-    whole = torch.zeros(size // 4, device=mesh.device)
-    found = []
-    for turn in range(times + 1):
+    buffer = torch.zeros(size // 4, device=mesh.device)
+    samples = []
+    for repetition in range(times + 1):
         barrier(mesh.world)
         start = time.perf_counter()
-        operation(whole, group)
+        operation(buffer, group)
         if mesh.device.type == "cuda":
             torch.cuda.synchronize()
-        taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=mesh.device)
-        slowest = all_reduce(taken, group, "max").wait()
-        if turn:  # the first operation makes the connections
-            found.append(float(slowest))
-    return statistics.median(found)
+        elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=mesh.device)
+        slowest = all_reduce(elapsed, group, "max").wait()
+        if repetition:  # the first operation makes the connections
+            samples.append(float(slowest))
+    return statistics.median(samples)
 
 
-def measure(what: str, group: Group, mesh: Mesh, sizes: list[int], times: int) -> list[Fit]:
+def measure_group(
+    what: str, group: Group, mesh: Mesh, sizes: list[int], times: int
+) -> list[LinkFit]:
     """Measure and fit all operations on one group. All ranks call it together, each with its own
     group of this kind."""
-    ranks, found = group.size, []
+    ranks, fits = group.size, []
     for name, operation in OPERATIONS.items():
         rounded = [max(1, size // (4 * ranks)) * 4 * ranks for size in sizes]
-        taken = [seconds_of(operation, size, group, mesh, times) for size in rounded]
-        start, each, error = fit_line(rounded, taken)
+        measured = [measure_seconds(operation, size, group, mesh, times) for size in rounded]
+        latency, seconds_per_byte, error = fit_line(rounded, measured)
         hops = ranks - 1
         passes = 2 if name == "all_reduce" else 1
-        alpha = start / (passes * hops)
-        bandwidth = passes * hops / ranks / each if each > 0 else float("inf")
-        bus = bus_bandwidth(name, rounded[-1], ranks, taken[-1])
-        found.append(Fit(what, name, ranks, alpha, bandwidth, error, bus))
-    return found
+        alpha = latency / (passes * hops)
+        bandwidth = (
+            passes * hops / ranks / seconds_per_byte if seconds_per_byte > 0 else float("inf")
+        )
+        bus = bus_bandwidth(name, rounded[-1], ranks, measured[-1])
+        fits.append(LinkFit(what, name, ranks, alpha, bandwidth, error, bus))
+    return fits
 
 
-def tiers(
-    fits: Mapping[str, list[Fit]], sizes: Mapping[str, int], constants: Constants
+def make_tiers(
+    fits: Mapping[str, list[LinkFit]], sizes: Mapping[str, int], constants: Constants
 ) -> list[dict[str, object]]:
     """Return the tiers of a description, from the all-gathers of each tier, which are the most
     frequent operation of a run. An outer tier that measured faster than the one inside it gets the
     bandwidth of the latter.
 
-    fits: measurements by tier. sizes: ranks of each tier. constants: those of the chip. Measured
-    bandwidth is divided by the share that the planner lets collectives reach (`Constants.links`).
-    Raises `UserError` if no bandwidth can be derived.
+    Args:
+        fits: measurements by tier.
+        sizes: ranks of each tier.
+        constants: those of the chip. Measured bandwidth is divided by the share that the planner
+            lets collectives reach (`Constants.links`).
+
+    Raises:
+        UserError: no bandwidth can be derived.
     """
-    made: list[dict[str, object]] = []
+    tiers: list[dict[str, object]] = []
     fastest = float("inf")
-    for number, (name, found) in enumerate(fits.items()):
-        gather = next(fit for fit in found if fit.operation == "all_gather")
+    for number, (name, tier_fits) in enumerate(fits.items()):
+        gather = next(fit for fit in tier_fits if fit.operation == "all_gather")
         if not math.isfinite(gather.bandwidth):
             raise UserError(
                 f"{name}: larger gathers took no longer than small ones, so the link has no "
                 "bandwidth; use a larger --largest, or more --times on a machine at rest"
             )
         fastest = min(fastest, gather.bandwidth)
-        made.append(
+        tiers.append(
             {
                 "name": name,
                 "size": sizes[name],
@@ -143,38 +153,43 @@ def tiers(
                 "latency": float(f"{gather.alpha:.3g}"),
             }
         )
-    return made
+    return tiers
 
 
-def describe(
-    path: Path, cluster: Cluster, made: list[dict[str, object]], given: argparse.Namespace
+def write_description(
+    path: Path, cluster: Cluster, tiers: list[dict[str, object]], arguments: argparse.Namespace
 ) -> None:
     """Write the description. cluster: that of the chip. Of a file that is there, as
     tools/measure_kernels.py writes, only the tiers change, and what the command line names."""
-    changes: dict[str, object] = {"tiers": made}
-    named = {"chip": given.chip, "failure_hours": given.failure_hours, "price": given.price}
-    changes |= {key: value for key, value in named.items() if value is not None}
+    changes: dict[str, object] = {"tiers": tiers}
+    named_figures = {
+        "chip": arguments.chip,
+        "failure_hours": arguments.failure_hours,
+        "price": arguments.price,
+    }
+    changes |= {key: value for key, value in named_figures.items() if value is not None}
     write_cluster(path, cluster, changes, "Measured by tools/measure_links.py.")
 
 
-def cluster_to_describe(given: argparse.Namespace, mesh: Mesh) -> Cluster:
+def cluster_to_describe(arguments: argparse.Namespace, mesh: Mesh) -> Cluster:
     """Return the cluster of the file that is to be written if it is there, else one of the chip
     that the command line names, else the likely one for the device."""
-    if given.write.exists():
-        return load_cluster(str(given.write.resolve()))
-    plain = replace(load_cluster("cpu"), failure_hours=50_000.0, price=0.0)
-    if given.chip is not None or mesh.device.type == "cpu":
-        return replace(plain, chip=CHIPS[given.chip or "cpu"])
-    found = torch.cuda.get_device_properties(mesh.device)
-    chip = chip_of(torch.cuda.get_device_name(mesh.device), found.total_memory)
+    if arguments.write.exists():
+        return load_cluster(str(arguments.write.resolve()))
+    default = replace(load_cluster("cpu"), failure_hours=50_000.0, price=0.0)
+    if arguments.chip is not None or mesh.device.type == "cpu":
+        return replace(default, chip=CHIPS[arguments.chip or "cpu"])
+    properties = torch.cuda.get_device_properties(mesh.device)
+    chip = identify_chip(torch.cuda.get_device_name(mesh.device), properties.total_memory)
     if not chip.has_rates:
         raise UserError(
-            f"{without_rates(chip)}; then tools/measure_links.py --write mine.yaml adds the links"
+            f"{describe_unknown_chip(chip)}; then tools/measure_links.py --write mine.yaml adds "
+            "the links"
         )
-    return replace(plain, chip=chip)
+    return replace(default, chip=chip)
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Parse the command line. Raises `UserError` for an unknown chip or impossible sizes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -195,25 +210,25 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--failure-hours", type=float, help="default: 50000")
     parser.add_argument("--price", type=float, help="dollars per chip and hour (default: 0)")
-    given = parser.parse_args()
-    if given.chip is not None and given.chip not in CHIPS:
-        raise UserError(f"--chip {given.chip} is unknown; use {nearest_chips(given.chip)}")
-    if not 4 <= given.smallest < given.largest:
+    arguments = parser.parse_args()
+    if arguments.chip is not None and arguments.chip not in CHIPS:
+        raise UserError(f"--chip {arguments.chip} is unknown; use {suggest_chips(arguments.chip)}")
+    if not 4 <= arguments.smallest < arguments.largest:
         raise UserError(
-            f"--smallest {given.smallest} must be at least 4 and less than --largest "
-            f"{given.largest}"
+            f"--smallest {arguments.smallest} must be at least 4 and less than --largest "
+            f"{arguments.largest}"
         )
-    return given
+    return arguments
 
 
-def run(given: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Measure on every rank, and print and write the result on the first one."""
     world = world_size()
     if world < 2:
         raise UserError("links need 2 ranks or more; start with torchrun --nproc-per-node 2")
-    axes = {name: getattr(given, name) for name in ("tensor", "context", "pipeline")}
+    axes = {name: getattr(arguments, name) for name in ("tensor", "context", "pipeline")}
     by_axis = any(axes.values())
-    if by_axis and given.write:
+    if by_axis and arguments.write:
         raise UserError("--write describes tiers; leave --tensor, --context and --pipeline out")
     if by_axis:
         sizes = {name: size or 1 for name, size in axes.items()}
@@ -227,25 +242,30 @@ def run(given: argparse.Namespace) -> None:
         layout = Layout(tensor=node, data=world // node)
         names = {"node": "tensor", "cluster": "data"}
         names = {name: axis for name, axis in names.items() if layout.sizes[axis] > 1}
-    mesh = Mesh(layout, device=given.device)
-    steps = []
-    size = given.smallest
-    while size <= given.largest:
-        steps.append(size)
+    mesh = Mesh(layout, device=arguments.device)
+    buffer_sizes = []
+    size = arguments.smallest
+    while size <= arguments.largest:
+        buffer_sizes.append(size)
         size *= 4
     fits = {
-        name: measure(name, mesh.group(axis), mesh, steps, given.times)
+        name: measure_group(name, mesh.group(axis), mesh, buffer_sizes, arguments.times)
         for name, axis in names.items()
     }
     if mesh.rank == 0:
         print(HEAD)
-        for found in fits.values():
-            print(*found, sep="\n")
-        if given.write:
-            whole = {"node": layout.tensor, "cluster": world}
-            cluster = cluster_to_describe(given, mesh)
-            describe(given.write, cluster, tiers(fits, whole, cluster_constants(cluster)), given)
-            print(f"wrote {given.write}")
+        for group_fits in fits.values():
+            print(*group_fits, sep="\n")
+        if arguments.write:
+            tier_sizes = {"node": layout.tensor, "cluster": world}
+            cluster = cluster_to_describe(arguments, mesh)
+            write_description(
+                arguments.write,
+                cluster,
+                make_tiers(fits, tier_sizes, cluster_constants(cluster)),
+                arguments,
+            )
+            print(f"wrote {arguments.write}")
     barrier(mesh.world)
     mesh.close()
 
@@ -254,4 +274,4 @@ if __name__ == "__main__":
     with report_errors():
         rank = global_rank()
     with report_errors(rank):
-        run(arguments())
+        run(parse_arguments())

@@ -40,8 +40,8 @@ examples:
 
 
 @dataclass(frozen=True)
-class Question:
-    """What to plan. fixed: layout keys given on the command line, which a search must keep."""
+class PlanRequest:
+    """What is planned. fixed: layout keys given on the command line, which a search must keep."""
 
     config: RunConfig
     gpus: int
@@ -54,96 +54,93 @@ def main() -> None:
     """Print the plan as text or JSON, and write the files that were asked for."""
     arguments = parse_arguments()
     with report_errors():
-        question = asked(arguments)
-        found = None
+        request = parse_request(arguments)
+        result = None
         if arguments.search:
-            found = search(
-                question.config,
-                question.gpus,
-                question.cluster,
-                question.constants,
-                question.fixed,
+            result = search(
+                request.config,
+                request.gpus,
+                request.cluster,
+                request.constants,
+                request.fixed,
             )
-            choice = found.best
+            choice = result.best
         else:
-            choice = predicted(question)
+            choice = predict_layout(request)
         if arguments.dry_run:
             dry_run(choice, arguments.rank, as_json=arguments.json)
             return
         if arguments.json:
-            print(json.dumps(record(question, choice, found), indent=1))
+            print(json.dumps(plan_record(request, choice, result), indent=1))
         else:
-            show(question, choice, found)
+            print_plan(request, choice, result)
         if arguments.write:
-            write(Path(arguments.write), choice)
+            write_config(Path(arguments.write), choice)
         if arguments.html:
             from megaframe.planner.plan_page import write_page
 
-            write_page(Path(arguments.html), choice, found, question.cluster, question.constants)
+            write_page(Path(arguments.html), choice, result, request.cluster, request.constants)
 
 
-def asked(arguments: argparse.Namespace) -> Question:
-    """Return the question of a command line. Raises `UserError` if it has no answer."""
+def parse_request(arguments: argparse.Namespace) -> PlanRequest:
+    """Return what a command line asks for. Raises `UserError` if it cannot be planned."""
     config = load(arguments.config, arguments.overrides)
     if config.model.vocab is None:
         raise UserError("model.vocab is not set, and a plan reads no tokenizer; give model.vocab=N")
-    named = arguments.cluster or config.parallel.cluster
-    cluster = load_cluster(named or DEFAULT)
-    if named is None:
+    cluster_name = arguments.cluster or config.parallel.cluster
+    cluster = load_cluster(cluster_name or DEFAULT)
+    if cluster_name is None:
         text = f"no cluster is named, so {DEFAULT} is assumed; name yours with --cluster"
         cluster = replace(cluster, notes=(text,))
     parallel = config.parallel
-    rest = parallel.tensor * parallel.context * parallel.pipeline
+    ranks_per_sample = parallel.tensor * parallel.context * parallel.pipeline
     gpus = arguments.gpus
     if gpus is None:
-        gpus = rest * (parallel.data or max(1, cluster.node // rest))
+        gpus = ranks_per_sample * (parallel.data or max(1, cluster.node // ranks_per_sample))
     if gpus < 1:
         raise UserError(f"--gpus {gpus} is not a number of GPUs; use 1 or more")
-    given = {text.partition("=")[0] for text in arguments.overrides}
+    given_keys = {text.partition("=")[0] for text in arguments.overrides}
     fixed: dict[str, Any] = {}
     for section, keys in ((parallel, "parallel"), (config.train, "train")):
         for name in SEARCHED_KEYS:
-            if f"{keys}.{name}" in given and getattr(section, name) is not None:
+            if f"{keys}.{name}" in given_keys and getattr(section, name) is not None:
                 fixed[name] = getattr(section, name)
-    return Question(config, gpus, cluster, cluster_constants(cluster), fixed)
+    return PlanRequest(config, gpus, cluster, cluster_constants(cluster), fixed)
 
 
-def predicted(question: Question) -> LayoutChoice:
+def predict_layout(request: PlanRequest) -> LayoutChoice:
     """Return the config's own layout with its prediction."""
-    config, gpus = question.config, question.gpus
+    config, gpus = request.config, request.gpus
     validate_config(config, gpus, data=False)
     layout = Layout.from_parallel(config.parallel, gpus)
-    config = resolve_recompute_blocks(config, layout, question.cluster.chip)
-    return LayoutChoice(
-        config, layout, predict(config, layout, question.cluster, question.constants)
-    )
+    config = resolve_recompute_blocks(config, layout, request.cluster.chip)
+    return LayoutChoice(config, layout, predict(config, layout, request.cluster, request.constants))
 
 
-def show(question: Question, choice: LayoutChoice, found: SearchResult | None) -> None:
+def print_plan(request: PlanRequest, choice: LayoutChoice, result: SearchResult | None) -> None:
     """Print the plan: words first, tables second."""
-    console, cluster = Console(highlight=False, soft_wrap=True), question.cluster
+    console, cluster = Console(highlight=False, soft_wrap=True), request.cluster
     console.print(
-        f"[bold]{question.gpus} GPUs ({cluster.chip.name}) of {cluster.name}, "
-        f"{choice.layout}[/bold]"
+        f"[bold]{request.gpus} GPUs ({cluster.chip.name}) of {cluster.name}, {choice.layout}[/bold]"
     )
-    if found is not None:
-        for line in describe_decision(found, cluster):
+    if result is not None:
+        for line in describe_decision(result, cluster):
             console.print(line)
     else:
         for line in describe_prediction(choice, cluster):
             console.print(line)
         if not choice.prediction.fits:
             console.print("[bold]Instead[/bold]")
-            for line in suggest_changes(choice.config, question.gpus, cluster, question.constants):
+            for line in suggest_changes(choice.config, request.gpus, cluster, request.constants):
                 console.print(f"  {line}")
     for line in choice.prediction.reasons:
         console.print(f"  - {line}")
     console.print(_table(choice))
-    if found is not None:
+    if result is not None:
         console.print("[bold]Other choices, each with the best values of everything else[/bold]")
-        for line in describe_alternatives(found, cluster):
+        for line in describe_alternatives(result, cluster):
             console.print(f"  {line}")
-        console.print(_ranked(found))
+        console.print(_choices_table(result))
 
 
 def _table(choice: LayoutChoice) -> Table:
@@ -153,34 +150,34 @@ def _table(choice: LayoutChoice) -> Table:
     sizes = [(name, f"{value / _GIB:.2f}") for name, value in prediction.memory_bytes.items()]
     times.append(("in all", f"{prediction.step_seconds:.4g}"))
     sizes.append(("in all", f"{sum(prediction.memory_bytes.values()) / _GIB:.2f}"))
-    many = max(len(times), len(sizes))
-    empty = [("", "")] * many
-    for left, right in zip([*times, *empty][:many], [*sizes, *empty][:many], strict=True):
+    num_rows = max(len(times), len(sizes))
+    empty = [("", "")] * num_rows
+    for left, right in zip([*times, *empty][:num_rows], [*sizes, *empty][:num_rows], strict=True):
         table.add_row(*left, *right)
     return table
 
 
-def _ranked(found: SearchResult) -> Table:
+def _choices_table(result: SearchResult) -> Table:
     table = Table("seconds", "MFU", "GiB", "layout", box=None, pad_edge=False)
-    for choice in found.choices[:_ROWS]:
+    for choice in result.choices[:_ROWS]:
         prediction = choice.prediction
         table.add_row(
             f"{prediction.step_seconds:.4g}",
             "-" if prediction.mfu is None else f"{prediction.mfu:.1%}",
             f"{sum(prediction.memory_bytes.values()) / _GIB:.1f}",
-            describe_candidate(found.candidates, choice.index),
+            describe_candidate(result.candidates, choice.index),
         )
     return table
 
 
-def record(
-    question: Question, choice: LayoutChoice, found: SearchResult | None
+def plan_record(
+    request: PlanRequest, choice: LayoutChoice, result: SearchResult | None
 ) -> dict[str, object]:
     """Return the plan for JSON."""
     prediction = choice.prediction
-    whole: dict[str, object] = {
-        "cluster": question.cluster.name,
-        "gpus": question.gpus,
+    record: dict[str, object] = {
+        "cluster": request.cluster.name,
+        "gpus": request.gpus,
         "layout": layout_keys(choice),
         "memory_bytes": dict(prediction.memory_bytes),
         "host_bytes": prediction.host_bytes,
@@ -193,20 +190,20 @@ def record(
         "fits": prediction.fits,
         "reasons": list(prediction.reasons),
     }
-    if found is not None:
-        whole["considered"] = len(found.candidates)
-        whole["seconds"] = found.seconds
-        whole["decision"] = list(describe_decision(found, question.cluster))
-        whole["alternatives"] = list(describe_alternatives(found, question.cluster))
-        whole["choices"] = [
+    if result is not None:
+        record["considered"] = len(result.candidates)
+        record["seconds"] = result.seconds
+        record["decision"] = list(describe_decision(result, request.cluster))
+        record["alternatives"] = list(describe_alternatives(result, request.cluster))
+        record["choices"] = [
             {
                 "layout": layout_keys(one),
                 "step_seconds": one.prediction.step_seconds,
                 "memory_bytes": sum(one.prediction.memory_bytes.values()),
             }
-            for one in found.choices
+            for one in result.choices
         ]
-    return whole
+    return record
 
 
 def layout_keys(choice: LayoutChoice) -> dict[str, object]:
@@ -221,7 +218,7 @@ def layout_keys(choice: LayoutChoice) -> dict[str, object]:
     return {**parallel, "microbatch": train.microbatch, "recompute": train.recompute}
 
 
-def write(path: Path, choice: LayoutChoice) -> None:
+def write_config(path: Path, choice: LayoutChoice) -> None:
     """Write the config with the layout, ready for pretrain_gpt.py."""
     head = f"# {choice.layout}: {choice.prediction.step_seconds:.3g} s a step by the plan.\n"
     path.write_text(head + dump(choice.config), encoding="utf-8")

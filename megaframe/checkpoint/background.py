@@ -30,17 +30,17 @@ class HostCopy:
         self._failure: Exception | None = None
         self._changed = Condition()
 
-    def wait_for_entry(self, piece: FileEntry) -> memoryview:
+    def wait_for_entry(self, entry: FileEntry) -> memoryview:
         """Wait until a piece has been copied and return its bytes. Raises the error if copying
         failed."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._copied_bytes >= piece.stop or self._failure is not None
+                lambda: self._copied_bytes >= entry.stop or self._failure is not None
             )
-            if self._copied_bytes < piece.stop and self._failure is not None:
+            if self._copied_bytes < entry.stop and self._failure is not None:
                 raise self._failure
             assert self._data is not None
-            return self._data[piece.start : piece.stop]
+            return self._data[entry.start : entry.stop]
 
     def wait_for_memory(self) -> memoryview:
         """Wait for the memory to be allocated and return all of it, which may not be filled yet.
@@ -91,22 +91,30 @@ class BackgroundCopier:
         self._copy_event: torch.cuda.Event | None = None
 
     def start(self, slices: Sequence[Slice], work: BackgroundTask) -> None:
-        """Copy the slices and do the work, both in the background. The slices must not change until
-        `wait_for_copy` has returned. Waits for the previous work. Raises ValueError for slices that
-        cannot be saved."""
+        """Copy the slices and do the work, both in the background.
+
+        The slices must not change until `wait_for_copy` has returned. Waits for the previous work.
+
+        Raises:
+            ValueError: For slices that cannot be saved.
+        """
         self.wait()
-        held = sort_by_alignment(slices)
-        planned, parts = plan_entries(held)
+        nonempty = sort_by_alignment(slices)
+        entries, tensors = plan_entries(nonempty)
         self._copy_done.clear()
         self._copy_event = None
-        devices = {part.tensor.device for part in held if part.tensor.is_cuda}
-        written = None
+        devices = {
+            tensor_slice.tensor.device for tensor_slice in nonempty if tensor_slice.tensor.is_cuda
+        }
+        ready_event = None
         for device in devices:  # at most one, the rank's own
             self._stream = self._stream or torch.cuda.Stream(device)
-            written = torch.cuda.current_stream(device).record_event()
-        copy = HostCopy(planned[-1].stop if planned else 0)
-        copier = Thread(target=self._fill, args=(parts, written, copy), name="copy", daemon=True)
-        run = (planned, copy, copier, work)
+            ready_event = torch.cuda.current_stream(device).record_event()
+        copy = HostCopy(entries[-1].stop if entries else 0)
+        copier = Thread(
+            target=self._fill, args=(tensors, ready_event, copy), name="copy", daemon=True
+        )
+        run = (entries, copy, copier, work)
         self._thread = Thread(target=self._run, args=run, name="checkpoint", daemon=True)
         copier.start()
         self._thread.start()
@@ -143,29 +151,31 @@ class BackgroundCopier:
         return True
 
     def _run(
-        self, planned: list[FileEntry], copy: HostCopy, copier: Thread, work: BackgroundTask
+        self, entries: list[FileEntry], copy: HostCopy, copier: Thread, work: BackgroundTask
     ) -> None:
         try:
-            work(planned, copy)
+            work(entries, copy)
         except Exception as error:  # `poll` raises it in the caller's thread
             self._failure = error
         finally:
             copier.join()  # because the next copy uses the same memory
 
-    def _fill(self, parts: list[Tensor], written: torch.cuda.Event | None, copy: HostCopy) -> None:
+    def _fill(
+        self, tensors: list[Tensor], ready_event: torch.cuda.Event | None, copy: HostCopy
+    ) -> None:
         try:
             if self._stream is not None:  # new threads start with device 0
                 torch.cuda.set_device(self._stream.device)
             self._reserve(copy.size)
             copy.set_memory(self._buffer.numpy().data[: copy.size])
-            if written is None:
-                self._copy(parts, copy)
+            if ready_event is None:
+                self._copy(tensors, copy)
             else:
-                self._copy_from_device(parts, written, copy)
+                self._copy_from_device(tensors, ready_event, copy)
         except Exception as error:  # `wait_for_entry` raises it in the thread that works
             copy.fail(error)
         finally:
-            parts.clear()
+            tensors.clear()
             self._copy_done.set()
 
     def _reserve(self, size: int) -> None:
@@ -178,29 +188,29 @@ class BackgroundCopier:
         buffer = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
         self._buffer = buffer[-buffer.data_ptr() % ALIGNMENT :]
 
-    def _copy(self, tiles: Iterable[Tensor], copy: HostCopy) -> None:
+    def _copy(self, tensors: Iterable[Tensor], copy: HostCopy) -> None:
         start = 0
-        for tile in tiles:
-            start = self._start_copy(tile, start)
+        for tensor in tensors:
+            start = self._start_copy(tensor, start)
             copy.mark_copied(start)
 
     def _copy_from_device(
-        self, tiles: Iterable[Tensor], written: torch.cuda.Event, copy: HostCopy
+        self, tensors: Iterable[Tensor], ready_event: torch.cuda.Event, copy: HostCopy
     ) -> None:
         """Copy from a device in a separate stream, overlapping with what the device computes after
-        `written`."""
+        `ready_event`."""
         assert self._stream is not None
-        self._stream.wait_event(written)
+        self._stream.wait_event(ready_event)
         start, marks = 0, []
         with torch.cuda.stream(self._stream):
-            for tile in tiles:
-                start = self._start_copy(tile, start)
+            for tensor in tensors:
+                start = self._start_copy(tensor, start)
                 marks.append((self._stream.record_event(), start))
             self._copy_event = self._stream.record_event()
         self._copy_done.set()
-        for arrival, there in marks:
+        for arrival, stop in marks:
             arrival.synchronize()
-            copy.mark_copied(there)
+            copy.mark_copied(stop)
 
     def _start_copy(self, tensor: Tensor, start: int) -> int:
         """Start copying a tensor to offset `start` of the host memory. Returns the offset of its

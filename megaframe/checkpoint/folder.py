@@ -40,12 +40,12 @@ def step_of(path: StorePath) -> int:
 
 def list_checkpoints(root: StorePath) -> list[StorePath]:
     """Return the complete checkpoints, highest step first. A replaced one follows its successor."""
-    found = []
+    matches = []
     for name in store_of(root).list_committed(root):
         match = CHECKPOINT_NAME.fullmatch(name)
         if match:
-            found.append((int(match[1]), match[2] is None, name))
-    return [root / name for _, _, name in sorted(found, reverse=True)]
+            matches.append((int(match[1]), match[2] is None, name))
+    return [root / name for _, _, name in sorted(matches, reverse=True)]
 
 
 def read_pointer(root: StorePath) -> str | None:
@@ -62,16 +62,20 @@ def withdraw_checkpoint(root: StorePath, bad: StorePath, before: str | None, att
     """Undo a commit: move the pointer back and delete the checkpoint `bad`.
 
     The pointer then names the checkpoint that it named before or, if that is gone, the newest one
-    left; if none is left, it is deleted. before: what `read_pointer` returned before the commit. If
-    the commit replaced the checkpoint of that name, its `.replaced` copy is named.
+    left; if none is left, it is deleted.
+
+    Args:
+        bad: The checkpoint to delete.
+        before: What `read_pointer` returned before the commit. If the commit replaced the
+            checkpoint of that name, its `.replaced` copy is named.
     """
     store = store_of(root)
-    left = [path.name for path in list_checkpoints(root) if path != bad]
-    wanted = [name for name in (before, f"{before}.replaced") if name in left] + left
-    if wanted:
-        move_pointer(root, wanted[0], attempt)
+    remaining = [path.name for path in list_checkpoints(root) if path != bad]
+    candidates = [name for name in (before, f"{before}.replaced") if name in remaining] + remaining
+    if candidates:
+        move_pointer(root, candidates[0], attempt)
     store.remove_checkpoint(bad, attempt)
-    if not wanted:
+    if not candidates:
         store.delete_file(root / POINTER)
 
 
@@ -84,16 +88,16 @@ def prune_checkpoints(
     of `every` (0: none).
     """
     store = store_of(root)
-    found = list_checkpoints(root)
-    successors = {path.name for path in found}
-    kept = 1
-    for path in found:
+    checkpoints = list_checkpoints(root)
+    successors = {path.name for path in checkpoints}
+    num_kept = 1
+    for path in checkpoints:
         if path == written:
             continue
         stem = path.name.removesuffix(".replaced")
         is_replaced = stem != path.name and stem in successors
-        if not is_replaced and kept < keep:
-            kept += 1
+        if not is_replaced and num_kept < keep:
+            num_kept += 1
         elif not is_replaced and every and step_of(path) % every == 0:
             continue
         elif not store.is_in_use(path):
@@ -115,11 +119,12 @@ def find_checkpoint(
 ) -> StorePath | None:
     """Find the checkpoint that `checkpoint.resume` asks for.
 
-    resume: `latest`, or what `locate_checkpoint` takes. `latest` means the checkpoint that the
-    pointer in `root` names. If that is not intact, the newest intact one is returned and `note` is
-    called with the reason; if there is none yet, None is returned.
-
     Raises what `locate_checkpoint` raises.
+
+    Args:
+        resume: `latest`, or what `locate_checkpoint` takes. `latest` means the checkpoint that the
+            pointer in `root` names. If that is not intact, the newest intact one is returned and
+            `note` is called with the reason; if there is none yet, None is returned.
     """
     if resume != "latest":
         return locate_checkpoint(resume, "checkpoint.resume", note)
@@ -130,17 +135,22 @@ def find_checkpoint(
 
 
 def locate_checkpoint(
-    given: str | StorePath, key: str, note: Callable[[str], None] = _print_warning
+    location: str | StorePath, key: str, note: Callable[[str], None] = _print_warning
 ) -> StorePath:
     """Return the checkpoint that a path or URL stands for: `ACCEPTED_PATHS`.
 
-    key: the config key or the option that gives it, for messages. note: called with a reason if the
-    latest checkpoint is not intact, and the newest intact one is returned.
+    A checkpoint that is given itself is not checked here; opening it does that.
 
-    Raises UserError if there is no checkpoint, none in the folder is intact, or its place cannot be
-    reached. Whether a checkpoint that is given itself is intact shows when it is opened.
+    Args:
+        key: The config key or the option that gives it, for messages.
+        note: Called with a reason if the latest checkpoint is not intact, and the newest intact one
+            is returned.
+
+    Raises:
+        UserError: If there is no checkpoint, none in the folder is intact, or its store cannot be
+            reached.
     """
-    path = parse_path(given) if isinstance(given, str) else given
+    path = parse_path(location) if isinstance(location, str) else location
     store = store_of(path)
     try:
         if not store.is_folder(path):
@@ -161,9 +171,9 @@ def _candidate_folders(path: StorePath) -> Iterator[StorePath]:
     """Yield the folders in which checkpoints may be if `path` is no checkpoint: itself, and if it
     is a run folder, where the run saves."""
     yield path
-    config = path / "config.yaml"
-    if isinstance(config, Path) and config.is_file():
-        run = load_config(str(config))
+    config_file = path / "config.yaml"
+    if isinstance(config_file, Path) and config_file.is_file():
+        run = load_config(str(config_file))
         if run.checkpoint.folder is not None:
             yield checkpoint_folder(run)
     yield path / _RUN_SUBFOLDER  # also of a run folder that was moved
@@ -174,14 +184,14 @@ def _unreachable_error(path: StorePath, error: OSError) -> UserError:
 
 
 def _newest_intact(folder: StorePath, note: Callable[[str], None]) -> StorePath | None:
-    named = read_pointer(folder)
-    found = list_checkpoints(folder)
-    if named is None and not found:
+    pointer = read_pointer(folder)
+    checkpoints = list_checkpoints(folder)
+    if pointer is None and not checkpoints:
         return None
     # The pointer's contents are not trusted: only a checkpoint found in this folder is used.
-    first = [path for path in found if path.name == named]
-    problems = [] if first else [f"{folder / POINTER} {_describe_pointer(named)}"]
-    for path in first + [path for path in found if path not in first]:
+    pointed_to = [path for path in checkpoints if path.name == pointer]
+    problems = [] if pointed_to else [f"{folder / POINTER} {_describe_pointer(pointer)}"]
+    for path in pointed_to + [path for path in checkpoints if path not in pointed_to]:
         try:
             open_checkpoint(path).close()
         except UserError as error:
@@ -197,5 +207,5 @@ def _newest_intact(folder: StorePath, note: Callable[[str], None]) -> StorePath 
     )
 
 
-def _describe_pointer(named: str | None) -> str:
-    return "is missing" if named is None else f"names {named!r}, which is not there"
+def _describe_pointer(pointer: str | None) -> str:
+    return "is missing" if pointer is None else f"names {pointer!r}, which is not there"

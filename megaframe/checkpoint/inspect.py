@@ -33,13 +33,17 @@ def find_damage(path: StorePath) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
-    held: dict[str, _SlicesByTensor] = {file: defaultdict(list) for file in manifest.files}
+    slices_per_file: dict[str, _SlicesByTensor] = {
+        file: defaultdict(list) for file in manifest.files
+    }
     for name, tensor in manifest.tensors.items():
-        for piece in tensor.slices:
-            held[piece.file][name].append(piece)
+        for saved_slice in tensor.slices:
+            slices_per_file[saved_slice.file][name].append(saved_slice)
     with ThreadPoolExecutor(_THREADS) as pool:
-        for found in pool.map(lambda one: _find_file_damage(path, manifest, *one), held.items()):
-            yield from found
+        for problems in pool.map(
+            lambda item: _find_file_damage(path, manifest, *item), slices_per_file.items()
+        ):
+            yield from problems
 
 
 _SlicesByTensor = defaultdict[str, list[SavedSlice]]
@@ -47,36 +51,40 @@ _SlicesByTensor = defaultdict[str, list[SavedSlice]]
 
 
 def _find_file_damage(
-    path: StorePath, manifest: Manifest, file: str, held: _SlicesByTensor
+    path: StorePath, manifest: Manifest, file: str, slices: _SlicesByTensor
 ) -> list[str]:
-    names, found = list(held), []
+    names, problems = list(slices), []
     try:
         with ShardReader(path / file, manifest.files[file]) as reader:
-            slices: list[SliceRequest] = [
-                (name, manifest.tensors[name], one) for name in names for one in held[name]
+            requests: list[SliceRequest] = [
+                (name, manifest.tensors[name], request)
+                for name in names
+                for request in slices[name]
             ]
-            (room,) = allocate_buffers(slices)[:1]
-            for one in slices:
+            (buffer,) = allocate_buffers(requests)[:1]
+            for request in requests:
                 try:
-                    reader.read(*one, room)
+                    reader.read(*request, buffer)
                 except UserError as error:
-                    found.append(str(error))
+                    problems.append(str(error))
     except UserError as error:
         more = (
             f" and {len(names) - _MAX_NAMED_TENSORS} more"
             if len(names) > _MAX_NAMED_TENSORS
             else ""
         )
-        found.append(f"{error}; it holds {', '.join(names[:_MAX_NAMED_TENSORS])}{more}")
-    return found
+        problems.append(f"{error}; it holds {', '.join(names[:_MAX_NAMED_TENSORS])}{more}")
+    return problems
 
 
 @dataclass(frozen=True)
 class TensorDifference:
     """How a tensor differs between two checkpoints.
 
-    distance: largest absolute difference of two elements. largest: largest magnitude in the first
-    checkpoint. what: why the two cannot be compared, or None.
+    Attributes:
+        distance: Largest absolute difference of two elements.
+        largest: Largest magnitude in the first checkpoint.
+        what: Why the two cannot be compared, or None.
     """
 
     name: str
@@ -85,30 +93,30 @@ class TensorDifference:
     what: str | None = None
 
 
-def compare_checkpoints(one: Checkpoint, other: Checkpoint) -> Iterator[TensorDifference]:
+def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> Iterator[TensorDifference]:
     """Yield a `TensorDifference` for each tensor of either checkpoint, also for equal ones."""
-    for name in sorted({*one.tensors, *other.tensors}):
-        here, there = one.tensors.get(name), other.tensors.get(name)
-        if here is None or there is None:
-            which = one if there is None else other
-            yield TensorDifference(name, what=f"only in {which.path}")
-        elif here.shape != there.shape:
-            yield TensorDifference(name, what=f"{here.shape} and {there.shape}")
+    for name in sorted({*first.tensors, *second.tensors}):
+        first_tensor, second_tensor = first.tensors.get(name), second.tensors.get(name)
+        if first_tensor is None or second_tensor is None:
+            holder = first if second_tensor is None else second
+            yield TensorDifference(name, what=f"only in {holder.path}")
+        elif first_tensor.shape != second_tensor.shape:
+            yield TensorDifference(name, what=f"{first_tensor.shape} and {second_tensor.shape}")
         else:
-            yield _compare_tensor(name, one, other)
+            yield _compare_tensor(name, first, second)
 
 
-def _compare_tensor(name: str, one: Checkpoint, other: Checkpoint) -> TensorDifference:
+def _compare_tensor(name: str, first: Checkpoint, second: Checkpoint) -> TensorDifference:
     distance = largest = 0.0
-    shape = one.tensors[name].shape
-    for _, piece, saved in one.read({name: one.tensors[name].slices}):
-        theirs = torch.empty(piece.shape, dtype=torch.float64)
-        other.load([Slice(name, shape, piece.offset, theirs)])
-        ours = saved.double()
-        apart = (ours - theirs).abs()
+    shape = first.tensors[name].shape
+    for _, saved_slice, contents in first.read({name: first.tensors[name].slices}):
+        second_values = torch.empty(saved_slice.shape, dtype=torch.float64)
+        second.load([Slice(name, shape, saved_slice.offset, second_values)])
+        first_values = contents.double()
+        distances = (first_values - second_values).abs()
         # If only one of two elements is NaN, their distance is infinite.
-        same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-        apart = torch.where(same, 0.0, apart.nan_to_num(torch.inf))
-        distance = max(distance, float(apart.max()))
-        largest = max(largest, float(ours.nan_to_num().abs().max()))
+        equal = (first_values == second_values) | (first_values.isnan() & second_values.isnan())
+        distances = torch.where(equal, 0.0, distances.nan_to_num(torch.inf))
+        distance = max(distance, float(distances.max()))
+        largest = max(largest, float(first_values.nan_to_num().abs().max()))
     return TensorDifference(name, distance, largest)

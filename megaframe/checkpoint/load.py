@@ -78,78 +78,93 @@ class Checkpoint:
     def load(self, slices: Sequence[Slice], unshared: Collection[tuple[str, Box]] = ()) -> None:
         """Fill the slices' tensors in place, converting to their dtypes.
 
-        unshared: names and boxes of the slices that no other rank of this machine loads. Extra
-        memory is only needed for a few saved slices at a time. Raises UserError if a tensor is not
-        in the checkpoint or has another shape there (then nothing has been filled), or if a file is
-        damaged (then some tensors may have been filled).
+        Extra memory is only needed for a few saved slices at a time.
+
+        Args:
+            slices: What to load, under any division of the tensors.
+            unshared: Names and boxes of the slices that no other rank of this machine loads.
+
+        Raises:
+            UserError: If a tensor is not in the checkpoint or has another shape there (then nothing
+                has been filled), or if a file is damaged (then some tensors may have been filled).
         """
         self._require(slices)
         wanted: defaultdict[str, list[Slice]] = defaultdict(list)
-        for part in slices:
-            wanted[part.name].append(part)
-        met: dict[str, list[SavedSlice]] = {}
+        for target in slices:
+            wanted[target.name].append(target)
+        overlapping: dict[str, list[SavedSlice]] = {}
         shared: set[tuple[str, SavedSlice]] = set()
-        for name, parts in wanted.items():
-            met[name] = []
-            for piece in self.tensors[name].slices:
-                boxes = [part.box for part in parts if intersect(piece.box, part.box)]
+        for name, targets in wanted.items():
+            overlapping[name] = []
+            for saved_slice in self.tensors[name].slices:
+                boxes = [target.box for target in targets if intersect(saved_slice.box, target.box)]
                 if boxes:
-                    met[name].append(piece)
+                    overlapping[name].append(saved_slice)
                 if any((name, box) not in unshared for box in boxes):
-                    shared.add((name, piece))
-        for name, piece, saved in self.read(met, shared):
-            _copy_overlaps(saved, piece, wanted[name])
+                    shared.add((name, saved_slice))
+        for name, saved_slice, contents in self.read(overlapping, shared):
+            _copy_overlaps(contents, saved_slice, wanted[name])
 
     def read(
         self,
-        wanted: Mapping[str, Sequence[SavedSlice]],
+        requested: Mapping[str, Sequence[SavedSlice]],
         shared: Collection[tuple[str, SavedSlice]] = (),
     ) -> Iterator[tuple[str, SavedSlice, torch.Tensor]]:
         """Read the given saved slices, file by file, and check each.
 
-        wanted: slices by the name of their tensor. shared: those that other ranks of this machine
-        may read too. Yields name, slice and contents; the contents are valid until the next
-        iteration. Raises UserError if a file is damaged.
+        Args:
+            requested: Slices by the name of their tensor.
+            shared: Those that other ranks of this machine may read too.
+
+        Yields:
+            Name, slice and contents. The contents are valid until the next iteration.
+
+        Raises:
+            UserError: If a file is damaged.
         """
-        reads: defaultdict[tuple[str, bool], list[SliceRequest]] = defaultdict(list)
-        for name, pieces in wanted.items():
-            for piece in pieces:
-                sole_reader = (name, piece) not in shared
-                reads[piece.file, sole_reader].append((name, self.tensors[name], piece))
-        rooms = allocate_buffers(chain.from_iterable(reads.values()))
-        for (file, sole_reader), slices in reads.items():
+        requests: defaultdict[tuple[str, bool], list[SliceRequest]] = defaultdict(list)
+        for name, saved_slices in requested.items():
+            for saved_slice in saved_slices:
+                sole_reader = (name, saved_slice) not in shared
+                requests[saved_slice.file, sole_reader].append(
+                    (name, self.tensors[name], saved_slice)
+                )
+        buffers = allocate_buffers(chain.from_iterable(requests.values()))
+        for (file, sole_reader), slices in requests.items():
             with ShardReader(
                 self.path / file, self._manifest.files[file], sole_reader=sole_reader
             ) as reader:
-                for (name, _, piece), saved in reader.read_all(slices, rooms):
-                    yield name, piece, saved
+                for (name, _, saved_slice), contents in reader.read_slices(slices, buffers):
+                    yield name, saved_slice, contents
 
     def _require(self, slices: Sequence[Slice]) -> None:
-        wrong = {}
-        for part in slices:
-            tensor = self.tensors.get(part.name)
+        mismatches = {}
+        for target in slices:
+            tensor = self.tensors.get(target.name)
             if tensor is None:
-                wrong[part.name] = f"{part.name} {part.shape} is not in it"
-            elif tensor.shape != part.shape:
-                wrong[part.name] = f"{part.name} is {tensor.shape} in it, and {part.shape} here"
-            if part.tensor.dtype not in DTYPE_NAMES:
-                raise ValueError(f"{part.name}: dtype {part.tensor.dtype} cannot be loaded")
-        if wrong:
-            shown = "\n  ".join(list(wrong.values())[:5])
-            more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+                mismatches[target.name] = f"{target.name} {target.shape} is not in it"
+            elif tensor.shape != target.shape:
+                mismatches[target.name] = (
+                    f"{target.name} is {tensor.shape} in it, and {target.shape} here"
+                )
+            if target.tensor.dtype not in DTYPE_NAMES:
+                raise ValueError(f"{target.name}: dtype {target.tensor.dtype} cannot be loaded")
+        if mismatches:
+            shown = "\n  ".join(list(mismatches.values())[:5])
+            more = f"\n  and {len(mismatches) - 5} more" if len(mismatches) > 5 else ""
             raise UserError(
-                f"checkpoint {self.path} is of another model; {len(wrong)} tensors differ:\n"
+                f"checkpoint {self.path} is of another model; {len(mismatches)} tensors differ:\n"
                 f"  {shown}{more}"
             )
 
 
 @torch.no_grad()
-def _copy_overlaps(saved: torch.Tensor, piece: SavedSlice, wanted: Sequence[Slice]) -> None:
-    for part in wanted:
-        shared = intersect(piece.box, part.box)
-        if shared is not None:
-            source = saved[index_within(piece.box, shared)]
-            part.tensor[index_within(part.box, shared)].copy_(source)
+def _copy_overlaps(saved: torch.Tensor, saved_slice: SavedSlice, targets: Sequence[Slice]) -> None:
+    for target in targets:
+        overlap = intersect(saved_slice.box, target.box)
+        if overlap is not None:
+            source = saved[index_within(saved_slice.box, overlap)]
+            target.tensor[index_within(target.box, overlap)].copy_(source)
 
 
 def open_checkpoint(path: StorePath) -> Checkpoint:
@@ -177,33 +192,33 @@ def read_manifest(path: StorePath) -> Manifest:
 def _open_manifest(path: StorePath) -> tuple[Manifest, ReadHandle]:
     """Read and check the manifest. Returns it with its open file, which marks the checkpoint as in
     use so that it is not deleted."""
-    source = path / MANIFEST
+    manifest_path = path / MANIFEST
     try:
-        file = store_of(path).open(source, lock=True)
+        file = store_of(path).open(manifest_path, lock=True)
     except OSError as error:
         raise UserError(f"{path} is not a checkpoint: {MANIFEST}: {error.strerror}") from None
     try:
         if file.size > MAX_MANIFEST_BYTES:
             raise UserError(
-                f"{source} is larger than the {MAX_MANIFEST_BYTES} bytes of any manifest"
+                f"{manifest_path} is larger than the {MAX_MANIFEST_BYTES} bytes of any manifest"
             )
         content = bytearray(file.size)
-        got = file.read_into(0, memoryview(content))
-        return decode_manifest(bytes(content[:got]), source), file
+        num_read = file.read_into(0, memoryview(content))
+        return decode_manifest(bytes(content[:num_read]), manifest_path), file
     except OSError as error:
         file.close()
-        raise UserError(f"cannot read {source}: {error.strerror}") from None
+        raise UserError(f"cannot read {manifest_path}: {error.strerror}") from None
     except BaseException:
         file.close()
         raise
 
 
 def _check_step(path: StorePath, manifest: Manifest) -> None:
-    named = CHECKPOINT_NAME.fullmatch(path.name)
-    if named and int(named[1]) != manifest.step:
+    match = CHECKPOINT_NAME.fullmatch(path.name)
+    if match and int(match[1]) != manifest.step:
         raise UserError(
             f"checkpoint {path} is of step {manifest.step} by its manifest, and its name says "
-            f"{int(named[1])}; it was renamed or changed"
+            f"{int(match[1])}; it was renamed or changed"
         )
 
 
@@ -215,8 +230,8 @@ def _check_files(path: StorePath, manifest: Manifest) -> None:
     for name, saved in manifest.files.items():
         size = sizes.get(name)
         if size is None:
-            wrong = "Not a regular file" if name in sizes else "No such file or directory"
-            raise UserError(f"checkpoint file {path / name} cannot be read: {wrong}")
+            reason = "Not a regular file" if name in sizes else "No such file or directory"
+            raise UserError(f"checkpoint file {path / name} cannot be read: {reason}")
         if size != saved.bytes:
             raise UserError(
                 f"checkpoint file {path / name} is damaged: {size} bytes instead of {saved.bytes}"

@@ -41,9 +41,10 @@ _Time = Annotated[float, Field(ge=0, le=253e9)]
 class LockHolder(BaseModel):
     """The process that has a folder, as its lock says.
 
-    namespace: in which the process id is valid (see `process.namespace`); empty if unknown.
-    started: clock ticks since boot; 0 if unknown.
-    since, renewed: when the process took the lock, and renewed it last.
+    Attributes:
+        namespace: In which the process id is valid (see `process.namespace`); empty if unknown.
+        started: Clock ticks since boot; 0 if unknown.
+        since, renewed: When the process took the lock, and renewed it last.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
@@ -87,7 +88,8 @@ class LockHolder(BaseModel):
 class RunLock:
     """The locks of one run, held by this process.
 
-    folders: by the config key that names each.
+    Args:
+        folders: By the config key that names each.
     """
 
     def __init__(self, folders: Mapping[str, StorePath]) -> None:
@@ -100,28 +102,36 @@ class RunLock:
         self._renewing: Thread | None = None
 
     def take(self) -> list[str]:
-        """Lock all folders, unless they are. Returns lines to log about locks of ended processes.
+        """Lock all folders, unless they are.
 
-        If the lock of a process on another host may have ended, waits until that is certain. Raises
-        `UserError` if another run has a folder, or a folder cannot be written.
+        If the lock of a process on another host may have ended, waits until that is certain.
+
+        Returns:
+            Lines to log about locks of ended processes.
+
+        Raises:
+            UserError: If another run has a folder, or a folder cannot be written.
         """
         if self._renewing is not None:
             self.check()
             return []
-        before: dict[str, list[str]] = {}
+        taken_over: dict[str, list[str]] = {}
         for key, folder in self._folders.items():
             try:
-                whose = self._take(key, folder)
+                previous_holder = self._take(key, folder)
             except OSError as error:
                 path = error.filename or folder
                 raise UserError(
                     f"cannot write {path}: {error.strerror}; set {key} to another folder"
                 ) from None
-            if whose:
-                before.setdefault(whose, []).append(f"{key}={folder}")
+            if previous_holder:
+                taken_over.setdefault(previous_holder, []).append(f"{key}={folder}")
         self._renewing = Thread(target=self._renew, name="megaframe-lock", daemon=True)
         self._renewing.start()
-        return [f"took over {' and '.join(names)} from {whose}" for whose, names in before.items()]
+        return [
+            f"took over {' and '.join(names)} from {previous_holder}"
+            for previous_holder, names in taken_over.items()
+        ]
 
     def check(self) -> None:
         """Raise `UserError` if another run has taken a folder over, because this process was
@@ -146,26 +156,28 @@ class RunLock:
 
     def _take(self, key: str, folder: StorePath) -> str:
         """Lock one folder. Returns whose lock was taken over and why; empty if there was none."""
-        store, seen = store_of(folder), b""
-        made = not store.is_folder(folder)
+        store, previous_content = store_of(folder), b""
+        created = not store.is_folder(folder)
         while True:
             content, holder = _read_lock(key, folder)
             if holder is None or holder.is_same_process(self._me):
-                why = ""
+                reason = ""
             elif holder.can_be_seen_by(self._me):
                 if not has_ended(holder.process, holder.started):
                     raise _in_use_error(key, folder, holder)
-                why = f"{holder}, which has ended"
+                reason = f"{holder}, which has ended"
             else:
-                if seen:  # it was renewed, or taken by another process, while this one waited
+                if (
+                    previous_content
+                ):  # it was renewed, or taken by another process, while this one waited
                     raise _in_use_error(key, folder, holder)
-                seen = content or b""
-                if _wait_for_renewal(key, folder, seen, holder):
+                previous_content = content or b""
+                if _wait_for_renewal(key, folder, previous_content, holder):
                     continue
-                why = f"{holder}, which has not renewed its lock for {LEASE_SECONDS:g} s"
+                reason = f"{holder}, which has not renewed its lock for {LEASE_SECONDS:g} s"
             if store.compare_and_swap(folder / LOCK, content, self._record()):
-                self._made[key] = made
-                return why
+                self._made[key] = created
+                return reason
 
     def _record(self) -> bytes:
         return self._me.model_copy(update={"renewed": time.time()}).model_dump_json().encode()
@@ -206,16 +218,16 @@ def _read_lock(key: str, folder: StorePath) -> tuple[bytes | None, LockHolder | 
 def _wait_for_renewal(key: str, folder: StorePath, content: bytes, holder: LockHolder) -> bool:
     """Wait until the lease of a lock has ended. Returns whether the lock has changed before."""
     # At most a lease by this clock, whatever the other host's clock says.
-    left = min(LEASE_SECONDS, holder.renewed + LEASE_SECONDS - time.time())
-    until = time.monotonic() + left
-    if left > 0:
+    seconds = min(LEASE_SECONDS, holder.renewed + LEASE_SECONDS - time.time())
+    deadline = time.monotonic() + seconds
+    if seconds > 0:
         print(
-            f"{key}={folder} was locked by {holder}; waiting up to {left:.0f} s to see whether "
+            f"{key}={folder} was locked by {holder}; waiting up to {seconds:.0f} s to see whether "
             "that is still running",
             file=sys.stderr,
             flush=True,
         )
-    while time.monotonic() < until:
+    while time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         if store_of(folder).read_small_file(folder / LOCK, LOCK_BYTES) != content:
             return True

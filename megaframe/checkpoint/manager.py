@@ -65,62 +65,70 @@ class CheckpointManager:
     def open_newest(self) -> Checkpoint | None:
         """Open the checkpoint that `checkpoint.resume` asks for, or newer copies in memory with
         `latest`. None for a fresh start."""
-        wanted = self._config.checkpoint.resume
-        path = find_checkpoint(self.root, wanted, self._notes.append) if wanted else None
-        saved = None if path is None else open_checkpoint(path)
-        if wanted != "latest" or self._memory_group is None or self._memory_folder is None:
-            return saved
-        run = self._run_id(self._memory_group)
-        if run is None:
-            return saved
-        step = None if saved is None else saved.step
-        recalled = open_peer_memory(
-            self._memory_folder, run, self._memory_group, step, self._notes.append
+        resume = self._config.checkpoint.resume
+        path = find_checkpoint(self.root, resume, self._notes.append) if resume else None
+        checkpoint = None if path is None else open_checkpoint(path)
+        if resume != "latest" or self._memory_group is None or self._memory_folder is None:
+            return checkpoint
+        run_id = self._run_id(self._memory_group)
+        if run_id is None:
+            return checkpoint
+        step = None if checkpoint is None else checkpoint.step
+        copies = open_peer_memory(
+            self._memory_folder, run_id, self._memory_group, step, self._notes.append
         )
-        if recalled is None:
-            return saved
-        if saved is not None:
-            saved.close()
-        than = "none is saved" if step is None else f"the newest saved checkpoint is of step {step}"
-        self._notes.append(f"copies in memory of step {recalled.step} are used; {than}")
-        return recalled
+        if copies is None:
+            return checkpoint
+        if checkpoint is not None:
+            checkpoint.close()
+        comparison = (
+            "none is saved" if step is None else f"the newest saved checkpoint is of step {step}"
+        )
+        self._notes.append(f"copies in memory of step {copies.step} are used; {comparison}")
+        return copies
 
     def take_notes(self) -> list[str]:
         """Return the notes so far and forget them. They are kept until the run can log lines."""
         notes, self._notes = self._notes, []
         return notes
 
-    def agree_on_error(self, wrong: str) -> str:
-        """Return, on all ranks, the text of the first rank whose `wrong` is not empty; empty if
+    def agree_on_error(self, error: str) -> str:
+        """Return, on all ranks, the text of the first rank whose `error` is not empty; empty if
         there is none. All ranks must call this."""
         mesh = self._mesh
-        mine = mesh.rank if wrong else mesh.world.size
-        first = int(all_reduce(torch.tensor(mine, device=mesh.device), mesh.world, "min").wait())
+        own_rank = mesh.rank if error else mesh.world.size
+        first = int(
+            all_reduce(torch.tensor(own_rank, device=mesh.device), mesh.world, "min").wait()
+        )
         if first == mesh.world.size:
             return ""
-        return self._broadcast(wrong if mesh.rank == first else None)
+        return self._broadcast(error if mesh.rank == first else None)
 
-    def open_previous(self, source: Checkpoint, wrong: str) -> Checkpoint:
-        """Open the newest intact checkpoint before `source`, which cannot be read. All ranks must
-        call this, and get the same one.
+    def open_previous(self, source: Checkpoint, error: str) -> Checkpoint:
+        """Open the newest intact checkpoint before `source`, which cannot be read.
 
-        wrong: what is wrong with `source`.
-        Raises `UserError` if the config asks for `source` by name, if `source` is not in the root
-        of the run's checkpoints, or if no earlier checkpoint is intact.
+        All ranks must call this, and get the same one.
+
+        Args:
+            error: What is wrong with `source`.
+
+        Raises:
+            UserError: If the config asks for `source` by name, if `source` is not in the root of
+                the run's checkpoints, or if no earlier checkpoint is intact.
         """
-        asked = self._config.checkpoint.resume
-        if source.path.parent != self.root or (asked and source.path == parse_path(asked)):
-            raise UserError(wrong)
+        resume = self._config.checkpoint.resume
+        if source.path.parent != self.root or (resume and source.path == parse_path(resume)):
+            raise UserError(error)
         text = (
             json.dumps(_newest_intact_before(self.root, source.step))
             if self._mesh.rank == 0
             else None
         )
         name, problems = json.loads(self._broadcast(text))
-        wrong = "; ".join([wrong, *problems])
+        error = "; ".join([error, *problems])
         if not name:
-            raise UserError(f"{wrong}; no earlier checkpoint is intact")
-        self._notes.append(f"{wrong}; {name} is used instead")
+            raise UserError(f"{error}; no earlier checkpoint is intact")
+        self._notes.append(f"{error}; {name} is used instead")
         return open_checkpoint(self.root / name)
 
     def _broadcast(self, text: str | None) -> str:
@@ -133,10 +141,13 @@ class CheckpointManager:
         return store.get(key).decode()
 
     def create_writers(self, source: Checkpoint | None, saved: Callable[[int], None]) -> None:
-        """Create the writers. All ranks must call this, once none of them needs any saved
-        checkpoint but `source`, from which the run continues.
+        """Create the writers.
 
-        saved: called on the first rank with the step of each complete checkpoint.
+        All ranks must call this, once none of them needs any saved checkpoint but `source`, from
+        which the run continues.
+
+        Args:
+            saved: Called on the first rank with the step of each complete checkpoint.
         """
         config, mesh = self._config, self._mesh
         if config.checkpoint.every:
@@ -152,21 +163,26 @@ class CheckpointManager:
                 saved=saved,
             )
         if self._memory_group is not None and self._memory_folder is not None:
-            size = config.parallel.node_size or ranks_on_this_node()
-            peers = PeerRanks.of(mesh.rank, mesh.layout.world, size)
-            run = self._run_id(self._memory_group, make=True)
-            assert run is not None
-            kept = source.step if isinstance(source, PeerMemoryCheckpoint) else None
+            node_size = config.parallel.node_size or ranks_on_this_node()
+            peers = PeerRanks.of(mesh.rank, mesh.layout.world, node_size)
+            run_id = self._run_id(self._memory_group, create=True)
+            assert run_id is not None
+            step_in_memory = source.step if isinstance(source, PeerMemoryCheckpoint) else None
             self._memory_writer = PeerMemoryWriter(
-                self._memory_folder, self._memory_group, peers, run, kept
+                self._memory_folder, self._memory_group, peers, run_id, step_in_memory
             )
 
     def writer_due(
         self, step: int, *, leaving: bool = False
     ) -> CheckpointWriter | PeerMemoryWriter | None:
-        """Return the writer to save with after this step, or None. A step that is saved to the
-        checkpoint folder needs no copy in memory. leaving: the run stops after this step, to be
-        continued later."""
+        """Return the writer to save with after this step, or None.
+
+        A step that is saved to the checkpoint folder needs no copy in memory.
+
+        Args:
+            step: The step that has just been done.
+            leaving: Whether the run stops after this step, to be continued later.
+        """
         config, last = self._config.checkpoint, self._config.train.steps
         if self._writer is not None and (step % config.every == 0 or step == last or leaving):
             return self._writer
@@ -188,10 +204,10 @@ class CheckpointManager:
         self._report(writer.wait, note)
         waited = time.monotonic() - began
         if waited > _LONG_WAIT:
-            name = "every" if writer is self._writer else "memory_every"
+            key = "every" if writer is self._writer else "memory_every"
             note(
-                f"step {step} waited {waited:.1f} s for the previous save: checkpoint.{name}="
-                f"{getattr(self._config.checkpoint, name)} saves more often than saves finish"
+                f"step {step} waited {waited:.1f} s for the previous save: checkpoint.{key}="
+                f"{getattr(self._config.checkpoint, key)} saves more often than saves finish"
             )
         writer.save(step, slices, state)
 
@@ -232,25 +248,25 @@ class CheckpointManager:
             if writer is not None:
                 writer.wait_at_most(_GRACE_SECONDS)
 
-    def _report(self, ask: Callable[[], object], note: Callable[[str], None]) -> None:
+    def _report(self, wait_or_poll: Callable[[], object], note: Callable[[str], None]) -> None:
         try:
-            ask()
+            wait_or_poll()
         except UserError as error:
             note(f"warning: {error}; the run continues, and earlier checkpoints stay")
 
-    def _run_id(self, group: Group, *, make: bool = False) -> str | None:
+    def _run_id(self, group: Group, *, create: bool = False) -> str | None:
         """Return, on all ranks, the run id that the group's first rank reads from the run folder,
-        None if there is none. With `make`, that rank writes a new id if there is no valid one."""
-        path, found = self._run_folder / _RUN_ID_FILE, None
+        None if there is none. With `create`, that rank writes a new id if there is no valid one."""
+        path, run_id = self._run_folder / _RUN_ID_FILE, None
         if group.index == 0:
             if path.is_file():
-                found = path.read_bytes()[:64].decode(errors="replace").strip()
-            if make and not re.fullmatch("[0-9a-f]{16}", found or ""):
-                found = secrets.token_hex(8)
+                run_id = path.read_bytes()[:64].decode(errors="replace").strip()
+            if create and not re.fullmatch("[0-9a-f]{16}", run_id or ""):
+                run_id = secrets.token_hex(8)
                 self._run_folder.mkdir(parents=True, exist_ok=True)
-                path.write_text(found + "\n", encoding="ascii")
-        told: str | None = gather_json(group, found)[0]
-        return told
+                path.write_text(run_id + "\n", encoding="ascii")
+        shared_id: str | None = gather_json(group, run_id)[0]
+        return shared_id
 
 
 def written_folders(config: RunConfig) -> dict[str, StorePath]:

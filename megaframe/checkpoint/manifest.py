@@ -110,11 +110,11 @@ def checksum(data: bytes | memoryview) -> str:
 def merge_tensors(parts: Iterable[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
     """Merge the parts that the ranks saved. Raises ValueError if two parts disagree about the shape
     or dtype of a tensor."""
-    found: dict[str, SavedTensor] = {}
+    tensors: dict[str, SavedTensor] = {}
     slices: defaultdict[str, list[SavedSlice]] = defaultdict(list)
-    for part in parts:
-        for name, tensor in part.items():
-            first = found.setdefault(name, tensor)
+    for tensors_of_file in parts:
+        for name, tensor in tensors_of_file.items():
+            first = tensors.setdefault(name, tensor)
             if (first.shape, first.dtype) != (tensor.shape, tensor.dtype):
                 raise ValueError(
                     f"ranks disagree about {name}: {first.dtype} {first.shape} "
@@ -123,35 +123,37 @@ def merge_tensors(parts: Iterable[Mapping[str, SavedTensor]]) -> dict[str, Saved
             slices[name].extend(tensor.slices)
     return {
         name: tensor.model_copy(update={"slices": tuple(slices[name])})
-        for name, tensor in found.items()
+        for name, tensor in tensors.items()
     }
 
 
 def find_problem(manifest: Manifest) -> str | None:
     """Check what the types cannot express. Returns the first problem of the manifest, or None."""
-    held: defaultdict[str, int] = defaultdict(int)
+    bytes_per_file: defaultdict[str, int] = defaultdict(int)
     for name, tensor in manifest.tensors.items():
         if not name.isprintable():
             return f"tensor {name} has characters in its name that cannot be shown"
-        for piece in tensor.slices:
-            if not is_inside(tensor.shape, piece.box):
+        for saved_slice in tensor.slices:
+            if not is_inside(tensor.shape, saved_slice.box):
                 return (
                     f"tensor {name} of shape {tensor.shape} has a slice outside it: offset "
-                    f"{piece.offset}, shape {piece.shape}"
+                    f"{saved_slice.offset}, shape {saved_slice.shape}"
                 )
-            if piece.file not in manifest.files:
-                return f"tensor {name} is in {piece.file}, which is not in its list of files"
-            size = tensor.bytes_of(piece.shape)
+            if saved_slice.file not in manifest.files:
+                return f"tensor {name} is in {saved_slice.file}, which is not in its list of files"
+            size = tensor.bytes_of(saved_slice.shape)
             if size > MAX_SLICE_BYTES:
                 return (
                     f"tensor {name} has a slice of {size} bytes, larger than any that is read "
                     f"({MAX_SLICE_BYTES})"
                 )
-            held[piece.file] += size
-        untiled = find_tiling_problem(tensor.shape, [piece.box for piece in tensor.slices])
+            bytes_per_file[saved_slice.file] += size
+        untiled = find_tiling_problem(
+            tensor.shape, [saved_slice.box for saved_slice in tensor.slices]
+        )
         if untiled:
             return f"tensor {name} of shape {tensor.shape}: {untiled}"
-    for file, size in held.items():
+    for file, size in bytes_per_file.items():
         if size > manifest.files[file].bytes:
             return f"{file} of {manifest.files[file].bytes} bytes should hold {size} bytes"
     return None
@@ -176,9 +178,9 @@ def unseal(data: bytes) -> bytes | None:
 def encode_manifest(manifest: Manifest) -> bytes:
     """Serialise a manifest. Raises ValueError for one that could not be loaded: invalid, or larger
     than `MAX_MANIFEST_BYTES`."""
-    wrong = find_problem(manifest)
-    if wrong:
-        raise ValueError(wrong)
+    mistake = find_problem(manifest)
+    if mistake:
+        raise ValueError(mistake)
     data = seal(manifest)
     if len(data) > MAX_MANIFEST_BYTES:
         raise ValueError(f"manifest of {len(data)} bytes is over the limit of {MAX_MANIFEST_BYTES}")
@@ -196,13 +198,13 @@ def decode_manifest(data: bytes, source: StorePath) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(key) for key in first["loc"]) or "the file"
+        first_error = error.errors(include_url=False, include_input=False)[0]
+        location = ".".join(str(key) for key in first_error["loc"]) or "the file"
         raise UserError(
-            f"{source} is not a valid manifest: {where}: {first['msg']} "
+            f"{source} is not a valid manifest: {location}: {first_error['msg']} "
             f"({error.error_count()} errors in all)"
         ) from None
-    wrong = find_problem(manifest)
-    if wrong:
-        raise UserError(f"{source} is not a valid manifest: {wrong}")
+    mistake = find_problem(manifest)
+    if mistake:
+        raise UserError(f"{source} is not a valid manifest: {mistake}")
     return manifest

@@ -34,22 +34,22 @@ def reshard_checkpoint(source: Checkpoint, folder: StorePath, files: int) -> Sto
     """Rewrite a checkpoint into `files` files of about equal size, as `folder`/step-... (see
     `assemble_checkpoint`). Raises `UserError` as `refuse_secrets` does."""
     refuse_secrets(source, [*source.tensors], source.state)
-    saved = {
-        (name, piece.offset): piece
+    saved_slices = {
+        (name, saved_slice.offset): saved_slice
         for name, tensor in source.tensors.items()
-        for piece in tensor.slices
+        for saved_slice in tensor.slices
     }
     boxes = [
-        TensorBox(name, tensor.shape, piece.offset, piece.shape, tensor.dtype)
+        TensorBox(name, tensor.shape, saved_slice.offset, saved_slice.shape, tensor.dtype)
         for name, tensor in source.tensors.items()
-        for piece in tensor.slices
+        for saved_slice in tensor.slices
     ]
     boxes.sort(key=lambda box: -DTYPES[box.dtype].itemsize)  # so that each starts aligned
 
-    def bytes_of(piece: FileEntry) -> memoryview:
-        wanted = saved[piece.name, piece.offset]
-        ((_, _, found),) = source.read({piece.name: [wanted]})
-        return as_bytes(found)
+    def bytes_of(entry: FileEntry) -> memoryview:
+        saved_slice = saved_slices[entry.name, entry.offset]
+        ((_, _, contents),) = source.read({entry.name: [saved_slice]})
+        return as_bytes(contents)
 
     total = sum(box.bytes for box in boxes)
     groups = group_by_bytes(boxes, lambda box: box.bytes, -(-total // files))
@@ -68,12 +68,12 @@ def group_by_bytes(items: Iterable[T], bytes_of: Callable[[T], int], size: int) 
     """Group consecutive items. Group n ends with the item whose end reaches n * `size` bytes,
     counted from the first item."""
     groups: list[list[T]] = []
-    done = 0
-    for one in items:
-        if done >= size * len(groups):
+    num_bytes = 0
+    for item in items:
+        if num_bytes >= size * len(groups):
             groups.append([])
-        groups[-1].append(one)
-        done += bytes_of(one)
+        groups[-1].append(item)
+        num_bytes += bytes_of(item)
     return groups
 
 
@@ -92,26 +92,38 @@ def assemble_checkpoint(
     """Write a checkpoint as `folder`/step-... with one file per group, or several if the store
     limits the size of files.
 
-    bytes_of: returns the bytes of a piece. Every file is verified before the checkpoint is
-    committed, and nothing remains of one that fails. Returns the checkpoint's place. Raises
-    UserError if it already exists or cannot be written.
+    Every file is verified before the checkpoint is committed, and nothing remains of one that
+    fails.
+
+    Args:
+        folder: The folder of checkpoints.
+        step: Step of the checkpoint.
+        state: Run state of the checkpoint.
+        groups: The boxes of each file.
+        bytes_of: Returns the bytes of an entry.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        UserError: If it already exists or cannot be written.
     """
-    store, final = store_of(folder), folder / checkpoint_name(step)
+    store, checkpoint = store_of(folder), folder / checkpoint_name(step)
     attempt = secrets.token_hex(4)
     draft = store.draft_path(folder, step, attempt)
     try:
-        if final in list_checkpoints(folder):
-            raise UserError(f"{final} already exists; remove it or give another folder")
+        if checkpoint in list_checkpoints(folder):
+            raise UserError(f"{checkpoint} already exists; remove it or give another folder")
         store.create_draft(draft)
-        saved = {}
+        files = {}
         for number, group in enumerate(groups):
-            for part, planned in enumerate(
+            for part, entries in enumerate(
                 split_into_files(assign_byte_ranges(group), store.max_file_bytes)
             ):
                 name = store.file_name(number, part, attempt)
-                saved[name] = write_shard_file(draft / name, planned, bytes_of)
-                verify_shard_file(draft / name, saved[name])
-        return commit_checkpoint(draft, folder, step, state, saved, attempt)
+                files[name] = write_shard_file(draft / name, entries, bytes_of)
+                verify_shard_file(draft / name, files[name])
+        return commit_checkpoint(draft, folder, step, state, files, attempt)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or draft}: {error.strerror}") from None
     finally:

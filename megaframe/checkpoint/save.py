@@ -48,8 +48,10 @@ from megaframe.errors import UserError
 
 @dataclass(frozen=True)
 class _SaveJob:
+    """What this rank saves in one step."""
+
     step: int
-    planned: list[FileEntry]
+    entries: list[FileEntry]
     data: HostCopy
     state: dict[str, JsonValue]
     files: dict[str, SavedFile] = field(default_factory=dict)
@@ -63,16 +65,17 @@ _HEADER_THREADS = 16
 class CheckpointWriter(BackgroundCopier):
     """Writes one rank's part of each checkpoint of a run into `root`, which all ranks share.
 
-    keep:       number of newest checkpoints to keep (at least 1).
-    keep_every: checkpoints of steps that are multiples of it are kept for good; 0: none.
-    read_back:  read each checkpoint back and check it before older ones are deleted (in a store
-                that cannot withdraw a checkpoint: before it is committed).
-    timeout:    seconds to wait for another rank before a save is abandoned.
-    saved:      called on rank 0, in the background, with the step of each completed checkpoint.
-
     An error in the background is raised by the next `save`, `wait` or `poll`, as UserError if the
     user can fix it. After that the writer can be used again. The background thread is a daemon and
     ends with the process, so call `wait` before the process exits.
+
+    Args:
+        keep: Number of newest checkpoints to keep (at least 1).
+        keep_every: Checkpoints of steps that are multiples of it are kept for good; 0: none.
+        read_back: Read each checkpoint back and check it before older ones are deleted (in a store
+            that cannot withdraw a checkpoint: before it is committed).
+        timeout: Seconds to wait for another rank before a save is abandoned.
+        saved: Called on rank 0, in the background, with the step of each completed checkpoint.
     """
 
     def __init__(
@@ -97,9 +100,9 @@ class CheckpointWriter(BackgroundCopier):
         # `clone`.)
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._keep, self._keep_every = keep, keep_every
-        later = self._backend.keeps_replaced
-        self._verifies = read_back and not later
-        self._stages = (WRITE, READ_BACK) if read_back and later else (WRITE,)
+        can_withdraw = self._backend.keeps_replaced
+        self._verifies = read_back and not can_withdraw
+        self._stages = (WRITE, READ_BACK) if read_back and can_withdraw else (WRITE,)
         self._timeout, self._saved = timeout, saved
         if rank == 0:
             with _explain_os_errors(f"cannot use {root} for checkpoints", root):
@@ -113,8 +116,10 @@ class CheckpointWriter(BackgroundCopier):
         Together the ranks' slices cover each tensor exactly once; a rank may have none. Only rank
         0's `state` is saved; its floats are restored bit for bit. Waits for the previous save.
         """
-        kept = json.loads(json.dumps(dict(state)))
-        self.start(slices, lambda planned, data: self._write(_SaveJob(step, planned, data, kept)))
+        state_copy = json.loads(json.dumps(dict(state)))
+        self.start(
+            slices, lambda entries, data: self._write(_SaveJob(step, entries, data, state_copy))
+        )
 
     def _write(self, job: _SaveJob) -> None:
         coordinator = SaveCoordinator(
@@ -146,12 +151,14 @@ class CheckpointWriter(BackgroundCopier):
                 coordinator.start_stage(attempt, WRITE)
                 self._contribute(coordinator, attempt, job, WRITE)
                 files = _merge_reports(job.step, coordinator.collect_reports(attempt, WRITE))
-                before = read_pointer(self._root)
-                final = commit_checkpoint(draft, self._root, job.step, job.state, files, attempt)
+                previous_name = read_pointer(self._root)
+                checkpoint = commit_checkpoint(
+                    draft, self._root, job.step, job.state, files, attempt
+                )
                 if READ_BACK in self._stages:
-                    self._read_back(coordinator, attempt, job, final, before)
+                    self._read_back(coordinator, attempt, job, checkpoint, previous_name)
                 self._saved(job.step)
-                prune_checkpoints(self._root, final, self._keep, self._keep_every, attempt)
+                prune_checkpoints(self._root, checkpoint, self._keep, self._keep_every, attempt)
             failure = ""
         except Exception as error:
             failure = str(error) if isinstance(error, UserError) else repr(error)
@@ -166,45 +173,50 @@ class CheckpointWriter(BackgroundCopier):
         coordinator: SaveCoordinator,
         attempt: str,
         job: _SaveJob,
-        final: StorePath,
-        before: str | None,
+        checkpoint: StorePath,
+        previous_name: str | None,
     ) -> None:
         """Have all ranks read back their files of a checkpoint, and withdraw it if any of them
-        reports an error. If some rank does not answer, the checkpoint stays and so do older ones.
-        before: the name that `latest` held before the commit."""
+        reports an error.
+
+        If some rank does not answer, the checkpoint stays and so do older ones.
+
+        Args:
+            previous_name: The name that `latest` held before the commit.
+        """
         coordinator.start_stage(attempt, READ_BACK)
         self._contribute(coordinator, attempt, job, READ_BACK)
-        told = coordinator.collect_reports(attempt, READ_BACK)
+        reports = coordinator.collect_reports(attempt, READ_BACK)
         try:
-            _merge_reports(job.step, told)
+            _merge_reports(job.step, reports)
         except UserError:
-            withdraw_checkpoint(self._root, final, before, attempt)
+            withdraw_checkpoint(self._root, checkpoint, previous_name, attempt)
             raise
 
     def _follow(self, coordinator: SaveCoordinator, job: _SaveJob) -> None:
-        taken, old_failure = None, None
-        left = [*self._stages]
-        patience = (1 + len(left)) * self._timeout
+        joined, old_failure = None, None
+        remaining_stages = [*self._stages]
+        deadline_seconds = (1 + len(remaining_stages)) * self._timeout
         # Longer than the leader waits, because the leader can name the ranks that are missing.
-        for _ in coordinator.poll(patience):
+        for _ in coordinator.poll(deadline_seconds):
             attempt = coordinator.latest_attempt()
-            if attempt is not None and attempt != taken:
+            if attempt is not None and attempt != joined:
                 old_failure = coordinator.outcome(attempt)
                 if old_failure is None:
-                    taken, left = attempt, [*self._stages]
-                    coordinator.send_report(taken, NEED, {"bytes": job.data.size})
-            if taken is None:
+                    joined, remaining_stages = attempt, [*self._stages]
+                    coordinator.send_report(joined, NEED, {"bytes": job.data.size})
+            if joined is None:
                 continue
-            failure = coordinator.outcome(taken)
+            failure = coordinator.outcome(joined)
             if failure:
                 raise UserError(failure)
             if failure is not None:
                 return
-            if left and coordinator.has_started(taken, left[0]):
-                self._contribute(coordinator, taken, job, left.pop(0))
+            if remaining_stages and coordinator.has_started(joined, remaining_stages[0]):
+                self._contribute(coordinator, joined, job, remaining_stages.pop(0))
         raise UserError(
             f"checkpoint of step {job.step} was abandoned by rank {self._rank} after "
-            f"{patience:g} s: rank 0 did not finish it"
+            f"{deadline_seconds:g} s: rank 0 did not finish it"
             + (f" (it said: {old_failure})" if old_failure else "")
         )
 
@@ -230,17 +242,21 @@ class CheckpointWriter(BackgroundCopier):
     def _write_files(self, attempt: str, job: _SaveJob) -> None:
         job.files.clear()
         with ThreadPoolExecutor(self._backend.num_parallel_files(self._root)) as pool:
-            groups = enumerate(split_into_files(job.planned, self._backend.max_file_bytes))
-            job.files.update(pool.map(lambda one: self._file(attempt, job, *one), groups))
+            entry_groups = enumerate(split_into_files(job.entries, self._backend.max_file_bytes))
+            job.files.update(
+                pool.map(
+                    lambda numbered_group: self._file(attempt, job, *numbered_group), entry_groups
+                )
+            )
 
     def _file(
-        self, attempt: str, job: _SaveJob, part: int, pieces: Sequence[FileEntry]
+        self, attempt: str, job: _SaveJob, part_number: int, entries: Sequence[FileEntry]
     ) -> tuple[str, SavedFile]:
         draft = self._backend.draft_path(self._root, job.step, attempt)
-        path = draft / self._backend.file_name(self._rank, part, attempt)
+        path = draft / self._backend.file_name(self._rank, part_number, attempt)
         with _explain_os_errors("cannot write", path, job.data.size, discard=path):
-            held = job.data.wait_for_memory() if len(pieces) == len(job.planned) else None
-            saved = write_shard_file(path, pieces, job.data.wait_for_entry, held)
+            aligned_data = job.data.wait_for_memory() if len(entries) == len(job.entries) else None
+            saved = write_shard_file(path, entries, job.data.wait_for_entry, aligned_data)
             if self._verifies:
                 verify_shard_file(path, saved)
         return path.name, saved
@@ -255,20 +271,29 @@ def commit_checkpoint(
     attempt: str,
 ) -> StorePath:
     """Make the files of a draft the newest checkpoint of `root`: write the manifest, publish the
-    draft, and last move the pointer. Returns the checkpoint's place. Raises OSError."""
+    draft, and last move the pointer.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        OSError: If something cannot be written.
+    """
 
     def tensors(name: str) -> dict[str, SavedTensor]:
         with ShardReader(draft / name, files[name]) as reader:
             return reader.tensors()
 
     with ThreadPoolExecutor(_HEADER_THREADS) as pool:
-        parts = list(pool.map(tensors, files))
+        tensors_per_file = list(pool.map(tensors, files))
     manifest = Manifest(
-        step=step, state=dict(state), files=dict(files), tensors=merge_tensors(parts)
+        step=step, state=dict(state), files=dict(files), tensors=merge_tensors(tensors_per_file)
     )
-    final = store_of(root).publish(draft, step, attempt, encode_manifest(manifest), files.keys())
-    move_pointer(root, final.name, attempt)
-    return final
+    checkpoint = store_of(root).publish(
+        draft, step, attempt, encode_manifest(manifest), files.keys()
+    )
+    move_pointer(root, checkpoint.name, attempt)
+    return checkpoint
 
 
 def _merge_reports(step: int, messages: Sequence[Message]) -> dict[str, SavedFile]:
@@ -302,16 +327,20 @@ def _require_space(root: StorePath, step: int, needed: int) -> None:
 
 @contextmanager
 def _explain_os_errors(
-    what: str, path: StorePath, needed: int | None = None, discard: StorePath | None = None
+    action: str, path: StorePath, needed: int | None = None, discard: StorePath | None = None
 ) -> Iterator[None]:
     """Turn an OSError into a UserError that names the path and, if `needed` is given, the needed
-    and free bytes. discard: a file to delete first, so that its bytes count as free."""
+    and free bytes.
+
+    Args:
+        discard: A file to delete first, so that its bytes count as free.
+    """
     try:
         yield
     except OSError as error:
         if discard is not None:
             store_of(discard).delete_file(discard)
-        text = f"{what}: {error.filename or path}: {error.strerror}"
+        text = f"{action}: {error.filename or path}: {error.strerror}"
         if needed is not None:
             with suppress(OSError):
                 free = store_of(path).free_bytes(path.parent)

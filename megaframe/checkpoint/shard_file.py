@@ -45,11 +45,16 @@ MAX_HEADER_BYTES = 100_000_000
 class TensorBox:
     """A box of a logical tensor to be saved, without a position in a file.
 
-    whole: shape of the whole tensor. offset, shape: the box in it.
+    Attributes:
+        name: Name of the logical tensor.
+        full_shape: Shape of the whole tensor.
+        offset: Where the box starts in the tensor.
+        shape: Shape of the box.
+        dtype: Name of the dtype in safetensors.
     """
 
     name: str
-    whole: Shape
+    full_shape: Shape
     offset: Shape
     shape: Shape
     dtype: DTypeName
@@ -70,42 +75,56 @@ class FileEntry(TensorBox):
 
 def assign_byte_ranges(boxes: Iterable[TensorBox]) -> list[FileEntry]:
     """Assign byte ranges to boxes, back to back in the given order."""
-    found, start = [], 0
-    for one in boxes:
-        stop = start + one.bytes
-        found.append(FileEntry(one.name, one.whole, one.offset, one.shape, one.dtype, start, stop))
+    entries, start = [], 0
+    for box in boxes:
+        stop = start + box.bytes
+        entries.append(
+            FileEntry(box.name, box.full_shape, box.offset, box.shape, box.dtype, start, stop)
+        )
         start = stop
-    return found
+    return entries
 
 
 def sort_by_alignment(slices: Sequence[Slice]) -> list[Slice]:
     """Return the non-empty slices, largest element size first, so that each starts aligned to its
     element size. Raises ValueError for a dtype that cannot be saved."""
-    held = [part for part in slices if part.tensor.numel()]
-    for part in held:
-        if part.tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{part.name}: dtype {part.tensor.dtype} cannot be saved")
-    return sorted(held, key=lambda part: -part.tensor.element_size())
+    nonempty = [tensor_slice for tensor_slice in slices if tensor_slice.tensor.numel()]
+    for tensor_slice in nonempty:
+        if tensor_slice.tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"{tensor_slice.name}: dtype {tensor_slice.tensor.dtype} cannot be saved"
+            )
+    return sorted(nonempty, key=lambda tensor_slice: -tensor_slice.tensor.element_size())
 
 
 def plan_entries(slices: Sequence[Slice]) -> tuple[list[FileEntry], list[Tensor]]:
-    """Cut slices into pieces. Returns the pieces with their byte ranges (see `assign_byte_ranges`)
-    and, for each piece, the view of the slice's tensor that it covers. Raises ValueError if two
-    slices of one tensor disagree about its shape or dtype."""
+    """Cut slices into entries of a file.
+
+    Returns:
+        The entries with their byte ranges (see `assign_byte_ranges`) and, for each entry, the view
+        of the slice's tensor that it covers.
+
+    Raises:
+        ValueError: If two slices of one tensor disagree about its shape or dtype.
+    """
     boxes: list[TensorBox] = []
-    parts: list[Tensor] = []
+    tensors: list[Tensor] = []
     declared: dict[str, tuple[Shape, DTypeName]] = {}
-    for part in slices:
-        size, dtype = part.tensor.element_size(), DTYPE_NAMES[part.tensor.dtype]
-        if declared.setdefault(part.name, (part.shape, dtype)) != (part.shape, dtype):
-            raise ValueError(f"{part.name} is both {declared[part.name]} and {(part.shape, dtype)}")
+    for tensor_slice in slices:
+        name, tensor = tensor_slice.name, tensor_slice.tensor
+        size, dtype = tensor.element_size(), DTYPE_NAMES[tensor.dtype]
+        kind = tensor_slice.shape, dtype
+        if declared.setdefault(name, kind) != kind:
+            raise ValueError(f"{name} is both {declared[name]} and {kind}")
         limit = min(
-            MAX_ENTRY_BYTES, max(_MIN_ENTRY_BYTES, part.tensor.nbytes // _ENTRIES_PER_SLICE)
+            MAX_ENTRY_BYTES, max(_MIN_ENTRY_BYTES, tensor_slice.tensor.nbytes // _ENTRIES_PER_SLICE)
         )
-        for offset, shape in split_into_tiles(part.box, max(1, limit // size)):
-            boxes.append(TensorBox(part.name, part.shape, offset, shape, dtype))
-            parts.append(part.tensor.detach()[index_within(part.box, (offset, shape))])
-    return assign_byte_ranges(boxes), parts
+        for offset, shape in split_into_tiles(tensor_slice.box, max(1, limit // size)):
+            boxes.append(TensorBox(tensor_slice.name, tensor_slice.shape, offset, shape, dtype))
+            tensors.append(
+                tensor_slice.tensor.detach()[index_within(tensor_slice.box, (offset, shape))]
+            )
+    return assign_byte_ranges(boxes), tensors
 
 
 def entry_name(name: str, offset: Shape, shape: Shape) -> str:
@@ -114,61 +133,68 @@ def entry_name(name: str, offset: Shape, shape: Shape) -> str:
     return f"{name}[{','.join(spans)}]"
 
 
-def split_into_files(planned: Sequence[FileEntry], limit: int | None) -> list[list[FileEntry]]:
+def split_into_files(entries: Sequence[FileEntry], limit: int | None) -> list[list[FileEntry]]:
     """Group consecutive pieces into runs of at most `limit` bytes, with at least one piece each.
     Without a limit there is one run."""
     groups: list[list[FileEntry]] = []
-    for piece in planned:
-        if not groups or (limit is not None and piece.stop - groups[-1][0].start > limit):
+    for entry in entries:
+        if not groups or (limit is not None and entry.stop - groups[-1][0].start > limit):
             groups.append([])
-        groups[-1].append(piece)
+        groups[-1].append(entry)
     return groups
 
 
 def write_shard_file(
     path: StorePath,
-    given: Sequence[FileEntry],
+    entries: Sequence[FileEntry],
     bytes_of: Callable[[FileEntry], memoryview],
-    held: memoryview | None = None,
+    aligned_data: memoryview | None = None,
 ) -> SavedFile:
-    """Write the bytes of the given pieces, back to back, to a new file. Returns its size and the
-    checksum of its header.
+    """Write the bytes of entries, back to back, to a new file.
 
-    given: the pieces; their byte ranges are assigned anew. bytes_of: returns the bytes of a piece.
-    held: see `Store.create`. Raises OSError.
+    Args:
+        entries: The boxes to write; their byte ranges are assigned anew.
+        bytes_of: Returns the bytes of an entry.
+        aligned_data: See `Store.create_file`.
+
+    Returns:
+        The size of the file and the checksum of its header.
+
+    Raises:
+        OSError: If the file exists or cannot be written.
     """
-    planned = assign_byte_ranges(given)
-    checksums = ["0" * 16] * len(planned)
-    reserved = len(_encode_header(path.name, planned, checksums))
-    size = reserved + sum(piece.bytes for piece in planned)
-    with store_of(path).create_file(path, size, reserved, held) as file:
-        for index, piece in enumerate(given):
+    placed_entries = assign_byte_ranges(entries)
+    checksums = ["0" * 16] * len(placed_entries)
+    reserved = len(_encode_header(path.name, placed_entries, checksums))
+    size = reserved + sum(entry.bytes for entry in placed_entries)
+    with store_of(path).create_file(path, size, reserved, aligned_data) as file:
+        for index, entry in enumerate(entries):
             digest = xxhash.xxh3_64()
-            data = bytes_of(piece)
+            data = bytes_of(entry)
             for begin in range(0, len(data), CHUNK_BYTES):
                 chunk = data[begin : begin + CHUNK_BYTES]
                 digest.update(chunk)
-                file.put(chunk)
+                file.write(chunk)
             checksums[index] = digest.hexdigest()
-        header = _encode_header(path.name, planned, checksums)
+        header = _encode_header(path.name, placed_entries, checksums)
         file.finish(header)
     return SavedFile(bytes=size, header=checksum(header))
 
 
-def _encode_header(file: str, planned: Sequence[FileEntry], checksums: Sequence[str]) -> bytes:
+def _encode_header(file: str, entries: Sequence[FileEntry], checksums: Sequence[str]) -> bytes:
     """Return the header's length and its JSON as bytes. Their size does not depend on the values of
     the checksums."""
-    entries = {
-        entry_name(piece.name, piece.offset, piece.shape): {
-            "dtype": piece.dtype,
-            "shape": piece.shape,
-            "data_offsets": (piece.start, piece.stop),
+    fields = {
+        entry_name(entry.name, entry.offset, entry.shape): {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "data_offsets": (entry.start, entry.stop),
         }
-        for piece in planned
+        for entry in entries
     }
-    part = SAVED_TENSORS.dump_json(_describe_contents(file, planned, checksums)).decode()
-    metadata = {"format": "megaframe-checkpoint", "tensors": part}
-    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    tensors_json = SAVED_TENSORS.dump_json(_describe_contents(file, entries, checksums)).decode()
+    metadata = {"format": "megaframe-checkpoint", "tensors": tensors_json}
+    text = json.dumps({"__metadata__": metadata, **fields}, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"header of {file} is {len(text)} bytes, over {MAX_HEADER_BYTES}")
@@ -176,16 +202,16 @@ def _encode_header(file: str, planned: Sequence[FileEntry], checksums: Sequence[
 
 
 def _describe_contents(
-    file: str, planned: Sequence[FileEntry], checksums: Sequence[str]
+    file: str, entries: Sequence[FileEntry], checksums: Sequence[str]
 ) -> dict[str, SavedTensor]:
     """Return the part of the manifest that describes this file."""
     slices: dict[str, list[SavedSlice]] = {}
-    first: dict[str, FileEntry] = {}
-    for piece, digest in zip(planned, checksums, strict=True):
-        saved = SavedSlice(file=file, offset=piece.offset, shape=piece.shape, checksum=digest)
-        slices.setdefault(piece.name, []).append(saved)
-        first.setdefault(piece.name, piece)
+    first_entries: dict[str, FileEntry] = {}
+    for entry, digest in zip(entries, checksums, strict=True):
+        saved = SavedSlice(file=file, offset=entry.offset, shape=entry.shape, checksum=digest)
+        slices.setdefault(entry.name, []).append(saved)
+        first_entries.setdefault(entry.name, entry)
     return {
-        name: SavedTensor(shape=piece.whole, dtype=piece.dtype, slices=tuple(slices[name]))
-        for name, piece in first.items()
+        name: SavedTensor(shape=entry.full_shape, dtype=entry.dtype, slices=tuple(slices[name]))
+        for name, entry in first_entries.items()
     }

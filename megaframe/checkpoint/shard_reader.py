@@ -47,11 +47,17 @@ SliceRequest = tuple[str, SavedTensor, SavedSlice]
 
 
 class ShardReader:
-    """A file of a checkpoint, open for reading. Its header is checked before it is parsed.
+    """A file of a checkpoint, open for reading.
 
-    bypass_cache, sole_reader: see `Store.open`. Raises UnreadableFile that names the file and, if
-        one is concerned,
-    the tensor.
+    Its header is checked before it is parsed.
+
+    Args:
+        saved: What the manifest says about the file.
+        bypass_cache, sole_reader: See `Store.open`.
+
+    Raises:
+        UnreadableFile: If the file is missing or damaged. It names the file and, if one is
+            concerned, the tensor.
     """
 
     def __init__(
@@ -108,13 +114,15 @@ class ShardReader:
         self._read_into(start, memoryview(buffer), "its header")
         return bytes(buffer)
 
-    def _read_into(self, start: int, into: memoryview, what: str) -> None:
+    def _read_into(self, start: int, destination: memoryview, content: str) -> None:
         try:
-            got = self._file.read_into(start, into)
+            num_read = self._file.read_into(start, destination)
         except OSError as error:
-            raise UnreadableFile(f"cannot read {what} from {self.path}: {error.strerror}") from None
-        if got < len(into):
-            raise UnreadableFile(f"{self.path} is damaged: it ends within {what}")
+            raise UnreadableFile(
+                f"cannot read {content} from {self.path}: {error.strerror}"
+            ) from None
+        if num_read < len(destination):
+            raise UnreadableFile(f"{self.path} is damaged: it ends within {content}")
 
     def tensors(self) -> dict[str, SavedTensor]:
         """Return the part of the manifest that the rank that wrote the file stored in its
@@ -126,76 +134,90 @@ class ShardReader:
         except (KeyError, ValidationError):
             raise UnreadableFile(f"{self.path} is damaged: it does not say what it holds") from None
 
-    def read_all(
-        self, wanted: Iterable[SliceRequest], rooms: Sequence[Tensor]
+    def read_slices(
+        self, requests: Iterable[SliceRequest], buffers: Sequence[Tensor]
     ) -> Iterator[tuple[SliceRequest, Tensor]]:
-        """Read slices in order. Each is yielded as a view of one of the rooms (see `read`) and is
-        valid until the next iteration. Meanwhile later slices are read and checked in the other
-        rooms."""
-        left, ahead = iter(wanted), deque[tuple[SliceRequest, Tensor, Future[Tensor]]]()
-        with ThreadPoolExecutor(self._file.at_once) as pool:
+        """Read slices in order, and later ones ahead, in the other buffers.
 
-            def begin(room: Tensor) -> None:
-                for one in islice(left, 1):
-                    ahead.append((one, room, pool.submit(self.read, *one, room)))
+        Args:
+            requests: The slices to read.
+            buffers: Memory to read into, from `allocate_buffers`.
 
-            for room in rooms:
-                begin(room)
-            while ahead:
-                one, room, reading = ahead.popleft()
-                yield one, reading.result()
-                begin(room)
+        Yields:
+            The request, and its slice as a view of one of the buffers. The view is valid until the
+            next iteration, which reads another slice into its buffer.
+        """
+        pending, in_flight = iter(requests), deque[tuple[SliceRequest, Tensor, Future[Tensor]]]()
+        with ThreadPoolExecutor(self._file.num_threads) as pool:
 
-    def read(self, name: str, tensor: SavedTensor, piece: SavedSlice, room: Tensor) -> Tensor:
-        """Read one slice into `room` (a tensor of bytes) and check it. Returns a view of `room`."""
-        size = tensor.bytes_of(piece.shape)
-        start = self._data_start + self._position(name, tensor, piece, size)
+            def start_read(buffer: Tensor) -> None:
+                for request in islice(pending, 1):
+                    in_flight.append((request, buffer, pool.submit(self.read, *request, buffer)))
+
+            for buffer in buffers:
+                start_read(buffer)
+            while in_flight:
+                request, buffer, reading = in_flight.popleft()
+                yield request, reading.result()
+                start_read(buffer)
+
+    def check_slices(self, requests: Sequence[SliceRequest]) -> None:
+        """Read slices and compare their checksums. Their contents are not kept."""
+        deque(self.read_slices(requests, allocate_buffers(requests)), maxlen=0)
+
+    def read(
+        self, name: str, tensor: SavedTensor, saved_slice: SavedSlice, buffer: Tensor
+    ) -> Tensor:
+        """Read one slice into `buffer` (a tensor of bytes) and check it. Returns a view of
+        `buffer`."""
+        size = tensor.bytes_of(saved_slice.shape)
+        start = self._data_start + self._position(name, tensor, saved_slice, size)
         # Use the same offset from a multiple of the alignment in memory as in the file.
-        first = 0 if start % DTYPES[tensor.dtype].itemsize else start % ALIGNMENT
-        into = room.numpy().data[first : first + size]
+        skip = 0 if start % DTYPES[tensor.dtype].itemsize else start % ALIGNMENT
+        destination = buffer.numpy().data[skip : skip + size]
         digest = xxhash.xxh3_64()
-        for begin in range(0, size, self._file.chunk):
-            chunk = into[begin : begin + self._file.chunk]
-            self._read_into(start + begin, chunk, f"tensor {name}")
+        for position in range(0, size, self._file.chunk_bytes):
+            chunk = destination[position : position + self._file.chunk_bytes]
+            self._read_into(start + position, chunk, f"tensor {name}")
             digest.update(chunk)
-        if digest.hexdigest() != piece.checksum:
+        if digest.hexdigest() != saved_slice.checksum:
             raise UnreadableFile(
-                f"{self.path} is damaged: tensor {name} at {piece.offset} has checksum "
-                f"{digest.hexdigest()} instead of {piece.checksum}"
+                f"{self.path} is damaged: tensor {name} at {saved_slice.offset} has checksum "
+                f"{digest.hexdigest()} instead of {saved_slice.checksum}"
             )
-        return room[first : first + size].view(DTYPES[tensor.dtype]).view(piece.shape)
+        return buffer[skip : skip + size].view(DTYPES[tensor.dtype]).view(saved_slice.shape)
 
-    def _position(self, name: str, tensor: SavedTensor, piece: SavedSlice, size: int) -> int:
+    def _position(self, name: str, tensor: SavedTensor, saved_slice: SavedSlice, size: int) -> int:
         try:
-            found = self._header[entry_name(name, piece.offset, piece.shape)]
-            entry = _HeaderEntry.model_validate(found)
+            fields = self._header[entry_name(name, saved_slice.offset, saved_slice.shape)]
+            entry = _HeaderEntry.model_validate(fields)
             start, stop = entry.data_offsets
         except (KeyError, ValueError):
             raise UnreadableFile(
-                f"{self.path} is damaged: it has no tensor {name} at {piece.offset}"
+                f"{self.path} is damaged: it has no tensor {name} at {saved_slice.offset}"
             ) from None
         if (
-            (entry.dtype, tuple(entry.shape)) != (tensor.dtype, piece.shape)
+            (entry.dtype, tuple(entry.shape)) != (tensor.dtype, saved_slice.shape)
             or stop - start != size
             or not 0 <= start <= stop <= self._data_bytes
         ):
             raise UnreadableFile(
-                f"{self.path} is damaged: tensor {name} at {piece.offset} is {entry.dtype} "
+                f"{self.path} is damaged: tensor {name} at {saved_slice.offset} is {entry.dtype} "
                 f"{tuple(entry.shape)} in bytes {start} to {stop}, instead of {tensor.dtype} "
-                f"{piece.shape} of {size} bytes"
+                f"{saved_slice.shape} of {size} bytes"
             )
         return start
 
 
-def allocate_buffers(wanted: Iterable[SliceRequest]) -> list[Tensor]:
+def allocate_buffers(requests: Iterable[SliceRequest]) -> list[Tensor]:
     """Allocate rooms (tensors of bytes) for reading slices, each large enough for the largest
     slice: as many as fit into `_READ_AHEAD_BYTES`, at least one, but no more than there are
     slices."""
-    sizes = [tensor.bytes_of(piece.shape) for _, tensor, piece in wanted]
+    sizes = [tensor.bytes_of(saved_slice.shape) for _, tensor, saved_slice in requests]
     count = min(len(sizes), max(1, _READ_AHEAD_BYTES // max([1, *sizes])))
     size = ALIGNMENT * (1 + -(-max(sizes, default=0) // ALIGNMENT))
-    room = torch.from_numpy(allocate_aligned(count * size))
-    return list(room.view(count, size)) if count else []
+    memory = torch.from_numpy(allocate_aligned(count * size))
+    return list(memory.view(count, size)) if count else []
 
 
 def verify_shard_file(path: StorePath, saved: SavedFile) -> dict[str, SavedTensor]:
@@ -204,7 +226,10 @@ def verify_shard_file(path: StorePath, saved: SavedFile) -> dict[str, SavedTenso
     # Bypass the page cache; otherwise only memory would be verified.
     with ShardReader(path, saved, bypass_cache=True) as reader:
         tensors = reader.tensors()
-        slices = [(name, one, piece) for name, one in tensors.items() for piece in one.slices]
-        for _ in reader.read_all(slices, allocate_buffers(slices)):
-            pass
+        requests = [
+            (name, tensor, saved_slice)
+            for name, tensor in tensors.items()
+            for saved_slice in tensor.slices
+        ]
+        reader.check_slices(requests)
         return tensors

@@ -30,10 +30,11 @@ dims."""
 class Slice:
     """One box of a logical tensor, and the memory that holds it on this rank.
 
-    name:   name of the logical tensor, the same on every rank.
-    shape:  shape of the whole logical tensor; every size is at least 1.
-    offset: where the box starts in the logical tensor.
-    tensor: the contents of the box, contiguous or not, on any device. It may be empty.
+    Attributes:
+        name: Name of the logical tensor, the same on every rank.
+        shape: Shape of the whole logical tensor; every size is at least 1.
+        offset: Where the box starts in the logical tensor.
+        tensor: The contents of the box, contiguous or not, on any device. It may be empty.
     """
 
     name: str
@@ -124,22 +125,30 @@ def find_tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str | None:
     If there are too many boxes to check (see `MAX_CORNERS`), that is the reason returned.
     """
     whole: Box = (tuple(0 for _ in shape), shape)
-    split = [dim for dim in range(len(shape)) if any(size[dim] != shape[dim] for _, size in boxes)]
-    if len(boxes) << len(split) > MAX_CORNERS:
-        return f"{len(boxes)} slices over {len(split)} dims are too many to check"
-    if boxes and _count_corners(boxes, split) == _count_corners([whole], split):
+    split_dims = [
+        dim for dim in range(len(shape)) if any(size[dim] != shape[dim] for _, size in boxes)
+    ]
+    if len(boxes) << len(split_dims) > MAX_CORNERS:
+        return f"{len(boxes)} slices over {len(split_dims)} dims are too many to check"
+    if boxes and _count_corners(boxes, split_dims) == _count_corners([whole], split_dims):
         return None
-    held, needed = sum(prod(size) for _, size in boxes), prod(shape)
-    if held == needed:
+    covered, needed = sum(prod(size) for _, size in boxes), prod(shape)
+    if covered == needed:
         return "some slices overlap and others are missing"
-    return f"its slices hold {held} elements instead of {needed}: " + (
-        "some are missing" if held < needed else "some overlap"
+    return f"its slices hold {covered} elements instead of {needed}: " + (
+        "some are missing" if covered < needed else "some overlap"
     )
 
 
 def _count_corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[Shape, int]:
-    """Count the boxes' corners, each with the sign given by the parity of its upper ends. Corners
-    whose counts cancel are left out. dims: the dims to look at."""
+    """Count the boxes' corners, each with the sign given by the parity of its upper ends.
+
+    Corners whose counts cancel are left out.
+
+    Args:
+        boxes: The boxes, of one tensor.
+        dims: The dims to look at.
+    """
     counts: Counter[Shape] = Counter()
     signs = [-1 if sum(ends) % 2 else 1 for ends in product((0, 1), repeat=len(dims))]
     for offset, size in boxes:

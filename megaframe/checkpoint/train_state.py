@@ -28,9 +28,10 @@ _MOST_SAMPLES = 1 << 53
 class SpikeHistory:
     """The judgement of earlier steps.
 
-    losses: the last losses.
-    left_out: the first samples of steps whose data is skipped.
-    failed: the first samples of steps that have failed once.
+    Attributes:
+        losses: The last losses.
+        left_out: The first samples of steps whose data is skipped.
+        failed: The first samples of steps that have failed once.
     """
 
     losses: Sequence[float] = ()
@@ -41,14 +42,15 @@ class SpikeHistory:
 class TrainState(BaseModel):
     """The state of a run in a checkpoint, besides its tensors.
 
-    config: the resolved config of the run. Keys that its version did not have are at their
-    defaults.
-    data: state of the loader.
-    optimizer: state of the optimizer besides its tensors.
-    loss, grad_norm: of the last step, for comparison with the first step after a load.
-    history: the judgement of earlier steps.
-    routines: what multiplies matrices and computes attention on the CPU. Empty on a GPU, and in
-    checkpoints of versions that did not record it.
+    Attributes:
+        config: The resolved config of the run. Keys that its version did not have are at their
+            defaults.
+        data: State of the loader.
+        optimizer: State of the optimizer besides its tensors.
+        loss, grad_norm: Of the last step, for comparison with the first step after a load.
+        history: The judgement of earlier steps.
+        routines: What multiplies matrices and computes attention on the CPU. Empty on a GPU, and in
+            checkpoints of versions that did not record it.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -77,27 +79,30 @@ def read_train_state(checkpoint: Checkpoint) -> TrainState:
     """Return the state in a checkpoint. Raises `UserError` if it is not a state of a run, or if its
     config has keys that this version does not know."""
     try:
-        known = checkpoint.state
-        if isinstance(known, dict) and isinstance(known.get("config"), dict):
-            known = {**known, "config": upgrade_keys(known["config"])}
-        state = TrainState.model_validate(known)
+        state_json = checkpoint.state
+        if isinstance(state_json, dict) and isinstance(state_json.get("config"), dict):
+            state_json = {**state_json, "config": upgrade_keys(state_json["config"])}
+        state = TrainState.model_validate(state_json)
     except ValidationError as error:
-        unknown = [
-            ".".join(map(str, one["loc"][1:]))
-            for one in error.errors()
-            if one["type"] == "extra_forbidden" and one["loc"][0] == "config"
+        unknown_keys = [
+            ".".join(map(str, mistake["loc"][1:]))
+            for mistake in error.errors()
+            if mistake["type"] == "extra_forbidden" and mistake["loc"][0] == "config"
         ]
-        if unknown:
+        if unknown_keys:
             raise UserError(
                 f"{checkpoint.path} is of a run with keys that this version of megaframe does not "
-                f"know: {', '.join(unknown)}; use the version that saved it, or a later one"
+                f"know: {', '.join(unknown_keys)}; use the version that saved it, or a later one"
             ) from None
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "all of it"
-        raise UserError(f"{checkpoint.path} has no run state: {where}: {first['msg']}") from None
-    for wrong in _find_invalid_values(state, checkpoint.step):
+        first_mistake = error.errors(include_url=False, include_input=False)[0]
+        location = ".".join(map(str, first_mistake["loc"])) or "all of it"
         raise UserError(
-            f"{checkpoint.path} of step {checkpoint.step} has a run state that no run has: {wrong}"
+            f"{checkpoint.path} has no run state: {location}: {first_mistake['msg']}"
+        ) from None
+    for mistake in _find_invalid_values(state, checkpoint.step):
+        raise UserError(
+            f"{checkpoint.path} of step {checkpoint.step} has a run state that no run has: "
+            f"{mistake}"
         )
     return state
 
@@ -120,21 +125,21 @@ def select_saved(slices: Sequence[Slice], saved: Collection[str]) -> list[Slice]
     """Return which of `slices` to load. Optimizer state that was not saved, because a parameter was
     frozen or another optimizer was used, is left out and stays zero. An average that was not saved
     is loaded from the weight."""
-    found = []
-    for part in slices:
-        if part.name in saved or not part.name.startswith(OPTIMIZER_PREFIX):
-            found.append(part)
-        elif part.name.startswith(EMA_PREFIX):
-            found.append(replace(part, name=part.name.removeprefix(EMA_PREFIX)))
-    return found
+    loadable = []
+    for tensor_slice in slices:
+        if tensor_slice.name in saved or not tensor_slice.name.startswith(OPTIMIZER_PREFIX):
+            loadable.append(tensor_slice)
+        elif tensor_slice.name.startswith(EMA_PREFIX):
+            loadable.append(replace(tensor_slice, name=tensor_slice.name.removeprefix(EMA_PREFIX)))
+    return loadable
 
 
 def describe_missing_state(slices: Sequence[Slice], saved: Collection[str]) -> Iterator[str]:
     """Yield a line for each kind of optimizer state that the checkpoint lacks."""
     missing: dict[str, dict[str, None]] = {}
-    for part in slices:
-        if part.name.startswith(OPTIMIZER_PREFIX) and part.name not in saved:
-            kind, _, name = part.name.removeprefix(OPTIMIZER_PREFIX).partition("/")
+    for tensor_slice in slices:
+        if tensor_slice.name.startswith(OPTIMIZER_PREFIX) and tensor_slice.name not in saved:
+            kind, _, name = tensor_slice.name.removeprefix(OPTIMIZER_PREFIX).partition("/")
             missing.setdefault(kind, {})[name] = None
     for kind, names in missing.items():
         start = "the weights" if kind == "ema" else "zero"
@@ -150,7 +155,9 @@ def describe_resumption(
 ) -> Iterator[str]:
     """Yield lines that say from what a run continues, and which keys have changed since.
 
-    saved: the config of the checkpoint. source: the checkpoint, in words.
+    Args:
+        saved: The config of the checkpoint.
+        source: The checkpoint, in words.
     """
     yield f"resumed from step {step} of {source}"
     changed = [
@@ -168,26 +175,28 @@ def _compare_splits(saved: DataConfig, data: DataConfig) -> Iterator[str]:
     """Yield a line for each difference in how documents are divided into training and held-out
     ones: in `data.split`, or else in the split of a source that both configs have. Sources are
     matched by file name."""
-    if other := [*find_differences(saved.split, data.split, (), "data.split")]:
-        yield from other
+    if changes := [*find_differences(saved.split, data.split, (), "data.split")]:
+        yield from changes
         return
-    before, now = (
-        {Path(source.path).name: source.split or given.split for source in given.sources}
-        for given in (saved, data)
+    saved_splits, splits = (
+        {Path(source.path).name: source.split or section.split for source in section.sources}
+        for section in (saved, data)
     )
-    for name in before.keys() & now.keys():
-        yield from find_differences(before[name], now[name], (), f"data.sources, split of {name}")
+    for name in saved_splits.keys() & splits.keys():
+        yield from find_differences(
+            saved_splits[name], splits[name], (), f"data.sources, split of {name}"
+        )
 
 
 def check_same_run(saved: RunConfig, config: RunConfig, path: StorePath) -> None:
     """Raise `UserError` if a checkpoint is of another run: another model, seed, sequence length, or
     split of the data."""
-    other = [
+    changes = [
         *find_differences(saved.model, config.model, TRAINING_ONLY, "model"),
         *find_differences(saved.run.seed, config.run.seed, (), "run.seed"),
         *find_differences(saved.train.seq, config.train.seq, (), "train.seq"),
         *_compare_splits(saved.data, config.data),
     ]
-    if other:
+    if changes:
         start = f"to start a new run from its weights, where they fit: checkpoint.weights={path}"
-        raise UserError("\n  ".join([f"{path} is a checkpoint of another run:", *other, start]))
+        raise UserError("\n  ".join([f"{path} is a checkpoint of another run:", *changes, start]))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from megaframe.errors import join_or
 
-WIDTH = {"fp8": 1, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+DTYPE_BYTES = {"fp8": 1, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of a value by type, under the names of `train.precision`."""
 TYPES = ("fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
 """Types of which chips have peaks."""
@@ -24,7 +24,7 @@ CLOCK_EXPONENT = 0.4
 """The clock grows as power to this exponent, because voltage must rise with the clock."""
 UNKNOWN = "unknown"
 """Family of chips that are not in the table."""
-_OFF = 0.15
+_MEMORY_TOLERANCE = 0.15
 """Share by which the memory that a device reports may differ from the table: error correction, the
 driver and units of 1000 or 1024 take up to 9%; a device that differs by more is another one."""
 
@@ -33,17 +33,24 @@ driver and units of 1000 or 1024 take up to 9%; a device that differs by more is
 class Chip:
     """One device.
 
-    family: key into `constants.CONSTANTS`. peaks: dense FLOP/s by type (`TYPES`), of tensor cores
-    where they have the type; types that the chip lacks, or of which nothing is stated, are left
-    out. Products in fp32 count as fp32, because torch uses TF32 only if told to. memory: bytes.
-    bandwidth: bytes/s of that memory. units: processors that share the tiles of a product. watts:
-    power limit. product_watts: power that large products would draw at the peak's clock; None if
-    unknown, and then they are assumed to be within the limit. idle_watts: power when idle.
-    host_link: bytes/s to or from the host's memory, in both directions at the same time; None if
-    unknown. link: bytes/s of all links to the other chips of a node together, in one direction
-    (NVLink, Infinity Fabric); None if such links join no more than two chips, or none. names: a
-    pattern of the whole name under which torch reports the device. source: where the figures are
-    from.
+    Attributes:
+        family: key into `constants.CONSTANTS`.
+        peaks: dense FLOP/s by type (`TYPES`), of tensor cores where they have the type; types that
+            the chip lacks, or of which nothing is stated, are left out. Products in fp32 count as
+            fp32, because torch uses TF32 only if told to.
+        memory: bytes.
+        bandwidth: bytes/s of that memory.
+        units: processors that share the tiles of a product.
+        watts: power limit.
+        product_watts: power that large products would draw at the peak's clock; None if unknown,
+            and then they are assumed to be within the limit.
+        idle_watts: power when idle.
+        host_link: bytes/s to or from the host's memory, in both directions at the same time; None
+            if unknown.
+        link: bytes/s of all links to the other chips of a node together, in one direction (NVLink,
+            Infinity Fabric); None if such links join no more than two chips, or none.
+        names: a pattern of the whole name under which torch reports the device.
+        source: where the figures are from.
     """
 
     name: str
@@ -653,7 +660,7 @@ CHIPS: Mapping[str, Chip] = {
 """All known chips, by name."""
 
 
-def chip_named(device: str) -> Chip | None:
+def find_chip(device: str) -> Chip | None:
     """Return the chip whose device torch reports under this name, or None if it is not in the
     table."""
     return next(
@@ -661,7 +668,7 @@ def chip_named(device: str) -> Chip | None:
     )
 
 
-def chip_of(device: str, memory: float, units: int = 2) -> Chip:
+def identify_chip(device: str, memory: float, units: int = 2) -> Chip:
     """Return the chip of a device, with the memory that the device has.
 
     A device is unknown if its name is not in the table, or if it has another amount of memory than
@@ -672,13 +679,13 @@ def chip_of(device: str, memory: float, units: int = 2) -> Chip:
         memory: its bytes, as torch reports them.
         units: its multiprocessors.
     """
-    known = chip_named(device)
-    if known is None or abs(memory / known.memory - 1) > _OFF:
+    named = find_chip(device)
+    if named is None or abs(memory / named.memory - 1) > _MEMORY_TOLERANCE:
         return Chip(device, UNKNOWN, {}, memory, 0.0, units)
-    return replace(known, memory=float(memory))
+    return replace(named, memory=float(memory))
 
 
-def nearest_chips(name: str) -> str:
+def suggest_chips(name: str) -> str:
     """Return the names of known chips that resemble `name`, for a message; all names if none
     does."""
     from difflib import get_close_matches

@@ -1,9 +1,9 @@
 """Cluster: the machine that a run is planned for, as data: chip, tiers of links, failures, price.
 
 `load_cluster("h100-ib")` reads `configs/clusters/h100-ib.yaml`; a path reads any such file.
-`device_cluster` is the likely one for a device, and says what it assumes. A tier is a set of ranks
-that reach each other at the same speed. A rank's bandwidth is what it gets while all other ranks
-use theirs, so no formula needs to know which ranks share an adapter.
+`cluster_for_device` is the likely one for a device, and says what it assumes. A tier is a set of
+ranks that reach each other at the same speed. A rank's bandwidth is what it gets while all other
+ranks use theirs, so no formula needs to know which ranks share an adapter.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pydantic import Field, ValidationError
 from megaframe.config.load import CONFIGS
 from megaframe.config.section import Positive, Section
 from megaframe.errors import UserError, join_or
-from megaframe.hardware.chips import CHIPS, UNKNOWN, Chip, chip_named, chip_of, nearest_chips
+from megaframe.hardware.chips import CHIPS, UNKNOWN, Chip, find_chip, identify_chip, suggest_chips
 from megaframe.io.untrusted import mask_secrets, parse_yaml, read_file
 
 DEFAULT = "h100-ib"
 """Cluster of a plan that names none: nodes of 8 H100 SXM with 400 Gb/s InfiniBand per GPU."""
-_OF_CHIP = {
+_CLUSTER_OF_CHIP = {
     "a100-40gb": "a100-40gb-roce",
     "a100-80gb": "a100-ib",
     "h100": "h100-ib",
@@ -39,7 +39,7 @@ _OF_CHIP = {
     "cpu": "cpu",
 }
 """The shipped cluster whose links a chip is likely to have."""
-_NODE, _LARGEST = 8, 4096
+_NODE_SIZE, _MAX_SIZE = 8, 4096
 """Chips of a node, and of the whole cluster, where nothing is known of its links."""
 _NETWORK = 12.5e9
 """Bytes/s of the network for each chip there: an adapter of 100 Gb/s."""
@@ -55,15 +55,18 @@ TierKind = Literal["switch", "rail", "torus"]
 rank with the same number in another node; others are reached through a neighbour in the node.
 torus: a rank reaches its neighbours in a grid of `dims` dimensions, which have equal parts of the
 bandwidth."""
-_Above = Annotated[float, Field(gt=0)]
+_PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True)
 class Tier:
     """A tier: `size` consecutive ranks that reach each other at the same speed.
 
-    latency: seconds per message (alpha). bandwidth: bytes/s of one rank in one direction (1/beta).
-    dims: dimensions of a torus. reduces: whether the switches can sum (in-network reduction).
+    Attributes:
+        latency: seconds per message (alpha).
+        bandwidth: bytes/s of one rank in one direction (1/beta).
+        dims: dimensions of a torus.
+        reduces: whether the switches can sum (in-network reduction).
     """
 
     name: str
@@ -79,13 +82,17 @@ class Tier:
 class Cluster:
     """A cluster of equal chips. Raises `UserError` if the tiers do not fit together.
 
-    tiers: from the innermost to the outermost, whose size is that of the whole cluster.
-    failure_hours: mean hours between failures of one chip, including its share of everything around
-    it. price: dollars per chip and hour. restart_seconds: time from a failure until training
-    continues. storage: bytes/s at which one rank writes a checkpoint. jitter: share by which the
-    slowest of 1,000 ranks lags behind the mean; it grows with the root of the logarithm of the
-    number of ranks. constants: what was measured on the chip, by the names of
-    `constants.Constants`. notes: what is assumed about the cluster; every plan says it.
+    Attributes:
+        tiers: from the innermost to the outermost, whose size is that of the whole cluster.
+        failure_hours: mean hours between failures of one chip, including its share of everything
+            around it.
+        price: dollars per chip and hour.
+        restart_seconds: time from a failure until training continues.
+        storage: bytes/s at which one rank writes a checkpoint.
+        jitter: share by which the slowest of 1,000 ranks lags behind the mean; it grows with the
+            root of the logarithm of the number of ranks.
+        constants: what was measured on the chip, by the names of `constants.Constants`.
+        notes: what is assumed about the cluster; every plan says it.
     """
 
     name: str
@@ -117,70 +124,72 @@ class Cluster:
 
 def _tier_mistakes(tiers: tuple[Tier, ...]) -> list[str]:
     """Return a message for each figure of the tiers that is impossible."""
-    found = [] if tiers else ["tiers is empty; give at least one"]
+    mistakes = [] if tiers else ["tiers is empty; give at least one"]
     for number, tier in enumerate(tiers):
         for key, value in (("latency", tier.latency), ("bandwidth", tier.bandwidth)):
             if not (isfinite(value) and (value > 0 or (key == "latency" and value == 0))):
-                found.append(f"tiers[{number}].{key}={value:g} must be a number above 0")
+                mistakes.append(f"tiers[{number}].{key}={value:g} must be a number above 0")
         if number == 0:
             continue
         inner = tiers[number - 1]
         if tier.size % inner.size or tier.size <= inner.size:
-            least = max(2, round(tier.size / inner.size)) * inner.size
-            found.append(
+            next_size = max(2, round(tier.size / inner.size)) * inner.size
+            mistakes.append(
                 f"tiers[{number}].size={tier.size} ({tier.name}) is not made of whole "
-                f"tiers[{number - 1}].size={inner.size} ({inner.name}); use {least}"
+                f"tiers[{number - 1}].size={inner.size} ({inner.name}); use {next_size}"
             )
         if tier.bandwidth > inner.bandwidth:
-            found.append(
+            mistakes.append(
                 f"tiers[{number}].bandwidth={tier.bandwidth:g} ({tier.name}) is more than that of "
                 f"the tier inside it, tiers[{number - 1}].bandwidth={inner.bandwidth:g} "
                 f"({inner.name}); use {inner.bandwidth:g} or less, or swap them"
             )
-    return found
+    return mistakes
 
 
 class _TierFile(Section):
     name: str
     size: Positive
     latency: Annotated[float, Field(ge=0)]
-    bandwidth: _Above
+    bandwidth: _PositiveFloat
     kind: TierKind = "switch"
     dims: Annotated[int, Field(ge=1, le=6)] = 1
     reduces: bool = False
 
 
 class _ConstantsFile(Section):
-    product: _Above | None = None
+    product: _PositiveFloat | None = None
     start: Annotated[float, Field(ge=0)] | None = None
-    attention: _Above | None = None
-    memory: _Above | None = None
-    launch: _Above | None = None
+    attention: _PositiveFloat | None = None
+    memory: _PositiveFloat | None = None
+    launch: _PositiveFloat | None = None
     contention: Annotated[float, Field(ge=0)] | None = None
-    links: Annotated[tuple[_Above, ...], Field(min_length=1)] | None = None
+    links: Annotated[tuple[_PositiveFloat, ...], Field(min_length=1)] | None = None
 
 
 class _ClusterFile(Section):
     chip: str
     tiers: Annotated[tuple[_TierFile, ...], Field(min_length=1)]
-    failure_hours: _Above
+    failure_hours: _PositiveFloat
     price: Annotated[float, Field(ge=0)]
     restart_seconds: Annotated[float, Field(ge=0)] = 600.0
-    storage: _Above = 1e9
+    storage: _PositiveFloat = 1e9
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    memory: _Above | None = None
-    bandwidth: _Above | None = None
+    memory: _PositiveFloat | None = None
+    bandwidth: _PositiveFloat | None = None
     units: Positive | None = None
-    watts: _Above | None = None
-    host_link: _Above | None = None
-    peaks: dict[Literal["fp8", "fp16", "bf16", "tf32", "fp32", "fp64"], _Above] | None = None
+    watts: _PositiveFloat | None = None
+    host_link: _PositiveFloat | None = None
+    peaks: dict[Literal["fp8", "fp16", "bf16", "tf32", "fp32", "fp64"], _PositiveFloat] | None = (
+        None
+    )
     constants: _ConstantsFile | None = None
 
 
 _FILES = (_ClusterFile, _TierFile, _ConstantsFile)
 
 
-def device_cluster(device: str, memory: float | None = None, units: int = 2) -> Cluster:
+def cluster_for_device(device: str, memory: float | None = None, units: int = 2) -> Cluster:
     """Return the likely cluster of a device. The device determines chip and memory; `notes` says
     what is only assumed. Of an unknown device nothing but its memory can be planned.
 
@@ -192,30 +201,30 @@ def device_cluster(device: str, memory: float | None = None, units: int = 2) -> 
     Raises:
         UserError: nothing at all is known: neither the device's name nor its memory.
     """
-    chip = chip_named(device) if memory is None else chip_of(device, memory, units)
+    chip = find_chip(device) if memory is None else identify_chip(device, memory, units)
     if chip is None:
         raise UserError(f"{device or 'this device'} is not a known chip; name a cluster for it")
-    name = _OF_CHIP.get(chip.name)
+    name = _CLUSTER_OF_CHIP.get(chip.name)
     if name is not None:
-        made = replace(load_cluster(name), chip=chip)
+        cluster = replace(load_cluster(name), chip=chip)
         links = f"the links and the price of cluster {name}"
     else:
         inside = chip.link or chip.host_link or 2 * _NETWORK
         network = min(_NETWORK, inside)
         tiers = (
-            Tier("node", _NODE, 8e-6, inside),
-            Tier("network", _LARGEST, 10e-6, network),
+            Tier("node", _NODE_SIZE, 8e-6, inside),
+            Tier("network", _MAX_SIZE, 10e-6, network),
         )
         # Failures as of nodes of A100 or H100 (`configs/clusters`); there is no price.
-        made = Cluster(chip.name, chip, tiers, failure_hours=50_000, price=0.0)
+        cluster = Cluster(chip.name, chip, tiers, failure_hours=50_000, price=0.0)
         links = (
-            f"nodes of {_NODE} joined by {'its links' if chip.link else 'PCI Express'} at "
+            f"nodes of {_NODE_SIZE} joined by {'its links' if chip.link else 'PCI Express'} at "
             f"{inside / 1e9:g} GB/s, a network of {network / 1e9:g} GB/s for each chip and no price"
         )
     if not chip.has_rates:
-        return replace(made, notes=(without_rates(chip),))
+        return replace(cluster, notes=(describe_unknown_chip(chip),))
     return replace(
-        made,
+        cluster,
         notes=(
             f"{device} is the chip {chip.name}, with {chip.memory / 2**30:.1f} GiB; "
             f"parallel.cluster is not given, so {links} are assumed",
@@ -223,7 +232,7 @@ def device_cluster(device: str, memory: float | None = None, units: int = 2) -> 
     )
 
 
-def without_rates(chip: Chip) -> str:
+def describe_unknown_chip(chip: Chip) -> str:
     """Return the sentence about a chip of which only the memory is known: what is not predicted,
     and how it can be."""
     return (
@@ -240,52 +249,53 @@ def load_cluster(name: str = DEFAULT) -> Cluster:
     `peaks` (by type) in the file override figures; or another one, which needs them. `constants`
     are what was measured on it. Raises `UserError` with all mistakes.
     """
-    path = _path(name)
-    raw = _read(name, path)
+    path = _cluster_path(name)
+    raw = _read_description(name, path)
     try:
-        given = _ClusterFile.model_validate(raw)
+        description = _ClusterFile.model_validate(raw)
     except ValidationError as errors:
-        lines = [_told(error) for error in errors.errors()[:20]]
+        lines = [_format_error(error) for error in errors.errors()[:20]]
         raise UserError("\n  ".join([f"cluster {path.name}", *lines])) from None
-    constants = given.constants.model_dump(exclude_none=True) if given.constants else {}
+    constants = description.constants.model_dump(exclude_none=True) if description.constants else {}
     return Cluster(
         name=path.stem,
-        chip=_chip(path, given),
-        tiers=tuple(Tier(**tier.model_dump()) for tier in given.tiers),
-        failure_hours=given.failure_hours,
-        price=given.price,
-        restart_seconds=given.restart_seconds,
-        storage=given.storage,
-        jitter=given.jitter,
+        chip=_make_chip(path, description),
+        tiers=tuple(Tier(**tier.model_dump()) for tier in description.tiers),
+        failure_hours=description.failure_hours,
+        price=description.price,
+        restart_seconds=description.restart_seconds,
+        storage=description.storage,
+        jitter=description.jitter,
         constants=constants,
     )
 
 
-def _chip(path: Path, given: _ClusterFile) -> Chip:
+def _make_chip(path: Path, description: _ClusterFile) -> Chip:
     """Return the chip of a description. Raises `UserError` if it is unknown and not described."""
-    own = {key: getattr(given, key) for key in _FIGURES}
-    own = {key: value for key, value in own.items() if value is not None}
-    peaks: dict[str, float] = {kind: peak for kind, peak in (given.peaks or {}).items()}
-    if given.chip in CHIPS:
-        known = CHIPS[given.chip]
-        return replace(known, **own, peaks={**known.peaks, **peaks})
-    missing = [key for key in _NEEDED if not getattr(given, key)]
+    figures = {key: getattr(description, key) for key in _FIGURES}
+    figures = {key: value for key, value in figures.items() if value is not None}
+    peaks: dict[str, float] = {kind: peak for kind, peak in (description.peaks or {}).items()}
+    if description.chip in CHIPS:
+        listed = CHIPS[description.chip]
+        return replace(listed, **figures, peaks={**listed.peaks, **peaks})
+    missing = [key for key in _NEEDED if not getattr(description, key)]
     if missing:
         raise UserError(
-            f"cluster {path.name}: chip={given.chip} is unknown; use {nearest_chips(given.chip)}, "
-            f"or give its {', '.join(missing)} (tools/measure_kernels.py --write measures them)"
+            f"cluster {path.name}: chip={description.chip} is unknown; use "
+            f"{suggest_chips(description.chip)}, or give its {', '.join(missing)} "
+            "(tools/measure_kernels.py --write measures them)"
         )
-    return Chip(given.chip, UNKNOWN, peaks, **{"units": 2, **own})
+    return Chip(description.chip, UNKNOWN, peaks, **{"units": 2, **figures})
 
 
-def write_cluster(path: Path, made: Cluster, changes: Mapping[str, Any], comment: str) -> None:
+def write_cluster(path: Path, cluster: Cluster, changes: Mapping[str, Any], comment: str) -> None:
     """Write the description of a cluster, and read it back as a check.
 
     What the file already says stays, except for `changes`.
 
     Args:
         path: the file. Its name is the cluster's.
-        made: the cluster to describe where there is no such file yet.
+        cluster: the cluster to describe where there is no such file yet.
         changes: keys of the description, and their values.
         comment: the first line of the file.
     """
@@ -293,7 +303,7 @@ def write_cluster(path: Path, made: Cluster, changes: Mapping[str, Any], comment
         content = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
     else:
         content = {
-            "chip": made.chip.name,
+            "chip": cluster.chip.name,
             "tiers": [
                 {
                     "name": tier.name,
@@ -302,10 +312,10 @@ def write_cluster(path: Path, made: Cluster, changes: Mapping[str, Any], comment
                     "bandwidth": tier.bandwidth,
                     "latency": tier.latency,
                 }
-                for tier in made.tiers
+                for tier in cluster.tiers
             ],
-            "failure_hours": made.failure_hours,
-            "price": made.price,
+            "failure_hours": cluster.failure_hours,
+            "price": cluster.price,
         }
     text = f"# {comment}\n" + yaml.safe_dump({**content, **changes}, sort_keys=False)
     path.write_text(text, encoding="utf-8")
@@ -317,18 +327,18 @@ def cluster_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 
-def _path(name: str) -> Path:
+def _cluster_path(name: str) -> Path:
     """Return the file of a cluster: a path, or the name of a shipped one."""
     is_path = "/" in name or name.endswith((".yaml", ".yml"))
     return Path(name) if is_path else FOLDER / f"{name}.yaml"
 
 
-def _named(path: Path) -> str:
+def _display_name(path: Path) -> str:
     """Return the name of a shipped file, and the whole path of another one."""
     return path.name if path.parent == FOLDER else str(path)
 
 
-def _read(name: str, path: Path) -> Any:
+def _read_description(name: str, path: Path) -> Any:
     try:
         raw = read_file(path, _MAX_BYTES)
     except OSError as error:
@@ -337,12 +347,14 @@ def _read(name: str, path: Path) -> Any:
                 f"cluster {path.name}: is larger than {_MAX_BYTES} bytes; use a short one"
             ) from None
         if error.errno != errno.ENOENT:
-            raise UserError(f"cluster {_named(path)} cannot be read: {error.strerror}") from None
-        known = cluster_names()
-        near = get_close_matches(name, known, n=2, cutoff=0.4) or known
+            raise UserError(
+                f"cluster {_display_name(path)} cannot be read: {error.strerror}"
+            ) from None
+        names = cluster_names()
+        similar = get_close_matches(name, names, n=2, cutoff=0.4) or names
         raise UserError(
-            f"cluster {name}: there is no file {_named(path)}; use {join_or(near)}, or the path of "
-            "a description"
+            f"cluster {name}: there is no file {_display_name(path)}; use {join_or(similar)}, or "
+            "the path of a description"
         ) from None
     try:
         # Scalars stay text: `4e11` is a number to pydantic, and text to YAML.
@@ -351,7 +363,7 @@ def _read(name: str, path: Path) -> Any:
         raise UserError(f"cluster {path.name}: not valid YAML: {str(error)[:200]}") from None
 
 
-def _told(error: Any) -> str:
+def _format_error(error: Any) -> str:
     """Return a pydantic error as a message in this project's style."""
     where = ".".join(map(str, error["loc"])) or "the file"
     if error["type"] == "missing":
@@ -360,5 +372,5 @@ def _told(error: Any) -> str:
         known = [key for one in _FILES for key in one.model_fields]
         near = get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0) or known
         return f"{where}: unknown key; did you mean {near[0]}?"
-    given = mask_secrets(str(error["input"]))[:60]
-    return f"{where}={given}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    value = mask_secrets(str(error["input"]))[:60]
+    return f"{where}={value}: {error['msg'][0].lower()}{error['msg'][1:]}"

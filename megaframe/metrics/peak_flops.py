@@ -15,7 +15,7 @@ import torch
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import all_reduce, barrier
 from megaframe.distributed.mesh import Mesh
-from megaframe.hardware.chips import chip_named
+from megaframe.hardware.chips import find_chip
 from megaframe.ops.matmul import multiply
 from megaframe.parameters.parameter import PRECISIONS
 
@@ -59,7 +59,7 @@ def find_device_peak(config: RunConfig, mesh: Mesh) -> DevicePeak:
     kind = "tf32" if precision == "fp32" and tensor_cores else precision
     known = find_chip_peak(name, kind)
     if known is None:
-        what = f"no dense {kind} peak of" if chip_named(name) else "unknown chip:"
+        what = f"no dense {kind} peak of" if find_chip(name) else "unknown chip:"
         return DevicePeak(None, f"mfu n/a: {what} {name!r}; set meter.peak_tflops")
     return DevicePeak(known, f"mfu against the dense {kind} peak of {name}, {known:g} TFLOP/s")
 
@@ -67,7 +67,7 @@ def find_device_peak(config: RunConfig, mesh: Mesh) -> DevicePeak:
 def find_chip_peak(name: str, kind: str) -> float | None:
     """Return the dense peak in TFLOP/s of the chip that torch calls `name`; None if it is not
     known or does not have the type. kind: fp8, fp16, bf16, tf32, fp32 or fp64."""
-    chip = chip_named(name)
+    chip = find_chip(name)
     peak = None if chip is None else chip.peaks.get(kind)
     return None if peak is None else peak / 1e12
 

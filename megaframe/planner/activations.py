@@ -11,7 +11,7 @@ from megaframe.architecture.attention import exchanging_ranks, head_widths, late
 from megaframe.architecture.experts import has_experts
 from megaframe.architecture.stages import StagePlan, stage_layers
 from megaframe.config.schema import RunConfig
-from megaframe.hardware.chips import WIDTH
+from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.schedule import Action, ActionKind
 
 
@@ -33,7 +33,7 @@ def peak_activations(
     weight_pass_size = {plan.number: _stage_weight_pass_bytes(config, plan) for plan in plans}
     recompute_size = {plan.number: _recompute_bytes(config, plan) for plan in plans}
     stream = config.train.microbatch * config.train.seq * config.model.hidden
-    stream *= WIDTH[config.train.precision]
+    stream *= DTYPE_BYTES[config.train.precision]
     listed = {(action.kind, action.stage, action.microbatch) for action in actions}
     kept_bytes = message_bytes = peak = peak_with_messages = 0
     for action in actions:
@@ -78,7 +78,7 @@ def _recompute_bytes(config: RunConfig, plan: StagePlan) -> int:
     if config.train.offload and blocks:  # inputs of the block in use and of the one before it
         tokens = config.train.microbatch * config.train.seq
         offloaded_inputs = min(2, len(blocks)) * tokens * config.model.hidden
-    return max(blocks, default=0) + offloaded_inputs * WIDTH[config.train.precision]
+    return max(blocks, default=0) + offloaded_inputs * DTYPE_BYTES[config.train.precision]
 
 
 _MESSAGES = {
@@ -97,7 +97,7 @@ def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     and once per predictor, and everything else of the predictors.
     """
     tokens = config.train.microbatch * config.train.seq
-    stream = tokens * config.model.hidden * WIDTH[config.train.precision]
+    stream = tokens * config.model.hidden * DTYPE_BYTES[config.train.precision]
     kept = sum(block_bytes(config, layer) for layer in plan.blocks[plan.recomputed :])
     depth = config.model.mtp_depth * plan.last
     streams = len(plan.blocks) + 2 * (plan.last + depth)
@@ -114,7 +114,7 @@ def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
 def _stage_weight_pass_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Return the bytes that a stage's backward of one microbatch leaves for its weight pass."""
     model = config.model
-    joins = 3 * model.mtp_depth * plan.last * model.hidden * WIDTH[config.train.precision]
+    joins = 3 * model.mtp_depth * plan.last * model.hidden * DTYPE_BYTES[config.train.precision]
     joins *= config.train.microbatch * config.train.seq
     rotary = config.parallel.tensor * rotary_bytes(config)
     return weight_pass_bytes(config, stage_layers(model, plan)) + joins + rotary
@@ -131,7 +131,7 @@ def weight_pass_bytes(config: RunConfig, layers: Sequence[int]) -> int:
 
 def _block_weight_pass_bytes(config: RunConfig, layer: int) -> int:
     """Return the bytes per token that the backward of one block leaves for its weight pass."""
-    model, width = config.model, WIDTH[config.train.precision]
+    model, width = config.model, DTYPE_BYTES[config.train.precision]
     hidden, latent = model.hidden, model.latent
     query, value = head_widths(model)
     if latent is None:
@@ -160,7 +160,7 @@ def rotary_bytes(config: RunConfig) -> int:
     width = model.rotary_fraction * model.head_dim
     if model.latent is not None:
         width = model.latent.rotary_dim
-    return config.train.seq * round(width) * WIDTH[config.train.precision]
+    return config.train.seq * round(width) * DTYPE_BYTES[config.train.precision]
 
 
 def predictor_bytes(config: RunConfig, index: int) -> int:
@@ -172,7 +172,7 @@ def predictor_bytes(config: RunConfig, index: int) -> int:
     norms keep.
     """
     tokens = config.train.microbatch * config.train.seq
-    streams = 5 * config.model.hidden * WIDTH[config.train.precision]
+    streams = 5 * config.model.hidden * DTYPE_BYTES[config.train.precision]
     block = block_bytes(config, config.model.layers + index)
     return block + tokens * (streams + 3 * _norm_bytes(config))
 
@@ -180,7 +180,7 @@ def predictor_bytes(config: RunConfig, index: int) -> int:
 def _norm_bytes(config: RunConfig) -> int:
     """Return the bytes of statistics that a norm keeps per token: one number in at least fp32, or
     two for layernorm, which on a CPU are as wide as a value."""
-    width = WIDTH[config.train.precision]
+    width = DTYPE_BYTES[config.train.precision]
     return 2 * width if config.model.norm == "layernorm" else max(4, width)
 
 
@@ -192,7 +192,7 @@ def block_bytes(config: RunConfig, layer: int) -> int:
     statistics, and the MLP's values after the activation. Statistics are in at least fp32, except
     those of layernorm on a CPU. Experts count as equally loaded, and without their routes.
     """
-    model, width = config.model, WIDTH[config.train.precision]
+    model, width = config.model, DTYPE_BYTES[config.train.precision]
     tokens = config.train.microbatch * config.train.seq
     selective = config.train.recompute == "selective"
     attention = _attention_elements if model.latent is None else _mla_elements
@@ -214,9 +214,10 @@ def block_bytes(config: RunConfig, layer: int) -> int:
 def _expert_bytes(config: RunConfig, up: int, inner: int) -> int:
     """Return the bytes per token that experts and their router keep, besides the normalised input.
 
-    up, inner: how often a routed and a shared expert keep a value of their inner width.
+    Args:
+        up, inner: how often a routed and a shared expert keep a value of their inner width.
     """
-    model, width = config.model, WIDTH[config.train.precision]
+    model, width = config.model, DTYPE_BYTES[config.train.precision]
     moe = model.moe
     assert moe is not None
     expert_width = moe.ffn or model.ffn

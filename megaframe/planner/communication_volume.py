@@ -13,7 +13,7 @@ from megaframe.architecture.attention import latent_width
 from megaframe.architecture.experts import has_mlp
 from megaframe.architecture.stages import StagePlan, stage_layers
 from megaframe.config.schema import RunConfig
-from megaframe.hardware.chips import WIDTH
+from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
 from megaframe.planner.parameter_counts import count_parameters
 from megaframe.schedule import Action, ActionKind
@@ -32,7 +32,7 @@ def communication_bytes(
     fetched again.
     """
     train, tensor = config.train, layout.tensor
-    width = WIDTH[train.precision]
+    width = DTYPE_BYTES[train.precision]
     tokens = train.microbatch * train.seq / layout.context
     stream = tokens * config.model.hidden * width
     microbatches = len({a.microbatch for a in actions if a.microbatch is not None})
@@ -85,7 +85,7 @@ def _data_bytes(
     """Return the bytes of gradients, reduced in master precision or `parallel.reduce_precision`,
     and of gathered values."""
     ranks, zero = layout.data_shard * layout.context, config.parallel.zero
-    width = WIDTH[config.train.precision]
+    width = DTYPE_BYTES[config.train.precision]
     wire = 2 if config.parallel.reduce_precision == "bf16" else max(4, width)
     parameters = count_parameters(config, layout, plans)
     # Left out: what tensor ranks have whole is also reduced over them, so not over `data` alone.

@@ -13,7 +13,7 @@ from typing import Any
 
 from megaframe.config.load import load
 from megaframe.errors import UserError
-from megaframe.hardware.cluster import Cluster, device_cluster, load_cluster
+from megaframe.hardware.cluster import Cluster, cluster_for_device, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.layout_search import LayoutChoice, describe_candidate, search
@@ -79,9 +79,12 @@ def compare_run(
 ) -> RunComparison:
     """Return the prediction for a run with this config file and environment.
 
-    cluster: name of the cluster to assume, if given. Raises `UserError` if there can be no
-    prediction: the number of ranks, the cluster or `model.vocab` is unknown, or the config is not
-    valid.
+    Args:
+        cluster: name of the cluster to assume, if given.
+
+    Raises:
+        UserError: there can be no prediction: the number of ranks, the cluster or `model.vocab` is
+            unknown, or the config is not valid.
     """
     run_config, ranks = load(str(config)), environment.get("ranks")
     if not isinstance(ranks, int) or ranks < 1:
@@ -100,7 +103,7 @@ def _cluster_of_device(environment: Mapping[str, Any]) -> Cluster:
     """Return the likely cluster of the device that a run's environment names."""
     device, memory = str(environment.get("device", "")), environment.get("memory of the device")
     try:
-        return device_cluster(device, memory if isinstance(memory, int) else None)
+        return cluster_for_device(device, memory if isinstance(memory, int) else None)
     except UserError:
         raise UserError(
             f"no cluster of {device or 'this device'} is known; name one with --cluster"

@@ -23,7 +23,7 @@ from megaframe.architecture.experts import has_experts
 from megaframe.architecture.matrices import MatrixShape, attention_matrix_elements, block_matrices
 from megaframe.architecture.stages import stage_plans
 from megaframe.config.schema import RunConfig
-from megaframe.hardware.chips import WIDTH
+from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.planner.communication_times import exposed_seconds
@@ -44,8 +44,11 @@ A times A, and the sum of these times X."""
 class ParameterLoad:
     """What a rank exchanges and updates: numbers of parameters before data ranks divide them.
 
-    dense, experts: of its blocks. tables: of the embedding and the head. buckets: number of buckets
-    in which they are exchanged. muon_total, muon_longest: seconds, as in `layer_muon_seconds`.
+    Attributes:
+        dense, experts: of its blocks.
+        tables: of the embedding and the head.
+        buckets: number of buckets in which they are exchanged.
+        muon_total, muon_longest: seconds, as in `layer_muon_seconds`.
     """
 
     dense: Number = 0.0
@@ -169,8 +172,11 @@ def resolve_bucket_size(config: RunConfig, layout: Layout, cluster: Cluster) -> 
 class ExchangeTimes:
     """Seconds of the collectives of gradients and values over data ranks.
 
-    scatter: each rank gets its part of the sums. gather: all ranks get all values. all_reduce: all
-    ranks get all sums. replicas: sums of a rank's part over its replicas.
+    Attributes:
+        scatter: each rank gets its part of the sums.
+        gather: all ranks get all values.
+        all_reduce: all ranks get all sums.
+        replicas: sums of a rank's part over its replicas.
     """
 
     scatter: Number
@@ -190,7 +196,7 @@ def exchange_times(machine: Machine, elements: Number, buckets: Number) -> Excha
         machine.software,
         machine.collective_seconds,
     )
-    values = WIDTH[machine.config.train.precision] * elements
+    values = DTYPE_BYTES[machine.config.train.precision] * elements
     wire = _gradient_bytes(machine)
     gradients, shard = wire * elements, wire * (elements / machine.sizes.shard)
     gather = seconds("all_gather", values, "shard", buckets)
@@ -217,7 +223,7 @@ def _gradient_bytes(machine: Machine) -> int:
     if machine.software.gradient_bytes is not None:
         return machine.software.gradient_bytes
     half = machine.config.parallel.reduce_precision == "bf16"
-    return 2 if half else max(4, WIDTH[machine.config.train.precision])
+    return 2 if half else max(4, DTYPE_BYTES[machine.config.train.precision])
 
 
 def exposed_exchange_seconds(
@@ -233,7 +239,7 @@ def exposed_exchange_seconds(
             (`overlapping_passes`).
     """
     sizes, software = machine.sizes, machine.software
-    width, wire = WIDTH[machine.config.train.precision], _gradient_bytes(machine)
+    width, wire = DTYPE_BYTES[machine.config.train.precision], _gradient_bytes(machine)
     size = load.total
     times = exchange_times(machine, size, load.buckets if software.overlap_data else 1.0)
     scatter, gather, all_reduce = times.scatter, times.gather, times.all_reduce

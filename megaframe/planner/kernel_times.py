@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from megaframe.errors import UserError
-from megaframe.hardware.chips import WIDTH, Chip
-from megaframe.hardware.cluster import without_rates
+from megaframe.hardware.chips import DTYPE_BYTES, Chip
+from megaframe.hardware.cluster import describe_unknown_chip
 from megaframe.planner.constants import Constants
 
 Number = Any
@@ -46,7 +46,7 @@ def kernel_rates(chip: Chip, constants: Constants, kind: str) -> KernelRates:
     """Return the rates of a chip in the type `kind`. Raises `UserError` if the chip lacks it, or if
     nothing is known of the chip's speed."""
     if not chip.has_rates:
-        raise UserError(without_rates(chip))
+        raise UserError(describe_unknown_chip(chip))
     sustained = chip.sustained_flops(kind)
     if sustained is None:
         raise UserError(
@@ -61,7 +61,7 @@ def kernel_rates(chip: Chip, constants: Constants, kind: str) -> KernelRates:
         memory=chip.bandwidth * constants.memory,
         read=chip.bandwidth,
         launch=constants.launch,
-        width=WIDTH[kind],
+        width=DTYPE_BYTES[kind],
     )
 
 
@@ -88,7 +88,8 @@ def linear_seconds(
 ) -> tuple[Number, Number, Number]:
     """Return the seconds of a linear layer's forward, input gradient and weight gradient.
 
-    groups: number of such layers in one kernel.
+    Args:
+        groups: number of such layers in one kernel.
     """
     return (
         grouped_product_seconds(rate, groups, rows, outputs, terms),

@@ -23,7 +23,7 @@ from megaframe.architecture.stages import StagePlan
 from megaframe.config.optim import OptimConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import RunConfig
-from megaframe.hardware.chips import WIDTH
+from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
 from megaframe.planner.activations import peak_activations
 from megaframe.planner.parameter_counts import RankParameters, count_parameters
@@ -35,13 +35,19 @@ from megaframe.schedule.zero_buffers import peak_zero_buffers
 class RankMemory:
     """Bytes on one rank, by kind.
 
-    weights: in master precision. values: what the model computes with, where it is not the weights
-    themselves. gradients: including what compression has not sent yet. activations: what the
-    backward passes of the microbatches in flight need. logits: one chunk. messages: in transit
-    between stages. rooms: buffers for arriving gradients on a CPU, and for offloaded data on its
-    way through the device. checkpoint: the copy that is being written, where it is in the same
-    memory. temporaries: of single operations. overhead: what the device's software takes, and what
-    its allocator cannot use. host: what is kept in host memory, where the device has its own.
+    Attributes:
+        weights: in master precision.
+        values: what the model computes with, where it is not the weights themselves.
+        gradients: including what compression has not sent yet.
+        activations: what the backward passes of the microbatches in flight need.
+        logits: one chunk.
+        messages: in transit between stages.
+        rooms: buffers for arriving gradients on a CPU, and for offloaded data on its way through
+            the device.
+        checkpoint: the copy that is being written, where it is in the same memory.
+        temporaries: of single operations.
+        overhead: what the device's software takes, and what its allocator cannot use.
+        host: what is kept in host memory, where the device has its own.
     """
 
     weights: int
@@ -97,7 +103,7 @@ def compute_memory(
         host: whether the device is the host, where transfers need buffers and checkpoints are
             copied in the same memory.
     """
-    width = WIDTH[config.train.precision]
+    width = DTYPE_BYTES[config.train.precision]
     master = max(4, width)
     zero = config.parallel.zero
     shard = parameters.count_shard(ranks, expert_ranks) if zero else parameters.total
@@ -245,7 +251,7 @@ def optimizer_state_bytes(
 def host_bytes_per_element(optim: OptimConfig, precision: str) -> float:
     """Return the bytes per element that the host keeps under `optim.offload`: its state (under Muon
     that of matrices), and the weight in master precision if the model computes in another one."""
-    width = WIDTH[precision]
+    width = DTYPE_BYTES[precision]
     master = max(4, width)
     return state_bytes_per_element(optim, master) + (master if width < master else 0)
 

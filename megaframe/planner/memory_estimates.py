@@ -17,7 +17,7 @@ from megaframe.architecture.optimizer_state import state_bytes_per_element
 from megaframe.architecture.output_head import max_logits_per_chunk
 from megaframe.architecture.stages import StagePlan
 from megaframe.config.schema import RunConfig
-from megaframe.hardware.chips import WIDTH, Chip
+from megaframe.hardware.chips import DTYPE_BYTES, Chip
 from megaframe.layout import Layout
 from megaframe.planner.activations import block_bytes, rotary_bytes, weight_pass_bytes
 from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, LayoutSizes, blocks_per_rank
@@ -153,7 +153,7 @@ class _BlockTable:
 def _rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> Array:
     c, blocks, full = rank.c, rank.blocks, rank.full
     model, train = config.model, config.train
-    width = WIDTH[train.precision]
+    width = DTYPE_BYTES[train.precision]
     master = max(4, width)
     positions = (model.positions or train.seq) * model.hidden if model.position == "learned" else 0
     both, tied = rank.first & rank.last, model.tie_embeddings
@@ -201,7 +201,7 @@ def _transient_bytes(config: RunConfig, rank: _PipelineRank, max_logits: int) ->
     `max_logits` of them at once), and temporaries."""
     c, blocks, last = rank.c, rank.blocks, rank.last
     model, train = config.model, config.train
-    width, activation_ranks = WIDTH[train.precision], c.tensor * c.context
+    width, activation_ranks = DTYPE_BYTES[train.precision], c.tensor * c.context
     rows = c.microbatch * float(train.seq)
     stream = rows * model.hidden * width
     backward, weight_pass = (

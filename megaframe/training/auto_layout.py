@@ -18,7 +18,7 @@ from megaframe.config import RunConfig, load
 from megaframe.distributed.device import explain_hidden_gpu, host_memory
 from megaframe.distributed.mesh import ranks_on_this_node
 from megaframe.errors import UserError
-from megaframe.hardware.cluster import DEFAULT, Cluster, device_cluster, load_cluster
+from megaframe.hardware.cluster import DEFAULT, Cluster, cluster_for_device, load_cluster
 from megaframe.io.run_files import CONFIG_FILE
 from megaframe.layout import Layout, axis_sizes
 from megaframe.planner.advice import describe_decision
@@ -116,7 +116,7 @@ def find_cluster(config: RunConfig) -> Cluster:
         return replace(load_cluster(DEFAULT), notes=(text,))
     found = torch.cuda.get_device_properties(0)
     name = torch.cuda.get_device_name(0)
-    return device_cluster(name, found.total_memory, found.multi_processor_count)
+    return cluster_for_device(name, found.total_memory, found.multi_processor_count)
 
 
 def _describe_machine(config: RunConfig) -> list[str]:

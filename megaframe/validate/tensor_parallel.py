@@ -10,7 +10,7 @@ from megaframe.architecture.attention import latent_width
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.errors import TIMES, divisors, join_or, nearest_divisors
-from megaframe.hardware.chips import WIDTH
+from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
 
 BETWEEN_NODES = 50e9
@@ -100,4 +100,4 @@ def tensor_parallel_bytes(config: RunConfig, layout: Layout) -> float:
     ends = 4 * model.hidden * (1 + model.mtp_depth)
     a_token = layer * (model.layers + model.mtp_depth) + ends
     elements = a_token * tokens * microbatches / layout.pipeline
-    return elements * WIDTH[train.precision] * (layout.tensor - 1) / layout.tensor
+    return elements * DTYPE_BYTES[train.precision] * (layout.tensor - 1) / layout.tensor

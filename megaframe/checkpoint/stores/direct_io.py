@@ -33,9 +33,9 @@ def allocate_aligned(size: int) -> np.ndarray:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-    room = np.frombuffer(memory, np.uint8)
-    start = -room.ctypes.data % _HUGE_PAGE_BYTES
-    return room[start : start + size]
+    memory_bytes = np.frombuffer(memory, np.uint8)
+    start = -memory_bytes.ctypes.data % _HUGE_PAGE_BYTES
+    return memory_bytes[start : start + size]
 
 
 _CHUNK_BYTES = 16 << 20
@@ -52,9 +52,10 @@ _UNSUPPORTED_ERRORS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 class DirectReadHandle:
     """A regular file open for reading, possibly by several threads.
 
-    bypass_cache, sole_reader: see `Store.open`. With either of them reads do not fill the page
-    cache. With `sole_reader` a file of which most is in the cache is read from there; with
-    `bypass_cache` it never is.
+    Args:
+        bypass_cache, sole_reader: See `Store.open`. With either of them reads do not fill the page
+            cache. With `sole_reader` a file of which most is in the cache is read from there; with
+            `bypass_cache` it never is.
     """
 
     def __init__(self, file: BinaryIO, *, bypass_cache: bool, sole_reader: bool) -> None:
@@ -63,38 +64,40 @@ class DirectReadHandle:
         self.size = os.fstat(file.fileno()).st_size
         if bypass_cache:
             self._forget()
-        past = bypass_cache or (sole_reader and not _is_cached(file.fileno(), self.size))
+        direct = bypass_cache or (sole_reader and not _is_cached(file.fileno(), self.size))
         # The kernel reads ahead for one thread that reads through the cache, but not for two.
-        self.chunk, self.at_once = (_DIRECT_READ_BYTES, 2) if past else (_CACHED_READ_BYTES, 1)
-        if past:
+        self.chunk_bytes, self.num_threads = (
+            (_DIRECT_READ_BYTES, 2) if direct else (_CACHED_READ_BYTES, 1)
+        )
+        if direct:
             with suppress(OSError, AttributeError):  # reopened: O_DIRECT for this one only
                 self._direct = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_DIRECT)
 
-    def read_into(self, start: int, into: memoryview) -> int:
-        done, head = 0, -start % ALIGNMENT
+    def read_into(self, start: int, buffer: memoryview) -> int:
+        done, unaligned_start = 0, -start % ALIGNMENT
         for read, stop in (
-            (self._through_cache, head),
-            (self._past_cache, len(into)),
-            (self._through_cache, len(into)),
+            (self._through_cache, unaligned_start),
+            (self._past_cache, len(buffer)),
+            (self._through_cache, len(buffer)),
         ):
-            rest = into[done:stop]
-            while len(rest) and (got := read(start + done, rest)):
-                done, rest = done + got, rest[got:]
+            remaining = buffer[done:stop]
+            while len(remaining) and (num_read := read(start + done, remaining)):
+                done, remaining = done + num_read, remaining[num_read:]
         return done
 
-    def _past_cache(self, start: int, into: memoryview) -> int:
+    def _past_cache(self, start: int, buffer: memoryview) -> int:
         """Read from the disk, except for an unaligned end. Returns 0 if that is impossible here."""
-        into = into[: len(into) // ALIGNMENT * ALIGNMENT]
-        if self._direct is None or not len(into) or start % ALIGNMENT:
+        buffer = buffer[: len(buffer) // ALIGNMENT * ALIGNMENT]
+        if self._direct is None or not len(buffer) or start % ALIGNMENT:
             return 0
-        if np.frombuffer(into, np.uint8).ctypes.data % ALIGNMENT:
+        if np.frombuffer(buffer, np.uint8).ctypes.data % ALIGNMENT:
             return 0
         with suppress(OSError):  # `_through_cache` will report the error
-            return os.preadv(self._direct, [into], start)
+            return os.preadv(self._direct, [buffer], start)
         return 0
 
-    def _through_cache(self, start: int, into: memoryview) -> int:
-        return os.preadv(self._file.fileno(), [into], start)
+    def _through_cache(self, start: int, buffer: memoryview) -> int:
+        return os.preadv(self._file.fileno(), [buffer], start)
 
     def close(self) -> None:
         if self._bypass_cache:
@@ -111,12 +114,16 @@ class DirectReadHandle:
 class DirectWriteHandle:
     """A new file of `size` bytes, whose space is reserved when it is created.
 
-    start: bytes left out at the start, a multiple of the alignment. held: everything that will be
-    `put`, in aligned memory that does not change until the file is closed; it is written directly
-    from there. None if the data may change after `put`; then they are copied.
+    Errors of background writes are raised by a later `write` or by `finish`.
 
-    Raises OSError if the file exists or the disk is full. Errors of background writes are raised by
-    a later `put` or by `finish`.
+    Args:
+        start: Bytes left out at the start, a multiple of the alignment.
+        held: Everything that will be written, in aligned memory that does not change until the file
+            is closed; it is written directly from there. None if the data may change after `write`;
+            then they are copied.
+
+    Raises:
+        OSError: If the file exists or the disk is full.
     """
 
     def __init__(self, path: Path, size: int, start: int, held: memoryview | None) -> None:
@@ -148,65 +155,70 @@ class DirectWriteHandle:
         self._pool.shutdown()  # the file must not be closed before its writes are done
         self._file.close()
 
-    def put(self, data: memoryview) -> None:
+    def write(self, data: memoryview) -> None:
         """Write the next bytes."""
-        left = np.frombuffer(data, np.uint8)
-        while len(left):
-            into = self._chunk[self._filled :]
-            room = min(len(left), len(into))
+        remaining = np.frombuffer(data, np.uint8)
+        while len(remaining):
+            space = self._chunk[self._filled :]
+            num_bytes = min(len(remaining), len(space))
             if self._held is None:
-                into[:room] = left[:room]
-            self._filled += room
-            left = left[room:]
-            if room == len(into) and self._filled % ALIGNMENT == 0:  # not at the end of `held`
+                space[:num_bytes] = remaining[:num_bytes]
+            self._filled += num_bytes
+            remaining = remaining[num_bytes:]
+            if (
+                num_bytes == len(space) and self._filled % ALIGNMENT == 0
+            ):  # not at the end of `held`
                 self._send(self._filled)
 
-    def finish(self, head: bytes) -> None:
+    def finish(self, header: bytes) -> None:
         """Write the bytes left out at the start. Returns when everything is on the disk."""
-        last = self._filled % ALIGNMENT
-        tail = self._chunk[self._filled - last : self._filled].copy()
-        self._send(self._filled - last)
+        unaligned = self._filled % ALIGNMENT
+        tail = self._chunk[self._filled - unaligned : self._filled].copy()
+        self._send(self._filled - unaligned)
         while self._writes:
             self._writes.popleft()[0].result()
         if self._direct:
             self._bypass(False)  # the end of the file is not aligned
-        self._write(np.frombuffer(head, np.uint8), 0)
+        self._write(np.frombuffer(header, np.uint8), 0)
         self._write(tail, self._start)
         os.fsync(self._file.fileno())
         if self._direct:
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _send(self, size: int) -> None:
-        sent = self._pool.submit(self._write, self._chunk[:size], self._start)
-        self._writes.append((sent, self._chunk))
+        write = self._pool.submit(self._write, self._chunk[:size], self._start)
+        self._writes.append((write, self._chunk))
         self._start, self._sent, self._filled = self._start + size, self._sent + size, 0
-        free = None
+        free_chunk = None
         if len(self._writes) > _WRITES_IN_FLIGHT:
-            done, free = self._writes.popleft()
-            done.result()
-        self._chunk = self._next(free)
+            oldest, free_chunk = self._writes.popleft()
+            oldest.result()
+        self._chunk = self._next(free_chunk)
 
-    def _next(self, free: np.ndarray | None = None) -> np.ndarray:
+    def _next(self, free_chunk: np.ndarray | None = None) -> np.ndarray:
         """Return the next chunk: the part of `held` that follows, or memory to copy data into.
-        free: a chunk that has been written and can be reused."""
+
+        Args:
+            free_chunk: A chunk that has been written and can be reused.
+        """
         if self._held is not None:
             return self._held[self._sent : self._sent + _CHUNK_BYTES]
-        return allocate_aligned(self._width) if free is None else free
+        return allocate_aligned(self._width) if free_chunk is None else free_chunk
 
     def _write(self, data: np.ndarray, start: int) -> None:
         while len(data):
             written = os.pwrite(self._file.fileno(), data.data, start)
             data, start = data[written:], start + written
 
-    def _bypass(self, wanted: bool) -> bool:
+    def _bypass(self, enable: bool) -> bool:
         """Turn bypassing the page cache on or off. Returns whether it is on."""
         flag = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         try:
-            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | flag if wanted else flags & ~flag)
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | flag if enable else flags & ~flag)
         except OSError:
             return False
-        return wanted and bool(flag)
+        return enable and bool(flag)
 
 
 def _is_cached(descriptor: int, size: int) -> bool:
@@ -216,20 +228,25 @@ def _is_cached(descriptor: int, size: int) -> bool:
         mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as memory,
     ):
         pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
-        found = np.frombuffer(memory, np.uint8)
-        address, vector = (ctypes.c_void_p(array.ctypes.data) for array in (found, pages))
-        del found  # otherwise the mapping cannot be closed
+        mapped = np.frombuffer(memory, np.uint8)
+        address, vector = (ctypes.c_void_p(array.ctypes.data) for array in (mapped, pages))
+        del mapped  # otherwise the mapping cannot be closed
         if not _LIBC.mincore(address, ctypes.c_size_t(size), vector):
             return 2 * int((pages & 1).sum()) > len(pages)
     return True
 
 
 def _reserve_space(descriptor: int, size: int) -> None:
-    """Reserve disk space for a file, if the file system can. Unlike posix_fallocate, this does not
-    fall back to writing every page. Raises OSError if there is not enough space."""
+    """Reserve disk space for a file, if the file system can.
+
+    Unlike posix_fallocate, this does not fall back to writing every page.
+
+    Raises:
+        OSError: If there is not enough space.
+    """
     reserve = getattr(_LIBC, "fallocate64", None)
     if reserve is None:
         return
-    given = ctypes.c_int(descriptor), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(size)
-    if reserve(*given) and ctypes.get_errno() not in _UNSUPPORTED_ERRORS:
+    arguments = ctypes.c_int(descriptor), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(size)
+    if reserve(*arguments) and ctypes.get_errno() not in _UNSUPPORTED_ERRORS:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -44,16 +44,16 @@ class LocalStore(Store[Path]):
     def file_name(self, rank: int, part: int, attempt: str) -> str:
         return f"rank-{rank:05d}.safetensors"
 
-    def is_folder(self, found: Path) -> bool:
-        return found.is_dir()
+    def is_folder(self, path: Path) -> bool:
+        return path.is_dir()
 
     def list_entries(self, folder: Path) -> dict[str, int | None]:
-        found: dict[str, int | None] = {}
+        sizes: dict[str, int | None] = {}
         for entry in _list_folder(folder):
             with suppress(FileNotFoundError):  # a link to nothing, or deleted meanwhile
                 status = entry.stat()
-                found[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
-        return found
+                sizes[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
+        return sizes
 
     def list_committed(self, root: Path) -> list[str]:
         return [
@@ -96,12 +96,12 @@ class LocalStore(Store[Path]):
         draft.mkdir(parents=True)
 
     def create_file(
-        self, file: Path, size: int, start: int, held: memoryview | None
+        self, file: Path, size: int, reserved: int, aligned_data: memoryview | None
     ) -> AbstractContextManager[WriteHandle]:
-        return DirectWriteHandle(file, size, start, held)
+        return DirectWriteHandle(file, size, reserved, aligned_data)
 
     def publish(
-        self, draft: Path, step: int, attempt: str, manifest: bytes, kept: Collection[str]
+        self, draft: Path, step: int, attempt: str, manifest: bytes, file_names: Collection[str]
     ) -> Path:
         """Commit a draft by renaming it. A checkpoint that already has the final name is first
         renamed to `.replaced`; `checkpoints` finds it there if this process is killed in
@@ -157,15 +157,15 @@ class LocalStore(Store[Path]):
         self.remove_checkpoint(draft, attempt)
 
     def remove_checkpoint(self, checkpoint: Path, attempt: str) -> None:
-        gone = checkpoint
+        temporary = checkpoint
         if not is_temporary(checkpoint.name):
-            gone = checkpoint.with_name(f"{checkpoint.name}.{attempt}.tmp")
+            temporary = checkpoint.with_name(f"{checkpoint.name}.{attempt}.tmp")
         try:
-            if gone != checkpoint:
-                os.rename(checkpoint, gone)
+            if temporary != checkpoint:
+                os.rename(checkpoint, temporary)
         except OSError:
             return
-        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
     def delete_file(self, file: Path) -> None:
         with suppress(OSError):

@@ -48,29 +48,29 @@ _SETTLE_SECONDS = 1.0
 class ObjectReadHandle:
     """A file under a URL, read by several requests at a time."""
 
-    chunk, at_once = FILE_BYTES, 1
+    chunk_bytes, num_threads = FILE_BYTES, 1
 
     def __init__(self, file: RemotePath, size: int) -> None:
         self.size = size
         self._file = file
 
-    def read_into(self, start: int, into: memoryview) -> int:
+    def read_into(self, start: int, buffer: memoryview) -> int:
         system, path = filesystem_of(self._file)
-        stop = min(start + len(into), self.size)
+        stop = min(start + len(buffer), self.size)
         begins = range(start, stop, _READ_BYTES)
-        for at in range(0, len(begins), _PARALLEL_REQUESTS):
-            some = begins[at : at + _PARALLEL_REQUESTS]
-            ends = [min(begin + _READ_BYTES, stop) for begin in some]
+        for index in range(0, len(begins), _PARALLEL_REQUESTS):
+            batch = begins[index : index + _PARALLEL_REQUESTS]
+            ends = [min(begin + _READ_BYTES, stop) for begin in batch]
             parts = retry_request(
                 self._file,
-                lambda some=some, ends=ends: system.cat_ranges(  # type: ignore[misc]
-                    [path] * len(some), list(some), ends, on_error="raise"
+                lambda batch=batch, ends=ends: system.cat_ranges(  # type: ignore[misc]
+                    [path] * len(batch), list(batch), ends, on_error="raise"
                 ),
             )
-            for begin, end, part in zip(some, ends, parts, strict=True):
+            for begin, end, part in zip(batch, ends, parts, strict=True):
                 if len(part) != end - begin:
                     return begin - start
-                into[begin - start : end - start] = part
+                buffer[begin - start : end - start] = part
         return max(0, stop - start)
 
     def close(self) -> None:
@@ -85,12 +85,12 @@ class ObjectWriteHandle:
         self._data = io.BytesIO()
         self._data.seek(start)
 
-    def put(self, data: memoryview) -> None:
+    def write(self, data: memoryview) -> None:
         self._data.write(data)
 
-    def finish(self, head: bytes) -> None:
+    def finish(self, header: bytes) -> None:
         self._data.seek(0)
-        self._data.write(head)
+        self._data.write(header)
         _upload(self._file, self._data.getvalue())
 
 
@@ -110,21 +110,21 @@ class ObjectStore(Store[RemotePath]):
     def file_name(self, rank: int, part: int, attempt: str) -> str:
         return f"rank-{rank:05d}.{part:05d}.{attempt}.safetensors"
 
-    def is_folder(self, found: RemotePath) -> bool:
-        return bool(_list_folder(found))
+    def is_folder(self, path: RemotePath) -> bool:
+        return bool(_list_folder(path))
 
     def list_entries(self, folder: RemotePath) -> dict[str, int | None]:
         return {
-            str(one["name"]).rstrip("/").rpartition("/")[2]: one.get("size")
-            if one["type"] == "file"
+            str(info["name"]).rstrip("/").rpartition("/")[2]: info.get("size")
+            if info["type"] == "file"
             else None
-            for one in _list_folder(folder)
+            for info in _list_folder(folder)
         }
 
     def list_committed(self, root: RemotePath) -> list[str]:
         names = [name for name, size in self.list_entries(root).items() if size is None]
         names = [name for name in names if CHECKPOINT_NAME.fullmatch(name)]
-        return [name for name, whole in self._whole(root, names) if whole]
+        return [name for name, committed in self._whole(root, names) if committed]
 
     def _whole(self, root: RemotePath, names: list[str]) -> list[tuple[str, bool]]:
         def has_manifest(name: str) -> tuple[str, bool]:
@@ -150,24 +150,24 @@ class ObjectStore(Store[RemotePath]):
         system, path = filesystem_of(root)
         retry_request(root, lambda: system.makedirs(path, exist_ok=True))
         names = [name for name, size in self.list_entries(root).items() if size is None]
-        for name, whole in self._whole(
+        for name, has_manifest in self._whole(
             root, [name for name in names if CHECKPOINT_NAME.fullmatch(name)]
         ):
-            self._remove_unnamed(root / name, whole)
+            self._remove_unnamed(root / name, has_manifest)
 
-    def _remove_unnamed(self, folder: RemotePath, whole: bool) -> None:
+    def _remove_unnamed(self, folder: RemotePath, has_manifest: bool) -> None:
         """Delete the files that no manifest names, if it is certain which ones these are. whole:
         whether the folder has a manifest."""
-        kept: Collection[str] = ()
+        named: Collection[str] = ()
         files = [name for name in self.list_entries(folder) if UPLOADED_NAME.fullmatch(name)]
-        if whole:
+        if has_manifest:
             if len({name.split(".")[-2] for name in files}) < 2:
                 return  # all of one attempt, which was committed
             try:
-                kept = decode_manifest(_read_file(folder / MANIFEST), folder / MANIFEST).files
+                named = decode_manifest(_read_file(folder / MANIFEST), folder / MANIFEST).files
             except UserError:
                 return
-        _delete_files([folder / name for name in files if name not in kept])
+        _delete_files([folder / name for name in files if name not in named])
 
     def draft_path(self, root: RemotePath, step: int, attempt: str) -> RemotePath:
         return root / checkpoint_name(step)
@@ -177,18 +177,23 @@ class ObjectStore(Store[RemotePath]):
         them."""
 
     def create_file(
-        self, file: RemotePath, size: int, start: int, held: memoryview | None
+        self, file: RemotePath, size: int, reserved: int, aligned_data: memoryview | None
     ) -> AbstractContextManager[WriteHandle]:
-        return nullcontext(ObjectWriteHandle(file, start))
+        return nullcontext(ObjectWriteHandle(file, reserved))
 
     def publish(
-        self, draft: RemotePath, step: int, attempt: str, manifest: bytes, kept: Collection[str]
+        self,
+        draft: RemotePath,
+        step: int,
+        attempt: str,
+        manifest: bytes,
+        file_names: Collection[str],
     ) -> RemotePath:
         _upload(draft / MANIFEST, manifest)
         with suppress(OSError):
             names = [name for name in self.list_entries(draft) if name.endswith(".safetensors")]
             _delete_files(
-                [draft / name for name in names if name not in kept and _is_shard_file(name)]
+                [draft / name for name in names if name not in file_names and _is_shard_file(name)]
             )
         return draft
 
@@ -209,15 +214,15 @@ class ObjectStore(Store[RemotePath]):
 
     def discard_draft(self, draft: RemotePath, attempt: str) -> None:
         with suppress(OSError):
-            mine = [
+            own_files = [
                 name
                 for name in self.list_entries(draft)
-                if (found := UPLOADED_NAME.fullmatch(name)) and found[1] == attempt
+                if (match := UPLOADED_NAME.fullmatch(name)) and match[1] == attempt
             ]
             # The manifest may have been stored although its request seemed to fail. Then the draft
             # is a checkpoint.
-            if mine and not self._names(draft, attempt):
-                _delete_files([draft / name for name in mine])
+            if own_files and not self._names(draft, attempt):
+                _delete_files([draft / name for name in own_files])
 
     def _names(self, draft: RemotePath, attempt: str) -> bool:
         """Return whether the manifest in a folder names files of an attempt."""
@@ -256,14 +261,14 @@ def _list_folder(folder: RemotePath) -> list[dict[str, Any]]:
     """Return fsspec's description of each entry of a folder; empty if there is no such folder."""
     system, path = filesystem_of(folder)
 
-    def act() -> list[dict[str, Any]]:
+    def list_once() -> list[dict[str, Any]]:
         system.invalidate_cache()
-        found: list[dict[str, Any]] = system.ls(path, detail=True)
+        entries: list[dict[str, Any]] = system.ls(path, detail=True)
         # Some stores list the folder itself, or a file of the same name.
-        return [one for one in found if str(one["name"]).strip("/") != path.strip("/")]
+        return [entry for entry in entries if str(entry["name"]).strip("/") != path.strip("/")]
 
     try:
-        return retry_request(folder, act)
+        return retry_request(folder, list_once)
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -271,15 +276,15 @@ def _list_folder(folder: RemotePath) -> list[dict[str, Any]]:
 def _file_size(file: RemotePath) -> int:
     system, path = filesystem_of(file)
 
-    def act() -> dict[str, Any]:
+    def info_once() -> dict[str, Any]:
         system.invalidate_cache()
-        found: dict[str, Any] = system.info(path)
-        return found
+        info: dict[str, Any] = system.info(path)
+        return info
 
-    found = retry_request(file, act)
-    if found["type"] != "file" or not isinstance(found.get("size"), int):
+    info = retry_request(file, info_once)
+    if info["type"] != "file" or not isinstance(info.get("size"), int):
         raise OSError(errno.EINVAL, "Not a regular file", str(file))
-    return int(found["size"])
+    return int(info["size"])
 
 
 def _read_file(file: RemotePath) -> bytes:
@@ -288,8 +293,8 @@ def _read_file(file: RemotePath) -> bytes:
     if size > MAX_MANIFEST_BYTES:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(file))
     content = bytearray(size)
-    got = ObjectReadHandle(file, size).read_into(0, memoryview(content))
-    return bytes(content[:got])
+    num_read = ObjectReadHandle(file, size).read_into(0, memoryview(content))
+    return bytes(content[:num_read])
 
 
 def _upload(file: RemotePath, content: bytes) -> None:

@@ -44,8 +44,13 @@ _RECORD_NAME = re.compile(r"rank-[0-9]{5,9}\.json")
 class CopyRecord(JsonRecord):
     """Describes the copy of one rank's part of one step.
 
-    run: id of the run. world: number of ranks whose parts make up the step. state: see `Manifest`.
-    file: expected size and header checksum of the file, as in a manifest.
+    Attributes:
+        run: Id of the run.
+        step: Step of the run that was copied.
+        rank: Rank whose part it is.
+        world: Number of ranks whose parts make up the step.
+        state: See `Manifest`.
+        file: Expected size and header checksum of the file, as in a manifest.
     """
 
     format: Literal["megaframe-memory"] = "megaframe-memory"
@@ -66,10 +71,13 @@ class MemoryFolder:
 
     @staticmethod
     def of(memory: Path, run: Path) -> MemoryFolder:
-        """Create the folder in `memory`, or use the existing one. run: path of the run's own
-        folder.
+        """Create the folder in `memory`, or use the existing one.
 
-        Raises UserError if it cannot be created or is not private to this user.
+        Args:
+            run: Path of the run's own folder.
+
+        Raises:
+            UserError: If it cannot be created or is not private to this user.
         """
         digest = hashlib.blake2b(os.fsencode(run.resolve()), digest_size=8).hexdigest()
         folder = memory / f"megaframe-{os.getuid()}-{digest}"
@@ -120,13 +128,13 @@ class MemoryFolder:
             if self.path(record.step, record.rank).with_suffix(".json") == path:
                 yield record
 
-    def remove(self, *, below: int | None = None, but: int | None = None) -> None:
+    def remove(self, *, below: int | None = None, keep_step: int | None = None) -> None:
         """Delete the copies of all steps, or of those lower than `below`, always except step
-        `but`."""
+        `keep_step`."""
         for path in self.folder.glob("step-*"):
             match = _STEP_NAME.fullmatch(path.name)
             step = int(match[1]) if match else -1
-            if step != but and (below is None or step < below):
+            if step != keep_step and (below is None or step < below):
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
@@ -165,25 +173,33 @@ def peer_of(rank: int, world: int, node_size: int) -> int | None:
 
 @dataclass(frozen=True)
 class PeerRanks:
-    """to: the rank that keeps a copy for this rank, if any. sources: the ranks for which this rank
-    keeps copies."""
+    """The ranks with which a rank exchanges copies.
+
+    Attributes:
+        to: The rank that keeps a copy for this rank, if any.
+        sources: The ranks for which this rank keeps copies.
+    """
 
     to: int | None
     sources: tuple[int, ...]
 
     @staticmethod
     def of(rank: int, world: int, node_size: int) -> PeerRanks:
-        keepers = [peer_of(other, world, node_size) for other in range(world)]
-        sources = (other for other, keeper in enumerate(keepers) if keeper == rank)
+        keepers = [peer_of(source, world, node_size) for source in range(world)]
+        sources = (source for source, keeper in enumerate(keepers) if keeper == rank)
         return PeerRanks(keepers[rank], tuple(sources))
 
 
 class PeerMemoryWriter(BackgroundCopier):
     """Makes the copies of one rank.
 
-    group: a group of all ranks, used for nothing else. run: id of the run. kept: step of existing
-    copies to keep until the next ones are complete; all others are deleted at once. If a rank's
-    copy fails, all ranks raise an error, in the same way as `Writer`.
+    If a rank's copy fails, all ranks raise an error, in the same way as `CheckpointWriter`.
+
+    Args:
+        group: A group of all ranks, used for nothing else.
+        run: Id of the run.
+        kept: Step of existing copies to keep until the next ones are complete; all others are
+            deleted at once.
     """
 
     def __init__(
@@ -192,13 +208,13 @@ class PeerMemoryWriter(BackgroundCopier):
         super().__init__()
         self._ram, self._group, self._peers, self._run_id = ram, group, peers, run
         self._whole = kept
-        ram.remove(but=kept)
+        ram.remove(keep_step=kept)
 
     def save(self, step: int, slices: Sequence[Slice], state: Mapping[str, JsonValue]) -> None:
         """Start making copies in the background; see `Writer.save`. The step must be higher than
         those of all earlier saves since `forget`."""
-        kept = json.loads(json.dumps(dict(state)))
-        self.start(slices, lambda planned, data: self._keep(step, kept, planned, data))
+        state_copy = json.loads(json.dumps(dict(state)))
+        self.start(slices, lambda entries, data: self._keep(step, state_copy, entries, data))
 
     def forget(self) -> None:
         """Delete all copies. No save may be in progress."""
@@ -211,28 +227,29 @@ class PeerMemoryWriter(BackgroundCopier):
         self._ram.close()
 
     def _keep(
-        self, step: int, state: dict[str, JsonValue], planned: list[FileEntry], data: HostCopy
+        self, step: int, state: dict[str, JsonValue], entries: list[FileEntry], data: HostCopy
     ) -> None:
         if self._whole is not None:
             self._ram.remove(below=self._whole)
         failures: list[str] = []
-        own = self._write(step, state, planned, data, failures)
+        own_file = self._write(step, state, entries, data, failures)
         if self._peers.to is not None:
-            self._exchange(step, own, failures)
-        told = gather_json(self._group, failures)
-        wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(told) for text in texts]
-        if wrong:
-            more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-            raise UserError(
-                f"copies of step {step} in memory could not be made: {'; '.join(wrong[:3])}{more}"
-            )
+            self._exchange(step, own_file, failures)
+        failures_per_rank = gather_json(self._group, failures)
+        messages = [
+            f"rank {rank}: {text}" for rank, texts in enumerate(failures_per_rank) for text in texts
+        ]
+        if messages:
+            shown = "; ".join(messages[:3])
+            more = f" (and {len(messages) - 3} more)" if len(messages) > 3 else ""
+            raise UserError(f"copies of step {step} in memory could not be made: {shown}{more}")
         self._whole = step
 
     def _write(
         self,
         step: int,
         state: dict[str, JsonValue],
-        planned: list[FileEntry],
+        entries: list[FileEntry],
         data: HostCopy,
         failures: list[str],
     ) -> _OutgoingFile:
@@ -241,7 +258,7 @@ class PeerMemoryWriter(BackgroundCopier):
         path, rank = self._ram.path(step, self._group.index), self._group.index
         try:
             self._ram.prepare(step, rank)
-            file = write_shard_file(path, planned, data.wait_for_entry, data.wait_for_memory())
+            file = write_shard_file(path, entries, data.wait_for_entry, data.wait_for_memory())
             verify_shard_file(path, file)
             record = encode_record(
                 CopyRecord(
@@ -259,44 +276,50 @@ class PeerMemoryWriter(BackgroundCopier):
             return _OutgoingFile()
         return _OutgoingFile(path, file.bytes, record)
 
-    def _exchange(self, step: int, own: _OutgoingFile, failures: list[str]) -> None:
+    def _exchange(self, step: int, own_file: _OutgoingFile, failures: list[str]) -> None:
         """Send this rank's file and record to its peer, and store those that arrive from its
         sources. Files travel in chunks, one in each direction at a time."""
-        sizes = torch.tensor([[len(own.record), own.size]])
+        sizes = torch.tensor([[len(own_file.record), own_file.size]])
         sizes = all_gather(sizes, self._group).wait()
         with ExitStack() as stack:
-            source = stack.enter_context(open(own.path, "rb")) if own.path is not None else None
-            sinks = {
+            own_handle = (
+                stack.enter_context(open(own_file.path, "rb"))
+                if own_file.path is not None
+                else None
+            )
+            incoming_files = {
                 rank: _IncomingFile(self._ram, step, rank, *sizes[rank].tolist())
                 for rank in self._peers.sources
             }
-            for sink in sinks.values():
-                stack.callback(sink.close)
+            for incoming in incoming_files.values():
+                stack.callback(incoming.close)
             records = [torch.zeros(0, dtype=torch.uint8)] * self._group.size
-            for rank, sink in sinks.items():
-                records[rank] = torch.empty(sink.record_size, dtype=torch.uint8)
-            self._swap(_as_tensor(own.record), records)
+            for rank, incoming in incoming_files.items():
+                records[rank] = torch.empty(incoming.record_size, dtype=torch.uint8)
+            self._swap(_as_tensor(own_file.record), records)
             chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-            coming = {rank: torch.empty_like(chunk) for rank in sinks}
-            rest = max([own.size, *(sink.size for sink in sinks.values())])
-            for start in range(0, rest, CHUNK_BYTES):
-                leaving = chunk[: max(0, min(CHUNK_BYTES, own.size - start))]
-                if source is not None and len(leaving):
-                    source.readinto(leaving.numpy().data)
-                parts = [chunk[:0]] * self._group.size
-                for rank, sink in sinks.items():
-                    parts[rank] = coming[rank][: max(0, min(CHUNK_BYTES, sink.size - start))]
-                self._swap(leaving, parts)
-                for rank, sink in sinks.items():
-                    sink.write(parts[rank])
-            for rank, sink in sinks.items():
-                failures += sink.finish(records[rank])
+            receive_buffers = {rank: torch.empty_like(chunk) for rank in incoming_files}
+            longest = max([own_file.size, *(incoming.size for incoming in incoming_files.values())])
+            for start in range(0, longest, CHUNK_BYTES):
+                outgoing = chunk[: max(0, min(CHUNK_BYTES, own_file.size - start))]
+                if own_handle is not None and len(outgoing):
+                    own_handle.readinto(outgoing.numpy().data)
+                incoming_parts = [chunk[:0]] * self._group.size
+                for rank, incoming in incoming_files.items():
+                    incoming_parts[rank] = receive_buffers[rank][
+                        : max(0, min(CHUNK_BYTES, incoming.size - start))
+                    ]
+                self._swap(outgoing, incoming_parts)
+                for rank, incoming in incoming_files.items():
+                    incoming.write(incoming_parts[rank])
+            for rank, incoming in incoming_files.items():
+                failures += incoming.finish(records[rank])
 
-    def _swap(self, leaving: Tensor, coming: list[Tensor]) -> None:
-        out = [leaving[:0]] * self._group.size
+    def _swap(self, outgoing: Tensor, incoming: list[Tensor]) -> None:
+        per_rank = [outgoing[:0]] * self._group.size
         assert self._peers.to is not None
-        out[self._peers.to] = leaving
-        exchange_pairwise(leaving, out, coming, self._group, kind="copies").wait()
+        per_rank[self._peers.to] = outgoing
+        exchange_pairwise(outgoing, per_rank, incoming, self._group, kind="copies").wait()
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,12 @@ _BEFORE_ALL_STEPS = -1
 
 
 class PeerMemoryCheckpoint(Checkpoint):
-    """The copies of one step, to be loaded like a checkpoint. `load` is collective: all ranks call
-    it together.
+    """The copies of one step, to be loaded like a checkpoint.
 
-    servers: for each file, the rank of the group that reads it, for itself and for all others.
+    `load` is collective: all ranks call it together.
+
+    Args:
+        servers: For each file, the rank of the group that reads it, for itself and for all others.
     """
 
     def __init__(
@@ -55,119 +57,153 @@ class PeerMemoryCheckpoint(Checkpoint):
 
     def read(
         self,
-        wanted: Mapping[str, Sequence[SavedSlice]],
+        requested: Mapping[str, Sequence[SavedSlice]],
         shared: Collection[tuple[str, SavedSlice]] = (),
     ) -> Iterator[tuple[str, SavedSlice, Tensor]]:
         """Yield the wanted slices as `Checkpoint.read` does: those that this rank serves, then
         those received from others. Meanwhile serve the other ranks. Collective."""
-        here: dict[str, list[SavedSlice]] = {}
-        elsewhere: set[tuple[str, SavedSlice]] = set()
-        me = self._group.index
-        for name, pieces in wanted.items():
-            here[name] = [one for one in pieces if self._servers[one.file] == me]
-            elsewhere |= {(name, one) for one in pieces if self._servers[one.file] != me}
-        yield from super().read(here, shared)
-        yield from self._exchange(elsewhere)
+        own_slices: dict[str, list[SavedSlice]] = {}
+        remote_slices: set[tuple[str, SavedSlice]] = set()
+        own_rank = self._group.index
+        for name, saved_slices in requested.items():
+            own_slices[name] = [
+                saved_slice
+                for saved_slice in saved_slices
+                if self._servers[saved_slice.file] == own_rank
+            ]
+            remote_slices |= {
+                (name, saved_slice)
+                for saved_slice in saved_slices
+                if self._servers[saved_slice.file] != own_rank
+            }
+        yield from super().read(own_slices, shared)
+        yield from self._exchange(remote_slices)
 
     def _exchange(
-        self, wanted: set[tuple[str, SavedSlice]]
+        self, requested: set[tuple[str, SavedSlice]]
     ) -> Iterator[tuple[str, SavedSlice, Tensor]]:
         """Send the slices that others want and receive those that this rank wants.
 
         All ranks go through the transfers in the same order (by slice, then by receiving rank), so
         there is no deadlock.
         """
-        every = [(name, piece) for name, one in self.tensors.items() for piece in one.slices]
-        mine = [number for number, one in enumerate(every) if one in wanted]
-        asked = gather_rows(self._group, torch.tensor(mine, dtype=torch.int64))
-        me = self._group.index
-        acts = sorted(
+        all_slices = [
+            (name, saved_slice)
+            for name, item in self.tensors.items()
+            for saved_slice in item.slices
+        ]
+        wanted_numbers = [number for number, item in enumerate(all_slices) if item in requested]
+        wanted_per_rank = gather_rows(self._group, torch.tensor(wanted_numbers, dtype=torch.int64))
+        own_rank = self._group.index
+        transfers = sorted(
             (number, rank)
-            for rank, numbers in enumerate(asked)
+            for rank, numbers in enumerate(wanted_per_rank)
             for number in numbers.tolist()
-            if me in (rank, self._servers[every[number][1].file])
+            if own_rank in (rank, self._servers[all_slices[number][1].file])
         )
-        for number, rank in acts:
-            name, piece = every[number]
-            server = self._servers[piece.file]
-            if server == me:
-                for _, _, found in super().read({name: [piece]}):
-                    data = found.reshape(-1).view(torch.uint8)
+        for number, rank in transfers:
+            name, saved_slice = all_slices[number]
+            server = self._servers[saved_slice.file]
+            if server == own_rank:
+                for _, _, contents in super().read({name: [saved_slice]}):
+                    data = contents.reshape(-1).view(torch.uint8)
                     send(data, self._group, to=rank).wait()
             else:
-                yield name, piece, self._received(name, piece, server)
+                yield name, saved_slice, self._received(name, saved_slice, server)
 
-    def _received(self, name: str, piece: SavedSlice, server: int) -> Tensor:
+    def _received(self, name: str, saved_slice: SavedSlice, server: int) -> Tensor:
         tensor = self.tensors[name]
-        buffer = torch.empty(tensor.bytes_of(piece.shape), dtype=torch.uint8)
+        buffer = torch.empty(tensor.bytes_of(saved_slice.shape), dtype=torch.uint8)
         receive(buffer, self._group, source=server).wait()
-        if xxhash.xxh3_64_hexdigest(buffer.numpy().data) != piece.checksum:
-            raise UserError(f"tensor {name} at {piece.offset} was damaged on its way from {server}")
-        return buffer.view(DTYPES[tensor.dtype]).view(piece.shape)
+        if xxhash.xxh3_64_hexdigest(buffer.numpy().data) != saved_slice.checksum:
+            raise UserError(
+                f"tensor {name} at {saved_slice.offset} was damaged on its way from {server}"
+            )
+        return buffer.view(DTYPES[tensor.dtype]).view(saved_slice.shape)
 
 
 def open_peer_memory(
     ram: MemoryFolder, run: str, group: Group, newer_than: int | None, say: Callable[[str], None]
 ) -> PeerMemoryCheckpoint | None:
-    """Find the newest complete copies of a run. Collective; all ranks get the same result.
+    """Find the newest complete copies of a run.
 
-    run: id of the run. newer_than: only steps above this one are considered; None: all. say: called
-    with what was left out and why, and with the reason if there are no usable copies. Then None is
-    returned.
+    Collective; all ranks get the same result.
+
+    Args:
+        run: Id of the run.
+        newer_than: Only steps above this one are considered; None: all.
+        say: Called with what was left out and why, and with the reason if there are no usable
+            copies. Then None is returned.
     """
-    found = {(record.step, record.rank): record for record in ram.records(run)}
+    own_records = {(record.step, record.rank): record for record in ram.records(run)}
     limit = _BEFORE_ALL_STEPS if newer_than is None else newer_than
     while True:
-        told = gather_json(group, [(one.step, one.rank, one.world) for one in found.values()])
-        step, servers, why = _choose_newest(told, limit)
+        copies_per_rank = gather_json(
+            group, [(part.step, part.rank, part.world) for part in own_records.values()]
+        )
+        step, servers, reason = _choose_newest(copies_per_rank, limit)
         if step is None:
-            if newer_than is not None or why:
-                say(f"not resumed from copies in memory: {why or 'there are none'}")
+            if newer_than is not None or reason:
+                say(f"not resumed from copies in memory: {reason or 'there are none'}")
             return None
-        if why:
-            say(f"not resumed from the newest copies in memory: {why}")
-        served = [rank for rank, server in servers.items() if server == group.index]
-        parts = gather_json(group, [_verify_copy(ram, found[step, rank]) for rank in served])
-        wrong = [text for ones in parts for one in ones for text in one["wrong"]]
-        if not wrong:
+        if reason:
+            say(f"not resumed from the newest copies in memory: {reason}")
+        served_ranks = [rank for rank, server in servers.items() if server == group.index]
+        parts = gather_json(
+            group, [_verify_copy(ram, own_records[step, rank]) for rank in served_ranks]
+        )
+        problems = [
+            text for parts_of_rank in parts for part in parts_of_rank for text in part["wrong"]
+        ]
+        if not problems:
             break
-        for text in wrong:
+        for text in problems:
             say(f"a copy in memory is left out: {text}")
-        for rank, one in zip(served, parts[group.index], strict=True):
-            if one["wrong"]:
-                del found[step, rank]
-    manifest = _build_manifest(step, [one for ones in parts for one in ones])
+        for rank, part in zip(served_ranks, parts[group.index], strict=True):
+            if part["wrong"]:
+                del own_records[step, rank]
+    manifest = _build_manifest(step, [part for parts_of_rank in parts for part in parts_of_rank])
     names = {f"rank-{rank:05d}.safetensors": server for rank, server in servers.items()}
     return PeerMemoryCheckpoint(ram.path(step, 0).parent, manifest, names, group)
 
 
 def _choose_newest(
-    told: Sequence[Sequence[tuple[int, int, int]]], limit: int
+    copies_per_rank: Sequence[Sequence[tuple[int, int, int]]], limit: int
 ) -> tuple[int | None, dict[int, int], str]:
     """Choose the newest step above `limit` of which all parts exist.
 
-    told: for each rank, (step, rank that made the part, world) of each part that it has. Returns
-    the step (or None), the rank that serves each part, and why newer steps cannot be used. A part
-    is served by the rank with the same number as its maker, if that one has it, because it will
-    need most of it; otherwise by one of those that have it, chosen so that the load is spread.
+    Args:
+        copies_per_rank: For each rank, (step, rank that made the part, world) of each part that it
+            has.
+
+    Returns:
+        The step (or None), the rank that serves each part, and why newer steps cannot be used. A
+        part is served by the rank with the same number as its maker, if that one has it, because it
+        will need most of it; otherwise by one of those that have it, chosen so that the load is
+        spread.
     """
     holders: defaultdict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
-    for holder, ones in enumerate(told):
-        for step, rank, world in ones:
+    for holder, copies in enumerate(copies_per_rank):
+        for step, rank, world in copies:
             holders[step, world].setdefault(rank, []).append(holder)
-    why = ""
+    reason = ""
     for (step, world), parts in sorted(holders.items(), reverse=True):
         if step <= limit:
-            return None, {}, why or f"they are of step {step}, and there is a checkpoint of {limit}"
+            return (
+                None,
+                {},
+                reason or f"they are of step {step}, and there is a checkpoint of {limit}",
+            )
         missing = [rank for rank in range(world) if rank not in parts]
         if not missing:
             servers = {
-                rank: rank if rank in by else by[rank % len(by)] for rank, by in parts.items()
+                rank: rank if rank in holder_ranks else holder_ranks[rank % len(holder_ranks)]
+                for rank, holder_ranks in parts.items()
             }
-            return step, servers, why
-        few = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-        why = why or f"those of step {step} lack the parts of ranks {few} of {world}"
-    return None, {}, why
+            return step, servers, reason
+        shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        reason = reason or f"those of step {step} lack the parts of ranks {shown} of {world}"
+    return None, {}, reason
 
 
 def _verify_copy(ram: MemoryFolder, record: CopyRecord) -> dict[str, Any]:
@@ -188,17 +224,17 @@ def _verify_copy(ram: MemoryFolder, record: CopyRecord) -> dict[str, Any]:
 
 
 def _build_manifest(step: int, parts: Sequence[dict[str, Any]]) -> Manifest:
-    state: dict[str, JsonValue] = next(one["state"] for one in parts if one["state"] is not None)
+    state: dict[str, JsonValue] = next(part["state"] for part in parts if part["state"] is not None)
     try:
         manifest = Manifest(
             step=step,
             state=state,
-            files={one["name"]: one["file"] for one in parts},
-            tensors=merge_tensors(SAVED_TENSORS.validate_json(one["tensors"]) for one in parts),
+            files={part["name"]: part["file"] for part in parts},
+            tensors=merge_tensors(SAVED_TENSORS.validate_json(part["tensors"]) for part in parts),
         )
     except ValidationError as error:
         raise UserError(f"copies in memory of step {step} are not valid: {error}") from None
-    wrong = find_problem(manifest)
-    if wrong:
-        raise UserError(f"copies in memory of step {step} are not valid: {wrong}")
+    mistake = find_problem(manifest)
+    if mistake:
+        raise UserError(f"copies in memory of step {step} are not valid: {mistake}")
     return manifest

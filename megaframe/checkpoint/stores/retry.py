@@ -54,53 +54,59 @@ def _open_filesystem(root: str) -> AbstractFileSystem:
     return system
 
 
-def filesystem_of(found: RemotePath) -> tuple[AbstractFileSystem, str]:
-    """Return the fsspec file system of a place, and its path there."""
-    scheme, _, rest = found.url.partition("://")
+def filesystem_of(path: RemotePath) -> tuple[AbstractFileSystem, str]:
+    """Return the fsspec file system of a path, and the path in it."""
+    scheme, _, rest = path.url.partition("://")
     system = _open_filesystem(f"{scheme}://{rest.partition('/')[0]}")
-    return system, system._strip_protocol(found.url)
+    return system, system._strip_protocol(path.url)
 
 
-def check_scheme(found: RemotePath) -> None:
+def check_scheme(path: RemotePath) -> None:
     """Raise UserError if the URL's scheme is unknown or its library is not installed."""
-    scheme = found.url.partition("://")[0]
+    scheme = path.url.partition("://")[0]
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
-        raise UserError(f"{found}: {error}; s3:// needs: pip install 'megaframe[cloud]'") from None
+        raise UserError(f"{path}: {error}; s3:// needs: pip install 'megaframe[cloud]'") from None
     except ValueError:
         known = [name for name in fsspec.available_protocols() if scheme[:2] == name[:2]]
-        near = f"; known are {', '.join(known)}" if known else ""
-        raise UserError(f"{found}: no store is known for {scheme}://{near}") from None
+        suggestion = f"; known are {', '.join(known)}" if known else ""
+        raise UserError(f"{path}: no store is known for {scheme}://{suggestion}") from None
 
 
-def retry_request(found: RemotePath, act: Callable[[], T]) -> T:
-    """Return the result of `act`, which accesses the store of `found`. If it fails with an error
-    that may be temporary, it is called again for up to `RETRY_SECONDS` seconds. Raises OSError."""
-    start, pause, told = time.monotonic(), FIRST_PAUSE, False
+def retry_request(path: RemotePath, request: Callable[[], T]) -> T:
+    """Return the result of `request`, which accesses the store of `path`.
+
+    If it fails with an error that may be temporary, it is called again for up to `RETRY_SECONDS`
+    seconds.
+
+    Raises:
+        OSError: If the error is permanent or the time is over. Its text contains no secret.
+    """
+    start, pause, warned = time.monotonic(), FIRST_PAUSE, False
     while True:
         try:
-            return act()
+            return request()
         except Exception as error:
-            cleaned = _clean_error(error, found)
-            lasting = (
+            cleaned = _clean_error(error, path)
+            is_permanent = (
                 isinstance(error, _PERMANENT_ERRORS)
                 or type(error).__name__ in _PERMANENT_ERROR_NAMES
             )
-        if lasting or time.monotonic() + pause - start > RETRY_SECONDS:
+        if is_permanent or time.monotonic() + pause - start > RETRY_SECONDS:
             raise cleaned
-        if not told:
+        if not warned:
             warnings.warn(
-                f"{found}: {cleaned.strerror}; trying again for {RETRY_SECONDS:g} s", stacklevel=2
+                f"{path}: {cleaned.strerror}; trying again for {RETRY_SECONDS:g} s", stacklevel=2
             )
-            told = True
+            warned = True
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, LAST_PAUSE)
 
 
-def _clean_error(error: Exception, found: RemotePath) -> OSError:
+def _clean_error(error: Exception, remote_path: RemotePath) -> OSError:
     """Turn an error of any library into an OSError without secrets."""
-    system, path = filesystem_of(found)
+    system, path = filesystem_of(remote_path)
     number, text = errno.EIO, str(error)
     if isinstance(error, OSError):
         number, text = error.errno or number, error.strerror or text
@@ -113,5 +119,5 @@ def _clean_error(error: Exception, found: RemotePath) -> OSError:
     text = text.splitlines()[0] if text else os.strerror(number)
     text = mask_secrets(text, dict(os.environ), system.storage_options)
     return OSError(
-        number, text[:_MAX_MESSAGE_CHARS], str(found)
+        number, text[:_MAX_MESSAGE_CHARS], str(remote_path)
     )  # becomes the subclass for this errno

@@ -1,6 +1,6 @@
 """Where checkpoints are stored: in a folder of this machine, or under a URL of any fsspec store.
 
-A place is a `Path` or a `RemotePath`, which has the part of a path's interface that checkpoints
+A `StorePath` is a `Path`, or a `RemotePath` that has the part of its interface that checkpoints
 need; `store_of` returns the store that does the work there. Stores differ in how they commit: a
 file system renames a complete folder; an object store cannot rename, so it writes one small object,
 the manifest, after all files that the manifest names. Therefore commit is a method of the store
@@ -26,7 +26,7 @@ LOCK = "lock"
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,12})(\.replaced)?")
 TEMPORARY_NAME = re.compile(r"step-[0-9]{8,12}(\.replaced)?\.[0-9a-f]+\.tmp")
 UPLOADED_NAME = re.compile(r"rank-[0-9]{5,9}\.[0-9]{5,9}\.([0-9a-f]{8})\.safetensors")
-"""A file uploaded in one request; its name contains the attempt to save (see `remote`)."""
+"""A file uploaded in one request; its name contains the attempt to save (see `object_store`)."""
 LOCK_BYTES = 4096
 """Most bytes of a lock."""
 
@@ -65,8 +65,11 @@ P = TypeVar("P", Path, RemotePath)
 
 
 def parse_path(text: str) -> StorePath:
-    """Return the place that a path or URL names. Raises UserError for a URL that cannot be used;
-    the message repeats no secret."""
+    """Parse a path or a URL.
+
+    Raises:
+        UserError: For a URL that cannot be used. The message repeats no secret.
+    """
     if not is_url(text):
         return Path(text)
     mistake = find_url_mistake(text)
@@ -75,25 +78,25 @@ def parse_path(text: str) -> StorePath:
     scheme, _, rest = text.partition("://")
     if scheme in ("file", "local"):
         return Path(rest)  # can rename, so it commits like a local folder
-    found = RemotePath(f"{scheme}://{rest.rstrip('/')}")
+    path = RemotePath(f"{scheme}://{rest.rstrip('/')}")
     from megaframe.checkpoint.stores.retry import check_scheme
 
-    check_scheme(found)
-    return found
+    check_scheme(path)
+    return path
 
 
 class ReadHandle(Protocol):
     """A file open for reading. Raises OSError."""
 
     size: int
-    chunk: int
+    chunk_bytes: int
     """Best number of bytes per read."""
-    at_once: int
+    num_threads: int
     """Best number of threads to read with."""
 
-    def read_into(self, start: int, into: memoryview) -> int:
-        """Fill `into` from byte `start` on. Returns the number of bytes read: fewer than asked for
-        only if the file ends."""
+    def read_into(self, start: int, buffer: memoryview) -> int:
+        """Fill `buffer` from byte `start` on. Returns the number of bytes read: fewer than asked
+        for only if the file ends."""
 
     def close(self) -> None: ...
 
@@ -101,16 +104,18 @@ class ReadHandle(Protocol):
 class WriteHandle(Protocol):
     """A file being written. Raises OSError."""
 
-    def put(self, data: memoryview) -> None:
+    def write(self, data: memoryview) -> None:
         """Write the next bytes."""
 
-    def finish(self, head: bytes) -> None:
+    def finish(self, header: bytes) -> None:
         """Write the bytes left out at the start. Returns when the whole file is stored durably."""
 
 
 class Store(ABC, Generic[P]):
-    """Operations on places of one kind. Methods raise OSError only, with a `strerror` and a
-    `filename` that can be shown to users."""
+    """Operations on paths of one kind.
+
+    Methods raise OSError only, with a `strerror` and a `filename` that can be shown to users.
+    """
 
     max_file_bytes: int | None
     """Most bytes of tensors in one file. None: a rank writes a single file of any size."""
@@ -124,10 +129,14 @@ class Store(ABC, Generic[P]):
 
     @abstractmethod
     def file_name(self, rank: int, part: int, attempt: str) -> str:
-        """Return the name of a rank's file. part: its number, if a rank has several files."""
+        """Return the name of a rank's file.
+
+        Args:
+            part: Number of the file, if a rank has several files.
+        """
 
     @abstractmethod
-    def is_folder(self, found: P) -> bool: ...
+    def is_folder(self, path: P) -> bool: ...
 
     @abstractmethod
     def list_entries(self, folder: P) -> Mapping[str, int | None]:
@@ -144,9 +153,10 @@ class Store(ABC, Generic[P]):
     ) -> ReadHandle:
         """Open a regular file for reading.
 
-        lock: mark the file's checkpoint as in use while the file is open. bypass_cache: read from
-        storage, not from the page cache. sole_reader: no other process of this machine will read
-        the same data.
+        Args:
+            lock: Mark the file's checkpoint as in use while the file is open.
+            bypass_cache: Read from storage, not from the page cache.
+            sole_reader: No other process of this machine will read the same data.
         """
 
     @abstractmethod
@@ -155,29 +165,38 @@ class Store(ABC, Generic[P]):
 
     @abstractmethod
     def draft_path(self, root: P, step: int, attempt: str) -> P:
-        """Return the place where the files of a checkpoint are written before it is committed."""
+        """Return the path under which the files of a checkpoint are written before the commit."""
 
     @abstractmethod
     def create_draft(self, draft: P) -> None: ...
 
     @abstractmethod
     def create_file(
-        self, file: P, size: int, start: int, held: memoryview | None
+        self, file: P, size: int, reserved: int, aligned_data: memoryview | None
     ) -> AbstractContextManager[WriteHandle]:
         """Create a file of `size` bytes.
 
-        start: bytes left out at the start, to be written by `WriteHandle.finish`. held: everything
-        that will be `put`, in aligned memory (see `room`) that does not change until the file is
-        closed; None if the memory may change, so that `put` has to copy.
+        Args:
+            reserved: Bytes left out at the start, to be written by `WriteHandle.finish`.
+            aligned_data: Everything that will be written, in aligned memory (see
+                `allocate_aligned`) that does not change until the file is closed; None if the
+                memory may change, so that `write` has to copy.
         """
 
     @abstractmethod
     def publish(
-        self, draft: P, step: int, attempt: str, manifest: bytes, kept: Collection[str]
+        self, draft: P, step: int, attempt: str, manifest: bytes, file_names: Collection[str]
     ) -> P:
-        """Turn a draft into a checkpoint atomically, by writing its manifest. It replaces any
-        checkpoint of the same step. kept: names of the draft's files. Returns the checkpoint's
-        place."""
+        """Turn a draft into a checkpoint atomically, by writing its manifest.
+
+        It replaces any checkpoint of the same step.
+
+        Args:
+            file_names: Names of the draft's files.
+
+        Returns:
+            The path of the checkpoint.
+        """
 
     @abstractmethod
     def replace_file(self, file: P, content: bytes, attempt: str) -> None:
@@ -188,17 +207,18 @@ class Store(ABC, Generic[P]):
         """Replace the whole content of a small file if it is still `old`. None stands for no file;
         the folder is created if needed. Returns whether the file now has the content `new`."""
 
-    def read_small_file(self, file: P, most: int) -> bytes | None:
-        """Return the first bytes of a file, at most `most`, or None if there is no such file."""
+    def read_small_file(self, file: P, max_bytes: int) -> bytes | None:
+        """Return the first bytes of a file, at most `max_bytes`, or None if there is no such
+        file."""
         try:
-            source = self.open(file)
+            handle = self.open(file)
         except FileNotFoundError:
             return None
         try:
-            found = bytearray(min(source.size, most))
-            return bytes(found[: source.read_into(0, memoryview(found))])
+            buffer = bytearray(min(handle.size, max_bytes))
+            return bytes(buffer[: handle.read_into(0, memoryview(buffer))])
         finally:
-            source.close()
+            handle.close()
 
     @abstractmethod
     def discard_draft(self, draft: P, attempt: str) -> None:
@@ -222,9 +242,9 @@ class Store(ABC, Generic[P]):
         """Return how many bytes can still be written, or None if no limit is known."""
 
 
-def store_of(found: StorePath) -> Store:
-    """Return the store that a place belongs to."""
-    if isinstance(found, Path):
+def store_of(path: StorePath) -> Store:
+    """Return the store that a path belongs to."""
+    if isinstance(path, Path):
         from megaframe.checkpoint.stores.local import LOCAL_STORE
 
         return LOCAL_STORE

@@ -4,8 +4,13 @@ import re
 
 import pytest
 
-from megaframe.hardware.chips import CHIPS, TYPES, chip_named, chip_of
-from megaframe.hardware.cluster import cluster_names, device_cluster, load_cluster, without_rates
+from megaframe.hardware.chips import CHIPS, TYPES, find_chip, identify_chip
+from megaframe.hardware.cluster import (
+    cluster_for_device,
+    cluster_names,
+    describe_unknown_chip,
+    load_cluster,
+)
 from megaframe.planner.constants import CONSTANTS, cluster_constants
 
 GIB = 2.0**30
@@ -77,7 +82,7 @@ STRANGERS = (
 @pytest.mark.parametrize(("device", "figures"), DEVICES.items(), ids=lambda one: str(one[0]))
 def test_a_device_is_its_chip_with_its_own_memory(device, figures):
     (name, memory), (chip, bf16, bandwidth) = device, figures
-    found = chip_of(name, memory * GIB)
+    found = identify_chip(name, memory * GIB)
     assert (found.name, found.memory) == (chip, memory * GIB)
     assert found.peaks.get("bf16") == (bf16 and pytest.approx(bf16 * 1e12))
     assert found.bandwidth == pytest.approx(bandwidth * 1e12)
@@ -92,19 +97,20 @@ def test_every_chip_that_torch_reports_is_in_this_test():
 
 @pytest.mark.parametrize("device", STRANGERS)
 def test_a_stranger_is_no_chip_and_has_no_rates(device):
-    assert chip_named(device) is None
-    found = chip_of(device, 20 * GIB, 46)
+    assert find_chip(device) is None
+    found = identify_chip(device, 20 * GIB, 46)
     assert (found.name, found.memory, found.units) == (device, 20 * GIB, 46)
     assert not found.has_rates and not found.peaks
-    assert device_cluster(device, 20 * GIB).notes == (without_rates(found),)
-    assert "with 20.0 GiB: its memory is planned, its speed is not predicted" in without_rates(
-        found
+    assert cluster_for_device(device, 20 * GIB).notes == (describe_unknown_chip(found),)
+    assert (
+        "with 20.0 GiB: its memory is planned, its speed is not predicted"
+        in describe_unknown_chip(found)
     )
 
 
 def test_a_known_name_with_other_memory_is_a_stranger():
-    assert chip_of("NVIDIA A100-SXM4-80GB", 79.3 * GIB).has_rates
-    assert not chip_of("NVIDIA A100-SXM4-80GB", 39.4 * GIB).has_rates
+    assert identify_chip("NVIDIA A100-SXM4-80GB", 79.3 * GIB).has_rates
+    assert not identify_chip("NVIDIA A100-SXM4-80GB", 39.4 * GIB).has_rates
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
@@ -121,7 +127,7 @@ def test_the_figures_of_a_chip_are_possible_and_have_a_source(chip):
 
 @pytest.mark.parametrize("device", [name for name, _ in DEVICES])
 def test_a_known_device_has_a_cluster_that_says_what_it_assumes(device):
-    cluster, chip = device_cluster(device), chip_named(device)
+    cluster, chip = cluster_for_device(device), find_chip(device)
     assert cluster.chip == chip
     (note,) = cluster.notes
     assert f"{device} is the chip {chip.name}" in note and "assumed" in note
@@ -142,4 +148,4 @@ def test_a_cluster_of_a_chip_with_links_has_no_faster_ones(name):
 def test_only_what_was_fitted_goes_without_a_word():
     silent = {family for family, constants in CONSTANTS.items() if not constants.unfitted}
     assert silent == {"a100", "h100"}
-    assert cluster_constants(device_cluster("NVIDIA GeForce RTX 4090")).unfitted
+    assert cluster_constants(cluster_for_device("NVIDIA GeForce RTX 4090")).unfitted

@@ -231,7 +231,7 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
 @pytest.fixture
 def blocks_gone(monkeypatch):
     """Plan no recomputed activations: a rehearsal counts between actions, when they are gone."""
-    monkeypatch.setattr(activations, "_again_bytes", lambda config, plan: 0)
+    monkeypatch.setattr(activations, "_recompute_bytes", lambda config, plan: 0)
 
 
 @pytest.mark.quick(when=lambda name: name in QUICK)

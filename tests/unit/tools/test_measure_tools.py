@@ -14,7 +14,7 @@ import pytest
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.chips import CHIPS
-from megaframe.hardware.cluster import device_cluster, load_cluster, write_cluster
+from megaframe.hardware.cluster import cluster_for_device, load_cluster, write_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import cluster_constants, constants_of
 from megaframe.planner.kernel_times import kernel_rates, product_seconds
@@ -28,17 +28,17 @@ PLANNED = RunConfig(
 FEW = ["--device", "cpu", "--times", "2", "--smallest", "65536", "--largest", "4194304"]
 
 
-def measured(*given):
+def measure_links(*given):
     """Return what the tool prints on this rank."""
-    module, sys.argv = loaded("measure_links", *given)
+    module, sys.argv = load_tool("measure_links", *given)
     with redirect_stdout(StringIO()) as printed:
-        module.run(module.arguments())
+        module.run(module.parse_arguments())
     return printed.getvalue()
 
 
 def test_measured_links_become_a_cluster(pool, tmp_path):
     path = str(tmp_path / "mine.yaml")
-    told, nothing = pool.run(2, measured, *FEW, "--write", path)
+    told, nothing = pool.run(2, measure_links, *FEW, "--write", path)
     for operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         assert f"node        {operation}" in told
     assert nothing == ""
@@ -48,11 +48,11 @@ def test_measured_links_become_a_cluster(pool, tmp_path):
 
 
 def test_links_of_each_axis_are_measured(pool):
-    told, *_ = pool.run(4, measured, *FEW, "--times", "1", "--tensor", "2")
+    told, *_ = pool.run(4, measure_links, *FEW, "--times", "1", "--tensor", "2")
     assert "tensor      all_gather" in told and "data        all_gather" in told
 
 
-def loaded(name, *given):
+def load_tool(name, *given):
     """Return a tool as a module, and its command line."""
     specification = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
     module = importlib.util.module_from_spec(specification)
@@ -70,15 +70,15 @@ def loaded(name, *given):
     ],
 )
 def test_wrong_questions_about_links(given, said, monkeypatch):
-    module, arguments = loaded("measure_links", *given)
+    module, arguments = load_tool("measure_links", *given)
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(UserError, match=said):
-        module.run(module.arguments())
+        module.run(module.parse_arguments())
 
 
 def test_kernels_explain_the_products_they_were_fitted_to(monkeypatch, capsys):
     given = ("--json", "--device", "cpu", "--largest", "256", "--precision", "fp32")
-    module, arguments = loaded("measure_kernels", *given)
+    module, arguments = load_tool("measure_kernels", *given)
     monkeypatch.setattr(sys, "argv", arguments)
     module.main()
     found = json.loads(capsys.readouterr().out)
@@ -89,9 +89,9 @@ def test_kernels_explain_the_products_they_were_fitted_to(monkeypatch, capsys):
 def test_an_unknown_chip_is_planned_by_what_is_measured_on_it(monkeypatch, tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     given = ("--write", str(path), "--device", "cpu", "--largest", "256", "--precision", "fp32")
-    module, arguments = loaded("measure_kernels", *given)
-    unknown = device_cluster("Abacus", 8 * 2.0**30, 46)
-    monkeypatch.setattr(module, "cluster_here", lambda device: unknown)
+    module, arguments = load_tool("measure_kernels", *given)
+    unknown = cluster_for_device("Abacus", 8 * 2.0**30, 46)
+    monkeypatch.setattr(module, "detect_cluster", lambda device: unknown)
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(UserError, match=r"unknown chip Abacus with 8\.0 GiB: .* not predicted"):
         predict(PLANNED, Layout(), unknown, cluster_constants(unknown))
@@ -108,26 +108,26 @@ def test_an_unknown_chip_is_planned_by_what_is_measured_on_it(monkeypatch, tmp_p
 
 def test_links_are_added_to_a_description_and_the_chip_stays(tmp_path):
     path = tmp_path / "mine.yaml"
-    unknown = device_cluster("Abacus", 8 * 2.0**30)
+    unknown = cluster_for_device("Abacus", 8 * 2.0**30)
     figures = {"bandwidth": 1e11, "peaks": {"fp32": 1e12}, "memory": 2**33}
     write_cluster(path, unknown, {**figures, "constants": {"product": 0.5}}, "by hand")
-    module, _ = loaded("measure_links")
+    module, _ = load_tool("measure_links")
     given = Namespace(write=path, chip=None, failure_hours=None, price=3.0)
     cluster = module.cluster_to_describe(given, None)
     tier = {"name": "node", "size": 2, "kind": "switch", "bandwidth": 1e9, "latency": 1e-6}
-    module.describe(path, cluster, [tier], given)
+    module.write_description(path, cluster, [tier], given)
     found = load_cluster(str(path))
     assert (found.chip, found.constants) == (cluster.chip, {"product": 0.5})
     assert (found.tiers[0].bandwidth, found.price, found.failure_hours) == (1e9, 3.0, 5e4)
 
 
 def test_the_start_of_a_product_is_found_again():
-    module, _ = loaded("measure_kernels")
+    module, _ = load_tool("measure_kernels")
     chip, known = CHIPS["a100-80gb"], constants_of("a100")
     truth = replace(known, product=0.7, start=256.0)
     sizes = [(n, n, n) for n in (512, 1024, 2048, 4096)] + [(4096, 4096, 64)]
     rate = kernel_rates(chip, truth, "bf16")
     taken = [float(product_seconds(rate, *size)) for size in sizes]
-    found = module.explained(chip, "bf16", sizes, taken, known)
+    found = module.fit_constants(chip, "bf16", sizes, taken, known)
     assert found.constants.product == pytest.approx(0.7, rel=0.05)
     assert found.constants.start == pytest.approx(256, rel=0.25)

@@ -48,7 +48,7 @@ from megaframe.checkpoint.train_state import initial_train_state
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.io.untrusted import parse_json
-from megaframe.pipeline_parallel.stage import model_specs
+from megaframe.model.model_chunk import model_specs
 
 RUN_STATE_NAME = "megaframe.state"
 """Name of the entry whose text contains the step and the state of a run."""
@@ -61,7 +61,8 @@ _VERSION = "1.0.0"
 def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     """Write a checkpoint as a folder that `torch.distributed.checkpoint.load` can read.
 
-    Raises `UserError` if the folder exists or cannot be written, or holds a secret.
+    Raises:
+        UserError: If the folder exists or cannot be written, or holds a secret.
     """
     refuse_secrets(checkpoint, [*checkpoint.tensors], checkpoint.state)
     if folder.exists():
@@ -69,12 +70,12 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir(parents=True)
-        stored = _write_files(checkpoint, temporary)
+        storage_infos = _write_files(checkpoint, temporary)
         state = json.dumps({"step": checkpoint.step, "state": dict(checkpoint.state)})
         with open(temporary / "__0_0.distcp", "ab") as file:
-            stored[MetadataIndex(RUN_STATE_NAME)] = _append_value(file, file.name, state)
+            storage_infos[MetadataIndex(RUN_STATE_NAME)] = _append_value(file, file.name, state)
         with open(temporary / METADATA, "wb") as file:
-            pickle.dump(_build_metadata(checkpoint.tensors, stored), file)
+            pickle.dump(_build_metadata(checkpoint.tensors, storage_infos), file)
             file.flush()
             os.fsync(file.fileno())
         os.rename(temporary, folder)
@@ -90,24 +91,26 @@ _StorageInfos = dict[MetadataIndex, _StorageInfo]
 def _write_files(checkpoint: Checkpoint, folder: Path) -> _StorageInfos:
     """Write each saved slice as one DCP chunk of its tensor. Returns where each was stored."""
     slices = [
-        (name, tensor.bytes_of(piece.shape), piece)
+        (name, tensor.bytes_of(saved_slice.shape), saved_slice)
         for name, tensor in checkpoint.tensors.items()
-        for piece in tensor.slices
+        for saved_slice in tensor.slices
     ]
-    stored: _StorageInfos = {}
-    for number, group in enumerate(group_by_bytes(slices, lambda one: one[1], FILE_BYTES)):
-        wanted: dict[str, list[SavedSlice]] = {}
-        for name, _, piece in group:
-            wanted.setdefault(name, []).append(piece)
+    storage_infos: _StorageInfos = {}
+    for number, group in enumerate(
+        group_by_bytes(slices, lambda sized_slice: sized_slice[1], FILE_BYTES)
+    ):
+        requested: dict[str, list[SavedSlice]] = {}
+        for name, _, saved_slice in group:
+            requested.setdefault(name, []).append(saved_slice)
         with open(folder / f"__{number}_0.distcp", "wb") as file:
-            for name, piece, saved in checkpoint.read(wanted):
+            for name, saved_slice, contents in checkpoint.read(requested):
                 # Cloned, because torch.save writes the whole storage that a tensor is a view of.
-                stored[MetadataIndex(name, piece.offset)] = _append_value(
-                    file, file.name, saved.clone()
+                storage_infos[MetadataIndex(name, saved_slice.offset)] = _append_value(
+                    file, file.name, contents.clone()
                 )
             file.flush()
             os.fsync(file.fileno())
-    return stored
+    return storage_infos
 
 
 def _append_value(file: Any, path: str, value: Any) -> _StorageInfo:
@@ -118,30 +121,34 @@ def _append_value(file: Any, path: str, value: Any) -> _StorageInfo:
     return _StorageInfo(Path(path).name, start, file.tell() - start)
 
 
-def _build_metadata(tensors: Mapping[str, SavedTensor], stored: _StorageInfos) -> Metadata:
-    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+def _build_metadata(tensors: Mapping[str, SavedTensor], storage_infos: _StorageInfos) -> Metadata:
+    state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         name: TensorStorageMetadata(
             TensorProperties(dtype=DTYPES[tensor.dtype]),
             torch.Size(tensor.shape),
             [
-                ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
-                for piece in tensor.slices
+                ChunkStorageMetadata(torch.Size(saved_slice.offset), torch.Size(saved_slice.shape))
+                for saved_slice in tensor.slices
             ],
         )
         for name, tensor in tensors.items()
     }
-    described[RUN_STATE_NAME] = BytesStorageMetadata()
-    whole = {name: (name,) for name in described}
-    return Metadata(described, planner_data=whole, storage_data=stored, version=_VERSION)
+    state_dict_metadata[RUN_STATE_NAME] = BytesStorageMetadata()
+    planner_data = {name: (name,) for name in state_dict_metadata}
+    return Metadata(
+        state_dict_metadata, planner_data=planner_data, storage_data=storage_infos, version=_VERSION
+    )
 
 
 @dataclass(frozen=True)
 class DCPImportResult:
     """The result of an import.
 
-    path: the new checkpoint. left_out: names of what a checkpoint cannot contain: tensors of other
-    than floating-point dtypes, tensors without elements, values that are not tensors. has_state:
-    whether it has a run state, so that a run can start from it.
+    Attributes:
+        path: The new checkpoint.
+        left_out: Names of what a checkpoint cannot contain: tensors of other than floating-point
+            dtypes, tensors without elements, values that are not tensors.
+        has_state: Whether it has a run state, so that a run can start from it.
     """
 
     path: StorePath
@@ -150,27 +157,32 @@ class DCPImportResult:
 
 
 def import_checkpoint(
-    folder: Path, to: StorePath, config: RunConfig | None = None
+    folder: Path, target: StorePath, config: RunConfig | None = None
 ) -> DCPImportResult:
-    """Import a folder of torch.distributed.checkpoint as a checkpoint in the folder `to`.
+    """Import a folder of torch.distributed.checkpoint as a checkpoint in the folder `target`.
 
-    config: config of a run that has these weights, for a folder that `export_checkpoint` did not
-    write. The result is then a checkpoint of that run at step 0. Raises `UserError` if the folder
-    is damaged or malicious, or does not fit the config.
+    Args:
+        folder: The folder to import.
+        target: The folder for the new checkpoint.
+        config: Config of a run that has these weights, for a folder that `export_checkpoint` did
+            not write. The result is then a checkpoint of that run at step 0.
+
+    Raises:
+        UserError: If the folder is damaged or malicious, or does not fit the config.
     """
     contents = read_metadata(folder)
     step, state = _read_run_state(folder, contents, config)
-    kept = {
+    importable = {
         name: stored
         for name, stored in contents.tensors.items()
         if stored.dtype is not None and 0 not in stored.shape
     }
-    if not kept:
+    if not importable:
         raise UserError(f"{folder} holds no tensors of floating-point numbers")
-    refuse_secrets(folder, [*kept], state)
+    refuse_secrets(folder, [*importable], state)
     boxes: list[TensorBox] = []
     origin: dict[tuple[str, Shape], StoredChunk] = {}
-    for name, stored in kept.items():
+    for name, stored in importable.items():
         assert stored.dtype is not None
         limit = max(1, MAX_ENTRY_BYTES // DTYPES[stored.dtype].itemsize)
         for chunk in stored.chunks:
@@ -181,33 +193,36 @@ def import_checkpoint(
     reader = _ChunkReader(folder, origin)
     try:
         groups = group_by_bytes(boxes, lambda box: box.bytes, FILE_BYTES)
-        path = assemble_checkpoint(to, step, state, groups, reader.bytes_of)
+        path = assemble_checkpoint(target, step, state, groups, reader.bytes_of)
     finally:
         reader.close()
     left_out = [
-        *(contents.tensors.keys() - kept.keys()),
+        *(contents.tensors.keys() - importable.keys()),
         *(contents.others.keys() - {RUN_STATE_NAME}),
     ]
     return DCPImportResult(path, sorted(left_out), bool(state))
 
 
 class _ChunkReader:
-    """Reads the bytes of pieces. One file is open at a time.
+    """Reads the bytes of pieces.
 
-    origin: the DCP chunk that contains each piece, by tensor name and offset of the piece.
+    One file is open at a time.
+
+    Args:
+        origin: The DCP chunk that contains each piece, by tensor name and offset of the piece.
     """
 
     def __init__(self, folder: Path, origin: Mapping[tuple[str, Shape], StoredChunk]) -> None:
         self._folder, self._origin = folder, origin
         self._file: DCPDataFile | None = None
 
-    def bytes_of(self, piece: FileEntry) -> memoryview:
-        chunk = self._origin[piece.name, piece.offset]
+    def bytes_of(self, entry: FileEntry) -> memoryview:
+        chunk = self._origin[entry.name, entry.offset]
         path = self._folder / chunk.extent.file
         if self._file is None or self._file.path != path:
             self.close()
             self._file = DCPDataFile(path)
-        return self._file.read(piece.name, piece.dtype, chunk, (piece.offset, piece.shape))
+        return self._file.read(entry.name, entry.dtype, chunk, (entry.offset, entry.shape))
 
     def close(self) -> None:
         if self._file is not None:
@@ -219,8 +234,11 @@ def _read_run_state(
     folder: Path, contents: DCPContents, config: RunConfig | None
 ) -> tuple[int, dict[str, JsonValue]]:
     """Return step and run state: those of a new run with this config if one is given, else those
-    that `export_checkpoint` stored, else 0 and an empty state. Raises UserError if the tensors do
-    not fit the config, or the stored state is damaged."""
+    that `export_checkpoint` stored, else 0 and an empty state.
+
+    Raises:
+        UserError: If the tensors do not fit the config, or the stored state is damaged.
+    """
     if config is not None:
         problems = list(_find_misfits(contents, config))
         if problems:
@@ -237,9 +255,9 @@ def _read_run_state(
     finally:
         file.close()
     with suppress(ValueError):
-        given = parse_json(text.encode())
-        if isinstance(given, dict) and given.keys() == {"step", "state"}:
-            step, state = given["step"], given["state"]
+        run_state = parse_json(text.encode())
+        if isinstance(run_state, dict) and run_state.keys() == {"step", "state"}:
+            step, state = run_state["step"], run_state["state"]
             if type(step) is int and 0 <= step < 1 << 48 and isinstance(state, dict):
                 return step, state
     raise UserError(f"{folder / extent.file} is damaged: {RUN_STATE_NAME} is not a run state")

@@ -78,7 +78,11 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A stored tensor. dtype: None if checkpoints of this project cannot contain the dtype."""
+    """A stored tensor.
+
+    Attributes:
+        dtype: None if checkpoints of this project cannot contain the dtype.
+    """
 
     shape: Shape
     dtype: DTypeName | None
@@ -87,7 +91,11 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class DCPContents:
-    """Everything in a folder, by name. others: where values that are not tensors are stored."""
+    """Everything in a folder, by name.
+
+    Attributes:
+        others: Where values that are not tensors are stored.
+    """
 
     tensors: Mapping[str, StoredTensor]
     others: Mapping[str, ByteRange]
@@ -113,7 +121,7 @@ def read_metadata(folder: Path) -> DCPContents:
 def _check_sizes(folder: Path, contents: DCPContents) -> None:
     """Check that the files are large enough for the tensors. Raises ValueError if one is not."""
     sizes: dict[str, int] = {}
-    needed: Counter[str] = Counter()
+    bytes_per_file: Counter[str] = Counter()
     for name, stored in contents.tensors.items():
         for chunk in stored.chunks if stored.dtype is not None else ():
             file, start, length = chunk.extent.file, chunk.extent.start, chunk.extent.length
@@ -128,30 +136,30 @@ def _check_sizes(folder: Path, contents: DCPContents) -> None:
                     f"{name!r} at {chunk.offset} needs {size} bytes, which should be in {length} "
                     f"from {start} on of {file}, and that has {sizes[file]}"
                 )
-            needed[file] += length
-    for file, length in needed.items():
+            bytes_per_file[file] += length
+    for file, length in bytes_per_file.items():
         if length > sizes[file]:
             raise ValueError(f"{file} of {sizes[file]} bytes should hold {length}")
 
 
 def _parse_contents(root: Any) -> DCPContents:
     state = _fields_of(root, _METADATA)
-    places = _parse_storage_data(_check_type(state.get("storage_data"), dict, "storage_data"))
+    byte_ranges = _parse_storage_data(_check_type(state.get("storage_data"), dict, "storage_data"))
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, ByteRange] = {}
-    left = _MAX_CHUNKS
+    chunks_left = _MAX_CHUNKS
     for name, entry in _check_type(state.get("state_dict_metadata"), dict, "names").items():
         if not isinstance(name, str) or not name.isprintable():
             raise ValueError("it has a name that is not text, or not printable")
         if isinstance(entry, PickledCall) and entry.what == _BYTES:
-            if (name, None) in places:
-                others[name] = places[name, None]
+            if (name, None) in byte_ranges:
+                others[name] = byte_ranges[name, None]
             continue
         chunks = _check_type(_fields_of(entry, _TENSOR).get("chunks"), list, f"chunks of {name!r}")
-        left -= len(chunks)
-        if left < 0:
+        chunks_left -= len(chunks)
+        if chunks_left < 0:
             raise ValueError(f"it has more than {_MAX_CHUNKS:,} chunks of tensors")
-        tensors[name] = _parse_tensor(name, entry.state, chunks, places)
+        tensors[name] = _parse_tensor(name, entry.state, chunks, byte_ranges)
     return DCPContents(tensors, others)
 
 
@@ -159,38 +167,40 @@ def _parse_tensor(
     name: str,
     state: Mapping[str, Any],
     chunks: Iterable[Any],
-    places: Mapping[tuple[str, Shape | None], ByteRange],
+    byte_ranges: Mapping[tuple[str, Shape | None], ByteRange],
 ) -> StoredTensor:
     shape = _parse_size(state.get("size"))
     properties = state.get("properties")
     if not isinstance(properties, PickledCall) or properties.what != _PROPERTIES:
         raise ValueError(f"{name!r} has no properties")
     dtype = _check_type(properties.state, tuple, f"properties of {name!r}")[0]
-    found = []
+    stored_chunks = []
     for chunk in chunks:
-        inner = _fields_of(chunk, _CHUNK)
-        box = _parse_size(inner.get("offsets")), _parse_size(inner.get("sizes"))
+        fields = _fields_of(chunk, _CHUNK)
+        box = _parse_size(fields.get("offsets")), _parse_size(fields.get("sizes"))
         if 0 not in shape and not is_inside(shape, box):
             raise ValueError(f"{name!r} of shape {shape} has a chunk outside it: {box}")
-        if (name, box[0]) not in places:
+        if (name, box[0]) not in byte_ranges:
             raise ValueError(f"{name!r} has a chunk at {box[0]} that is stored nowhere")
-        found.append(StoredChunk(*box, places[name, box[0]]))
-    wrong = (
+        stored_chunks.append(StoredChunk(*box, byte_ranges[name, box[0]]))
+    mistake = (
         None
         if 0 in shape
-        else find_tiling_problem(shape, [(one.offset, one.shape) for one in found])
+        else find_tiling_problem(shape, [(stored.offset, stored.shape) for stored in stored_chunks])
     )
-    if wrong:
-        raise ValueError(f"{name!r} of shape {shape}: {wrong}")
+    if mistake:
+        raise ValueError(f"{name!r} of shape {shape}: {mistake}")
     return StoredTensor(
-        shape, DTYPE_OF.get(dtype) if isinstance(dtype, GlobalName) else None, tuple(found)
+        shape, DTYPE_OF.get(dtype) if isinstance(dtype, GlobalName) else None, tuple(stored_chunks)
     )
 
 
-def _parse_storage_data(given: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], ByteRange]:
+def _parse_storage_data(
+    storage_data: Mapping[Any, Any],
+) -> dict[tuple[str, Shape | None], ByteRange]:
     """Return where each item is stored, by name and offset of its box (None: not a tensor)."""
-    places: dict[tuple[str, Shape | None], ByteRange] = {}
-    for key, value in given.items():
+    byte_ranges: dict[tuple[str, Shape | None], ByteRange] = {}
+    for key, value in storage_data.items():
         index, info = _fields_of(key, _INDEX), _fields_of(value, _INFO)
         name, offset = index.get("fqn"), index.get("offset")
         file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
@@ -202,34 +212,34 @@ def _parse_storage_data(given: Mapping[Any, Any]) -> dict[tuple[str, Shape | Non
             raise ValueError(f"{name!r} is stored in no part of {file}")
         if info.get("transform_descriptors"):
             raise ValueError(f"{name!r} is stored transformed; save without extensions")
-        places[name, None if offset is None else _parse_size(offset)] = ByteRange(
+        byte_ranges[name, None if offset is None else _parse_size(offset)] = ByteRange(
             file, start, length
         )
-    return places
+    return byte_ranges
 
 
-def _fields_of(given: Any, what: GlobalName) -> dict[str, Any]:
-    """Return the fields of a record. Raises ValueError if it is not of the class `what`."""
-    if not isinstance(given, PickledCall) or given.what != what:
-        raise ValueError(f"it has something else in place of a {what.name}")
-    return _check_type({} if given.state is None else given.state, dict, what.name)
+def _fields_of(value: Any, class_name: GlobalName) -> dict[str, Any]:
+    """Return the fields of a record. Raises ValueError if it is not of the class `class_name`."""
+    if not isinstance(value, PickledCall) or value.what != class_name:
+        raise ValueError(f"it has something else in place of a {class_name.name}")
+    return _check_type({} if value.state is None else value.state, dict, class_name.name)
 
 
-def _check_type(given: Any, kind: type, what: str) -> Any:
-    if type(given) is not kind or (kind is tuple and not given):
-        raise ValueError(f"its {what} is not a {kind.__name__}")
-    return given
+def _check_type(value: Any, kind: type, label: str) -> Any:
+    if type(value) is not kind or (kind is tuple and not value):
+        raise ValueError(f"its {label} is not a {kind.__name__}")
+    return value
 
 
-def _parse_size(given: Any) -> Shape:
+def _parse_size(value: Any) -> Shape:
     """Return the sizes of a described torch.Size."""
-    if isinstance(given, PickledCall) and given.what == _SIZE and len(given.arguments) == 1:
-        sizes = given.arguments[0]
-        few = type(sizes) in (tuple, list) and len(sizes) <= _MAX_DIMS
-        if few and all(_is_count(size) for size in sizes):
+    if isinstance(value, PickledCall) and value.what == _SIZE and len(value.arguments) == 1:
+        sizes = value.arguments[0]
+        is_short = type(sizes) in (tuple, list) and len(sizes) <= _MAX_DIMS
+        if is_short and all(_is_count(size) for size in sizes):
             return tuple(sizes)
     raise ValueError("it has an invalid size")
 
 
-def _is_count(given: Any) -> TypeGuard[int]:
-    return type(given) is int and 0 <= given < _MAX_SIZE
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < _MAX_SIZE

@@ -70,20 +70,20 @@ class DCPDataFile:
             raise UserError(
                 f"{self.path} is damaged: tensor {name} at {chunk.offset}: {error}"
             ) from None
-        inside = index_within((chunk.offset, chunk.shape), box)
-        found = np.ascontiguousarray(self._last[1][inside])
-        return found.reshape(-1).view(np.uint8).data
+        index = index_within((chunk.offset, chunk.shape), box)
+        elements = np.ascontiguousarray(self._last[1][index])
+        return elements.reshape(-1).view(np.uint8).data
 
     def text(self, name: str, extent: ByteRange, limit: int) -> str:
         """Return a stored text of at most `limit` bytes."""
         try:
             archive = _TensorArchive(self._part(extent), limit)
-            found = parse_pickle(archive.read("data.pkl"), ())
+            content = parse_pickle(archive.read("data.pkl"), ())
         except (ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
             raise UserError(f"{self.path} is damaged: {name}: {error}") from None
-        if not isinstance(found, str):
+        if not isinstance(content, str):
             raise UserError(f"{self.path} is damaged: {name} is not text")
-        return found
+        return content
 
     def _part(self, extent: ByteRange) -> _ByteRangeFile:
         if extent.start + extent.length > len(self._memory):
@@ -118,35 +118,45 @@ class DCPDataFile:
 
 def _parse_tensor(data: bytes, dtype: DTypeName) -> tuple[str, int, Shape, Shape]:
     """Return what a pickle says about its tensor: key of the storage, index of the first element,
-    shape and strides. Raises ValueError if it is not a plain tensor of this dtype."""
+    shape and strides.
+
+    Raises:
+        ValueError: If it is not a plain tensor of this dtype.
+    """
     torch_name = GlobalName("torch", str(DTYPES[dtype]).removeprefix("torch."))
-    storage = GlobalName("torch", _STORAGES[dtype]) if dtype in _STORAGES else None
+    expected_storage = GlobalName("torch", _STORAGES[dtype]) if dtype in _STORAGES else None
     untyped = {GlobalName("torch", "UntypedStorage"), GlobalName("torch.storage", "UntypedStorage")}
-    expected = {_REBUILD_V2, _REBUILD_V3, _ORDERED_DICT, torch_name, *untyped}
-    tensor = parse_pickle(data, expected | ({storage} if storage else set()))
+    allowed = {_REBUILD_V2, _REBUILD_V3, _ORDERED_DICT, torch_name, *untyped}
+    tensor = parse_pickle(data, allowed | ({expected_storage} if expected_storage else set()))
     if not isinstance(tensor, PickledCall) or tensor.what not in (_REBUILD_V2, _REBUILD_V3):
         raise ValueError("it is not a plain tensor")
-    memory, first, shape, strides, *rest = tensor.arguments
-    kind, held, key, *_ = memory.arguments[0] if _is_storage(memory) else (None,) * 3
-    right = held == storage if tensor.what == _REBUILD_V2 else torch_name in rest
-    if kind != "storage" or not right or not re.fullmatch(r"[0-9]{1,9}", str(key)):
+    storage_call, first, shape, strides, *other_arguments = tensor.arguments
+    kind, storage_class, key, *_ = (
+        storage_call.arguments[0] if _is_storage(storage_call) else (None,) * 3
+    )
+    dtype_matches = (
+        storage_class == expected_storage
+        if tensor.what == _REBUILD_V2
+        else torch_name in other_arguments
+    )
+    if kind != "storage" or not dtype_matches or not re.fullmatch(r"[0-9]{1,9}", str(key)):
         raise ValueError(f"it is not stored as {torch_name.name}")
     if not all(map(_are_counts, ((first,), shape, strides))) or len(shape) != len(strides):
         raise ValueError("its shape is invalid")
     return str(key), first, shape, strides
 
 
-def _is_storage(given: Any) -> bool:
-    if not isinstance(given, PickledCall) or given.what != PERSISTENT_ID:
+def _is_storage(value: Any) -> bool:
+    if not isinstance(value, PickledCall) or value.what != PERSISTENT_ID:
         return False
-    return type(given.arguments[0]) is tuple and len(given.arguments[0]) >= 3
+    return type(value.arguments[0]) is tuple and len(value.arguments[0]) >= 3
 
 
-def _are_counts(given: Any) -> bool:
+def _are_counts(value: Any) -> bool:
     return (
-        type(given) is tuple
-        and len(given) <= 8
-        and all(type(one) is int and 0 <= one < 1 << 48 for one in given)
+        type(value) is tuple
+        and len(value) <= 8
+        and all(type(number) is int and 0 <= number < 1 << 48 for number in value)
     )
 
 
@@ -175,8 +185,8 @@ class _ByteRangeFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        left = max(0, self._extent.length - self._at)
-        size = left if size is None or size < 0 else min(size, left)
+        remaining = max(0, self._extent.length - self._at)
+        size = remaining if size is None or size < 0 else min(size, remaining)
         if size > self.limit:
             raise ValueError(f"it has a part of {size} bytes where there are {self.limit} at most")
         start = self._extent.start + self._at
@@ -191,8 +201,13 @@ class _ByteRangeFile(io.RawIOBase):
 
 
 class _TensorArchive:
-    """The zip archive in a part of a file. Entry names do not include the top folder. limit: most
-    bytes to read of one entry."""
+    """The zip archive in a part of a file.
+
+    Entry names do not include the top folder.
+
+    Args:
+        limit: Most bytes to read of one entry.
+    """
 
     def __init__(self, part: _ByteRangeFile, limit: int) -> None:
         part.limit = self._limit = limit
@@ -203,8 +218,12 @@ class _TensorArchive:
             self._entries.setdefault(entry.filename.partition("/")[2], entry)
 
     def position(self, name: str) -> tuple[int, int]:
-        """Return the start of an entry's bytes within the part, and their number. Raises ValueError
-        if the entry is missing, compressed, encrypted, outside of the part or damaged."""
+        """Return the start of an entry's bytes within the part, and their number.
+
+        Raises:
+            ValueError: If the entry is missing, compressed, encrypted, outside of the part or
+                damaged.
+        """
         entry = self._entries.get(name)
         if entry is None:
             raise ValueError(f"it has no {name}")

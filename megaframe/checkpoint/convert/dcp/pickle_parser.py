@@ -46,8 +46,11 @@ id is the record's only argument."""
 def parse_pickle(data: bytes, expected: Collection[GlobalName]) -> Any:
     """Return the contents of a pickle as plain values, `GlobalName`s and `PickledCall`s.
 
-    Nothing that the pickle names is imported, called or compared. Raises ValueError if `data` is
-    not a pickle, has instructions that are not supported, or has a name that is not in `expected`.
+    Nothing that the pickle names is imported, called or compared.
+
+    Raises:
+        ValueError: If `data` is not a pickle, has instructions that are not supported, or has a
+            name that is not in `expected`.
     """
     machine = _PickleParser(expected)
     try:
@@ -103,14 +106,14 @@ class _PickleParser:
         return value
 
     def _since_mark(self) -> list[Any]:
-        place = len(self.stack) - 1
-        while self.stack[place] is not _StackMark:
-            place -= 1
-            if place < 0:
+        position = len(self.stack) - 1
+        while self.stack[position] is not _StackMark:
+            position -= 1
+            if position < 0:
                 raise ValueError("it is not a pickle: a mark is missing")
-        found = self.stack[place + 1 :]
-        del self.stack[place:]
-        return found
+        items = self.stack[position + 1 :]
+        del self.stack[position:]
+        return items
 
     def _tuple(self, size: int) -> None:
         items = [self.pop() for _ in range(size)]
@@ -133,10 +136,10 @@ class _PickleParser:
             target[key] = value
 
     def _named(self, module: Any, name: Any) -> None:
-        found = GlobalName(str(module), str(name))
-        if found not in self.expected:
-            raise ValueError(f"it names {str(found)[:80]!r}, which is not allowed")
-        self.stack.append(found)
+        global_name = GlobalName(str(module), str(name))
+        if global_name not in self.expected:
+            raise ValueError(f"it names {str(global_name)[:80]!r}, which is not allowed")
+        self.stack.append(global_name)
 
     def _stack_global(self, _: Any) -> None:
         name, module = self.pop(), self.pop()

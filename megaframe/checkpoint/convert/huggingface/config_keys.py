@@ -148,14 +148,14 @@ def check_keys(config: Mapping[str, Any]) -> None:
     except ValidationError as errors:
         error = errors.errors()[0]
         key = printable(".".join(map(str, error["loc"])) or "config.json")
-        given = "" if error["type"] == "missing" else f"={reprlib.repr(error['input'])}"
+        value = "" if error["type"] == "missing" else f"={reprlib.repr(error['input'])}"
         problem = error["msg"][0].lower() + error["msg"][1:]
-        raise UserError(f"{key}{given}: {problem}") from None
+        raise UserError(f"{key}{value}: {problem}") from None
     family = config["model_type"]
-    needed = [key for key in _REQUIRED.get(family, _COMMON) if config.get(key) is None]
+    missing_values = [key for key in _REQUIRED.get(family, _COMMON) if config.get(key) is None]
     absent = [key for key in _PRESENT.get(family, ()) if key not in config]
-    if needed or absent:
-        raise UserError(f"{family}: {(needed + absent)[0]} is missing")
+    if missing_values or absent:
+        raise UserError(f"{family}: {(missing_values + absent)[0]} is missing")
 
 
 def check_sizes(config: Mapping[str, Any], shapes: Collection[Shape]) -> None:

@@ -100,10 +100,13 @@ ARCHITECTURES = {
 def model_from_config(
     config: Mapping[str, Any], shapes: Collection[Shape] | None = None
 ) -> ModelConfig:
-    """Return the `model` section for a Hugging Face config. Raises `UserError` for anything that is
-    not supported, or of a wrong type.
+    """Return the `model` section for a Hugging Face config.
 
-    shapes: those of the model's tensors. No size may be more than they can hold.
+    Args:
+        shapes: Those of the model's tensors. No size may be more than they can hold.
+
+    Raises:
+        UserError: For anything that is not supported, or of a wrong type.
     """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in ARCHITECTURES:
@@ -113,11 +116,11 @@ def model_from_config(
     check_keys(config)
     if shapes is not None:
         check_sizes(config, shapes)
-    for key, only in _FIXED[family].items():
-        given = config.get(key, only)
-        if given != only:
-            shown = reprlib.repr(given)
-            raise UserError(f"{family}: {key}={shown} is not supported, only {only!r}")
+    for key, required in _FIXED[family].items():
+        value = config.get(key, required)
+        if value != required:
+            shown = reprlib.repr(value)
+            raise UserError(f"{family}: {key}={shown} is not supported, only {required!r}")
     keys = _FAMILIES[family].read(config)
     keys = {key: value for key, value in keys.items() if value is not None}
     try:
@@ -125,15 +128,18 @@ def model_from_config(
     except ValidationError as errors:
         error = errors.errors()[0]
         where = ".".join(("model", *map(str, error["loc"])))
-        given = reprlib.repr(error["input"])
-        raise UserError(f"{family}: {where}={given}: {error['msg']}") from None
+        value = reprlib.repr(error["input"])
+        raise UserError(f"{family}: {where}={value}: {error['msg']}") from None
 
 
 def config_from_model(model: ModelConfig, positions: int) -> Keys:
-    """Return the config of the Hugging Face model that computes the same. Raises `UserError` with
-    the differing keys if there is none.
+    """Return the config of the Hugging Face model that computes the same.
 
-    positions: how many tokens of a text the model can see, or was trained to see.
+    Args:
+        positions: How many tokens of a text the model can see, or was trained to see.
+
+    Raises:
+        UserError: If there is none; the message names the differing keys.
     """
     family = family_of(model)
     config: Keys = {
@@ -144,21 +150,24 @@ def config_from_model(model: ModelConfig, positions: int) -> Keys:
         **_FIXED[family],
         **_FAMILIES[family].write(model),
     }
-    again = model_from_config(config)
-    free = {"dropout", "init_std", "mtp_depth", "positions"}
-    ours, theirs = model.model_dump(), again.model_dump()
-    ours["window"], theirs["window"] = _shortest_pattern(_layer_windows(model)), again.window
-    if ours.get("moe") and theirs.get("moe"):
+    reimported = model_from_config(config)
+    ignored = {"dropout", "init_std", "mtp_depth", "positions"}
+    model_keys, reimported_keys = model.model_dump(), reimported.model_dump()
+    model_keys["window"], reimported_keys["window"] = (
+        _shortest_pattern(_layer_windows(model)),
+        reimported.window,
+    )
+    if model_keys.get("moe") and reimported_keys.get("moe"):
         for key in ("balance", "balance_rate", "balance_loss", "z_loss", "jitter"):
-            ours["moe"][key] = theirs["moe"][key] = None  # concern training only
-    wrong = [
-        f"model.{key}={ours[key]!r} would become {theirs[key]!r}"
-        for key in ours
-        if key not in free and ours[key] != theirs[key]
+            model_keys["moe"][key] = reimported_keys["moe"][key] = None  # concern training only
+    differing = [
+        f"model.{key}={model_keys[key]!r} would become {reimported_keys[key]!r}"
+        for key in model_keys
+        if key not in ignored and model_keys[key] != reimported_keys[key]
     ]
-    if wrong:
+    if differing:
         raise UserError(
-            f"no Hugging Face model matches this config; as {family}:\n  " + "\n  ".join(wrong)
+            f"no Hugging Face model matches this config; as {family}:\n  " + "\n  ".join(differing)
         )
     return config
 
@@ -176,10 +185,10 @@ def family_of(model: ModelConfig) -> str:
         return "qwen3"
     if model.qkv_bias:
         return "qwen2"
-    every = set(_layer_windows(model))
-    if len(every) > 1:
+    windows = set(_layer_windows(model))
+    if len(windows) > 1:
         return "ministral"
-    return "llama" if None in every else "mistral"
+    return "llama" if None in windows else "mistral"
 
 
 @dataclass(frozen=True)
@@ -237,8 +246,9 @@ def _read_sliding(config: Mapping[str, Any]) -> Keys:
 def _read_layer_types(config: Mapping[str, Any], window: int | None, full: int) -> Keys:
     """Read the config of a family whose layers can differ.
 
-    window: the window of layers that have one. full: number of first layers without a window, used
-    if the config has no `layer_types`.
+    Args:
+        window: The window of layers that have one.
+        full: Number of first layers without a window, used if the config has no `layer_types`.
     """
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     if kinds is None:

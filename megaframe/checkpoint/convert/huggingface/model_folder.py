@@ -44,8 +44,8 @@ from megaframe.checkpoint.slices import Box, index_within, split_into_runs
 from megaframe.checkpoint.train_state import initial_train_state, read_train_state
 from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.errors import UserError
+from megaframe.model.model_chunk import model_specs
 from megaframe.parameters.spec import Constant, ParamSpec
-from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.validate.run import find_mistakes
 
 _Origin = tuple[HuggingFaceTensor | ParamSpec, int]
@@ -71,71 +71,81 @@ def export_model(
 ) -> list[str]:
     """Write a checkpoint's weights as a folder that `from_pretrained` can load, with its tokenizer.
 
-    dtype: fp64, fp32, bf16 or fp16; by default the precision of the run. tokenizer: KIND:PATH,
-    `bytes` or `none`; by default that of the run, if it lies with the checkpoint.
+    Args:
+        dtype: One of fp64, fp32, bf16 or fp16; by default the precision of the run.
+        tokenizer: KIND:PATH, `bytes` or `none`; by default that of the run, if it lies with the
+            checkpoint.
 
-    Returns a line for each thing that is not exported, or not exactly. Raises `UserError` if no
-    Hugging Face model computes the same, if the tokenizer lies elsewhere, or if the folder exists
-    or cannot be written.
+    Returns:
+        A line for each thing that is not exported, or not exactly.
+
+    Raises:
+        UserError: If no Hugging Face model computes the same, if the tokenizer lies elsewhere, or
+            if the folder exists or cannot be written.
     """
     if folder.exists():
         raise UserError(f"{folder} already exists; remove it or give another folder")
     run = read_train_state(checkpoint).config
-    kind = _TYPES[dtype or run.train.precision]
+    torch_dtype = _TYPES[dtype or run.train.precision]
     name = tokenizer or check_tokenizer_path(run.data.tokenizer, checkpoint.path)
-    words = export_tokenizer(name, run.model.vocab or 0, run.train.seq)
-    ends = {"bos_token_id": words.eod, "eos_token_id": words.eod}
+    exported_tokenizer = export_tokenizer(name, run.model.vocab or 0, run.train.seq)
+    token_ids = {"bos_token_id": exported_tokenizer.eod, "eos_token_id": exported_tokenizer.eod}
     learned = run.model.position == "learned" and run.model.positions
     config = {
         **config_from_model(run.model, learned or run.train.seq),
-        **ends,
-        "dtype": _dtype_name(kind),
+        **token_ids,
+        "dtype": _dtype_name(torch_dtype),
     }
-    theirs = list(map_tensors(run.model, model_specs(run)))
+    tensors = list(map_tensors(run.model, model_specs(run)))
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir(parents=True)
-        _write_files(checkpoint, theirs, temporary, kind)
+        _write_files(checkpoint, tensors, temporary, torch_dtype)
         _write_json(temporary / _CONFIG, config)
-        _write_json(temporary / "generation_config.json", ends)
-        for file, content in words.files.items():
+        _write_json(temporary / "generation_config.json", token_ids)
+        for file, content in exported_tokenizer.files.items():
             (temporary / file).write_bytes(content)
         os.rename(temporary, folder)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or temporary}: {error.strerror}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return words.notes
+    return exported_tokenizer.notes
 
 
 def _write_files(
-    checkpoint: Checkpoint, theirs: list[HuggingFaceTensor], folder: Path, dtype: torch.dtype
+    checkpoint: Checkpoint, tensors: list[HuggingFaceTensor], folder: Path, dtype: torch.dtype
 ) -> None:
-    def bytes_of(one: HuggingFaceTensor) -> int:
-        return sum(part.box.size for part in one.parts) * dtype.itemsize
+    def bytes_of(tensor: HuggingFaceTensor) -> int:
+        return sum(part.box.size for part in tensor.parts) * dtype.itemsize
 
-    groups = group_by_bytes(theirs, bytes_of, FILE_BYTES)
+    groups = group_by_bytes(tensors, bytes_of, FILE_BYTES)
     index: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
-        many = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        name = many if len(groups) > 1 else SINGLE
-        boxes = [[torch.empty(part.box.shape, dtype=dtype) for part in one.parts] for one in group]
+        numbered_name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        name = numbered_name if len(groups) > 1 else SINGLE
+        boxes = [
+            [torch.empty(part.box.shape, dtype=dtype) for part in tensor.parts] for tensor in group
+        ]
         checkpoint.load(
             [
                 Slice(part.spec.name, part.spec.shape, part.box.offset, box)
-                for one, mine in zip(group, boxes, strict=True)
-                for part, box in zip(one.parts, mine, strict=True)
+                for tensor, boxes_of_tensor in zip(group, boxes, strict=True)
+                for part, box in zip(tensor.parts, boxes_of_tensor, strict=True)
             ]
         )
-        joined = {one.name: one.join(mine) for one, mine in zip(group, boxes, strict=True)}
-        for tensor, content in joined.items():
-            check_finite(tensor, content, _dtype_name(dtype))
+        joined = {
+            tensor.name: tensor.join(boxes_of_tensor)
+            for tensor, boxes_of_tensor in zip(group, boxes, strict=True)
+        }
+        for tensor_name, content in joined.items():
+            check_finite(tensor_name, content, _dtype_name(dtype))
         save_file(joined, str(folder / name), metadata={"format": "pt"})
         index |= dict.fromkeys(joined, name)
     if len(groups) > 1:
         _write_json(
             folder / INDEX,
-            {"metadata": {"total_size": sum(map(bytes_of, theirs))}, "weight_map": index},
+            {"metadata": {"total_size": sum(map(bytes_of, tensors))}, "weight_map": index},
         )
 
 
@@ -143,13 +153,15 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def import_model(folder: Path, to: StorePath) -> StorePath:
-    """Import the model in a Hugging Face folder as a checkpoint of step 0 in the folder `to`, in
-    fp32.
+def import_model(folder: Path, target: StorePath) -> StorePath:
+    """Import the model in a Hugging Face folder as a checkpoint of step 0 in the folder `target`,
+    in fp32.
 
-    Config, names, shapes and types are compared before any tensor is read. Raises `UserError` for a
-    model that is not supported, for tensors that are missing, unknown, of another shape, of
-    integers or not finite, and for damaged files.
+    Config, names, shapes and types are compared before any tensor is read.
+
+    Raises:
+        UserError: For a model that is not supported, for tensors that are missing, unknown, of
+            another shape, of integers or not finite, and for damaged files.
     """
     config = read_json(folder / _CONFIG)
     headers = read_headers(folder)
@@ -159,18 +171,18 @@ def import_model(folder: Path, to: StorePath) -> StorePath:
         data=DataConfig(tokenizer=_find_tokenizer(folder)),
         train=_train_section(config, model),
     )
-    if wrong := find_mistakes(run, 1, data=False):
-        raise UserError(f"{folder}: {wrong[0]}")
+    if mistakes_found := find_mistakes(run, 1, data=False):
+        raise UserError(f"{folder}: {mistakes_found[0]}")
     specs = model_specs(run)
-    theirs = _match_tensors(folder, map_tensors(model, specs), headers, model.tie_embeddings)
-    boxes, source = _plan_boxes(specs, theirs)
-    found = _BoxReader(headers, source)
+    tensors = _match_tensors(folder, map_tensors(model, specs), headers, model.tie_embeddings)
+    boxes, source = _plan_boxes(specs, tensors)
+    box_reader = _BoxReader(headers, source)
     return assemble_checkpoint(
-        to,
+        target,
         0,
         initial_train_state(run).model_dump(mode="json"),
         group_by_bytes(boxes, lambda box: box.bytes, FILE_BYTES),
-        found.bytes_of,
+        box_reader.bytes_of,
     )
 
 
@@ -198,28 +210,28 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _plan_boxes(
-    specs: list[ParamSpec], theirs: list[HuggingFaceTensor]
+    specs: list[ParamSpec], tensors: list[HuggingFaceTensor]
 ) -> tuple[list[TensorBox], _Origins]:
     """Return the boxes to save, ordered by the tensors of the Hugging Face model, and the origin of
     each. Parameters without a counterpart there get their initial value."""
     boxes: list[TensorBox] = []
-    source: _Origins = {}
-    known = {part.spec.name for one in theirs for part in one.parts}
-    from_theirs: list[tuple[ParamSpec, Box, _Origin]] = [
-        (part.spec, (part.box.offset, part.box.shape), (one, place))
-        for one in theirs
-        for place, part in enumerate(one.parts)
+    origins: _Origins = {}
+    mapped = {part.spec.name for tensor in tensors for part in tensor.parts}
+    mapped_boxes: list[tuple[ParamSpec, Box, _Origin]] = [
+        (part.spec, (part.box.offset, part.box.shape), (tensor, index))
+        for tensor in tensors
+        for index, part in enumerate(tensor.parts)
     ]
-    constant: list[tuple[ParamSpec, Box, _Origin]] = [
+    constant_boxes: list[tuple[ParamSpec, Box, _Origin]] = [
         (spec, ((0,) * len(spec.shape), spec.shape), (spec, 0))
         for spec in specs
-        if spec.name not in known
+        if spec.name not in mapped
     ]
-    for spec, box, origin in [*from_theirs, *constant]:
+    for spec, box, origin in [*mapped_boxes, *constant_boxes]:
         for offset, shape in split_into_runs(box, MAX_ENTRY_BYTES // 4):
             boxes.append(TensorBox(spec.name, spec.shape, offset, shape, "F32"))
-            source[spec.name, offset] = origin
-    return boxes, source
+            origins[spec.name, offset] = origin
+    return boxes, origins
 
 
 class _BoxReader:
@@ -230,23 +242,23 @@ class _BoxReader:
         self._held: HuggingFaceTensor | None = None
         self._parts: list[Tensor] = []
 
-    def bytes_of(self, piece: FileEntry) -> memoryview:
-        origin, place = self._source[piece.name, piece.offset]
+    def bytes_of(self, entry: FileEntry) -> memoryview:
+        origin, part_index = self._source[entry.name, entry.offset]
         if isinstance(origin, ParamSpec):
             assert isinstance(origin.init, Constant)
-            return as_bytes(torch.full(piece.shape, origin.init.value))
+            return as_bytes(torch.full(entry.shape, origin.init.value))
         if origin is not self._held:
             self._held, self._parts = origin, []
             whole = read_tensor(origin.name, self._headers[origin.name])
             self._parts = [box for _, box in origin.split(whole)]
-        box = origin.parts[place].box
-        inside = index_within((box.offset, box.shape), (piece.offset, piece.shape))
-        return as_bytes(self._parts[place][inside])
+        box = origin.parts[part_index].box
+        index = index_within((box.offset, box.shape), (entry.offset, entry.shape))
+        return as_bytes(self._parts[part_index][index])
 
 
 def _match_tensors(
     folder: Path,
-    theirs: Iterable[HuggingFaceTensor],
+    tensors: Iterable[HuggingFaceTensor],
     headers: Mapping[str, TensorHeader],
     tied: bool,
 ) -> list[HuggingFaceTensor]:
@@ -254,15 +266,15 @@ def _match_tensors(
     of those that are missing, unknown, or of another shape or type."""
     wanted: dict[str, HuggingFaceTensor] = {}
     problems: list[str] = []
-    for one in theirs:
-        header = headers.get(one.name)
+    for tensor in tensors:
+        header = headers.get(tensor.name)
         if header is None:
-            problems.append(f"{one.name} is missing")
-        elif header.shape != one.shape:
-            problems.append(f"{one.name} is {list(header.shape)}, not {list(one.shape)}")
+            problems.append(f"{tensor.name} is missing")
+        elif header.shape != tensor.shape:
+            problems.append(f"{tensor.name} is {list(header.shape)}, not {list(tensor.shape)}")
         else:
-            check_type(one.name, header)
-        wanted[one.name] = one
+            check_type(tensor.name, header)
+        wanted[tensor.name] = tensor
         if len(problems) > _MAX_NAMED_TENSORS:  # before a wrong config becomes a long list
             break
     else:

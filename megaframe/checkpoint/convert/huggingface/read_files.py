@@ -25,7 +25,11 @@ _MAX_JSON = 64 << 20
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a folder says about a tensor, without its elements. dtype: a name such as `BF16`."""
+    """What a folder says about a tensor, without its elements.
+
+    Attributes:
+        dtype: A name such as `BF16`.
+    """
 
     file: Path
     shape: tuple[int, ...]
@@ -56,8 +60,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """Return what a folder says about each of its tensors, by name.
 
-    Raises `UserError` for files that cannot be read, and for tensors that are in two files or in
-    another one than the index says.
+    Raises:
+        UserError: For files that cannot be read, and for tensors that are in two files or in
+            another one than the index says.
     """
     if not (folder / INDEX).exists():
         return _read_headers(folder / SINGLE)
@@ -66,30 +71,32 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
         isinstance(name, str) and Path(name).name == name for name in index.values()
     ):
         raise UserError(f"{folder / INDEX} has no weight_map of file names in this folder")
-    found: dict[str, TensorHeader] = {}
+    headers: dict[str, TensorHeader] = {}
     for name in sorted(set(index.values())):
         for tensor, header in _read_headers(folder / name).items():
-            if tensor in found:
-                files = f"{printable(found[tensor].file.name)} and {printable(name)}"
+            if tensor in headers:
+                files = f"{printable(headers[tensor].file.name)} and {printable(name)}"
                 raise UserError(f"{folder}: {printable(tensor)} is in two files, {files}")
-            found[tensor] = header
+            headers[tensor] = header
     for tensor, name in index.items():
-        if tensor not in found or found[tensor].file.name != name:
+        if tensor not in headers or headers[tensor].file.name != name:
             raise UserError(
                 f"{folder}: {printable(tensor)} is not in {printable(name)}, as {INDEX} says"
             )
-    return found
+    return headers
 
 
 def _read_headers(path: Path) -> dict[str, TensorHeader]:
     check_regular_file(path)
     try:
         with safe_open(path, framework="pt") as file:
-            found = {}
+            headers = {}
             for name in file.keys():  # noqa: SIM118
-                one = file.get_slice(name)
-                found[name] = TensorHeader(path, tuple(one.get_shape()), one.get_dtype())
-            return found
+                tensor_slice = file.get_slice(name)
+                headers[name] = TensorHeader(
+                    path, tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
+                )
+            return headers
     except (OSError, MemoryError, SafetensorError) as error:  # it maps the whole file
         raise UserError(f"cannot read {printable(path)}: {error}") from None
 
@@ -107,11 +114,11 @@ def read_tensor(name: str, header: TensorHeader) -> Tensor:
     """Return a tensor of a folder in fp32. Raises `UserError` if an element is not finite."""
     try:
         with safe_open(header.file, framework="pt") as file:
-            found = file.get_tensor(name).float()
+            tensor = file.get_tensor(name).float()
     except (OSError, MemoryError, SafetensorError) as error:  # it maps the whole file
         raise UserError(f"cannot read {name} from {header.file}: {error}") from None
-    check_finite(name, found, "fp32")
-    return found
+    check_finite(name, tensor, "fp32")
+    return tensor
 
 
 def check_finite(name: str, tensor: Tensor, dtype: str) -> None:

@@ -30,7 +30,11 @@ class PieceType(IntEnum):
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A piece; its id is its place in the file. score: as the library sums it, rounded to fp32."""
+    """A piece; its id is its place in the file.
+
+    Attributes:
+        score: As the library sums it, rounded to fp32.
+    """
 
     text: str
     score: float
@@ -41,10 +45,13 @@ class TextPiece:
 class SentencePieceModel:
     """The content of a model file.
 
-    kind: unigram, bpe, word or char. charsmap: the compiled rules that replace characters, empty
-    without any. dummy_prefix: put a space before every text. remove_extra_whitespaces: remove
-    spaces at both ends, and all but one inside. escape_whitespaces: pieces have `▁` for a space.
-    whitespace_as_suffix: the dummy prefix is a suffix.
+    Attributes:
+        kind: One of unigram, bpe, word, char.
+        charsmap: The compiled rules that replace characters, empty without any.
+        dummy_prefix: Whether to put a space before every text.
+        remove_extra_whitespaces: Whether to remove spaces at both ends, and all but one inside.
+        escape_whitespaces: Whether pieces have `▁` for a space.
+        whitespace_as_suffix: Whether the dummy prefix is a suffix.
     """
 
     kind: str

@@ -24,8 +24,11 @@ from megaframe.parameters.spec import Box, ParamSpec
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A box of one of our tensors, as a matrix of `rows` rows. pairs: whether theirs interleaves
-    its rows in rotary pairs."""
+    """A box of one of our tensors, as a matrix of `rows` rows.
+
+    Attributes:
+        pairs: Whether theirs interleaves its rows in rotary pairs.
+    """
 
     spec: ParamSpec
     box: Box
@@ -95,8 +98,11 @@ class HuggingFaceTensor:
 def map_tensors(model: ModelConfig, specs: Iterable[ParamSpec]) -> Iterator[HuggingFaceTensor]:
     """Yield all tensors of the Hugging Face model that corresponds to `model`.
 
-    specs: specs of our parameters. Predictors of further tokens are left out, because Hugging
-    Face's code does not run them.
+    Predictors of further tokens are left out, because Hugging Face's code does not run them.
+
+    Args:
+        model: The `model` section of the run's config.
+        specs: Specs of our parameters.
     """
     names = _PartBuilder({spec.name: spec for spec in specs})
     gpt2 = family_of(model) == "gpt2"

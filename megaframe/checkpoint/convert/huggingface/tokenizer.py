@@ -46,9 +46,11 @@ class ExportedTokenizer:
 def check_tokenizer_path(recorded: str | None, checkpoint: StorePath) -> str | None:
     """Return the tokenizer that a checkpoint records, if its file lies with the checkpoint.
 
-    A checkpoint can name any file of this machine, and its export is meant to be passed on. Raises
-    `UserError` for a file that lies neither in the folder of the checkpoint, nor in the folder of
-    checkpoints, nor in the run folder around it.
+    A checkpoint can name any file of this machine, and its export is meant to be passed on.
+
+    Raises:
+        UserError: For a file that lies neither in the folder of the checkpoint, nor in the folder
+            of checkpoints, nor in the run folder around it.
     """
     path = (recorded or "").partition(":")[2]
     if not path:
@@ -71,8 +73,12 @@ def check_tokenizer_path(recorded: str | None, checkpoint: StorePath) -> str | N
 def export_tokenizer(name: str | None, vocab: int, positions: int) -> ExportedTokenizer:
     """Return the files of the tokenizer called `name`, or of none.
 
-    vocab: rows of the model's embedding. positions: longest text of the model in tokens. Raises
-    `UserError` if the name or its file is not a tokenizer, or not one of this model.
+    Args:
+        vocab: Rows of the model's embedding.
+        positions: Longest text of the model in tokens.
+
+    Raises:
+        UserError: If the name or its file is not a tokenizer, or not one of this model.
     """
     if name is None or name == NO_TOKENIZER:
         why = "the run has none" if name is None else "left out"
