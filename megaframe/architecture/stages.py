@@ -91,6 +91,7 @@ def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[
     limit = _minimize_maximum(ends, head, stages)
     # squares[n]: the least sum of squares over the stages so far, which have the first n blocks.
     squares = [0.0] + [math.inf] * len(blocks)
+    # starts[stage][end]: where the stage starts in the best division that ends before block `end`.
     starts: list[list[int]] = []
     for stage in range(stages):
         extra = head if stage == stages - 1 else 0.0

@@ -275,6 +275,7 @@ class ConfigReader:
                 return False
         else:
             inside = node.value if isinstance(node, yaml.SequenceNode) else []
+        # A list, not a generator: every item is checked, so that all mistakes are reported.
         return all([self._is_plain(name, item, origin) for item in inside])
 
 

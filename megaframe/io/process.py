@@ -21,6 +21,8 @@ def read_start_time(process: int) -> int | None:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return None
+    # Counted from the closing parenthesis, because the name before it may hold spaces; `rest[18]`
+    # is field 22 of proc(5), starttime.
     state, *rest = text.rpartition(")")[2].split()
     return None if state in "ZX" else int(rest[18])
 

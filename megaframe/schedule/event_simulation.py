@@ -72,6 +72,7 @@ class EncodedSchedule:
         stages, ranks = len(self.rank_of), self.rank_of
         size, block = self.microbatches, self.block
         rows: list[tuple[int, tuple[int, int] | None]] = [(0, None)] * (len(KINDS) * stages)
+        # A forward feeds the next stage, a backward the previous one.
         for kind, neighbour in ((0, 1), (1, -1)):
             for stage, rank in enumerate(ranks):
                 row, other = kind * stages + stage, stage + neighbour
@@ -80,9 +81,11 @@ class EncodedSchedule:
                 if ranks[other] == rank:
                     rows[row] = (neighbour * size, None)
                 elif self.lowered:
+                    # The send starts the transfer; its code is 3 blocks after its producer's.
                     rows[row + 3 * stages] = (neighbour * size - 3 * block, (rank, ranks[other]))
                 else:
                     rows[row] = (neighbour * size, (rank, ranks[other]))
+        # The last stage's forward feeds its own backward.
         rows[stages - 1] = (block, None)
         return rows
 
@@ -123,6 +126,7 @@ def _peak(steps: Sequence[int], block: int, split: Sequence[bool]) -> int:
             if live > peak:
                 peak = live
         elif code < 2 * block:
+            # After a split backward, the activation lives on until its W.
             if not split[code - block]:
                 live -= 1
         elif code < 3 * block:
@@ -191,8 +195,10 @@ def simulate_events(
                 if edge is None:
                     arrivals[target] = clock
                 else:
+                    # Transfers of one edge follow each other.
                     begin = free[edge]
                     arrivals[target] = free[edge] = (clock if clock > begin else begin) + comm
+                # Its rank is blocked on exactly this input, and can continue.
                 if target in waiting:
                     ready.append(waiting.pop(target))
         clocks[rank] = clock

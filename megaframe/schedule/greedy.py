@@ -137,6 +137,8 @@ class _GreedyRun:
             return _B, ready
         free_slots = self.problem.capacity - self.live[rank]
         free_slots = min(free_slots, self.bound[rank] - self.ahead[rank])
+        # Memory must also suffice for the later chunks of the rank, so that what is started can
+        # always be finished.
         stages = [stage for stage in self.stages[rank] if self.later[stage] <= free_slots]
         ready, other = self._ready(_F, stages, now)
         if ready is not None:

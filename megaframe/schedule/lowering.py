@@ -70,6 +70,7 @@ def _place_receives(schedule: Schedule, ahead: int) -> list[Posts]:
     posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.ranks]
     for actions in schedule.ranks:
         latest: dict[int, int] = {}
+        # Backwards, so that no receive is posted after one that the channel delivers later.
         for action in reversed(actions):
             passed = _find_transfer(action, schedule.rank_of)
             if passed is None:

@@ -134,6 +134,8 @@ def v_half(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action
         (ActionKind.B, 1): 3 * ranks - 1 + apart + 2 * rank,
         (ActionKind.B, 0): 6 * ranks - 2 + apart - rank,
     }
+    # A block has six slots, one for each of F, B and W of both chunks. Each W takes the first one
+    # that is free after its B.
     taken = {slot % 6 for slot in slots.values()}
     for chunk in (1, 0):
         slot = slots[ActionKind.B, chunk] + 1

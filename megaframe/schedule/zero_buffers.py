@@ -272,5 +272,6 @@ class _BufferSimulation:
     def _count(self) -> None:
         in_flight = [bucket for some in self._in_flight for bucket in some]
         gradients = [(False, bucket.size) for bucket in (*in_flight, *self._accumulating)]
+        # Values of the same type as gradients take buffers from the same pool.
         values = [(not self._same_dtype, bucket.size) for bucket in self._present]
         self.most |= Counter([*gradients, *values])

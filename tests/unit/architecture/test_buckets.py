@@ -59,9 +59,9 @@ def test_latencies_and_the_last_bucket_are_balanced(transfer, latency):
     least=st.integers(1, 300),
 )
 def test_blocks_are_together_until_they_have_enough(sizes, least):
-    found = group_blocks_into_buckets(sizes, least)
-    assert [n for of in found for n in range(of.start, of.stop)] == [*range(len(sizes))]
-    for of in found:
+    groups = group_blocks_into_buckets(sizes, least)
+    assert [n for of in groups for n in range(of.start, of.stop)] == [*range(len(sizes))]
+    for of in groups:
         here = sizes[of.start : of.stop]
         assert of.start == 0 or sum(map(sum, here)) >= least
         assert sum(map(sum, here[1:])) < least, "the first block is needed to have enough"
@@ -109,7 +109,7 @@ def test_more_ranks_have_fewer_buckets_between_their_bounds():
     counts = [count_of(world=world)[0] for world in (8, 64, 512, 4096, 32768)]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] == 64 and counts[-1] < 3
-    assert count_of(zero=3, world=32768)[0] == 32, "one block of lent values at a time"
+    assert count_of(zero=3, world=32768)[0] == 32, "one block of gathered values at a time"
     assert count_of(world=32768, bucket_size=MATRICES // 20)[0] == pytest.approx(20, rel=0.01)
 
 

@@ -303,11 +303,11 @@ URLS = [
     ],
 )
 def test_a_secret_anywhere_is_refused_and_not_repeated(write, text, url):
-    found = mistakes(write("c.yaml", text.format(f"'{url}'")))
-    assert found and not any(SECRET in line for line in found)
+    messages = mistakes(write("c.yaml", text.format(f"'{url}'")))
+    assert messages and not any(SECRET in line for line in messages)
     for word in (url, f"run.dir='{url}'", f"{url}=1", f"data.tokenizer='{url}'"):
-        found = mistakes(None, [word])
-        assert found and not any(SECRET in line for line in found)
+        messages = mistakes(None, [word])
+        assert messages and not any(SECRET in line for line in messages)
 
 
 @pytest.mark.parametrize("text", [r'"x\0"', r'"\ud800"'])

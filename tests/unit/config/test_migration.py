@@ -23,7 +23,7 @@ BESIDE = {
 }
 
 
-def named(ours):
+def named_keys(ours):
     """Return the keys in what a name is here, each with its value if it has one."""
     return re.findall(r"[a-z]+\.[a-z_0-9]+[a-z0-9](?:\.[a-z_0-9]+)?(?:=[a-z0-9]+)?", ours)
 
@@ -45,8 +45,8 @@ def test_there_are_enough_of_every_program():
 def test_what_a_name_is_here_exists_and_takes_its_value(program, name):
     ours = SETTINGS_ELSEWHERE[program][name]
     assert name not in config_keys()
-    assert named(ours) or ours == "always on"
-    for text in named(ours):
+    assert named_keys(ours) or ours == "always on"
+    for text in named_keys(ours):
         key, _, value = text.partition("=")
         assert key in config_keys(), ours
         if value:
@@ -68,7 +68,7 @@ def rows(program):
 def test_the_guide_says_the_same(program, name):
     """In one row there are the name, or its last part, and all keys that it is."""
     word = re.compile(rf"\b{name.rpartition('.')[2]}\b")
-    wanted = [text.partition("=")[0] for text in named(SETTINGS_ELSEWHERE[program][name])] or [
+    wanted = [text.partition("=")[0] for text in named_keys(SETTINGS_ELSEWHERE[program][name])] or [
         "always"
     ]
     found = [ours for theirs, ours in rows(program) if word.search(theirs)]

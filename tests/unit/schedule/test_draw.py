@@ -22,7 +22,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def names(timeline):
-    return Counter(str(one.action) for intervals in timeline.compute for one in intervals)
+    return Counter(str(interval.action) for intervals in timeline.compute for interval in intervals)
 
 
 def test_a_column_is_a_unit_of_time():
@@ -55,17 +55,17 @@ def test_text_names_every_action_that_takes_time_once(schedule):
     timeline = simulate(schedule, ActionCosts().divide_by_chunks(1))
     text = draw_text(timeline, width=400)
     several = len(schedule.rank_of) > len(schedule.ranks)
-    found = Counter()
+    labels = Counter()
     for line in text.splitlines():
         match = re.fullmatch(r"rank (\d+) (.*)", line)
         if match:
             cells = match[2].replace("-", " ").replace(".", " ").split()
-            found.update(cell if several else match[1] + cell for cell in cells)
+            labels.update(cell if several else match[1] + cell for cell in cells)
     if several:
-        assert found == names(timeline)
+        assert labels == names(timeline)
     else:
         stage = {str(schedule.rank_of[s]): s for s in range(len(schedule.rank_of))}
-        renamed = Counter({f"{stage[key[0]]}{key[1:]}": n for key, n in found.items()})
+        renamed = Counter({f"{stage[key[0]]}{key[1:]}": n for key, n in labels.items()})
         assert renamed == names(timeline)
 
 

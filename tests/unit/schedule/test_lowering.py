@@ -10,7 +10,7 @@ from megaframe.schedule.limits import SCHEDULE_LIMITS
 ORDERS = [name for name in SCHEDULE_LIMITS if name != "search"]
 
 
-def sizes(name, ranks, chunks, more):
+def nearest_size(name, ranks, chunks, more):
     """Return a size close to the drawn one for which the schedule exists."""
     return ranks, SCHEDULE_LIMITS[name].nearest_chunks(chunks), ranks + more
 
@@ -62,7 +62,7 @@ def test_nothing_is_sent_within_a_rank():
 def test_every_lowered_schedule_passes_the_checker_however_early_receives_are(
     name, ranks, chunks, more, ahead
 ):
-    schedule = generate(name, *sizes(name, ranks, chunks, more))
+    schedule = generate(name, *nearest_size(name, ranks, chunks, more))
     lowered = lower(schedule, ahead)
     check(lowered)
     assert lower(lowered, ahead) == lowered
@@ -75,7 +75,7 @@ def test_every_lowered_schedule_passes_the_checker_however_early_receives_are(
 def test_receives_of_an_edge_are_posted_in_the_order_of_its_sends_and_early(
     name, ranks, chunks, more
 ):
-    lowered = lower(generate(name, *sizes(name, ranks, chunks, more)), ahead=2)
+    lowered = lower(generate(name, *nearest_size(name, ranks, chunks, more)), ahead=2)
     rank_of = lowered.rank_of
     for source in range(ranks):
         for target in range(ranks):

@@ -40,9 +40,9 @@ def test_never_worse_than_a_named_schedule_within_the_limits(problem, placement)
     schedule = generate("search", *size, **options)
     check(lower(schedule))
     assert schedule == generate("search", *size, **options)
-    found = simulate(schedule, costs)
+    best = simulate(schedule, costs)
     most = ranks if limit is None else limit
-    assert max(found.peak_activations) <= most
+    assert max(best.peak_activations) <= most
     assert schedule.microbatches == microbatches
     if placement is not None:
         assert schedule.rank_of == ranks_of_stages(ranks, chunks, placement)
@@ -53,7 +53,7 @@ def test_never_worse_than_a_named_schedule_within_the_limits(problem, placement)
         timeline = simulate(other, costs)
         fits = max(timeline.peak_activations) <= most
         if fits and (placement is None or other.rank_of == schedule.rank_of):
-            assert found.time <= timeline.time
+            assert best.time <= timeline.time
 
 
 @settings(deadline=None, max_examples=100)
@@ -67,15 +67,15 @@ def test_never_worse_than_a_named_schedule_within_the_limits(problem, placement)
         st.sampled_from([0, 0.5, 1]),
     ),
 )
-def test_no_rule_stops_or_breaks_a_limit_however_tight(problem, placement, rule):
+def test_no_policy_stops_or_breaks_a_limit_however_tight(problem, placement, policy):
     ranks, chunks, microbatches, costs, limit = problem
     capacity = chunks if limit is None else int(limit * chunks)
     rank_of = ranks_of_stages(ranks, chunks, placement)
-    program = schedule_greedily(
-        SchedulingProblem.from_costs(rank_of, microbatches, costs, capacity), rule
+    encoded = schedule_greedily(
+        SchedulingProblem.from_costs(rank_of, microbatches, costs, capacity), policy
     )
-    timeline = simulate(program, costs)
-    assert sum(map(len, program.steps)) == 3 * ranks * chunks * microbatches
+    timeline = simulate(encoded, costs)
+    assert sum(map(len, encoded.steps)) == 3 * ranks * chunks * microbatches
     assert max(timeline.peak_activations) * chunks <= capacity
 
 
@@ -84,7 +84,7 @@ def test_every_named_schedule_that_fits_is_a_candidate():
         size = (4, chunks, 9)
         possible = [name for name in GENERATORS if not schedule_mistakes(name, *size)]
         steps = [encode_schedule(generate(name, *size)).steps for name in possible]
-        assert [program.steps for program in named_candidates(*size, 9)] == steps
+        assert [encoded.steps for encoded in named_candidates(*size, 9)] == steps
 
 
 def test_a_slow_head_costs_no_more_than_its_own_work_and_the_way_to_it():
@@ -105,7 +105,7 @@ def test_more_chunks_leave_only_the_way_to_the_last_rank_at_the_memory_of_1f1b()
         assert max(timeline.peak_activations) <= 8
 
 
-def test_large_sizes_try_the_rules_on_fewer_microbatches():
+def test_large_sizes_try_the_policies_on_fewer_microbatches():
     costs = ActionCosts((0.5,) * 31 + (0.7,), 0.6, 0.4, 0.01)
     size = (16, 2, 256)
     rank_of = ranks_of_stages(16, 2, "loop")
@@ -114,10 +114,10 @@ def test_large_sizes_try_the_rules_on_fewer_microbatches():
         > BUDGET
     )
     schedule = generate("search", *size, costs=costs)
-    found = simulate(schedule, costs)
-    assert max(found.peak_activations) <= 16
+    best = simulate(schedule, costs)
+    assert max(best.peak_activations) <= 16
     for name in ("zb-v", "v-half", "dualpipe-v", "interleaved"):
-        assert found.time <= simulate(generate(name, *size), costs).time
+        assert best.time <= simulate(generate(name, *size), costs).time
     assert schedule == generate("search", *size, costs=costs)
 
 

@@ -18,7 +18,7 @@ ONE_F_ONE_B = "0F0 0F1 0B0 0F2 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2"
 
 def times(timeline):
     return [
-        " ".join(f"{one.action}:{one.start}-{one.end}" for one in intervals)
+        " ".join(f"{interval.action}:{interval.start}-{interval.end}" for interval in intervals)
         for intervals in timeline.compute
     ]
 
@@ -47,7 +47,11 @@ def test_transfers_of_one_edge_follow_each_other():
     timeline = simulate(
         schedule_of("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1"), ActionCosts(1, 1, 0, comm=4)
     )
-    sent = [(one.producer, one.start, one.end) for one in timeline.transfers if one.target == 1]
+    sent = [
+        (transfer.producer, transfer.start, transfer.end)
+        for transfer in timeline.transfers
+        if transfer.target == 1
+    ]
     assert [(str(a), start, end) for a, start, end in sent] == [("0F0", 1, 5), ("0F1", 5, 9)]
     assert timeline.compute[1][1].start == 9
 
@@ -56,7 +60,9 @@ def test_stages_of_one_rank_are_its_chunks_and_hand_over_without_a_transfer():
     timeline = simulate(schedule_of("0F0 1F0 1B0 0B0"), ActionCosts(1, 1, 0, comm=100))
     assert timeline.time == 4 and timeline.bubble == 0 and timeline.transfers == ()
     timeline = simulate(schedule_of("0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0"), ActionCosts())
-    assert [[one.chunk for one in rank] for rank in timeline.compute] == [[0, 1, 1, 0]] * 2
+    assert [[interval.chunk for interval in rank] for rank in timeline.compute] == [
+        [0, 1, 1, 0]
+    ] * 2
 
 
 @pytest.mark.slow
@@ -72,10 +78,16 @@ def test_equals_the_longest_path(data, schedule, lowered, floats):
     durations = durations_of(schedule, *given_times)
     expected = ends(schedule, durations, comm)
     timeline = simulate(lower(schedule) if lowered else schedule, ActionCosts(*given_times, comm))
-    found = {one.action: one for intervals in timeline.compute for one in intervals}
+    intervals_by_action = {
+        interval.action: interval for intervals in timeline.compute for interval in intervals
+    }
     same = pytest.approx if floats else lambda value: value
-    assert {action: one.end for action, one in found.items()} == same(expected)
-    assert {a: one.end - one.start for a, one in found.items()} == same(durations)
+    assert {action: interval.end for action, interval in intervals_by_action.items()} == same(
+        expected
+    )
+    assert {
+        a: interval.end - interval.start for a, interval in intervals_by_action.items()
+    } == same(durations)
     assert timeline.time == same(max(expected.values()))
     if timeline.time:
         work = sum(durations.values())

@@ -220,15 +220,15 @@ def test_chunks_are_interleaved_unless_a_schedule_is_given():
 
 
 def test_a_comparison_of_nothing_is_warned_of():
-    def warned(*keys, world=4):
+    def list_warnings(*keys, world=4):
         config = load(None, [*SOUND, "faults.compare_every=5", *keys])
         return find_warnings(config, Layout.from_parallel(config.parallel, world), world)
 
-    (line,) = warned()
+    (line,) = list_warnings()
     assert line.startswith("warning: faults.compare_every=5 compares nothing: with parallel.zero=1")
     assert "use parallel.zero=0, or parallel.data_replicate=2" in line
-    assert warned("parallel.zero=0") == warned("parallel.data_replicate=2") == []
-    assert warned("faults.compare_every=0") == []
+    assert list_warnings("parallel.zero=0") == list_warnings("parallel.data_replicate=2") == []
+    assert list_warnings("faults.compare_every=0") == []
 
 
 # (a pipeline that is refused, the message, changes that it suggests, each of which must pass)
@@ -440,15 +440,15 @@ RANKS = [
 
 @pytest.mark.parametrize(("keys", "message", "mends"), RANKS)
 def test_ranks_that_cannot_be_are_refused_and_the_advice_works(keys, message, mends):
-    def found(keys):
+    def list_refusals(keys):
         ranks = keys.get("parallel.context", 1) * keys.get("parallel.tensor", 1)
         return refusals(*(f"{name}={value}" for name, value in keys.items()), world=ranks)
 
-    lines = found(keys)
+    lines = list_refusals(keys)
     assert len(lines) == 1 and message in lines[0]
     for mend in mends:
         mended = {**keys, **mend}
-        assert found(mended) == []
+        assert list_refusals(mended) == []
 
 
 def test_a_schedule_file_fits_every_size_of_a_batch_ramp(tmp_path):
