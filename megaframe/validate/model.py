@@ -143,6 +143,7 @@ def window_mistakes(model: ModelConfig) -> Iterator[str]:
 
 
 def mtp_mistakes(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each mistake in multi-token prediction."""
     depth, train = config.model.mtp_depth, config.train
     if depth and config.model.emulate is not None:
         yield (
@@ -163,6 +164,7 @@ def mtp_mistakes(config: RunConfig) -> Iterator[str]:
 
 
 def vocabulary_mistakes(config: RunConfig) -> Iterator[str]:
+    """Yield a message if no key says the vocabulary, or no tokenizer has the form of its key."""
     tokenizer = config.data.tokenizer
     if tokenizer is None:
         if config.model.vocab is None:
