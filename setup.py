@@ -91,7 +91,7 @@ setup(
     python_requires=">=3.10",
     packages=[
         *find_packages(include=["megaframe", "megaframe.*"]),
-        "megaframe_kernels",
+        *find_packages("kernels", include=["megaframe_kernels", "megaframe_kernels.*"]),
         "megaframe_kernels.cuda",
         "megaframe_tools",
         "megaframe_tools.launch",

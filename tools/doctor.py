@@ -46,7 +46,7 @@ _LEAST_FREE = 2**30
 
 
 @dataclass(frozen=True)
-class Finding:
+class HostFinding:
     """A line of the report. what: its subject. level: ok, warning (slow or unusual), or error (no
     run can start)."""
 
@@ -61,23 +61,23 @@ def read_gpus(text: str) -> list[dict[str, str]]:
     return [dict(zip(_QUERY, row, strict=True)) for row in rows if len(row) == len(_QUERY)]
 
 
-def judge_gpu(gpu: Mapping[str, str]) -> Iterator[Finding]:
+def judge_gpu(gpu: Mapping[str, str]) -> Iterator[HostFinding]:
     """Yield findings on the state of one GPU: clocks, memory in use, memory errors."""
     what = f"GPU {gpu['index']}"
     clocks = f"{gpu['clocks.sm']} of {gpu['clocks.max.sm']} MHz, {gpu['temperature.gpu']} C"
-    yield Finding(what, f"{gpu['name']}, driver {gpu['driver_version']}, {clocks}")
+    yield HostFinding(what, f"{gpu['name']}, driver {gpu['driver_version']}, {clocks}")
     bits = _number(gpu["clocks_throttle_reasons.active"])
     slowed = [reason for bit, reason in _SLOWED.items() if bits & bit]
     if slowed:
-        yield Finding(what, f"slowed: {', '.join(slowed)}", "warning")
+        yield HostFinding(what, f"slowed: {', '.join(slowed)}", "warning")
     used, total = _number(gpu["memory.used"]), _number(gpu["memory.total"])
     if total and used > 0.1 * total:
-        yield Finding(what, f"{used} of {total} MiB are in use by others", "warning")
+        yield HostFinding(what, f"{used} of {total} MiB are in use by others", "warning")
     errors = _number(gpu["ecc.errors.uncorrected.volatile.total"])
     if errors:
-        yield Finding(what, f"{errors} uncorrected memory errors: replace or reset it", "error")
+        yield HostFinding(what, f"{errors} uncorrected memory errors: replace or reset it", "error")
     elif gpu["ecc.mode.current"] == "Disabled":
-        yield Finding(what, "ECC is off: flipped bits go unnoticed", "warning")
+        yield HostFinding(what, "ECC is off: flipped bits go unnoticed", "warning")
 
 
 def _number(text: str) -> int:
@@ -87,7 +87,7 @@ def _number(text: str) -> int:
         return 0
 
 
-def look_at_smi() -> list[dict[str, str]]:
+def read_smi() -> list[dict[str, str]]:
     """Return the GPUs that nvidia-smi lists; none without it."""
     if shutil.which("nvidia-smi") is None:
         return []
@@ -96,7 +96,7 @@ def look_at_smi() -> list[dict[str, str]]:
     return read_gpus(done.stdout) if done.returncode == 0 else []
 
 
-def judge_software() -> Iterator[Finding]:
+def judge_software() -> Iterator[HostFinding]:
     """Yield versions, the state of GPUs, and whether torch can use those that the driver knows."""
     import torch
     from megaframe_kernels.installed import versions
@@ -104,34 +104,34 @@ def judge_software() -> Iterator[Finding]:
     from megaframe.distributed.device import explain_hidden_gpu, explain_unusable_gpu
 
     found = ", ".join(f"{name} {version}" for name, version in versions().items())
-    yield Finding("software", f"Python {platform.python_version()}, {found}")
-    known, seen = look_at_smi(), torch.cuda.device_count()
+    yield HostFinding("software", f"Python {platform.python_version()}, {found}")
+    known, seen = read_smi(), torch.cuda.device_count()
     for gpu in known:
         yield from judge_gpu(gpu)
     if len(known) > seen:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         if hidden is not None:
             said = f"torch sees {seen} of {len(known)} GPUs: CUDA_VISIBLE_DEVICES={hidden}"
-            yield Finding("torch", said, "warning")
+            yield HostFinding("torch", said, "warning")
         else:
             said = f"torch {torch.__version__} sees {seen} of {len(known)} GPUs"
-            yield Finding("torch", said, "error" if seen else "warning")
+            yield HostFinding("torch", said, "error" if seen else "warning")
     if not seen:
         if reason := explain_unusable_gpu():
-            yield Finding("torch", f"no GPU that a run can use: {reason}", "error")
+            yield HostFinding("torch", f"no GPU that a run can use: {reason}", "error")
             return
         hidden = f" ({reason})" if (reason := explain_hidden_gpu()) else ""
-        yield Finding("torch", f"no GPU: a run uses the CPU, {os.cpu_count()} cores{hidden}")
+        yield HostFinding("torch", f"no GPU: a run uses the CPU, {os.cpu_count()} cores{hidden}")
         return
     for index in range(seen):
-        yield _try_gpu(index)
+        yield _check_gpu(index)
     if torch.distributed.is_nccl_available():
-        yield Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+        yield HostFinding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     else:
-        yield Finding("NCCL", "torch was built without it", "error" if seen > 1 else "warning")
+        yield HostFinding("NCCL", "torch was built without it", "error" if seen > 1 else "warning")
 
 
-def _try_gpu(index: int) -> Finding:
+def _check_gpu(index: int) -> HostFinding:
     import torch
 
     try:
@@ -139,15 +139,15 @@ def _try_gpu(index: int) -> Finding:
             ones = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda")
             right = bool(((ones @ ones) == 64).all())
     except RuntimeError as error:
-        return Finding(f"GPU {index}", f"cannot compute: {str(error).splitlines()[0]}", "error")
-    return Finding(f"GPU {index}", "computes" if right else "computes wrong", _level(right))
+        return HostFinding(f"GPU {index}", f"cannot compute: {str(error).splitlines()[0]}", "error")
+    return HostFinding(f"GPU {index}", "computes" if right else "computes wrong", _severity(right))
 
 
-def _level(right: bool) -> str:
+def _severity(right: bool) -> str:
     return "ok" if right else "error"
 
 
-def judge_links() -> Iterator[Finding]:
+def judge_links() -> Iterator[HostFinding]:
     """Yield the bandwidth from the first GPU to each other one."""
     import torch
 
@@ -165,10 +165,10 @@ def judge_links() -> Iterator[Finding]:
             seconds.append(time.perf_counter() - begun)
         how = "directly" if peer else "through the host: no peer access"
         said = f"{_TRIAL / min(seconds) / 1e9:.0f} GB/s {how}"
-        yield Finding(f"link 0 to {other}", said, "ok" if peer else "warning")
+        yield HostFinding(f"link 0 to {other}", said, "ok" if peer else "warning")
 
 
-def judge_kernels() -> Iterator[Finding]:
+def judge_kernels() -> Iterator[HostFinding]:
     """Yield for each kernel the implementation that is used, and why preferred ones are not."""
     from megaframe_kernels.registry import KERNELS
     from megaframe_kernels.selection import chip_name, select
@@ -176,17 +176,19 @@ def judge_kernels() -> Iterator[Finding]:
     chip = chip_name()
     for name, choice in select(KERNELS).items():
         absent = "; ".join(f"not {other}: {reason}" for other, reason in choice.absent.items())
-        yield Finding(f"kernel {name}", f"{choice.active}{f' ({absent})' if absent else ''}")
-    yield Finding("kernels", f"order of implementations for {chip}: see choices.json")
+        yield HostFinding(f"kernel {name}", f"{choice.active}{f' ({absent})' if absent else ''}")
+    yield HostFinding("kernels", f"order of implementations for {chip}: see choices.json")
 
 
-def judge_disk(folder: Path) -> Iterator[Finding]:
+def judge_disk(folder: Path) -> Iterator[HostFinding]:
     """Yield the free space of a folder's disk, and the speed of a durable write."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
         if free < _LEAST_FREE:
-            yield Finding("disk", f"{folder} has {free / 1e9:.1f} GB free; 1 is needed", "error")
+            yield HostFinding(
+                "disk", f"{folder} has {free / 1e9:.1f} GB free; 1 is needed", "error"
+            )
             return
         block = os.urandom(2**20)
         with tempfile.NamedTemporaryFile(dir=folder) as file:
@@ -197,20 +199,20 @@ def judge_disk(folder: Path) -> Iterator[Finding]:
             os.fsync(file.fileno())
             speed = _TRIAL / (time.perf_counter() - begun)
     except OSError as error:
-        yield Finding("disk", f"{folder} cannot be written: {error.strerror}", "error")
+        yield HostFinding("disk", f"{folder} cannot be written: {error.strerror}", "error")
         return
     said = f"{folder}: {speed / 1e6:,.0f} MB/s durable, {free / 1e9:,.0f} GB free"
-    yield Finding("disk", said, "ok" if speed > 50e6 else "warning")
+    yield HostFinding("disk", said, "ok" if speed > 50e6 else "warning")
 
 
-def examine(checks: Sequence[Callable[[], Iterator[Finding]]]) -> Iterator[Finding]:
+def run_checks(checks: Sequence[Callable[[], Iterator[HostFinding]]]) -> Iterator[HostFinding]:
     """Yield the findings of all checks; a check that raises an exception is a finding itself."""
     for check in checks:
         try:
             yield from check()
         except Exception as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
-            yield Finding(check.__name__.removeprefix("judge_"), f"broke: {first}", "error")
+            yield HostFinding(check.__name__.removeprefix("judge_"), f"broke: {first}", "error")
 
 
 def main() -> int:
@@ -249,11 +251,11 @@ def main() -> int:
             given.ranks, given.report, timeout=given.timeout, device=given.device, chosen=chosen
         )
 
-    def judge_folder() -> Iterator[Finding]:
+    def judge_folder() -> Iterator[HostFinding]:
         return judge_disk(folder)
 
     worst = 0
-    for finding in examine((judge_software, judge_links, judge_kernels, judge_folder)):
+    for finding in run_checks((judge_software, judge_links, judge_kernels, judge_folder)):
         mark = {"ok": " ", "warning": "!", "error": "X"}[finding.level]
         print(f"{mark} {finding.what:<28} {finding.said}", flush=True)
         worst += finding.level == "error"

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from doctor_ranks import layouts, most_ways
+from doctor_ranks import largest_axis, layouts
 from torch import Tensor
 
 from megaframe import __version__
@@ -343,7 +343,7 @@ def layout(name: str, doctor: Doctor) -> None:
             **more,
             "run.dir": doctor.folder / folder,
             "run.device": device,
-            "model.layers": 2 * most_ways(doctor.world),
+            "model.layers": 2 * largest_axis(doctor.world),
             "train.global_batch": 2 * doctor.world,
             "data.sources": f"[{{path: {corpus}}}]",
             "parallel.timeout": 2 * doctor.timeout,

@@ -38,15 +38,15 @@ _SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-half": 2}
 """Schedules to compare with one rank, with their chunks."""
 
 
-def most_ways(world: int) -> int:
+def largest_axis(world: int) -> int:
     """Return the number of ranks on an axis of a layout that is compared with one rank."""
     return next(size for size in (4, 2, 1) if world % size == 0)
 
 
 def layouts(world: int) -> dict[str, tuple[str, ...]]:
     """Return the layouts to compare with one rank, by name: overrides of the config. There are
-    `most_ways` ranks on one of the axes, and the other ranks are data ranks."""
-    ways = most_ways(world)
+    `largest_axis` ranks on one of the axes, and the other ranks are data ranks."""
+    ways = largest_axis(world)
     found: dict[str, tuple[str, ...]] = {
         f"data, zero={zero}": (f"parallel.zero={zero}",) for zero in range(4)
     }
@@ -75,7 +75,7 @@ def part_names(world: int) -> list[str]:
 
 
 @dataclass
-class Finding:
+class RankFinding:
     """What was found in a part. right: None if nobody could judge it. wrong: ranks on which it is
     not right."""
 
@@ -97,7 +97,7 @@ Lines = dict[int, list[dict[str, Any]]]
 """What each rank has written."""
 
 
-class Ranks:
+class RankProcesses:
     """The processes of some ranks. environment: returns that of a rank, which all of one start
     share. command: what a rank runs."""
 
@@ -127,7 +127,7 @@ class Ranks:
             for rank, at in zip(self._ranks, open_parts, strict=True):
                 if at == failed < len(names):
                     text = said[rank] or "ended without a message"
-                    finding = Finding(names[failed], "", False, text)
+                    finding = RankFinding(names[failed], "", False, text)
                     lines[rank].append(asdict(finding))
             first = failed + 1
         return lines
@@ -214,15 +214,15 @@ def _last_words(text: str, folder: Path) -> str:
     return sanitize_text(_ADDRESS.sub("(address)", found))[:_SHOWN]
 
 
-def merged(lines: Lines) -> list[Finding]:
+def merge_findings(lines: Lines) -> list[RankFinding]:
     """Return the findings of all ranks together, in order: right if they are on every rank."""
-    found: dict[tuple[str, str], Finding] = {}
+    found: dict[tuple[str, str], RankFinding] = {}
     for rank in sorted(lines):
         for line in lines[rank]:
             if "what" not in line:
                 continue
             key = line["part"], line["what"]
-            mine = Finding(*key, line["right"], line["said"], line["numbers"])
+            mine = RankFinding(*key, line["right"], line["said"], line["numbers"])
             whole = found.setdefault(key, mine)
             if mine.right is False:
                 if whole.right is not False:
@@ -236,7 +236,7 @@ def merged(lines: Lines) -> list[Finding]:
     return sorted(found.values(), key=lambda finding: order[finding.part])
 
 
-def alone(ranks: int) -> Callable[[], Callable[[int], Mapping[str, str]]]:
+def run_alone(ranks: int) -> Callable[[], Callable[[int], Mapping[str, str]]]:
     """Return the environments for ranks of this machine, as torchrun sets them."""
 
     def start() -> Callable[[int], Mapping[str, str]]:
@@ -250,7 +250,7 @@ def alone(ranks: int) -> Callable[[], Callable[[int], Mapping[str, str]]]:
     return start
 
 
-def gathered(lines: Lines, rank: int, world: int, timeout: float) -> Lines:
+def gather_lines(lines: Lines, rank: int, world: int, timeout: float) -> Lines:
     """Return what the ranks of all nodes have written, on the first one. Those that do not say so
     in time are a finding."""
     from megaframe.distributed.rendezvous import launcher_store
@@ -264,18 +264,20 @@ def gathered(lines: Lines, rank: int, world: int, timeout: float) -> Lines:
             lines[other] = json.loads(store.get(f"doctor/{other}"))
         except RuntimeError:
             said = f"rank {other} has not reported"
-            lines[other] = [asdict(Finding("report", f"rank {other}", False, said))]
+            lines[other] = [asdict(RankFinding("report", f"rank {other}", False, said))]
     store.set("doctor/done", "")
     return lines
 
 
 def write(
-    findings: Sequence[Finding], report: Path, ranks: int, names: Sequence[str]
+    findings: Sequence[RankFinding], report: Path, ranks: int, names: Sequence[str]
 ) -> list[Path]:
     """Write the report as JSON and as text; return both files."""
     report.parent.mkdir(parents=True, exist_ok=True)
     texts, table = report.with_suffix(".txt"), report.with_suffix(".json")
-    texts.write_text("\n".join([*map(str, findings), verdict(findings)]) + "\n", encoding="utf-8")
+    texts.write_text(
+        "\n".join([*map(str, findings), describe_verdict(findings)]) + "\n", encoding="utf-8"
+    )
     whole = {
         "at": time.strftime("%Y-%m-%d"),
         "ranks": ranks,
@@ -287,7 +289,7 @@ def write(
     return [texts, table]
 
 
-def verdict(findings: Sequence[Finding]) -> str:
+def describe_verdict(findings: Sequence[RankFinding]) -> str:
     """Return the last line of the report."""
     wrong = [one for one in findings if one.right is False]
     if not wrong:
@@ -324,8 +326,8 @@ def examine_ranks(
         if not chosen or any(name.startswith(one) for one in chosen)
     ]
     mine = range(ranks) if ranks else [me]
-    environment = alone(ranks) if ranks else lambda: lambda rank: {}
-    started = Ranks(mine, environment, timeout, device, command)
+    environment = run_alone(ranks) if ranks else lambda: lambda rank: {}
+    started = RankProcesses(mine, environment, timeout, device, command)
 
     def tell(part: str) -> None:
         if not me:
@@ -333,11 +335,11 @@ def examine_ranks(
 
     lines = started.examine(names, tell)
     if not ranks:
-        lines = gathered(lines, me, world, timeout)
+        lines = gather_lines(lines, me, world, timeout)
     if me:
         return 0
-    findings = merged(lines)
+    findings = merge_findings(lines)
     files = write(findings, report, world, names)
-    print(*findings, verdict(findings), sep="\n")
+    print(*findings, describe_verdict(findings), sep="\n")
     print(f"report to send back: {files[0]} and {files[1]}")
     return 0 if all(one.right is not False for one in findings) else 1

@@ -224,15 +224,15 @@ class _ClientProcesses:
 # What follows runs in the processes of the clients.
 
 
-class CountingStore:
+class MeteredStore:
     """A store that counts the requests of one client. `get` is two, because torch first waits."""
 
     def __init__(self, store: Store, counts: Counter[int], rank: int) -> None:
         self.store, self._counts, self.rank = store, counts, rank
 
-    def clone(self) -> CountingStore:
+    def clone(self) -> MeteredStore:
         cloned: Store = self.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        return CountingStore(cloned, self._counts, self.rank)
+        return MeteredStore(cloned, self._counts, self.rank)
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self.store, name)
@@ -244,7 +244,7 @@ class CountingStore:
         return counted
 
 
-class RecordingWatchdog(Watchdog):
+class ThreadWatchdog(Watchdog):
     """A watch that notes when it ends its rank, and with which verdict."""
 
     judged: tuple[float, tuple[int, ...]]
@@ -277,22 +277,22 @@ def clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: floa
     sys.setswitchinterval(1.0)  # by default every thread that waits for its turn asks every 5 ms
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # what every rank would print
     counts: Counter[int] = Counter()
-    watches: dict[int, tuple[RecordingWatchdog, RankProgress]] = {}
+    watches: dict[int, tuple[ThreadWatchdog, RankProgress]] = {}
     leave_process = os._exit
     os._exit = _end_of_thread  # a client ends as a thread
 
     def connect(rank: int) -> None:
         store, *_ = launcher_store(rank, layout.world, _SLACK)
-        counted = CountingStore(store, counts, rank)
+        counted = MeteredStore(store, counts, rank)
         found = fresh_store(counted, rank, layout.world, _SLACK)  # type: ignore[arg-type]
         progress = RankProgress()
         watches[rank] = (
-            RecordingWatchdog(found, layout, rank, timeout, progress, lambda: ""),
+            ThreadWatchdog(found, layout, rank, timeout, progress, lambda: ""),
             progress,
         )
 
     def prefixed(prefix: str, counted: Any) -> Any:
-        return CountingStore(PrefixStore(prefix, counted.store), counts, counted.rank)
+        return MeteredStore(PrefixStore(prefix, counted.store), counts, counted.rank)
 
     rendezvous.PrefixStore = prefixed  # type: ignore[assignment,misc]
     _at_once(connect, ranks)
@@ -317,7 +317,7 @@ def _suffer(
     fault: str,
     victim: int,
     noticed: float,
-    watches: dict[int, tuple[RecordingWatchdog, RankProgress]],
+    watches: dict[int, tuple[ThreadWatchdog, RankProgress]],
     layout: Layout,
     timeout: float,
 ) -> None:

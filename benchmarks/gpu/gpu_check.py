@@ -49,9 +49,9 @@ _OF_KERNELS: dict[str, Any] = {
 GROUPS = (
     ("attention",),
     ("norm", "activation", "rotary"),
-    ("cross_entropy", "linear_cross_entropy", "loss"),
+    ("loss",),
     ("grouped_product", "grouped_gradient"),
-    ("adamw", "square_sum", "scattered_adamw", "scattered_square_sum"),
+    ("adamw", "square_sum"),
     ("grouped_scaled_product", "grouped_scaled_gradient", "quantise_columns", "quantise_experts"),
     ("router", "expert_order", "permute", "unpermute", "attention_backward", "quantise"),
 )

@@ -129,7 +129,7 @@ def _of_kernels(result: dict[str, Any]) -> Iterator[Goal]:
         share = worst(chosen, kernel, way, lambda found: found["product_share"])
         return Goal(f"{kernel} {way} over bare products", reach, share)
 
-    for kernel in ("norm", "activation", "rotary", "cross_entropy"):
+    for kernel in ("norm", "activation", "rotary", "loss"):
         yield of_copy(kernel, "forward", 0.97)
     yield of_copy("norm", "backward", 0.85)
     yield of_copy("adamw", "forward", 0.92)
@@ -142,7 +142,6 @@ def _of_kernels(result: dict[str, Any]) -> Iterator[Goal]:
         yield Goal(f"own attention {way}, TFLOP/s", reach, rate)
     ratios = [row["ratio"] for row in result["chosen_over_best"] if row["kernel"] == "attention"]
     yield Goal("chosen attention over the best", 0.95, min(ratios, default=None))
-    yield of_products("linear_cross_entropy", "forward", 0.90)
     yield of_products("grouped_product", "forward", 0.92)
     yield of_products("grouped_product", "backward", 0.92)
     yield of_products("grouped_gradient", "forward", 0.92)

@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 from time_limit import LAST  # noqa: E402
 
 _WORTH_COMPILING = frozenset(
-    ("norm", "activation", "rotary", "cross_entropy", "adamw", "square_sum", "router", "quantise")
+    ("norm", "activation", "rotary", "loss", "adamw", "square_sum", "router", "quantise")
 )
 """Kernels for which a compiler can compete. Each takes seconds to compile."""
 COMPILED = "compiled"

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from megaframe_kernels import permute
-from megaframe_kernels.spans import find_spans
+from megaframe_kernels.attention.spans import find_spans
+from megaframe_kernels.experts import permute
 from torch import Tensor
 
 
@@ -54,7 +54,7 @@ class KernelCase:
 @dataclass(frozen=True)
 class CaseSizes:
     """Sizes of a model. width: of a head. length: tokens of a sample. parameters: elements of a
-    flat shard. tensors: over how many tensors they may be spread."""
+    flat shard."""
 
     tokens: int
     hidden: int
@@ -65,14 +65,13 @@ class CaseSizes:
     length: int
     experts: int
     parameters: int
-    tensors: int
 
 
-REAL = CaseSizes(16384, 4096, 14336, 128256, 32, 128, 8192, 8, 2**28, 256)
+REAL = CaseSizes(16384, 4096, 14336, 128256, 32, 128, 8192, 8, 2**28)
 """About Llama 3 8B. A pass takes much longer than a launch, and its data exceeds the cache."""
-MIDDLE = CaseSizes(512, 1024, 2048, 32064, 8, 128, 512, 8, 2**20, 16)
+MIDDLE = CaseSizes(512, 1024, 2048, 32064, 8, 128, 512, 8, 2**20)
 """For the check against fp64: the widths that are timed, but small enough for fp64."""
-TINY = CaseSizes(32, 64, 128, 128, 2, 16, 16, 4, 4096, 5)
+TINY = CaseSizes(32, 64, 128, 128, 2, 16, 16, 4, 4096)
 """For checking that everything runs."""
 FINER = 8
 """Also measured: this many times as many experts, each narrower by the same factor."""
@@ -137,27 +136,11 @@ def _losses(s: CaseSizes) -> Iterator[KernelCase]:
     def labels() -> Tensor:
         return torch.randint(0, s.vocab, (tokens,))
 
-    def cross_entropy() -> tuple[Any, ...]:
-        return random(tokens, s.vocab, grad=True), labels()
-
-    name = f"vocabulary {s.vocab}"
-    given = LeastWork(logits), LeastWork(2 * logits)
-    yield KernelCase("cross_entropy", name, cross_entropy, *given, length=s.vocab)
-
     def in_place() -> tuple[Any, ...]:
         return random(tokens, s.vocab), labels()
 
+    name = f"vocabulary {s.vocab}"
     yield KernelCase("loss", name, in_place, LeastWork(3 * logits), length=s.vocab)
-
-    def linear() -> tuple[Any, ...]:
-        hidden, weight = random(tokens, s.hidden, grad=True), random(s.vocab, s.hidden, grad=True)
-        return hidden, (weight.detach() / s.hidden**0.5).requires_grad_(), labels()
-
-    # The gradients are computed in the forward pass, so all three products count there.
-    work = products(
-        (tokens, s.vocab, s.hidden), (tokens, s.hidden, s.vocab), (s.vocab, s.hidden, tokens)
-    )
-    yield KernelCase("linear_cross_entropy", name, linear, work, length=s.vocab + tokens)
 
 
 def _optimizer(s: CaseSizes) -> Iterator[KernelCase]:
@@ -174,24 +157,6 @@ def _optimizer(s: CaseSizes) -> Iterator[KernelCase]:
         return (random(s.parameters, dtype=torch.float32),)
 
     yield KernelCase("square_sum", "fp32", span, LeastWork(4.0 * s.parameters), length=s.parameters)
-    count = s.tensors
-    each = s.parameters // count
-
-    def lists() -> tuple[Any, ...]:
-        def many(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-            return [random(each, dtype=dtype) for _ in range(count)]
-
-        return many(), many(), many(), [t.square() for t in many()], many(torch.bfloat16)
-
-    name = f"{count} tensors of {each}"
-    yield KernelCase(
-        "scattered_adamw", name, lists, LeastWork(30.0 * each * count), options=numbers
-    )
-
-    def gradients() -> tuple[Any, ...]:
-        return ([random(each, dtype=torch.float32) for _ in range(count)],)
-
-    yield KernelCase("scattered_square_sum", name, gradients, LeastWork(4.0 * each * count))
 
 
 def _attention(s: CaseSizes) -> Iterator[KernelCase]:

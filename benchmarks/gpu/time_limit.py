@@ -28,7 +28,7 @@ _GRACE = 5.0
 
 
 @dataclass(frozen=True)
-class CommandResult:
+class TimedResult:
     """How a command ended, and after how many seconds. code: None if its time was up. errors: the
     end of its stderr."""
 
@@ -53,7 +53,7 @@ def run_limited(
     environment: Mapping[str, str] | None = None,
     tell: Callable[[str], None] | None = None,
     quiet: float = math.inf,
-) -> CommandResult:
+) -> TimedResult:
     """Run the command in the root of the project. tell: is given each line as it comes. quiet:
     seconds without a line after which it is ended too."""
     lines: list[str] = []
@@ -108,7 +108,7 @@ def run_limited(
         errors.seek(0)
         written = errors.read()[-LAST:]
     passed = time.monotonic() - begun
-    return CommandResult(None if late.is_set() else code, lines, written, passed)
+    return TimedResult(None if late.is_set() else code, lines, written, passed)
 
 
 def told(line: str) -> dict[str, Any] | None:

@@ -1,0 +1,1 @@
+"""Fast functions, each with a slow reference that defines what it computes."""

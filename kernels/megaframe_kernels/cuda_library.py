@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,20 +16,9 @@ from torch import Tensor
 
 from megaframe_kernels.cuda_build import CHIPS, BuildError, build, cached, prebuilt
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Numbers by which the CUDA sources know the types."""
-_POINTER, _LENGTH, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_POINTER, _LENGTH = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES = {
     "megaframe_probe": (ctypes.c_int, ()),
-    "megaframe_adamw": (
-        ctypes.c_int,
-        (_POINTER, _POINTER, ctypes.c_int, _POINTER, *([_NUMBER] * 7), *([_POINTER] * 3)),
-    ),
-    "megaframe_square_sum_blocks": (_LENGTH, (_POINTER, ctypes.c_int)),
-    "megaframe_square_sum": (
-        ctypes.c_int,
-        (_POINTER, _POINTER, ctypes.c_int, ctypes.c_int, _POINTER, _POINTER),
-    ),
     "megaframe_expert_order_blocks": (ctypes.c_int, (_LENGTH,)),
     "megaframe_expert_order": (
         ctypes.c_int,
@@ -99,14 +87,3 @@ def count(name: str, *arguments: object) -> int:
     if isinstance(found, str):
         raise BuildError(found)
     return getattr(found, name)(*arguments)
-
-
-def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    """Return the addresses of the tensors' data as a C array. Keep it alive until the call has
-    returned."""
-    return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
-
-
-def lengths(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
-    """Return the numbers of elements of the tensors as a C array."""
-    return (ctypes.c_int64 * len(tensors))(*(t.numel() for t in tensors))

@@ -13,20 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megaframe_kernels import (
-    activation,
-    adamw,
-    attention_launch,
-    cross_entropy,
-    fp8,
-    grouped,
-    grouped_fp8,
-    norm,
-    permute,
-    rotary,
-    router,
-    square_sum,
-)
+from megaframe_kernels import loss
+from megaframe_kernels.attention import launches
+from megaframe_kernels.elementwise import activation, norm, rotary
+from megaframe_kernels.experts import grouped_product, permute, router
+from megaframe_kernels.fp8 import grouped_fp8, quantize
+from megaframe_kernels.update import adamw, square_sum
 
 
 @dataclass(frozen=True)
@@ -80,12 +72,12 @@ def _rotary() -> Iterator[Example]:
     yield Example("a part of each head", partial(call, 32))
 
 
-def _cross_entropy() -> Iterator[Example]:
+def _loss() -> Iterator[Example]:
     def call(smoothing: float, softcap: float | None) -> None:
         logits, labels = _shaped(8192, 128256), _shaped(8192, dtype=torch.int64)
         given = (0, 128256, smoothing, softcap)
-        partition, label = cross_entropy.launch_forward(logits, labels, *given)
-        cross_entropy.launch_backward(partition, label, logits, labels, partition, logits, *given)
+        partition, label = loss.launch_forward(logits, labels, *given)
+        loss.launch_backward(partition, label, logits, labels, partition, logits, *given)
 
     yield Example("plain", partial(call, 0.0, None))
     yield Example("label smoothing, softcap", partial(call, 0.1, 30.0))
@@ -120,11 +112,9 @@ def _attention() -> Iterator[Example]:
         sink = _shaped(32) if sinks else None
         out, lse = q, _shaped(1, 32, 8192, dtype=torch.float32)
         if not fused:  # forward is the same
-            out, lse = attention_launch.launch_forward(q, k, k, ends, ends, sink, None, softcap)
+            out, lse = launches.launch_forward(q, k, k, ends, ends, sink, None, softcap)
         spans = ends, ends, ends, ends
-        attention_launch.launch_backward(
-            out, None, q, k, k, out, lse, *spans, sink, None, softcap, fused
-        )
+        launches.launch_backward(out, None, q, k, k, out, lse, *spans, sink, None, softcap, fused)
 
     for fused in (False, True):
         added = ", fused" if fused else ""
@@ -168,13 +158,13 @@ def _grouped() -> Iterator[Example]:
         x = _shaped(8192 if moved else 16384, 4096, dtype=dtype)
         weights, ends = _shaped(8, 14336, 4096, dtype=dtype), _shaped(8, dtype=torch.int32)
         given = (ends, order, order, 2) if moved else (ends, None, None)
-        y = grouped.launch_multiply(x, weights, *given)
-        grouped.launch_clear(y, ends)
-        grouped.launch_multiply(y, weights.transpose(1, 2), ends, order, None)
+        y = grouped_product.launch_multiply(x, weights, *given)
+        grouped_product.launch_clear(y, ends)
+        grouped_product.launch_multiply(y, weights.transpose(1, 2), ends, order, None)
         rows = _shaped(16384, 4096, dtype=dtype)
-        grouped.launch_weight_gradient(y, rows, weights, ends)
+        grouped_product.launch_weight_gradient(y, rows, weights, ends)
         into = _shaped(8, 14336, 4096, dtype=torch.float32)
-        grouped.launch_weight_gradient_into(into, y, rows, ends, add=True)
+        grouped_product.launch_weight_gradient_into(into, y, rows, ends, add=True)
 
     yield Example("8 experts", partial(call, torch.bfloat16, False))
     yield Example("8 experts, rows moved", partial(call, torch.bfloat16, True))
@@ -182,7 +172,7 @@ def _grouped() -> Iterator[Example]:
 
 def _quantise() -> Iterator[Example]:
     def call(width: int, block: tuple[int, int]) -> None:
-        fp8.launch_quantise(_shaped(8192, width), torch.float8_e4m3fn, *block, False)
+        quantize.launch_quantise(_shaped(8192, width), torch.float8_e4m3fn, *block, False)
 
     for name, block in (("tensor", (0, 0)), ("row", (1, 0)), ("1 x 128", (1, 128))):
         yield Example(name, partial(call, 4096, block), least_chip=90)
@@ -197,14 +187,14 @@ def _grouped_in_eight_bits() -> Iterator[Example]:
 
         ends = _shaped(8, dtype=torch.int32)
         x, dy = _shaped(16384, 4096), _shaped(16384, 14336)
-        a, b = _shaped(16384, 4096, dtype=other), _shaped(8, 14336, 4096, dtype=fp8.TYPES[0])
+        a, b = _shaped(16384, 4096, dtype=other), _shaped(8, 14336, 4096, dtype=quantize.TYPES[0])
         by = (scales(16384, 1), scales(8, 14336, 1))
         if sharing == "block":
             by = (scales(16384, 32), scales(8, 112, 32))
         grouped_fp8.launch_multiply(a, b, *by, ends, torch.bfloat16)
         grouped_fp8.launch_experts(x, ends, other)
         left, left_scales = grouped_fp8.launch_columns(dy, ends, other, sharing)
-        right, right_scales = grouped_fp8.launch_columns(x, ends, fp8.TYPES[0], sharing)
+        right, right_scales = grouped_fp8.launch_columns(x, ends, quantize.TYPES[0], sharing)
         into = scales(8, 14336, 4096)
         for add in (False, True):
             given = into, left, right, left_scales, right_scales, ends, add
@@ -220,7 +210,7 @@ EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
     "norm": _norms,
     "activation": _activations,
     "rotary": _rotary,
-    "cross_entropy": _cross_entropy,
+    "loss": _loss,
     "adamw": _adamw,
     "square_sum": _square_sum,
     "attention": _attention,

@@ -1,21 +1,113 @@
-"""Cross-entropy that replaces the logits by their own gradient in place.
+"""Cross-entropy with label smoothing and z-loss, of whole logits or of one rank's part of them.
+
+It replaces the logits by their own gradient in place.
 
 The head multiplies this gradient next, so no second buffer as large as a chunk of logits is needed.
-With a part of a vocabulary, the numbers of all ranks are combined before the gradient is computed.
-Shape legend: T tokens, V vocabulary (of this rank).
+Two numbers per token carry everything: the log-partition and the smoothed logit of the label. Those
+of the parts of a vocabulary are combined into those of the whole by one log-sum-exp and one sum, so
+a rank that has a part runs the same two kernels. Shape legend: T tokens, V vocabulary (of this
+rank).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels import cross_entropy
-from megaframe_kernels.cross_entropy import IGNORE, Join
+from megaframe_kernels.device import ceil_div, launch, power_of_2
+from megaframe_kernels.device_math import LOG2_E, LOG_2, tanh
 from megaframe_kernels.installed import missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refuse_types
+
+IGNORE = -100
+"""The label of tokens that have no loss."""
+_BLOCK = 8192
+_GRADIENT_BLOCK = 2048
+
+Join: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Combines this rank's log-partitions and label logits [T] with those of the other ranks, by
+log-sum-exp and by sum."""
+
+
+def reference_parts(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    start: int,
+    vocab: int,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the log-partition and the smoothed label logit of each token, [T] in at least fp32.
+
+    logits: of the words from `start` on, out of `vocab` in all; a label that is not among them adds
+    0. softcap: logits x become cap tanh(x / cap).
+    """
+    z = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    here = labels_T - start
+    inside = (here >= 0) & (here < z.shape[1])
+    at = here.masked_fill(~inside, 0)[:, None]
+    label = torch.where(inside, z.gather(1, at)[:, 0], 0.0) if z.shape[1] else z.sum(1)
+    if label_smoothing:  # without smoothing, a logit of -inf would give 0 * -inf = NaN
+        label = (1.0 - label_smoothing) * label + label_smoothing / vocab * z.sum(1)
+    return z.logsumexp(1), label
+
+
+def token_losses(partition_T: Tensor, label_T: Tensor, labels_T: Tensor, z_loss: float) -> Tensor:
+    """Return the loss of each token, given its numbers over the whole vocabulary; 0 where the label
+    is IGNORE."""
+    loss = partition_T - label_T + z_loss * partition_T.square()
+    return torch.where(labels_T == IGNORE, 0.0, loss)
+
+
+def cross_entropy(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    start: int = 0,
+    vocab: int | None = None,
+    join: Join | None = None,
+) -> Tensor:
+    """Return the loss of each token, [T] in at least fp32; 0 where the label is IGNORE.
+
+    lse(z) - (1 - s) z[label] - s mean(z) + z_loss lse(z)^2 (Szegedy et al. 2016; de Brebisson and
+    Vincent 2016). With `join`, the logits are the part from `start` on of a larger vocabulary.
+    """
+    whole = vocab or logits_TV.shape[1]
+    parts = reference_parts(logits_TV, labels_T, start, whole, label_smoothing, softcap)
+    if join is not None:
+        parts = joined(*parts, join)
+    return token_losses(*parts, labels_T, z_loss)
+
+
+class _Joined(torch.autograd.Function):
+    """Calls `join`. All ranks have the same losses and the same gradient of them, so the backward
+    pass needs no communication."""
+
+    @staticmethod
+    def forward(ctx: Any, partition: Tensor, label: Tensor, join: Join) -> tuple[Tensor, Tensor]:
+        whole, whole_label = join(partition.clone(), label.clone())
+        ctx.save_for_backward(partition, whole)
+        return whole, whole_label
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        partition, whole = ctx.saved_tensors
+        return gradients[0] * (partition - whole).exp(), gradients[1], None
+
+
+def joined(partition_T: Tensor, label_T: Tensor, join: Join) -> tuple[Tensor, Tensor]:
+    """Apply `join` to this rank's numbers, with gradients."""
+    return _Joined.apply(partition_T, label_T, join)
 
 
 def reference(
@@ -34,7 +126,7 @@ def reference(
     """Return the loss of each token, [T] in at least fp32, and the logits. With `gradient`, these
     have been overwritten by the gradient of the sum of the losses, times the scalar `scale` if
     there is one. Tokens with negative labels have no loss. Options are as in
-    `cross_entropy.reference`."""
+    `cross_entropy`."""
     options: dict[str, Any] = {
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,
@@ -46,12 +138,196 @@ def reference(
     labels_T = labels_T.masked_fill(labels_T < 0, IGNORE)
     with torch.enable_grad():
         leaf = logits_TV.detach().clone().requires_grad_()
-        losses = cross_entropy.reference(leaf, labels_T, **options)
+        losses = cross_entropy(leaf, labels_T, **options)
         if gradient:
             total = losses.sum() if scale is None else losses.sum() * scale
             (made,) = torch.autograd.grad(total, leaf)
             logits_TV.copy_(made)
     return losses.detach(), logits_TV
+
+
+@triton.jit
+def _forward(
+    logits: tl.tensor,
+    labels: tl.tensor,
+    partitions: tl.tensor,
+    targets: tl.tensor,
+    stride: tl.tensor,
+    words: tl.tensor,
+    start: tl.tensor,
+    smoothing: tl.tensor,
+    spread: tl.tensor,
+    cap: tl.tensor,
+    SMOOTH: tl.constexpr,
+    CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Compute one row per program, with running maxima and sums of exponentials (Milakov and
+    Gimelshein 2018).
+
+    Every 8 neighbouring columns of a block have a maximum of their own until the row ends, so
+    threads need not synchronise in the loop. The next block is loaded before the current one is
+    used. Maxima are in units of log 2, because the hardware computes exponentials of 2.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    at = logits + row * stride
+    total = tl.zeros([BLOCK // 8], tl.float32)
+    top, plain = total - 1e38, total  # not -inf, because -inf - (-inf) is NaN
+    following = tl.load(at + place, mask=place < words, other=-float("inf"))
+    for first in range(0, words, BLOCK):
+        inside = first + place < words
+        z = following.to(tl.float32)
+        beyond = first + BLOCK + place
+        following = tl.load(at + beyond, mask=beyond < words, other=-float("inf"))
+        if CAP:
+            z = tl.where(inside, cap * tanh(z / cap), -float("inf"))
+        highest = tl.maximum(top, tl.max(z, 1) * LOG2_E)
+        powers = tl.exp2(z * LOG2_E - highest[:, None])
+        total = total * tl.exp2(top - highest) + tl.sum(powers, 1)
+        top = highest
+        if SMOOTH:
+            plain += tl.sum(tl.where(inside, z, 0.0), 1)
+    highest = tl.max(top, 0)
+    partition = (highest + tl.log2(tl.sum(total * tl.exp2(top - highest), 0))) * LOG_2
+    tl.store(partitions + row, partition)
+    here = tl.load(labels + row) - start
+    inside = (here >= 0) & (here < words)
+    label = tl.load(logits + row * stride + here, mask=inside, other=0.0).to(tl.float32)
+    if CAP:
+        label = cap * tanh(label / cap)
+    if SMOOTH:
+        label = (1.0 - smoothing) * label + spread * tl.sum(plain, 0)
+    tl.store(targets + row, label)
+
+
+@triton.jit
+def _backward(
+    d_partitions: tl.tensor,
+    d_targets: tl.tensor,
+    logits: tl.tensor,
+    labels: tl.tensor,
+    partitions: tl.tensor,
+    d_logits: tl.tensor,
+    stride: tl.tensor,
+    d_stride: tl.tensor,
+    words: tl.tensor,
+    start: tl.tensor,
+    smoothing: tl.tensor,
+    spread: tl.tensor,
+    cap: tl.tensor,
+    SMOOTH: tl.constexpr,
+    CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Compute d_partition exp(z - partition) + d_target (label's share), times the slope of the
+    softcap."""
+    across = tl.cdiv(words, BLOCK)
+    row = (tl.program_id(0) // across).to(tl.int64)
+    column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(logits + row * stride + column, mask=column < words, other=0.0).to(tl.float32)
+    if CAP:
+        bent = tanh(z / cap)
+        z = cap * bent
+    d_target = tl.load(d_targets + row)
+    result = tl.load(d_partitions + row) * tl.exp2((z - tl.load(partitions + row)) * LOG2_E)
+    share = tl.where(column == tl.load(labels + row) - start, 1.0, 0.0)
+    if SMOOTH:
+        share = (1.0 - smoothing) * share + spread
+    result += d_target * share
+    if CAP:
+        result *= 1.0 - bent * bent
+    at = d_logits + row * d_stride + column
+    tl.store(at, result.to(d_logits.dtype.element_ty), mask=column < words)
+
+
+def launch_forward(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    start: int,
+    vocab: int,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `reference_parts` in Triton, in fp32."""
+    flat = logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
+    rows, words = flat.shape
+    partition = flat.new_empty(rows, dtype=torch.float32)
+    label = torch.empty_like(partition)
+    launch(
+        _forward,
+        (rows,),
+        flat,
+        labels_T.contiguous(),
+        partition,
+        label,
+        flat.stride(0),
+        words,
+        start,
+        label_smoothing,
+        label_smoothing / vocab,
+        softcap or 1.0,
+        SMOOTH=label_smoothing != 0.0,
+        CAP=softcap is not None,
+        BLOCK=min(_BLOCK, power_of_2(max(words, 16))),
+        warps=8,
+    )
+    return partition, label
+
+
+def launch_backward(
+    d_partition_T: Tensor,
+    d_label_T: Tensor,
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    partition_T: Tensor,
+    d_logits_TV: Tensor,
+    start: int,
+    vocab: int,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> None:
+    """Write the gradient of the logits to `d_logits_TV`, which may be the logits themselves."""
+    rows, words = logits_TV.shape
+    block = min(_GRADIENT_BLOCK, power_of_2(max(words, 16)))
+    launch(
+        _backward,
+        (rows * ceil_div(words, block),),
+        d_partition_T.contiguous(),
+        d_label_T.contiguous(),
+        logits_TV,
+        labels_T.contiguous(),
+        partition_T,
+        d_logits_TV,
+        logits_TV.stride(0),
+        d_logits_TV.stride(0),
+        words,
+        start,
+        label_smoothing,
+        label_smoothing / vocab,
+        softcap or 1.0,
+        SMOOTH=label_smoothing != 0.0,
+        CAP=softcap is not None,
+        BLOCK=block,
+    )
+
+
+_parts_op = torch.library.custom_op(
+    "megaframe::cross_entropy_parts", launch_forward, mutates_args=()
+)
+
+
+@_parts_op.register_fake
+def _(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    start: int,
+    vocab: int,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    shape = logits_TV.shape[:1]
+    return tuple(logits_TV.new_empty(shape, dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
 
 
 @torch.library.custom_op("megaframe::cross_entropy_gradient_", mutates_args=("logits_TV",))
@@ -67,10 +343,7 @@ def _gradient_op(
     softcap: float | None,
 ) -> None:
     given = (d_partition_T, d_label_T, logits_TV, labels_T, partition_T, logits_TV)
-    cross_entropy.launch_backward(*given, start, vocab, label_smoothing, softcap)
-
-
-_parts_op = torch.ops.megaframe.cross_entropy_parts
+    launch_backward(*given, start, vocab, label_smoothing, softcap)
 
 
 @torch.no_grad()

@@ -5,24 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megaframe_kernels import (
-    activation,
-    adamw,
-    attention,
-    cross_entropy,
-    fp8,
-    grouped,
-    grouped_fp8,
-    linear_cross_entropy,
-    loss,
-    norm,
-    permute,
-    rotary,
-    router,
-    scattered,
-    square_sum,
-)
+from megaframe_kernels import loss
+from megaframe_kernels.attention import attention
+from megaframe_kernels.elementwise import activation, norm, rotary
+from megaframe_kernels.experts import grouped_product, permute, router
+from megaframe_kernels.fp8 import grouped_fp8, quantize
 from megaframe_kernels.kernel import Kernel
+from megaframe_kernels.update import adamw, square_sum
 
 _ALL = (
     norm.KERNEL,
@@ -30,21 +19,17 @@ _ALL = (
     rotary.KERNEL,
     attention.KERNEL,
     attention.BACKWARD,
-    cross_entropy.KERNEL,
     loss.KERNEL,
-    linear_cross_entropy.KERNEL,
     adamw.KERNEL,
     square_sum.KERNEL,
-    scattered.ADAMW,
-    scattered.SQUARE_SUM,
     router.KERNEL,
     permute.ORDER,
     permute.PERMUTE,
     permute.UNPERMUTE,
-    grouped.KERNEL,
-    grouped.GRADIENT,
-    fp8.QUANTISE,
-    fp8.SCALED_PRODUCT,
+    grouped_product.KERNEL,
+    grouped_product.GRADIENT,
+    quantize.QUANTISE,
+    quantize.SCALED_PRODUCT,
     grouped_fp8.QUANTISE_EXPERTS,
     grouped_fp8.QUANTISE_COLUMNS,
     grouped_fp8.KERNEL,

@@ -29,7 +29,7 @@ from megaframe.ops.attention_tiles import attend, attend_backward, merge
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 
 if TYPE_CHECKING:
-    from megaframe_kernels.spans import Spans
+    from megaframe_kernels.attention.spans import Spans
 
 _HALVES = {(0,): (0, 1), (1,): (1, 2), (0, 1): (0, 2)}
 """{adjacent pieces of a rank: where they start and end, in pieces}."""

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.data_parallel.buffers import Buffers
-from megaframe.data_parallel.compression import Codec
+from megaframe.data_parallel.buffers import BufferPool
+from megaframe.data_parallel.compression import GradientCodec
 from megaframe.distributed.collectives import (
     Group,
     Pending,
@@ -36,11 +36,11 @@ Transfers = Generator[Pending[Tensor], None, None]
 """Transfers, each of which must be done before the next one is asked for."""
 
 
-class Wire:
+class GradientReducer:
     """Sums over `group`, in place. This wire sends gradients unchanged. buffers: lend room for what
     arrives on a CPU."""
 
-    def __init__(self, group: Group, buffers: Buffers | None = None) -> None:
+    def __init__(self, group: Group, buffers: BufferPool | None = None) -> None:
         self.group, self._buffers = group, buffers
         self.state: dict[str, Tensor] = {}
         """What the next sum depends on, by name: specific to this rank and layout."""
@@ -55,20 +55,20 @@ class Wire:
             yield reduce_scatter_(flat, self.group)
             return
         others = len(flat) - len(flat) // self.group.size
-        room = self._buffers.room(others, flat.dtype)
+        room = self._buffers.borrow_receive_buffer(others, flat.dtype)
         yield reduce_scatter_(flat, self.group, room)
-        self._buffers.give(room)
+        self._buffers.give_back(room)
 
     def spread(self, flat: Tensor) -> Transfers:
         """Replace every part by that of its rank."""
         yield all_gather_(flat, self.group)
 
 
-class CodedWire(Wire):
+class CompressedReducer(GradientReducer):
     """Sends messages. residual: zeros, one `part_length` of the span per rank; without it there is
     no error feedback."""
 
-    def __init__(self, group: Group, codec: Codec, residual: Tensor | None = None) -> None:
+    def __init__(self, group: Group, codec: GradientCodec, residual: Tensor | None = None) -> None:
         super().__init__(group)
         self.codec, self.residual = codec, residual
         if residual is not None:

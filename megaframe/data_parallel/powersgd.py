@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megaframe.data_parallel.gradient_reducer import Transfers, Wire
+from megaframe.data_parallel.gradient_reducer import GradientReducer, Transfers
 from megaframe.distributed.collectives import Group, all_reduce
 
 Views = Callable[[Tensor], Sequence[Tensor]]
 """Returns what a flat span has of each parameter, in boxes, as views."""
 
 
-class PowerWire(Wire):
+class PowerSGDReducer(GradientReducer):
     """Sends two factors of `rank` columns for each box that becomes smaller by this, and other
     boxes unchanged.
 

@@ -17,7 +17,7 @@ from megaframe.ops.attention_mask import SequenceMask
 from megaframe.ops.kernel_dispatch import Kernels
 
 if TYPE_CHECKING:
-    from megaframe_kernels.spans import Spans
+    from megaframe_kernels.attention.spans import Spans
 
 
 def attend_by_kernel(

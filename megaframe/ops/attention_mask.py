@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megaframe_kernels.spans import Spans
+    from megaframe_kernels.attention.spans import Spans
 
 _QUERIES_PER_TILE = 128
 """Queries per masked tile on a CPU. Fewer queries waste less work on hidden keys; more queries make
@@ -121,7 +121,7 @@ def make_spans(
     queries, keys: ascending places of the tokens in their samples. With keys=None, queries and keys
     are both whole samples, and documents are ignored.
     """
-    from megaframe_kernels.spans import find_spans
+    from megaframe_kernels.attention.spans import find_spans
 
     documents, device = mask.documents_BS, queries.device
     if keys is None:

@@ -21,12 +21,12 @@ _MIXERS = 0x9E3779B1, 0xB7E15163
 """About 2^32 / golden ratio, and 2^32 (e - 2): multiples of either fill [0, 2^32) evenly."""
 
 
-class Code(Protocol):
+class StateCodec(Protocol):
     """Keeps flat spans of values as one or several flat tensors. exact: values are kept unchanged.
     together: this many neighbours, counted from the start, share something."""
 
     exact: bool
-    together: int
+    block_size: int
 
     def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         """Return memory for `length` values of the master type `dtype`, all zero."""
@@ -47,10 +47,10 @@ class Code(Protocol):
         ...
 
 
-class Master:
+class MasterCodec:
     """Keeps values unchanged."""
 
-    exact, together = True, 1
+    exact, block_size = True, 1
 
     def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         return (torch.zeros(length, dtype=dtype, device=device),)
@@ -65,10 +65,10 @@ class Master:
         return (values,)
 
 
-class Bfloat16:
+class Bfloat16Codec:
     """Keeps the upper 16 bits of fp32."""
 
-    exact, together = False, 1
+    exact, block_size = False, 1
 
     def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         return (torch.zeros(length, dtype=torch.bfloat16, device=device),)
@@ -86,7 +86,7 @@ class Bfloat16:
         return (bits.bitwise_and_(-0x10000).view(torch.float32).bfloat16(),)
 
 
-class Blocks:
+class BlockwiseCodec:
     """Keeps blocks of values as 8-bit indices into a table, with the block's largest magnitude in
     fp32 (Dettmers et al. 2022).
 
@@ -95,7 +95,7 @@ class Blocks:
     becomes 0.
     """
 
-    exact, together = False, BLOCK
+    exact, block_size = False, BLOCK
 
     def __init__(self, *, square: bool) -> None:
         self._square = square
@@ -137,7 +137,7 @@ class Blocks:
         return self._table
 
 
-def chances(elements: Tensor, number: int) -> Tensor:
+def rounding_draws(elements: Tensor, number: int) -> Tensor:
     """Return the chances of the elements with these numbers at draw `number`, fp32 in [0, 1). They
     are fractional parts of multiples of irrational numbers, which are spread as evenly as possible
     over elements and over draws."""
@@ -146,8 +146,8 @@ def chances(elements: Tensor, number: int) -> Tensor:
     return mixed.bitwise_and_(0xFFFFFFFF).bitwise_right_shift_(8).float().mul_(2.0**-24)
 
 
-def codes(how: str) -> tuple[Code, Code]:
+def state_codecs(how: str) -> tuple[StateCodec, StateCodec]:
     """Return the codes for `optim.state`: for averages of values, and for those of squares."""
     if how == "int8":
-        return Blocks(square=False), Blocks(square=True)
-    return (Bfloat16(), Bfloat16()) if how == "bf16" else (Master(), Master())
+        return BlockwiseCodec(square=False), BlockwiseCodec(square=True)
+    return (Bfloat16Codec(), Bfloat16Codec()) if how == "bf16" else (MasterCodec(), MasterCodec())

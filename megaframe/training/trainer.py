@@ -38,7 +38,7 @@ from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.tokenizer import load_tokenizer
-from megaframe.data_parallel.bucket import UNSENT
+from megaframe.data_parallel.bucket import COMPRESSION_PREFIX
 from megaframe.distributed.collectives import all_reduce, barrier
 from megaframe.distributed.device import copy_to_device
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
@@ -49,10 +49,9 @@ from megaframe.metrics.expert_load import ExpertLoadMetrics
 from megaframe.metrics.memory import explain_out_of_memory
 from megaframe.metrics.run_summary import opening_lines
 from megaframe.metrics.sinks import set_metrics_aside
-from megaframe.pipeline_parallel.executor import Outcome
-from megaframe.pipeline_parallel.stage import model_specs
+from megaframe.model.model_chunk import model_specs
 from megaframe.resilience.downtime import DowntimeLedger, last_saved
-from megaframe.resilience.recovery import Guard
+from megaframe.resilience.recovery import FaultHandler
 from megaframe.resilience.signals import (
     LauncherProcess,
     exit_status,
@@ -62,7 +61,7 @@ from megaframe.resilience.signals import (
 from megaframe.training.autotune import tune
 from megaframe.training.batches import Batches
 from megaframe.training.initialize_from import match_weights
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import StepResult, TrainStep
 from megaframe.validate.invariance import layout_dependence_note
 from megaframe.validate.run import find_warnings
 
@@ -93,16 +92,20 @@ class Trainer:
         ledger = DowntimeLedger(self.folder, keep=mesh.rank == 0)
         self.step = 0
         self._loss = torch.zeros((), dtype=torch.float64)
-        self._last: Outcome | None = None
+        self._last: StepResult | None = None
         self._loss_before: float | None = None
         self._dropped = False
         self._differences: list[str] = []
         timer = StepTimer.for_device(mesh.device)
-        self.pipeline = Pipeline(
-            config, mesh, timer.time, lambda text: self.meter.note_from_rank(text)
+        self.train_step = TrainStep(
+            config,
+            mesh,
+            timer.time,
+            lambda text: self.meter.note_from_rank(text),
+            trace=timer.time_action,
         )
-        self.pipeline.follow(timer.time_action)
-        self.optimizer = self.pipeline.optimizer
+        self.sharded_parameters = self.train_step.sharded_parameters
+        self.optimizer = self.train_step.optimizer
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
         self.batches = Batches(self.loader, mesh.data_control_group, masked=config.data.mask_eod)
@@ -123,17 +126,17 @@ class Trainer:
             specs,
             timer,
             start_step=self.step,
-            held=self.optimizer.held,
-            kernels=self.pipeline.kernels.record(),
+            held=self.optimizer.memory_bytes,
+            kernels=self.train_step.kernels.record(),
             opening=[
                 *opening_lines(config, mesh, specs, self.loader.sizes),
-                *self.pipeline.computed_with(),
+                *self.train_step.describe_kernels(),
             ],
         )
         self._experts: ExpertLoadMetrics | None = None
         if config.model.moe is not None:
             self._experts = ExpertLoadMetrics(config, specs, mesh.layout.expert)
-        summary = [*summarize_pipeline(config, self.pipeline.schedule)]
+        summary = [*summarize_pipeline(config, self.train_step.schedule)]
         for line in (*summary[:1], *notes):
             self.meter.note(line)
         settings = mesh.nccl_settings if mesh.layout.world > 1 else None
@@ -168,40 +171,42 @@ class Trainer:
         for line in layout_dependence_note(config):
             self.meter.note(line)
         self.checkpointer.create_writers(source, ledger.record_save)
-        self.guard = Guard(
+        self.fault_handler = FaultHandler(
             config,
             mesh,
-            self.pipeline,
+            self.optimizer,
+            self.sharded_parameters.buckets,
+            len(self.train_step.rank_of),
             self.meter,
             ledger,
             self._go_back,
             launcher or LauncherProcess(),
         )
-        self.guard.starts_after(self.step, state)
+        self.fault_handler.start_after(self.step, state)
         if mesh.rank == 0:
             (self.folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
 
     def run(self) -> None:
         """Train until `train.steps`, with evaluations and saves in between. If a signal asks the
         run to leave earlier, saves a checkpoint and raises `SystemExit`."""
-        with handle_signals(self.mesh.progress), self.guard:
+        with handle_signals(self.mesh.progress), self.fault_handler:
             try:
                 while not self._finished():
                     self._one_step()
                 self.checkpointer.finish(self.meter.note, leaving=not self._at_end())
                 barrier(self.mesh.world)
             except torch.OutOfMemoryError as error:
-                held, device = self.optimizer.held(), self.mesh.device
+                held, device = self.optimizer.memory_bytes(), self.mesh.device
                 raise explain_out_of_memory(self.mesh.rank, held, device, self.folder) from error
             finally:
                 self.loader.close()
         self.meter.close([] if self._at_end() else self._cut_short())
         if not self._at_end():
-            raise SystemExit(exit_status(self.guard.told))
+            raise SystemExit(exit_status(self.fault_handler.exit_signal))
 
     def _cut_short(self) -> list[tuple[str, str]]:
         """Return what the summary says about a run that a signal has ended."""
-        name = signal.Signals(self.guard.told).name
+        name = signal.Signals(self.fault_handler.exit_signal).name
         rows = [("cut short", f"by {name} after step {self.step} of {self.config.train.steps}")]
         if self.checkpointer.writer_due(self.step, leaving=True) is None:
             return [*rows, ("continue with", "nothing: checkpoint.every=0 saves no step")]
@@ -214,10 +219,10 @@ class Trainer:
         self.meter.release()
 
     def _finished(self) -> bool:
-        """Return whether the run is over: no steps are left, or it must leave, and the guard asks
-        for no step to be run again."""
-        over = self.guard.told or self._at_end()
-        return bool(over) and not self.guard.heed(self.meter.settle())
+        """Return whether the run is over: no steps are left, or it must leave, and the fault
+        handler asks for no step to be run again."""
+        over = self.fault_handler.exit_signal or self._at_end()
+        return bool(over) and not self.fault_handler.judge_steps(self.meter.settle())
 
     def _at_end(self) -> bool:
         return self.step >= self.config.train.steps
@@ -225,31 +230,31 @@ class Trainer:
     def _one_step(self) -> None:
         """Run one step and what follows it: an evaluation, the judgement of finished steps, a
         comparison of replicas, a save."""
-        guard, config = self.guard, self.config
+        faults, config = self.fault_handler, self.config
         self.mesh.progress.step = self.step + 1
-        guard.begin(f"step {self.step + 1}")
+        faults.begin(f"step {self.step + 1}")
         self._train_step()
         if self._due(config.train.eval_every):
-            guard.begin(f"the evaluation after step {self.step}")
+            faults.begin(f"the evaluation after step {self.step}")
             with self.meter.time("evaluation"):
                 self._evaluate()
-        guard.begin(f"the end of step {self.step}")
-        guard.record(self.step)
-        if guard.heed(self.meter.flush(self.step)):
+        faults.begin(f"the end of step {self.step}")
+        faults.record_step(self.step)
+        if faults.judge_steps(self.meter.flush(self.step)):
             return
         if self._lock is not None:
             self._lock.check()
-        if self._due(config.faults.compare_every) and guard.replicas_differ(self.step):
+        if self._due(config.faults.compare_every) and faults.replicas_differ(self.step):
             return
         self.checkpointer.report_failures(self.meter.note)
-        writer = self.checkpointer.writer_due(self.step, leaving=bool(guard.told))
+        writer = self.checkpointer.writer_due(self.step, leaving=bool(faults.exit_signal))
         if writer is not None:
             # The line of a step is written before its checkpoint is saved. Otherwise a run resumed
             # from the checkpoint could miss the line.
-            if guard.heed(self.meter.settle()):
+            if faults.judge_steps(self.meter.settle()):
                 return
-            guard.begin(f"the save after step {self.step}")
-            with guard.saving():
+            faults.begin(f"the save after step {self.step}")
+            with faults.time_save():
                 self._save(writer)
 
     def _due(self, every: int) -> bool:
@@ -261,23 +266,25 @@ class Trainer:
         meter, device = self.meter, self.mesh.device
         meter.start_step()
         with meter.time("data"):
-            batch, valid = self.batches.next(self.guard.leaves_out)
+            batch, valid = self.batches.next(self.fault_handler.skips)
             microbatches = [_move(microbatch, device) for microbatch in batch.microbatches]
             if self.step + 1 < self.config.train.steps:
                 self.batches.look_ahead()
         with meter.time("compute"):
             scale = self.optimizer.loss_scale / valid
-            outcome = self.guard.train(microbatches, self.step, scale)
+            result = self.train_step.train(microbatches, self.step, scale)
+            if self.fault_handler.needs_replay(result.update):
+                result = self._replay(microbatches, scale, result)
         self.step += 1
-        self.guard.trained(self.step, batch, outcome)
-        self._loss = outcome.loss / valid
-        update = outcome.update
+        self.fault_handler.add_step(self.step, batch, result.update, result.maxima)
+        self._loss = result.loss / valid
+        update = result.update
         meter.record("loss", self._loss, "sum")
         if self.config.model.mtp_depth:
-            meter.record("mtp_loss", outcome.ahead / valid, "sum")
+            meter.record("mtp_loss", result.mtp_loss / valid, "sum")
         if self._experts is not None:
-            loads = self.optimizer.loads()
-            for name, row, how in self._experts.records(loads, outcome.tallies, valid, self.step):
+            loads = self.sharded_parameters.expert_loads()
+            for name, row, how in self._experts.records(loads, result.statistics, valid, self.step):
                 meter.record(name, row, how)
         meter.record("grad_norm", update.grad_norm, "last")
         meter.record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")
@@ -286,8 +293,21 @@ class Trainer:
         meter.record("sources", torch.tensor(self.loader.consumed), "last")
         if self.config.train.precision == "fp16":
             meter.record("loss_scale", self.optimizer.loss_scale, "last")
-        self._last = outcome
+        self._last = result
         self._compare_with_before()
+
+    def _replay(
+        self, microbatches: Sequence[Microbatch], scale: float | Tensor, first: StepResult
+    ) -> StepResult:
+        """Run a step again, with checks of every block, and log what both runs show."""
+        again = self.train_step.train(microbatches, self.step, scale, by_block=True)
+        self.fault_handler.report_replay(
+            self.step + 1,
+            microbatches,
+            (first.update, first.maxima),
+            (again.update, again.maxima),
+        )
+        return again
 
     def _compare_with_before(self) -> None:
         """After a load, log a note if the first loss is much larger than the last one before."""
@@ -313,7 +333,7 @@ class Trainer:
         batches = [*self.loader.evaluation(self.config.train.eval_samples)]
         microbatches = [_move(microbatch, self.mesh.device) for _, microbatch in batches]
         totals_M3 = torch.zeros(len(batches), 3, dtype=torch.float64, device=self.mesh.device)
-        totals_M3[:, 0] = self.pipeline.evaluate(microbatches)
+        totals_M3[:, 0] = self.train_step.evaluate(microbatches)
         place = self.mesh.coordinate
         if place["pipeline"] == place["context"] == place["tensor"] == 0:
             for microbatch, totals in zip(microbatches, totals_M3, strict=True):
@@ -348,7 +368,7 @@ class Trainer:
             optimizer=self.optimizer.state(),
             loss=self._global_loss(),
             grad_norm=float(self._last.update.grad_norm) if self._last else math.nan,
-            history=self.guard.history.state(),
+            history=self.fault_handler.history.state(),
             routines=self._routines,
         )
         slices, unsent = self._slices(owned_only=True), self._unsent()
@@ -357,10 +377,10 @@ class Trainer:
         if unsent or self.config.parallel.serial:  # residuals change before the update
             writer.wait_for_copy()
         else:
-            self.optimizer.hold(partial(self._until_copied, writer))
+            self.optimizer.delay_update(partial(self._until_copied, writer))
 
     def _until_copied(self, writer: CheckpointWriter | PeerMemoryWriter) -> None:
-        with self.guard.saving():
+        with self.fault_handler.time_save():
             writer.wait_for_copy()
 
     def _slices(self, *, owned_only: bool) -> list[Slice]:
@@ -375,7 +395,7 @@ class Trainer:
         """Return what gradient compression on this rank keeps from step to step."""
         return [
             Slice(name, tuple(tensor.shape), (0,), tensor)
-            for name, tensor in self.optimizer.unsent()
+            for name, tensor in self.sharded_parameters.compression_state()
         ]
 
     def _restore_or_initialise(self, source: Checkpoint | None) -> TrainState | None:
@@ -384,7 +404,7 @@ class Trainer:
                 self._refuse_to_overwrite()
             else:
                 self._refuse_to_begin_again()
-            self.optimizer.draw(self.config.run.seed)
+            self.sharded_parameters.initialize_weights(self.config.run.seed)
             self._start_warm()
             self.optimizer.begin()
             return None
@@ -409,7 +429,7 @@ class Trainer:
     def _restore(self, source: Checkpoint) -> TrainState:
         """Continue from a checkpoint, at the start or in the middle of a run. If a rank cannot read
         it, all ranks use the newest earlier one that all can read."""
-        self.optimizer.settle()
+        self.sharded_parameters.wait_for_values()
         wrong = ""
         try:
             state = self._load(source)
@@ -438,7 +458,9 @@ class Trainer:
                 *describe_resumption(state.config, self.config, checkpoint.step, str(checkpoint)),
                 *describe_missing_state(slices, checkpoint.tensors),
             ]
-            self._dropped = not unsent and any(n.startswith(UNSENT) for n in checkpoint.tensors)
+            self._dropped = not unsent and any(
+                n.startswith(COMPRESSION_PREFIX) for n in checkpoint.tensors
+            )
             self.step = checkpoint.step
         return state
 

@@ -114,10 +114,10 @@ def written(tape):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pending, "_finish", finish_one)
-        patch.setattr(Pending, "arrived", asked)
+        patch.setattr(Pending, "is_complete", asked)
         for name, module in list(sys.modules.items()):
-            if name.startswith("megaframe") and getattr(module, "started", None) is started:
-                patch.setattr(module, "started", start_one)
+            if name.startswith("megaframe") and getattr(module, "start_pending", None) is started:
+                patch.setattr(module, "start_pending", start_one)
             if name.startswith("megaframe_kernels") and hasattr(module, "launch"):
                 patch.setattr(module, "launch", partial(launch_one, module.launch))
         yield

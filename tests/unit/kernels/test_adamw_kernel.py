@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_exactness import assert_close, rand
-from megaframe_kernels import adamw, square_sum
+from megaframe_kernels.update import adamw, square_sum
 from tolerances import assert_near
 
 OPTIONS = {

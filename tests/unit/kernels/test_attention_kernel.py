@@ -3,14 +3,14 @@
 import pytest
 import torch
 from kernel_exactness import DEVICE, DTYPES, assert_close, check, deterministic, rand, wide
-from megaframe_kernels import attention, attention_launch
-from megaframe_kernels.attention import FUSED, KERNEL
-from megaframe_kernels.attention_launch import launch_backward, launch_forward
+from megaframe_kernels.attention import attention, launches
+from megaframe_kernels.attention.attention import FUSED, KERNEL
+from megaframe_kernels.attention.launches import launch_backward, launch_forward
+from megaframe_kernels.attention.spans import Spans, find_spans
 from megaframe_kernels.device import captured
 from megaframe_kernels.kernel import KernelError
 from megaframe_kernels.registry import KERNELS
 from megaframe_kernels.selection import KernelChoice, select
-from megaframe_kernels.spans import Spans, find_spans
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 NONE = (None, None, None)
@@ -27,7 +27,7 @@ def name(request, monkeypatch):
     second one visit later. On a GPU both do what is best for that GPU."""
     order, name = request.param
     if DEVICE == "cpu":
-        monkeypatch.setattr(attention_launch, "generation", lambda _: order)
+        monkeypatch.setattr(launches, "generation", lambda _: order)
     return name
 
 
@@ -117,9 +117,9 @@ def test_softcap_sinks_and_scale(softcap, scale, name):
 def test_heads_that_start_one_after_the_other(name, tensors, by_head, by_group, monkeypatch):
     """In 2 samples there are 12 pairs of a head and a sample, and 6 of a group of 2 heads and a
     sample."""
-    monkeypatch.setattr(attention_launch, "_CACHED", tensors * 70 * 16 * 4)
-    assert attention_launch._together(12, heads(70)[1], 2) == by_head
-    assert attention_launch._together(6, heads(70)[0], 1 / 2) == by_group
+    monkeypatch.setattr(launches, "_CACHED", tensors * 70 * 16 * 4)
+    assert launches._together(12, heads(70)[1], 2) == by_head
+    assert launches._together(6, heads(70)[0], 1 / 2) == by_group
     given = heads(70, batch=2, n=6, g=3)
     hold(name, given, find_spans(2, 70, 70, DEVICE), need_lse=True)
 
@@ -264,12 +264,12 @@ def test_sums_without_an_order_are_left_out_where_algorithms_are_deterministic(k
 
 
 def test_blocks_of_queries_divide_what_is_kept_of_them():
-    own = attention_launch.BACKWARD_QUERIES, attention_launch.BACKWARD_KEYS
-    fused = attention_launch.BACKWARD_FUSED, attention_launch.BACKWARD_FUSED_CAPPED
+    own = launches.BACKWARD_QUERIES, launches.BACKWARD_KEYS
+    fused = launches.BACKWARD_FUSED, launches.BACKWARD_FUSED_CAPPED
     tables = [table for tables in own + fused for table in tables.values()]
     blocks = [one for table in tables for one in table.values()]
-    blocks += [attention_launch.WIDE_NUMBERS, attention_launch.WIDE_NUMBERS_BY_QUERIES]
-    assert all(attention_launch.PADDING % one.queries == 0 for one in blocks)
+    blocks += [launches.WIDE_NUMBERS, launches.WIDE_NUMBERS_BY_QUERIES]
+    assert all(launches.PADDING % one.queries == 0 for one in blocks)
 
 
 def test_torch_does_the_same():

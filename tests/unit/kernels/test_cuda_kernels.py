@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_exactness import DEVICE, assert_close, deterministic, generator, rand
-from megaframe_kernels import cuda_library, permute, scattered
+from kernel_exactness import DEVICE, deterministic, generator
+from megaframe_kernels import cuda_library
 from megaframe_kernels.cuda_build import CHIPS, BuildError, build, cached, find_nvcc, sources
-from tolerances import assert_near
+from megaframe_kernels.experts import permute
 
 try:
     NVCC = find_nvcc()
 except BuildError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-OPTIONS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+
+EMULATED_GPU = Path(__file__).parents[2] / "support/emulated_gpu.h"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def emulated(tmp_path_factory):
     everything, library = folder / "all.cc", folder / "kernels.so"
     everything.write_text("\n".join(f'#include "{s}"' for s in sources() if s.stem != "probe"))
     command = [NVCC, "-std=c++20", "-O1", "-shared", "-Xcompiler=-fPIC,-pthread", "-x", "c++"]
-    command += ["-include", str(Path(__file__).with_name("emulated_gpu.h")), str(everything)]
+    command += ["-include", str(EMULATED_GPU), str(everything)]
     subprocess.run([*command, "-o", str(library)], check=True)
     return cuda_library.load(library)
 
@@ -51,94 +52,7 @@ def test_compiles_without_spills(chip, tmp_path):
     stacks = re.findall(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", done.stderr
     )
-    assert len(stacks) == 5 and set(stacks) == {("0", "0", "0")}
-
-
-def parameters(lengths, grad, copy, unaligned):
-    """Return lists of scattered tensors. unaligned: each starts one element after an aligned
-    address."""
-
-    def make(length, seed, dtype=torch.float32, positive=False):
-        values = rand(length + unaligned, seed=seed).to(dtype)
-        return (values.square() if positive else values)[unaligned:]
-
-    weights = [make(n, 4 * i) for i, n in enumerate(lengths)]
-    grads = [make(n, 4 * i + 1, grad) for i, n in enumerate(lengths)]
-    means = [make(n, 4 * i + 2) for i, n in enumerate(lengths)]
-    squares = [make(n, 4 * i + 3, positive=True) for i, n in enumerate(lengths)]
-    copies = [] if copy is None else [w.to(copy) for w in weights]
-    return weights, grads, means, squares, copies
-
-
-def copied(lists, change=torch.Tensor.clone):
-    return [[change(t) for t in tensors] for tensors in lists]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "grad", "copy", "unaligned"),
-    [
-        ([3, 0, 16384, 1, 16385, 40000], torch.float32, torch.bfloat16, 0),
-        ([7, 260], torch.bfloat16, torch.float16, 1),
-        ([5, 2050], torch.float16, None, 0),
-        ([n % 5 for n in range(130)], torch.float32, None, 0),
-    ],
-)
-@pytest.mark.parametrize("divisor", [None, 4.0])
-def test_scattered_adamw(library, lengths, grad, copy, unaligned, divisor):
-    lists = parameters(lengths, grad, copy, unaligned)
-    options = {**OPTIONS, "divisor": None if divisor is None else torch.tensor(divisor)}
-    want = scattered.reference_adamw(*copied(lists, torch.Tensor.double), **options)
-    mine = copied(lists) if not unaligned else lists
-    got = scattered.run_cuda_adamw(*mine, **options)
-    for one, true in zip(got, want, strict=True):
-        assert_close(scattered.ADAMW, one, true, 1, "state")
-
-
-def test_a_beta_close_to_1_loses_no_digits(library):
-    lists = parameters([70], torch.float32, None, 0)
-    for moment in (*lists[2], *lists[3]):
-        moment.zero_()
-    options = {**OPTIONS, "beta1": 0.99, "beta2": 0.9999, "step": 1}
-    want = scattered.reference_adamw(*copied(lists, torch.Tensor.double), **options)
-    for one, true in zip(scattered.run_cuda_adamw(*lists, **options), want, strict=True):
-        assert_close(scattered.ADAMW, one, true, 1, "state")
-
-
-def test_a_skipped_step_changes_nothing(library):
-    lists = parameters([10, 700], torch.float32, None, 0)
-    before = copied(lists)
-    scattered.run_cuda_adamw(*lists, **OPTIONS, skip=torch.tensor(1.0))
-    for old, new in zip(before, lists, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
-    scattered.run_cuda_adamw(*lists, **OPTIONS, skip=torch.tensor(0.0))
-    assert not torch.equal(before[0][0], lists[0][0])
-
-
-@pytest.mark.parametrize("name", ["triton", "torch"])
-def test_other_implementations_of_scattered_adamw(name):
-    lists = parameters([3, 70, 1], torch.float32, torch.bfloat16, 0)
-    want = scattered.reference_adamw(*copied(lists, torch.Tensor.double), **OPTIONS)
-    got = scattered.ADAMW.implementations[name].run(*copied(lists), **OPTIONS)
-    for one, true in zip(got, want, strict=True):
-        assert_close(scattered.ADAMW, one, true, 1, "state")
-
-
-@pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_scattered_square_sum(library, dtype):
-    scale = 1e25 if dtype == torch.float32 else 100.0
-    whole = rand(50000, scale=scale).to(dtype)
-    tensors = [whole[:5], whole[5:40], whole[40:40], whole[48:16432], whole[16433:]]
-    want = scattered.reference_square_sum(tensors)
-    got = scattered.run_cuda_square_sum(tensors)
-    assert_near(got, want, len(whole))
-    assert_near(scattered.run_triton_square_sum(tensors), want, len(whole))
-    assert torch.equal(got, scattered.run_cuda_square_sum(tensors))
-    many = list(whole[: 70 * 3].split(3))  # more than one launch takes
-    want = scattered.reference_square_sum(many)
-    assert_near(scattered.run_cuda_square_sum(many), want, 70 * 3)
-    whole[30000] = float("nan")
-    assert scattered.run_cuda_square_sum(tensors).isnan()
+    assert len(stacks) == 3 and set(stacks) == {("0", "0", "0")}
 
 
 @pytest.mark.parametrize(
@@ -160,14 +74,6 @@ def test_an_order_leads_to_choices_whatever_was_chosen(library, stranger):
         order, places, ends = permute.launch_order_cuda(chosen, 5)
     assert ((order >= 0) & (order < 80)).all() and ((places >= 0) & (places < 80)).all()
     assert ends[-1] == 78
-
-
-def test_an_address_on_another_device_is_refused(monkeypatch):
-    monkeypatch.setattr(scattered, "_cuda_refuses", lambda *_: None)
-    lists = parameters([3], torch.float32, None, 0)
-    refuses = scattered.ADAMW.implementations["cuda"].refuses
-    assert refuses(*lists, divisor=torch.tensor(2.0, device=DEVICE)) is None
-    assert "on meta" in refuses(*lists, skip=torch.tensor(0.0, device="meta"))
 
 
 def compiler(folder, *lines):

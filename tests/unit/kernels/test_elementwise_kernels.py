@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_exactness import DTYPES, check, rand
-from megaframe_kernels import activation, rotary
+from megaframe_kernels.elementwise import activation, rotary
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,7 @@ from kernel_exactness import (
     rand,
     wide,
 )
-from megaframe_kernels import grouped, permute, router
+from megaframe_kernels.experts import grouped_product, permute, router
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -99,7 +99,7 @@ def test_grouped_product(dtype, gather, scatter):
     weights = rand(6, 21, 40, dtype=dtype, seed=1).requires_grad_()
     given = (x, weights, order.ends_E, order.order_P, order.places_TK)
     options = {"gather": gather, "scatter": scatter}
-    check(grouped.KERNEL, "triton", given, options, 40, 74, scale=4.0)
+    check(grouped_product.KERNEL, "triton", given, options, 40, 74, scale=4.0)
 
 
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(0, 8, 8), (1, 1, 1), (140, 150, 70)])
@@ -107,7 +107,9 @@ def test_grouped_product_of_odd_sizes(tokens, outputs, inputs):
     _, order = order_of(tokens, 1, 3)
     x = rand(tokens, inputs).requires_grad_()
     weights = rand(3, inputs, outputs, seed=1).transpose(1, 2).detach().requires_grad_()
-    check(grouped.KERNEL, "triton", (x, weights, order.ends_E), {}, inputs, tokens, scale=4.0)
+    check(
+        grouped_product.KERNEL, "triton", (x, weights, order.ends_E), {}, inputs, tokens, scale=4.0
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,7 +118,7 @@ def test_gradients_of_experts_in_higher_precision(dtype, add):
     _, order = order_of(37, 2, 6, skipped=(0, 3))
     d_y, x = rand(74, 21, dtype=dtype), rand(74, 40, dtype=dtype, seed=1)
     given = (rand(6, 21, 40, seed=2), d_y, x, order.ends_E, add)
-    check(grouped.GRADIENT, "triton", given, {}, 74, scale=4.0)
+    check(grouped_product.GRADIENT, "triton", given, {}, 74, scale=4.0)
 
 
 @pytest.mark.parametrize("name", ["triton", "torch"])
@@ -126,11 +128,11 @@ def test_places_beyond_the_last_expert_are_zero(name, ends):
     weights = rand(2, 8, 16, dtype=torch.bfloat16, seed=1).requires_grad_()
     given = (x, weights, torch.tensor(ends, dtype=torch.int32))
     with deterministic():
-        y = grouped.KERNEL.implementations[name].run(*given)
+        y = grouped_product.KERNEL.implementations[name].run(*given)
         d_x, d_weights = torch.autograd.grad(y, (x, weights), torch.ones_like(y))
     assert (y[ends[-1] :] == 0).all() and (d_x[ends[-1] :] == 0).all()
-    want = grouped.reference(*(wide(t) for t in given))
-    assert_close(grouped.KERNEL, y.detach(), want.detach(), 16, "product", scale=4.0)
+    want = grouped_product.reference(*(wide(t) for t in given))
+    assert_close(grouped_product.KERNEL, y.detach(), want.detach(), 16, "product", scale=4.0)
     assert torch.isfinite(d_weights).all()
 
 
@@ -149,7 +151,7 @@ def test_places_beyond_the_last_expert_are_zero(name, ends):
     ],
 )
 def test_torch_is_given_strides_of_whole_16_bytes(shape, change, taken):
-    reason = grouped._torch_refuses_strides(change(rand(*shape, dtype=torch.bfloat16)))
+    reason = grouped_product._torch_refuses_strides(change(rand(*shape, dtype=torch.bfloat16)))
     assert (reason is None) == taken
 
 
@@ -159,7 +161,7 @@ def test_gradients_are_bitwise_repeatable():
     moved = (order.ends_E, order.order_P, order.places_TK)
 
     def gradients():
-        y = grouped.run_triton(x, weights, *moved, gather=True, scatter=True)
+        y = grouped_product.run_triton(x, weights, *moved, gather=True, scatter=True)
         return torch.autograd.grad(y.square().sum(), (x, weights))
 
     for one, other in zip(gradients(), gradients(), strict=True):

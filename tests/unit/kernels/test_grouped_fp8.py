@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_exactness import DEVICE, DTYPES, assert_close, deterministic, rand
-from megaframe_kernels import fp8, grouped_fp8
+from megaframe_kernels.fp8 import grouped_fp8, quantize
 from megaframe_kernels.kernel import KernelError
 from megaframe_kernels.registry import KERNELS
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,7 +42,7 @@ def same(name, *arguments):
 
 @pytest.mark.quick(when=lambda counts: counts == COUNTS[0])
 @pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("dtype", fp8.TYPES)
+@pytest.mark.parametrize("dtype", quantize.TYPES)
 def test_every_expert_has_a_scale_of_its_own(counts, dtype):
     x = rand(sum(counts) + 3, 40, scale=30.0)  # three rows belong to no expert
     assert same("quantise_experts", x, ends_of(counts), dtype)
@@ -50,7 +50,7 @@ def test_every_expert_has_a_scale_of_its_own(counts, dtype):
 
 @pytest.mark.quick(when=lambda counts: counts == COUNTS[0])
 @pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("dtype", fp8.TYPES)
+@pytest.mark.parametrize("dtype", quantize.TYPES)
 @pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
 def test_columns(counts, dtype, sharing):
     x = rand(sum(counts), 75, scale=30.0)
@@ -64,10 +64,10 @@ def test_columns_of_strided_low_precision_with_zeros_and_rows_of_nobody(dtype, s
     x = rand(300, 150, dtype=dtype)[::2, 20:90]
     x[3:9] = 0.0
     x[:, 5] = 0.0
-    assert same("quantise_columns", x, ends_of((20, 0, 110)), fp8.TYPES[0], sharing)
-    assert same("quantise_experts", x, ends_of((20, 0, 110)), fp8.TYPES[0])
+    assert same("quantise_columns", x, ends_of((20, 0, 110)), quantize.TYPES[0], sharing)
+    assert same("quantise_experts", x, ends_of((20, 0, 110)), quantize.TYPES[0])
     turned = x.t()  # its rows are not contiguous
-    assert same("quantise_columns", turned, ends_of((20, 0, 50)), fp8.TYPES[0], sharing)
+    assert same("quantise_columns", turned, ends_of((20, 0, 50)), quantize.TYPES[0], sharing)
 
 
 @pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
@@ -79,7 +79,7 @@ def test_rounding_is_that_of_each_expert_alone(sharing):
     start = spaced = 0
     for expert, count in enumerate(counts):
         if count:
-            want, by = fp8.reference(x[start : start + count].t(), block=block)
+            want, by = quantize.reference(x[start : start + count].t(), block=block)
             rows = slice(expert, expert + 1)
             if sharing == "block":
                 rows = slice(spaced // 128, spaced // 128 + by.shape[1])
@@ -98,8 +98,8 @@ def test_what_is_not_finite_shows_in_the_products_of_its_expert_alone(sharing):
     grouped_fp8.run_gradient(grads, left[0], right[0], left[1], right[1], ends, False)
     assert grads[1, :, 3].isnan().all() and grads[[0, 2]].isfinite().all()
     weights, by = rand(3, 8, 16, seed=2), (1, 0)
-    q, scales = fp8.run_triton(x, block=by)
-    matrices, theirs = fp8.run_triton(weights.view(24, 16), block=by)
+    q, scales = quantize.run_triton(x, block=by)
+    matrices, theirs = quantize.run_triton(weights.view(24, 16), block=by)
     given = q, matrices.view(3, 8, 16), scales, theirs.view(3, 8, 1), ends
     y = grouped_fp8.run_triton(*given)
     assert y[45].isnan().all() and y[torch.arange(120) != 45].isfinite().all()
@@ -109,11 +109,11 @@ def operands(counts, outputs, inputs, blocks, left=torch.float8_e4m3fn, scale=1.
     """Return rows and matrices in 8 bits, with a scale per row or per block."""
     x = rand(sum(counts), inputs, scale=scale)
     weights = rand(len(counts) * outputs, inputs, seed=1)
-    a, a_scales = fp8.reference(x, left, (1, 128) if blocks else (1, 0))
+    a, a_scales = quantize.reference(x, left, (1, 128) if blocks else (1, 0))
     if not blocks:
-        b, b_scales = fp8.reference(weights, block=(1, 0))
+        b, b_scales = quantize.reference(weights, block=(1, 0))
     else:
-        pairs = [fp8.reference(w, block=(128, 128)) for w in weights.split(outputs)]
+        pairs = [quantize.reference(w, block=(128, 128)) for w in weights.split(outputs)]
         b = torch.cat([q.view(torch.uint8) for q, _ in pairs]).view(torch.float8_e4m3fn)
         b_scales = torch.cat([s for _, s in pairs])
     experts = len(counts)
@@ -167,7 +167,7 @@ def test_products_of_two_types_and_of_any_size(scale):
 
 
 def test_all_numbers_of_the_types_are_multiplied_exactly():
-    for kind in fp8.TYPES:
+    for kind in quantize.TYPES:
         every = torch.arange(256, dtype=torch.uint8).view(kind)
         every = every[every.float().isfinite()]
         a = torch.zeros(len(every), 16, dtype=torch.float32).to(kind)
@@ -254,19 +254,21 @@ def test_what_cannot_be_rounded_is_refused():
     ],
 )
 def test_what_torch_is_not_given(change, why, monkeypatch):
-    for module in (fp8, grouped_fp8):
+    for module in (quantize, grouped_fp8):
         monkeypatch.setattr(module, "capability", lambda index: (change.get("major", 9), 0))
     with FakeTensorMode(), torch.device("cuda"):
         a = torch.empty(change.get("a", (100, 48)), dtype=change.get("kind", torch.float8_e4m3fn))
         apart = change.get("apart", a.shape[1])
-        b = torch.empty_strided((4, 32, a.shape[1]), (32 * apart, apart, 1), dtype=fp8.TYPES[0])
+        b = torch.empty_strided(
+            (4, 32, a.shape[1]), (32 * apart, apart, 1), dtype=quantize.TYPES[0]
+        )
         scales = change.get("a_scales", (100, 1)), change.get("b_scales", (4, 32, 1))
         ends = torch.empty(4, dtype=change.get("ends", torch.int32))
         given = a, b, *map(torch.empty, scales), ends, change.get("out", torch.bfloat16)
         implementation = grouped_fp8.KERNEL.implementations["torch"]
         reason = implementation.refuses(*given)
         if why is None:  # torch checks the rest itself
-            monkeypatch.setattr(grouped_fp8.grouped, "clear_op", lambda *_: None)
+            monkeypatch.setattr(grouped_fp8.grouped_product, "clear_op", lambda *_: None)
             assert reason is None and implementation.run(*given).shape == (100, 32)
         else:
             assert why in reason

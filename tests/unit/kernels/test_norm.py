@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_exactness import DTYPES, check, rand
-from megaframe_kernels import norm
+from megaframe_kernels.elementwise import norm
 
 pytestmark = pytest.mark.numeric
 

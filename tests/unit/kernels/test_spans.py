@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_exactness import DEVICE
 from kernel_exactness import generator as generator_of
-from megaframe_kernels.spans import find_spans
+from megaframe_kernels.attention.spans import find_spans
 
 
 @settings(deadline=None, max_examples=60)

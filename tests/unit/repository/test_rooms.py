@@ -1,10 +1,12 @@
 """Rules of the repository: style and types, imports point downward, kernels are independent, the
 planner has no torch, the design names every room, and the config stays small."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,42 @@ def test_style_and_types(command):
     program = Path(sys.executable).with_name(command[0])
     done = subprocess.run([program, *command[1:]], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+_STILL_REPEATED = """
+    Chunk Clock Cluster Damaged Event Finding Flight Group Guard Kernel Ledger Outcome
+    Passed Piece Record Result Server Span Step Stored Wait _Part _Work
+"""
+STILL_REPEATED = frozenset(_STILL_REPEATED.split())
+"""Class names that are used more than once."""
+
+
+def find_classes():
+    """Return the files in which each class name of the project is defined."""
+    files = defaultdict(list)
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
+    for name in listed.stdout.split():
+        if name.partition("/")[0] in ("megaframe", "kernels", "tools", "benchmarks", "tests"):
+            for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    files[node.name].append(name)
+    return files
+
+
+def test_a_class_name_has_one_meaning():
+    repeated = {name: files for name, files in find_classes().items() if len(files) > 1}
+    assert not {name: repeated[name] for name in repeated.keys() - STILL_REPEATED}
+
+
+def test_no_module_lies_outside_the_rooms():
+    beside = {path.name for path in (ROOT / "megaframe").iterdir() if path.is_file()}
+    assert beside == {"__init__.py", "errors.py", "layout.py", "py.typed"}
+
+
+def test_the_import_contract_has_at_most_twelve_layers():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (layers,) = re.findall(r'type = "layers"\n.*?\nlayers = \[\n(.*?)\n\]', text, re.DOTALL)
+    assert 3 < len(layers.splitlines()) <= 12
 
 
 def test_the_planner_runs_without_torch():

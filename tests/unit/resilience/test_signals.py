@@ -140,7 +140,7 @@ def test_the_same_request_by_two_ways_is_one(heard, monkeypatch):
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR1)
         assert progress.leave_signal == signal.SIGUSR1 and heard == []
-        monkeypatch.setattr(signals, "ECHO", 0.0)
+        monkeypatch.setattr(signals, "REPEAT_SECONDS", 0.0)
         signal.raise_signal(signal.SIGUSR1)
         assert heard == [signal.SIGUSR1]
 

@@ -64,11 +64,11 @@ def test_a_check_that_breaks_is_a_finding():
 
 
 def test_a_gpu_that_torch_cannot_use_is_an_error(monkeypatch):
-    monkeypatch.setattr(device, "unusable_gpu", lambda: "its driver is too old")
+    monkeypatch.setattr(device, "explain_unusable_gpu", lambda: "its driver is too old")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     *_, last = doctor.judge_software()
     assert (last.level, last.what) == ("error", "torch") and "driver is too old" in last.said
-    monkeypatch.setattr(device, "unusable_gpu", lambda: None)
-    monkeypatch.setattr(device, "hidden_gpu", lambda: "a variable hides it")
+    monkeypatch.setattr(device, "explain_unusable_gpu", lambda: None)
+    monkeypatch.setattr(device, "explain_hidden_gpu", lambda: "a variable hides it")
     *_, last = doctor.judge_software()
     assert last.level == "ok" and last.said.endswith("cores (a variable hides it)")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import doctor_parts  # noqa: E402
-from doctor_ranks import Finding, examine_ranks, merged, part_names  # noqa: E402
+from doctor_ranks import RankFinding, examine_ranks, merge_findings, part_names  # noqa: E402
 
 
 def examine(names, folder, timeout=60.0):
@@ -33,7 +33,7 @@ def lines(folder, world):
 def test_every_part_finds_that_the_ranks_work_together(pool, tmp_path):
     names = ["settings", "links", "rings", "collectives", "layout: tensor", "abort"]
     pool.run(2, examine, names, tmp_path)
-    findings = merged(lines(tmp_path, 2))
+    findings = merge_findings(lines(tmp_path, 2))
     assert [*dict.fromkeys(one.part for one in findings)] == names
     assert all(one.right for one in findings), [str(one) for one in findings if not one.right]
     said = "\n".join(map(str, findings))
@@ -48,7 +48,7 @@ def test_layouts_are_those_of_one_rank(pool, tmp_path):
     names = [f"layout: {kind}" for kind in kinds]
     assert {*names} < {*part_names(2)} and "layout: tensor and pipeline" in part_names(8)
     pool.run(2, examine, names, tmp_path)
-    findings = merged(lines(tmp_path, 2))
+    findings = merge_findings(lines(tmp_path, 2))
     assert len(findings) == len(names) and all(one.right for one in findings)
 
 
@@ -56,12 +56,14 @@ def test_a_finding_is_right_if_it_is_on_every_rank_that_can_tell():
     def line(right, said):
         return {"part": "p", "what": "w", "right": right, "said": said, "numbers": {}}
 
-    assert merged({0: [line(True, "fine")], 1: [line(None, "")]})[0].right
-    assert merged({0: [line(None, "")], 1: [line(True, "fine")]}) == [
-        Finding("p", "w", True, "fine")
+    assert merge_findings({0: [line(True, "fine")], 1: [line(None, "")]})[0].right
+    assert merge_findings({0: [line(None, "")], 1: [line(True, "fine")]}) == [
+        RankFinding("p", "w", True, "fine")
     ]
-    wrong = merged({0: [line(True, "fine")], 1: [line(False, "bad")], 2: [line(False, "worse")]})
-    assert wrong == [Finding("p", "w", False, "bad", wrong=[1, 2])]
+    wrong = merge_findings(
+        {0: [line(True, "fine")], 1: [line(False, "bad")], 2: [line(False, "worse")]}
+    )
+    assert wrong == [RankFinding("p", "w", False, "bad", wrong=[1, 2])]
 
 
 FAULTY = """

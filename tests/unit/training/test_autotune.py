@@ -48,7 +48,7 @@ def clock(monkeypatch):
     """A clock that only work advances, and the work: work(seconds by candidate) for `fastest`."""
     now = [0.0]
     monkeypatch.setattr(autotune, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(autotune, "waited", lambda: 0.0)
+    monkeypatch.setattr(autotune, "time_waited", lambda: 0.0)
 
     def work(seconds, calls):
         def prepare(name, small):
@@ -110,7 +110,7 @@ def test_measuring_ends_in_time(clock):
 
 def test_a_measurement_names_routines_that_this_machine_has(monkeypatch):
     """All kinds are measured, and what was in use before is in use again."""
-    monkeypatch.setattr(autotune, "waited", lambda: 0.0)  # whatever else runs here
+    monkeypatch.setattr(autotune, "time_waited", lambda: 0.0)  # whatever else runs here
     for dtype in (FP32, torch.bfloat16, torch.float16):
         matmul.use_libraries(dtype, {"dense": "torch"})
         before = matmul.libraries_in_use(dtype), cpu_attention.methods_in_use(dtype)
@@ -194,13 +194,13 @@ def test_disturbed_calls_do_not_count(clock, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(autotune, "waited", lambda: lost[0])
+    monkeypatch.setattr(autotune, "time_waited", lambda: lost[0])
     assert fastest(("a", "b"), prepare, 1000.0, "a") == "b"
 
 
 def test_a_busy_machine_is_not_measured(clock, monkeypatch):
     """Nothing is kept either, so that the next run measures again."""
-    monkeypatch.setattr(autotune, "waited", lambda: 0.5 * clock.now[0])
+    monkeypatch.setattr(autotune, "time_waited", lambda: 0.5 * clock.now[0])
     seconds = {"a": 0.01, "b": 0.02}
     monkeypatch.setattr(
         autotune, "measure", lambda dtype: fastest(("a", "b"), clock.work(seconds, []), 1.0, "a")

@@ -48,7 +48,7 @@ from megaframe.checkpoint.train_state import initial_train_state
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.io.untrusted import parse_json
-from megaframe.pipeline_parallel.stage import model_specs
+from megaframe.model.model_chunk import model_specs
 
 RUN_STATE_NAME = "megaframe.state"
 """Name of the entry whose text contains the step and the state of a run."""

@@ -44,8 +44,8 @@ from megaframe.checkpoint.slices import Box, index_within, split_into_runs
 from megaframe.checkpoint.train_state import initial_train_state, read_train_state
 from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.errors import UserError
+from megaframe.model.model_chunk import model_specs
 from megaframe.parameters.spec import Constant, ParamSpec
-from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.validate.run import find_mistakes
 
 _Origin = tuple[HuggingFaceTensor | ParamSpec, int]

@@ -23,14 +23,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels import fp8, grouped
 from megaframe_kernels.device import capability, ceil_div, generation, launch, power_of_2
 from megaframe_kernels.device_math import INTERPRETED
 from megaframe_kernels.direct import direct
-from megaframe_kernels.fp8 import SHARED, TYPES
-from megaframe_kernels.fp8_device import magnitude, narrow, scale_of
-from megaframe_kernels.grouped import Tiles
-from megaframe_kernels.grouped_device import find_tile, tiles_of, walk
+from megaframe_kernels.experts import grouped_product
+from megaframe_kernels.experts.grouped_product import Tiles
+from megaframe_kernels.experts.tiles import find_tile, tiles_of, walk
+from megaframe_kernels.fp8 import quantize
+from megaframe_kernels.fp8.quantize import SHARED, TYPES
+from megaframe_kernels.fp8.quantize_device import magnitude, narrow, scale_of
 from megaframe_kernels.installed import missing_cuda, missing_triton
 from megaframe_kernels.kernel import FLOATS, Implementation, Kernel, refuse_place, refuse_types
 
@@ -73,7 +74,7 @@ def reference_experts(
     """Return x [P, C] in 8 bits with one scale per expert, repeated for its places, fp32 [P, 1].
     Places beyond the last end share a scale of their own."""
     parts = x_PC.tensor_split(ends_E.tolist())
-    made = [fp8.reference(part, dtype) for part in parts]
+    made = [quantize.reference(part, dtype) for part in parts]
     scales = [s.expand(len(part), 1) for part, (_, s) in zip(parts, made, strict=True)]
     return torch.cat([q.view(torch.uint8) for q, _ in made]).view(dtype), torch.cat(scales)
 
@@ -93,12 +94,12 @@ def reference_columns(
     spaced = _spaced(places, len(ends_E))
     out = x_PC.new_zeros(columns, spaced, dtype=dtype)
     none = x_PC.new_zeros(_scales_down(spaced, len(ends_E), sharing), columns, dtype=torch.float32)
-    scales = fp8.scale_by(none, dtype)
+    scales = quantize.scale_by(none, dtype)
     block = {"expert": None, "column": (1, 0), "block": (1, SHARED)}[sharing]
     for expert, (here, there) in enumerate(_spans(ends_E)):
         if here.stop == here.start:
             continue
-        made, by = fp8.reference(x_PC[here].t(), dtype, block)
+        made, by = quantize.reference(x_PC[here].t(), dtype, block)
         start = there.start
         out[:, start : start + made.shape[1]] = made
         rows = slice(expert, expert + 1)
@@ -126,7 +127,7 @@ def reference(
     for expert, (here, _) in enumerate(_spans(ends_E)):
         if here.stop > here.start:
             given = a_PK[here], b_ENK[expert], a_scales[here], b_scales[expert]
-            y_PN[here] = fp8.reference_product(*given, dtype)
+            y_PN[here] = quantize.reference_product(*given, dtype)
     return y_PN
 
 
@@ -150,7 +151,7 @@ def reference_gradient(
         grad = grads_ENH[expert]
         made = torch.zeros_like(grad)
         if there.stop > there.start:
-            made = fp8.reference_product(*given, grad.dtype)
+            made = quantize.reference_product(*given, grad.dtype)
         grad.copy_(grad + made if add else made)
     return grads_ENH
 
@@ -365,12 +366,12 @@ def _multiply_columns(
 def _scales_of_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return one scale per expert and one more for places beyond the last end, [E + 1]; and the
     expert of each place."""
-    magnitude_P = fp8.launch_largest(x_PC, len(x_PC))
+    magnitude_P = quantize.launch_largest(x_PC, len(x_PC))
     place_P = torch.arange(len(x_PC), dtype=torch.int32, device=x_PC.device)
     expert_P = torch.searchsorted(ends_E, place_P, right=True)
     magnitude_X = magnitude_P.new_zeros(len(ends_E) + 1)
     magnitude_X = magnitude_X.scatter_reduce(0, expert_P, magnitude_P, "amax")
-    return fp8.scale_by(magnitude_X, dtype), expert_P
+    return quantize.scale_by(magnitude_X, dtype), expert_P
 
 
 def launch_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -378,7 +379,7 @@ def launch_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Te
     x = x_PC if x_PC.stride(1) == 1 else x_PC.contiguous()
     scales_X, expert_P = _scales_of_experts(x, ends_E, dtype)
     scales_P = scales_X[expert_P]
-    return fp8.launch_quantise_by(x, scales_P, dtype), scales_P[:, None]
+    return quantize.launch_quantise_by(x, scales_P, dtype), scales_P[:, None]
 
 
 def launch_columns(
@@ -586,7 +587,7 @@ def run_torch(
         offs=ends_E,
         out_dtype=dtype,
     )
-    grouped.clear_op(out, ends_E)  # torch leaves rows beyond the last end uninitialised
+    grouped_product.clear_op(out, ends_E)  # torch leaves rows beyond the last end uninitialised
     return out
 
 
@@ -614,7 +615,7 @@ def _rounding_refuses(
         return f"{sharing!r} is none of {', '.join(SHARING)}"
     if ends_E.dtype != torch.int32:
         return f"ends are {ends_E.dtype}, not int32"
-    return fp8.refuse_rounding(x_PC, dtype)
+    return quantize.refuse_rounding(x_PC, dtype)
 
 
 def _refuses(
@@ -631,7 +632,7 @@ def _refuses(
         return f"operands are {a.dtype} and {b.dtype}, not of 8 bits"
     if dtype not in FLOATS:
         return f"results in {dtype} are left to the reference"
-    return fp8.refuse_chip(a) or refuse_place(a) or refuse_types(a_scales, b_scales)
+    return quantize.refuse_chip(a) or refuse_place(a) or refuse_types(a_scales, b_scales)
 
 
 def _torch_refuses(

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe_kernels import norm_device
 from megaframe_kernels.device import (
     ceil_div,
     launch,
@@ -23,6 +22,7 @@ from megaframe_kernels.device import (
     rows_of,
 )
 from megaframe_kernels.direct import direct
+from megaframe_kernels.elementwise import norm_device
 from megaframe_kernels.installed import missing_liger, missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
 

@@ -1,6 +1,6 @@
 """Device code of attention's backward pass, in two passes over the tiles or in one.
 
-`attention_device.py` has the shape legend and what is shared with the forward pass.
+`forward_device.py` has the shape legend and what is shared with the forward pass.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megaframe_kernels.attention_device import (
+from megaframe_kernels.attention.forward_device import (
     find_visits,
     load_rows,
     scale_scores,

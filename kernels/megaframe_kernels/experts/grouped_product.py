@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels import permute
 from megaframe_kernels.device import capability, ceil_div, generation, launch, power_of_2
 from megaframe_kernels.device_math import product
 from megaframe_kernels.direct import direct
-from megaframe_kernels.grouped_device import find_tile, walk
+from megaframe_kernels.experts import permute
+from megaframe_kernels.experts.tiles import find_tile, walk
 from megaframe_kernels.installed import missing_cuda, missing_triton
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 

@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megaframe_kernels.attention_launch import launch_backward, launch_forward, scale_or_default
+from megaframe_kernels.attention.launches import launch_backward, launch_forward, scale_or_default
+from megaframe_kernels.attention.spans import Spans
 from megaframe_kernels.device import shared_memory
 from megaframe_kernels.direct import direct
 from megaframe_kernels.installed import missing_cuda, missing_flash_attention, missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
-from megaframe_kernels.spans import Spans
 
 FUSED = "triton-fused"
 """Name of the implementation whose backward pass visits the tiles once."""

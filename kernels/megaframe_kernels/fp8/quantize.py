@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels.device import capability, ceil_div, launch, power_of_2
-from megaframe_kernels.fp8_device import (
+from megaframe_kernels.fp8.quantize_device import (
     largest_of_rows,
     magnitude,
     narrow,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megaframe_kernels import attention_backward_device, attention_device
+from megaframe_kernels.attention import backward_device, forward_device
 from megaframe_kernels.device import ceil_div, generation, launch, power_of_2
 
-PADDING: int = attention_backward_device.PADDING.value
+PADDING: int = backward_device.PADDING.value
 _CACHED = 32 * 2**20
 """How many bytes programs that start together may read, so that the cache of a large chip holds
 them."""
@@ -126,7 +126,7 @@ def launch_forward(
     lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
     blocks = blocks or choose_blocks(FORWARD[generation(query)], query)
     launch(
-        attention_device.forward,
+        forward_device.forward,
         (ceil_div(queries, blocks.queries) * heads * batch,),
         query,
         key,
@@ -200,7 +200,7 @@ def launch_backward(
         table = BACKWARD_QUERIES[generation(query)]
         by_query = choose_blocks(table, query, WIDE_NUMBERS_BY_QUERIES)
         launch(
-            attention_backward_device.backward_queries,
+            backward_device.backward_queries,
             (ceil_div(queries, by_query.queries) * heads * batch,),
             *saved,
             starts,
@@ -218,7 +218,7 @@ def launch_backward(
     # The copy engine adds from generation 9 on, but not in Triton's interpreter.
     bulk = fused and generation(query) > 8 and query.device.type != "cpu"
     launch(
-        attention_backward_device.backward_keys,
+        backward_device.backward_keys,
         (ceil_div(key.shape[1], by_key.keys) * groups * batch,),
         *saved,
         first,
@@ -256,7 +256,7 @@ def _prepare(
     shift, delta = lse.new_empty(2, batch, heads, padded)
     tall = 32  # with more rows, heads of 256 would not fit in registers
     launch(
-        attention_backward_device.prepare_backward,
+        backward_device.prepare_backward,
         (padded // tall * heads * batch,),
         d_out,
         out.contiguous(),

@@ -1,0 +1,1 @@
+"""Attention: reference, forward and backward pass, and the spans of keys that queries see."""

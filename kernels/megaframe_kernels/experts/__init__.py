@@ -1,0 +1,1 @@
+"""Mixture of experts: router, order and permutation of rows, grouped products."""

@@ -1,0 +1,1 @@
+"""8-bit numbers: quantization, and grouped products of experts."""

@@ -1,0 +1,1 @@
+"""The update of the optimizer and the sum of squares for gradient norms."""
