@@ -14,7 +14,7 @@ _API_KEY = re.compile("[0-9a-f]{40}")
 
 
 def saving_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Yield a message if no checkpoint is ever kept for good by `checkpoint.keep_every`."""
+    """Yield a message if `checkpoint.keep_every` is no multiple of `checkpoint.every`."""
     every, keep_every = checkpoint.every, checkpoint.keep_every
     if keep_every and not every:
         yield (

@@ -164,7 +164,8 @@ def mtp_mistakes(config: RunConfig) -> Iterator[str]:
 
 
 def vocabulary_mistakes(config: RunConfig) -> Iterator[str]:
-    """Yield a message if no key says the vocabulary, or no tokenizer has the form of its key."""
+    """Yield a message if `model.vocab` and `data.tokenizer` are missing, or the latter is no
+    tokenizer."""
     tokenizer = config.data.tokenizer
     if tokenizer is None:
         if config.model.vocab is None:
