@@ -30,10 +30,10 @@ if (reason := obstacle()) is not None:
 
 ROOT = Path(__file__).resolve().parents[3]
 MAY_WAIT = {
-    "draw": "initial weights are drawn on the host",
+    "initialize_weights": "initial weights are drawn on the host",
     "begin": "optimizer state is made at the start",
     "_frequencies_on": "rotary frequencies are computed on the host, once",
-    "_sums_wide": "tries a product, once",
+    "_can_accumulate_wide": "tries a product, once",
     "_check_size": "the ranks of a communicator, when it is made",
     "_sum_totals": "the totals of an evaluation",
     "_compare_with_before": "the first loss after a load",
@@ -374,9 +374,9 @@ LEFT_OUT = [
     ("optimizer_state", "synchronize", "synchronize", None),
     ("background", "_copy_from_device", "wait_event", "race"),
     ("background", "_copy_from_device", "synchronize", None),
-    ("background_far_behind", "copied", "wait_event", "race"),
+    ("background_far_behind", "wait_for_copy", "wait_event", "race"),
     ("clock", "__call__", "is_current_stream_capturing", "capture"),
-    ("transfer", "_finish", "wait", "race"),
+    ("transfer", "_wait_for_all", "wait", "race"),
 ]
 """A wait or a note of the project's own code, and what is reported without it; None: nothing, but
 the result is wrong."""
