@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from megaframe_kernels.kernel import REFERENCE, Implementation, Kernel, KernelError, never
+from megaframe_kernels.kernel import REFERENCE, Implementation, Kernel, KernelError, refuse_nothing
 
 TABLE = Path(__file__).with_name("choices.json")
 UNMEASURED = "unmeasured"
 """Entry of the table for chips that have none of their own."""
 
 
-Told = Callable[[str, str, str], None]
+OnRefusal = Callable[[str, str, str], None]
 """Takes the names of an implementation that refused arguments and of the next one to try, and the
 reason in between: (implementation, reason, next)."""
 
@@ -45,7 +45,7 @@ class KernelChoice:
     order: tuple[Implementation, ...]
     absent: Mapping[str, str]
     named: bool = False
-    told: Told = never
+    told: OnRefusal = refuse_nothing
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Compute the kernel; the arguments are those of its reference."""
