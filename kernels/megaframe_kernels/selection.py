@@ -37,7 +37,7 @@ class KernelChoice:
 
     order: implementations available on this machine, best first. absent: the preferred ones that
     are not used, each with the reason. named: whether the implementation was requested by name.
-    told: is called for every implementation that refuses arguments, unless it was requested by
+    on_refusal: is called for every implementation that refuses arguments, unless it was requested by
     name.
     """
 
@@ -45,7 +45,7 @@ class KernelChoice:
     order: tuple[Implementation, ...]
     absent: Mapping[str, str]
     named: bool = False
-    told: OnRefusal = refuse_nothing
+    on_refusal: OnRefusal = refuse_nothing
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Compute the kernel; the arguments are those of its reference."""
@@ -62,7 +62,9 @@ class KernelChoice:
                 asked = f"{self.kernel.name}={implementation.name}"
                 raise KernelError(f"{asked} cannot run here: {reason}")
             following = self.order[number + 1 : number + 2]
-            self.told(implementation.name, reason, following[0].name if following else REFERENCE)
+            self.on_refusal(
+                implementation.name, reason, following[0].name if following else REFERENCE
+            )
         return self.kernel.reference
 
     def refusal(self, *arguments: Any, **options: Any) -> str | None:

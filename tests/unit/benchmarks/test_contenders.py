@@ -105,7 +105,7 @@ def whole_runs(tmp_path):
     yield from train_cpu.make_contenders(given, "bf16")
     yield from netlab_peers.make_contenders(given)
     for script, kind in ((data_cpu, "bf16"), (tensor_cpu, "fp32"), (pipeline_cpu, 2048)):
-        yield from script.contenders(given, 4, kind)
+        yield from script.make_contenders(given, 4, kind)
 
 
 def test_each_command_has_a_config_that_a_run_takes(tmp_path, monkeypatch):
