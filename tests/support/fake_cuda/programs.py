@@ -290,7 +290,7 @@ def saved_in_background(changed):
 
     own = BackgroundCopier()
     own.start([Slice("x", (1000,), (0,), x)], work)
-    own.copied()
+    own.wait_for_copy()
     x.zero_()
     changed()
     own.wait()
