@@ -30,7 +30,7 @@ if (reason := obstacle()) is not None:
 
 ROOT = Path(__file__).resolve().parents[3]
 MAY_WAIT = {
-    "draw": "initial weights are drawn on the host",
+    "initialize_weights": "initial weights are drawn on the host",
     "begin": "optimizer state is made at the start",
     "_frequencies_on": "rotary frequencies are computed on the host, once",
     "_can_accumulate_wide": "tries a product, once",
@@ -221,7 +221,7 @@ def test_expert_ranks(both):
     """The host must know how many tokens come, and how many each expert has in plain code."""
     both(
         2,
-        ("_owners", "_direct", "_grouped", "into"),
+        ("_expert_owners", "_route_all_to_all", "_grouped", "into"),
         model__moe="{experts: 4, top_k: 2, ffn: 32}",
         parallel__expert=2,
         kernels__experts="reference",
