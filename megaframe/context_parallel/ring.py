@@ -168,10 +168,10 @@ class RingMask:
     def _visibility(self, query: int, key: int) -> Literal["all", "some", "nothing"]:
         """Return how much of piece `key` piece `query` sees. Both are numbers of pieces in the
         sample."""
-        apart, most = (query - key) * self.piece, self.piece - 1
-        if apart < 0 or apart - most >= self._window:
+        distance, last = (query - key) * self.piece, self.piece - 1
+        if distance < 0 or distance - last >= self._window:
             return "nothing"
-        everything = apart > 0 and apart + most < self._window
+        everything = distance > 0 and distance + last < self._window
         if self._ends is not None:
             pairs = [(sample[query], sample[key]) for sample in self._ends]
             if all(q[1] < k[0] or k[1] < q[0] for q, k in pairs):

@@ -119,15 +119,15 @@ class Parameter:
 
         def into(grad: Tensor, add: bool) -> None:
             grads_EOI = grad.view(len(ends_E), -1, grad.shape[-1])
-            given = grads_EOI, left_NO, right_NI, ends_E, add
-            if run := kernels.find("grouped_gradient", *given):
-                run(*given)
+            arguments = grads_EOI, left_NO, right_NI, ends_E, add
+            if kernel := kernels.find("grouped_gradient", *arguments):
+                kernel(*arguments)
                 return
-            made_EOI = F.grouped_mm(left_NO.t(), right_NI, offs=ends_E).view(grad.shape)
+            product_EOI = F.grouped_mm(left_NO.t(), right_NI, offs=ends_E).view(grad.shape)
             if add:
-                grad.add_(made_EOI)
+                grad.add_(product_EOI)
             else:
-                grad.copy_(made_EOI)
+                grad.copy_(product_EOI)
 
         self.add_with(into)
 
