@@ -57,7 +57,7 @@ class LockHolder(BaseModel):
     renewed: _Time
 
     @staticmethod
-    def this() -> LockHolder:
+    def current() -> LockHolder:
         """Return this process as a holder from now on."""
         number, now = os.getpid(), time.time()
         start = read_start_time(number) or 0
@@ -94,7 +94,7 @@ class RunLock:
 
     def __init__(self, folders: Mapping[str, StorePath]) -> None:
         self._folders = folders
-        self._own = LockHolder.this()
+        self._own = LockHolder.current()
         self._created: dict[str, bool] = {}
         """By key of a folder that is locked, whether it was made for that."""
         self._lost_message = ""

@@ -70,7 +70,7 @@ class MemoryFolder:
     folder: Path
 
     @staticmethod
-    def of(memory: Path, run: Path) -> MemoryFolder:
+    def create(memory: Path, run: Path) -> MemoryFolder:
         """Create the folder in `memory`, or use the existing one.
 
         Args:
@@ -184,7 +184,7 @@ class PeerRanks:
     sources: tuple[int, ...]
 
     @staticmethod
-    def of(rank: int, world: int, node_size: int) -> PeerRanks:
+    def for_rank(rank: int, world: int, node_size: int) -> PeerRanks:
         keepers = [peer_of(source, world, node_size) for source in range(world)]
         sources = (source for source, keeper in enumerate(keepers) if keeper == rank)
         return PeerRanks(keepers[rank], tuple(sources))

@@ -192,16 +192,16 @@ def test_a_peer_is_on_the_next_node_and_keeps_at_most_as_many_as_needed(world, n
         assert keeper // node_size == (rank // node_size + 1) % nodes
     last = world - (nodes - 1) * node_size
     assert max(keepers.count(rank) for rank in range(world)) <= -(-node_size // last)
-    every = [PeerRanks.of(rank, world, node_size) for rank in range(world)]
+    every = [PeerRanks.for_rank(rank, world, node_size) for rank in range(world)]
     assert sorted(source for one in every for source in one.sources) == list(range(world))
 
 
 def copy_without_room(memory):
     """Save with a second rank that cannot write; return its messages and what is recalled."""
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
-    memory_folder = MemoryFolder.of(memory / str(mesh.rank), memory)
+    memory_folder = MemoryFolder.create(memory / str(mesh.rank), memory)
     group, run, full = mesh.new_control_group(), "0" * 16, torch.arange(8.0).view(4, 2)
-    writer = PeerMemoryWriter(memory_folder, group, PeerRanks.of(mesh.rank, 2, 1), run, None)
+    writer = PeerMemoryWriter(memory_folder, group, PeerRanks.for_rank(mesh.rank, 2, 1), run, None)
     mine = [part("a", full, ((2 * mesh.rank, 0), (2, 2)))]
     said = []
     writer.save(2, mine, {"step": 2})
@@ -232,20 +232,20 @@ def test_a_copy_that_fails_is_told_to_all_and_the_one_before_stays(pool, memory)
 
 
 def test_a_folder_that_others_can_read_is_refused(tmp_path):
-    memory_folder = MemoryFolder.of(tmp_path, tmp_path / "run")
+    memory_folder = MemoryFolder.create(tmp_path, tmp_path / "run")
     assert memory_folder.folder.stat().st_mode & 0o777 == 0o700
     assert (
-        MemoryFolder.of(tmp_path, tmp_path / "run")
+        MemoryFolder.create(tmp_path, tmp_path / "run")
         == memory_folder
-        != MemoryFolder.of(tmp_path, tmp_path / "other")
+        != MemoryFolder.create(tmp_path, tmp_path / "other")
     )
     memory_folder.folder.chmod(0o755)
     with pytest.raises(UserError, match="with mode 0755"):
-        MemoryFolder.of(tmp_path, tmp_path / "run")
+        MemoryFolder.create(tmp_path, tmp_path / "run")
     memory_folder.folder.rmdir()
     memory_folder.folder.symlink_to(tmp_path)
     with pytest.raises(UserError, match="alone, with mode 0700"):
-        MemoryFolder.of(tmp_path, tmp_path / "run")
+        MemoryFolder.create(tmp_path, tmp_path / "run")
 
 
 @settings(deadline=None, max_examples=60)
@@ -254,7 +254,7 @@ def test_a_record_is_what_was_written_or_none(data):
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory() as name:
-        memory_folder = MemoryFolder.of(Path(name), Path(name))
+        memory_folder = MemoryFolder.create(Path(name), Path(name))
         mesh = Mesh(Layout(), device="cpu")
         writer = PeerMemoryWriter(
             memory_folder, mesh.new_control_group(), PeerRanks(None, ()), "0" * 16, None

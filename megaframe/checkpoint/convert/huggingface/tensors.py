@@ -90,9 +90,9 @@ class HuggingFaceTensor:
         """Split their tensor into the contents of our boxes. Its number of rows must match the
         parts; otherwise torch raises RuntimeError."""
         rows = whole.t() if self.transposed else whole
-        pieces = rows.split([part.rows for part in self.parts])
-        for part, piece in zip(self.parts, pieces, strict=True):
-            yield part, part.from_hugging_face(piece)
+        row_blocks = rows.split([part.rows for part in self.parts])
+        for part, rows_of_part in zip(self.parts, row_blocks, strict=True):
+            yield part, part.from_hugging_face(rows_of_part)
 
 
 def map_tensors(model: ModelConfig, specs: Iterable[ParamSpec]) -> Iterator[HuggingFaceTensor]:
