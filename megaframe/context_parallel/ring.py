@@ -50,11 +50,7 @@ def document_ends(documents_BS: Tensor | None, length: int) -> DocumentEnds | No
 
 
 class RingMask:
-    """What this rank computes of samples that are divided over a ring.
-
-    length: tokens of a sample on each rank, two pieces. ends: `document_ends` of the mask's
-    documents.
-    """
+    """What this rank computes of samples that are divided over a ring."""
 
     def __init__(
         self,
@@ -64,6 +60,15 @@ class RingMask:
         ends: DocumentEnds | None,
         kernels: Kernels = NO_KERNELS,
     ) -> None:
+        """Find the tiles of this rank.
+
+        Args:
+            ring: The ranks that divide samples.
+            length: Tokens of a sample on each rank, two pieces.
+            mask: What tokens of whole samples attend to.
+            ends: `document_ends` of the mask's documents.
+            kernels: The kernels of the run.
+        """
         self.ring, self.attention_mask, self.kernels = ring, mask, kernels
         self._spans: dict[tuple[Tile, int], Spans] = {}
         self.length, self.piece = length, length // 2

@@ -34,8 +34,13 @@ _FP32_PARTS = 32
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Options of the loss. label_smoothing: share of the target spread over the vocabulary. z_loss:
-    weight of the squared log-partition. softcap: logits x become cap * tanh(x / cap)."""
+    """Options of the loss.
+
+    Attributes:
+        label_smoothing: Share of the target that is spread over the vocabulary.
+        z_loss: Weight of the squared log-partition.
+        softcap: Logits x become cap * tanh(x / cap).
+    """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -44,9 +49,13 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class HeadResult:
-    """The loss and its gradient. loss: fp64 scalar, the sum over valid tokens; zero on all tensor
-    ranks but the first. d_hidden: the gradient of the sum with respect to the hidden state, times
-    the given scale, [rows, H] in the type of the hidden state; None without a scale."""
+    """The loss and its gradient.
+
+    Attributes:
+        loss: The sum over valid tokens, fp64 scalar; zero on all tensor ranks but the first.
+        d_hidden: The gradient of the sum with respect to the hidden state, times the scale, [rows,
+            H] in the type of the hidden state; None without a scale.
+    """
 
     loss: Tensor
     d_hidden: Tensor | None
@@ -61,11 +70,20 @@ def head_loss(
     tensor: Group,
     kernels: Kernels = NO_KERNELS,
 ) -> HeadResult:
-    """Return the sum of the losses of all tokens whose label is not IGNORE.
+    """Compute the sum of the losses of all tokens whose label is not IGNORE.
 
-    hidden: this rank's rows. labels: those of the rows of all tensor ranks. With a `scale`, an fp64
-    scalar on the same device, also return scale * d(loss sum)/d(hidden), and add scale * d(loss
-    sum)/d(weight) to the weight's gradient. Without one, compute only the loss.
+    With a scale, also compute scale * d(loss sum)/d(hidden), and add scale * d(loss sum)/d(weight)
+    to the weight's gradient.
+
+    Args:
+        hidden_TH: This rank's rows of the normalised stream.
+        labels_T: Labels of the rows of all tensor ranks.
+        weight: This rank's part of the projection, [V, H].
+        options: Of the loss.
+        scale: Factor of the gradients, fp64 scalar on the same device. Without it only the loss is
+            computed.
+        tensor: The ranks that divide rows and vocabulary.
+        kernels: The kernels of the run.
     """
     hidden_TH = all_gather(hidden_TH, tensor).wait()
     tokens, vocab = hidden_TH.shape[0], weight.value.shape[0]
@@ -82,6 +100,7 @@ def head_loss(
         chunk_TH, chunk_labels = hidden_TH[piece], labels_T[piece]
         logits_TV = buffer[: len(chunk_labels)]
         multiply_into(logits_TV, chunk_TH, weight.value.t(), add=False)
+        # With a scale, the logits become their gradient in place.
         losses = _compute_losses(logits_TV, chunk_labels, part, options, scale, kernels)
         loss += torch.where(chunk_labels == IGNORE, 0.0, losses).sum(dtype=torch.float64)
         if d_hidden is not None:

@@ -1,4 +1,4 @@
-"""Scratch: memory for tensors that are no longer needed when the layer that makes them returns.
+"""Memory for tensors that are no longer needed when the layer that makes them returns.
 
 On a CPU a large new tensor costs a page fault every 4 KiB, which can take twice as long as
 computing its content (docs/log.md). On a GPU torch itself keeps freed memory.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Workspace:
-    """Scratch memory of one stage. Its layers run one after the other, so all of them use the same
+    """The workspace of one stage. Its layers run one after the other, so all of them use the same
     memory."""
 
     def __init__(self) -> None:
