@@ -151,13 +151,13 @@ def nan_once(trainer, step):
         block = trainer.train_step.stages[0].blocks[-1]
         kind = type(block)
 
-        class Damaged(kind):
+        class NanOnceBlock(kind):
             def __call__(self, *arguments):
                 made = super().__call__(*arguments) * torch.nan
                 self.__class__ = kind
                 return made
 
-        block.__class__ = Damaged
+        block.__class__ = NanOnceBlock
 
 
 def nan_in_sample(trainer, sample, layer):
@@ -176,7 +176,7 @@ def damage(stage, block, sample):
         met[:] = [bool((microbatch.samples_B == sample).any())]
         return forward(number, microbatch, *arguments, **more)
 
-    class Damaged(kind):
+    class NanInPassBlock(kind):
         damaged = True
 
         def __call__(self, *arguments):
@@ -184,7 +184,7 @@ def damage(stage, block, sample):
             return made * torch.nan if met == [True] else made
 
     stage.forward = watched
-    block.__class__ = Damaged
+    block.__class__ = NanInPassBlock
 
 
 def wrong_labels(trainer, first, samples):

@@ -12,8 +12,8 @@ from torch.cuda import Event, Stream, current_stream
 
 import pretrain_gpt
 from fake_cuda import collectives
-from fake_cuda.collectives import Work
-from fake_cuda.cuda import Properties
+from fake_cuda.collectives import FakeNcclWork
+from fake_cuda.cuda import DeviceProperties
 from fake_cuda.nccl_layouts import LAYOUTS, configured, trained
 from megaframe.checkpoint.background import BackgroundCopier
 from megaframe.checkpoint.slices import Slice
@@ -34,8 +34,8 @@ def pretrain_on():
     """Pretrain on another device than an H200: the command line begins with its name, compute
     capability and GiB."""
     name, capability, memory, *sys.argv[1:] = sys.argv[1:]
-    Properties.name, Properties.total_memory = name, int(float(memory) * 2**30)
-    Properties.major, Properties.minor = map(int, capability.split("."))
+    DeviceProperties.name, DeviceProperties.total_memory = name, int(float(memory) * 2**30)
+    DeviceProperties.major, DeviceProperties.minor = map(int, capability.split("."))
     pretrain_gpt.main()
 
 
@@ -52,7 +52,7 @@ def without():
     """Run the program that the command line names first, in which one function does not make one
     call to a stream, an event or a transfer."""
     program, function, method = sys.argv[1:]
-    for owner in (Stream, Event, Tensor, torch.cuda, Work):
+    for owner in (Stream, Event, Tensor, torch.cuda, FakeNcclWork):
         if method in vars(owner):
             _leave_out(owner, method, function)
     globals()[program]()
