@@ -35,11 +35,11 @@ MAY_WAIT = {
     "_frequencies_on": "rotary frequencies are computed on the host, once",
     "_can_accumulate_wide": "tries a product, once",
     "_check_size": "the ranks of a communicator, when it is made",
-    "_evaluate": "the totals of an evaluation",
+    "_sum_totals": "the totals of an evaluation",
     "_compare_with_before": "the first loss after a load",
     "_save": "the loss and the norm in a checkpoint",
     "_load": "a checkpoint",
-    "_restore": "ranks agree on the checkpoint to resume from",
+    "restore": "ranks agree on the checkpoint to resume from",
 }
 """Functions in which the host may wait for the device, and for what."""
 
