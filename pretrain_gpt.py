@@ -50,11 +50,11 @@ def main() -> None:
         choose_layout,
         choose_recomputed_blocks,
         find_cluster,
+        resolve_vocab,
     )
     from megaframe.training.dry_run import describe_run
     from megaframe.training.memory_check import check_memory, plan_dry_run, report_memory_fit
     from megaframe.training.restart import train
-    from megaframe.training.trainer import resolve_vocab
 
     gc.freeze()
     gc.enable()

@@ -329,8 +329,8 @@ def layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
     elif stage % (expert * expert_tensor):
         mistakes.append(
             f"parallel.expert={expert}{TIMES}parallel.expert_tensor={expert_tensor} does not "
-            f"divide {of_a_stage}; "
-            f"use parallel.expert={nearest_divisors(stage // expert_tensor, expert)}"
+            f"divide {of_a_stage}; use "
+            f"parallel.expert={nearest_divisors(stage // expert_tensor, expert)}"
         )
     elif data % replicas == 0 and stage // replicas % (expert * expert_tensor):
         mistakes.append(

@@ -30,10 +30,14 @@ from rank_pool import RARELY, Pool
 from megaframe.config import RunConfig
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.data.microbatch import IGNORE, Microbatch
+from megaframe.data_parallel.sharded_parameters import ShardedParameters
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
+from megaframe.model.forward_context import make_run_context
+from megaframe.model.model_chunk import whole_model_chunk
 from megaframe.optim.optimizer import Optimizer
-from megaframe.pipeline_parallel.stage import whole_model
+from megaframe.optim.parameter_groups import ParameterGroups
+from megaframe.pipeline_parallel.stage import Stage
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
@@ -64,7 +68,8 @@ def pytest_collection_finish():
 
 @pytest.fixture
 def build():
-    """build(model, train=..., optim=...) -> config, stage, optimizer and weights by name (fp64)."""
+    """build(model, train=..., optim=...) -> config, stage, sharded_parameters and optimizer (fp64)
+    of one rank."""
 
     def make(model=None, **sections):
         sections["train"] = {
@@ -77,10 +82,15 @@ def build():
         }
         shape = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.3}
         config = RunConfig(model={**shape, **(model or {})}, **sections)
-        stage = whole_model(config)
-        optimizer = Optimizer(config, Mesh(Layout(), device="cpu"), {0: stage.units})
-        optimizer.initialise(config.run.seed)
-        return SimpleNamespace(config=config, stage=stage, optimizer=optimizer)
+        mesh, run = Mesh(Layout(), device="cpu"), make_run_context(config)
+        chunk, groups = whole_model_chunk(config, run), ParameterGroups(config, mesh)
+        sharded = ShardedParameters(config, mesh, {0: chunk.units}, groups.bucketing)
+        optimizer = Optimizer(config, mesh, sharded, groups)
+        optimizer.initialize(config.run.seed)
+        stage = Stage(config, chunk, run, sharded)
+        return SimpleNamespace(
+            config=config, stage=stage, sharded_parameters=sharded, optimizer=optimizer
+        )
 
     return make
 

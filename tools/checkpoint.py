@@ -42,19 +42,19 @@ _STATE = "optimizer."
 
 def main() -> None:
     """Run the subcommand."""
-    given = _arguments()
+    arguments = _arguments()
     with report_errors():
-        sys.exit(given.run(given))
+        sys.exit(arguments.run(arguments))
 
 
-def inspect(given: argparse.Namespace) -> int:
+def inspect(arguments: argparse.Namespace) -> int:
     """Show what a checkpoint contains."""
-    with open_checkpoint(locate_checkpoint(given.path, "path")) as checkpoint:
+    with open_checkpoint(locate_checkpoint(arguments.path, "path")) as checkpoint:
         tensors = checkpoint.tensors.values()
         files = {piece.file for tensor in tensors for piece in tensor.slices}
         print(f"{checkpoint.path}: step {checkpoint.step}, {len(files)} files")
         _print(_summary(checkpoint))
-        if given.tensors:
+        if arguments.tensors:
             _print(_tensors(checkpoint))
     return 0
 
@@ -65,8 +65,10 @@ def _summary(checkpoint: Checkpoint) -> Table:
         kind = "weights"
         if name.startswith(_STATE):
             kind = f"optimizer {name.removeprefix(_STATE).partition('/')[0]}"
-        for column, more in enumerate((1, math.prod(tensor.shape), tensor.bytes_of(tensor.shape))):
-            kinds[kind][column] += more
+        for column, amount in enumerate(
+            (1, math.prod(tensor.shape), tensor.bytes_of(tensor.shape))
+        ):
+            kinds[kind][column] += amount
     table = Table(box=None)
     for title in ("", "tensors", "elements", "GB"):
         table.add_column(title, justify="left" if not title else "right")
@@ -91,14 +93,14 @@ def _tensors(checkpoint: Checkpoint) -> Table:
     return table
 
 
-def verify(given: argparse.Namespace) -> int:
+def verify(arguments: argparse.Namespace) -> int:
     """Read everything, and list every file and tensor that is damaged."""
-    path = locate_checkpoint(given.path, "path")
-    whole = True
+    path = locate_checkpoint(arguments.path, "path")
+    is_intact = True
     for problem in find_damage(path):
-        whole = False
+        is_intact = False
         print(problem)
-    if not whole:
+    if not is_intact:
         return EXIT_DIFFERENT
     with open_checkpoint(path) as checkpoint:
         slices = sum(len(tensor.slices) for tensor in checkpoint.tensors.values())
@@ -107,83 +109,87 @@ def verify(given: argparse.Namespace) -> int:
     return 0
 
 
-def diff(given: argparse.Namespace) -> int:
+def diff(arguments: argparse.Namespace) -> int:
     """Compare all tensors of two checkpoints, which may have been written by different layouts."""
     table = Table(box=None)
     for title in ("tensor", "largest distance", "relative to largest"):
         table.add_column(title, no_wrap=True, justify="left" if title == "tensor" else "right")
-    different = same = 0
-    one_path, other_path = (
-        locate_checkpoint(given.path, "path"),
-        locate_checkpoint(given.other, "other"),
+    num_different = num_same = 0
+    first_path, second_path = (
+        locate_checkpoint(arguments.path, "path"),
+        locate_checkpoint(arguments.other, "other"),
     )
-    with open_checkpoint(one_path) as one, open_checkpoint(other_path) as other:
-        for found in compare_checkpoints(one, other):
-            relative = found.distance / found.largest if found.largest else found.distance
-            if found.what is None and relative <= given.tolerance:
-                same += 1
+    with open_checkpoint(first_path) as first, open_checkpoint(second_path) as second:
+        for difference in compare_checkpoints(first, second):
+            relative = (
+                difference.distance / difference.largest
+                if difference.largest
+                else difference.distance
+            )
+            if difference.what is None and relative <= arguments.tolerance:
+                num_same += 1
                 continue
-            different += 1
-            if found.what is not None:
-                table.add_row(found.name, found.what, "")
+            num_different += 1
+            if difference.what is not None:
+                table.add_row(difference.name, difference.what, "")
             else:
-                table.add_row(found.name, f"{found.distance:.3g}", f"{relative:.3g}")
-    if different:
+                table.add_row(difference.name, f"{difference.distance:.3g}", f"{relative:.3g}")
+    if num_different:
         _print(table)
-    print(f"{different} tensors differ, {same} are the same within {given.tolerance:g}")
-    return EXIT_DIFFERENT if different else 0
+    print(f"{num_different} tensors differ, {num_same} are the same within {arguments.tolerance:g}")
+    return EXIT_DIFFERENT if num_different else 0
 
 
-def reshard(given: argparse.Namespace) -> int:
+def reshard(arguments: argparse.Namespace) -> int:
     """Write a checkpoint again with another number of files."""
-    if given.files < 1:
-        raise UserError(f"--files={given.files}: use 1 or more")
-    with open_checkpoint(locate_checkpoint(given.path, "path")) as checkpoint:
-        print(f"wrote {reshard_checkpoint(checkpoint, parse_path(given.to), given.files)}")
+    if arguments.files < 1:
+        raise UserError(f"--files={arguments.files}: use 1 or more")
+    with open_checkpoint(locate_checkpoint(arguments.path, "path")) as checkpoint:
+        print(f"wrote {reshard_checkpoint(checkpoint, parse_path(arguments.to), arguments.files)}")
     return 0
 
 
-def export_hf(given: argparse.Namespace) -> int:
+def export_hf(arguments: argparse.Namespace) -> int:
     """Write the weights, and the tokenizer, as a folder that Hugging Face transformers loads."""
     from megaframe.checkpoint.convert.huggingface.model_folder import export_model
 
-    with open_checkpoint(locate_checkpoint(given.path, "path")) as checkpoint:
-        notes = export_model(checkpoint, Path(given.to), given.dtype, given.tokenizer)
-    print(f"wrote {given.to}")
+    with open_checkpoint(locate_checkpoint(arguments.path, "path")) as checkpoint:
+        notes = export_model(checkpoint, Path(arguments.to), arguments.dtype, arguments.tokenizer)
+    print(f"wrote {arguments.to}")
     for note in notes:
         print(f"note: {note}")
     return 0
 
 
-def import_hf(given: argparse.Namespace) -> int:
+def import_hf(arguments: argparse.Namespace) -> int:
     """Write a model in the folder format of Hugging Face as a checkpoint of step 0."""
     from megaframe.checkpoint.convert.huggingface.model_folder import import_model
 
-    print(f"wrote {import_model(Path(given.path), parse_path(given.to))}")
+    print(f"wrote {import_model(Path(arguments.path), parse_path(arguments.to))}")
     return 0
 
 
-def export_dcp(given: argparse.Namespace) -> int:
+def export_dcp(arguments: argparse.Namespace) -> int:
     """Write all tensors, and the state of the run, as a folder of torch.distributed.checkpoint."""
     from megaframe.checkpoint.convert import dcp
 
-    with open_checkpoint(locate_checkpoint(given.path, "path")) as checkpoint:
-        dcp.export_checkpoint(checkpoint, Path(given.to))
-    print(f"wrote {given.to}")
+    with open_checkpoint(locate_checkpoint(arguments.path, "path")) as checkpoint:
+        dcp.export_checkpoint(checkpoint, Path(arguments.to))
+    print(f"wrote {arguments.to}")
     return 0
 
 
-def import_dcp(given: argparse.Namespace) -> int:
+def import_dcp(arguments: argparse.Namespace) -> int:
     """Write a folder of torch.distributed.checkpoint as a checkpoint; tensors keep their names."""
     from megaframe.checkpoint.convert import dcp
 
-    config = load_config(given.config) if given.config else None
-    done = dcp.import_checkpoint(Path(given.path), parse_path(given.to), config)
-    print(f"wrote {done.path}")
-    if done.left_out:
-        more = f" and {len(done.left_out) - 5} more" if len(done.left_out) > 5 else ""
-        print(f"left out, not floating-point numbers: {', '.join(done.left_out[:5])}{more}")
-    if not done.has_state:
+    config = load_config(arguments.config) if arguments.config else None
+    result = dcp.import_checkpoint(Path(arguments.path), parse_path(arguments.to), config)
+    print(f"wrote {result.path}")
+    if result.left_out:
+        more = f" and {len(result.left_out) - 5} more" if len(result.left_out) > 5 else ""
+        print(f"left out, not floating-point numbers: {', '.join(result.left_out[:5])}{more}")
+    if not result.has_state:
         print(
             "the folder has no run state; give --config for a checkpoint that runs can start from"
         )

@@ -83,7 +83,10 @@ def fit_constants(
     """Return the constants whose `product` and `start` explain these products best, by a search on
     a grid: the model is not linear where memory bounds a product.
 
-    sizes: as in `product_times`. measured: measured seconds. known: the other constants.
+    Args:
+        sizes: as in `product_times`.
+        measured: measured seconds.
+        known: the other constants.
     """
     best = MeasuredConstants(known, (np.inf,))
     for start in (0.0, *np.geomspace(4, 1024, 33)):

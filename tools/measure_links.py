@@ -125,9 +125,14 @@ def make_tiers(
     frequent operation of a run. An outer tier that measured faster than the one inside it gets the
     bandwidth of the latter.
 
-    fits: measurements by tier. sizes: ranks of each tier. constants: those of the chip. Measured
-    bandwidth is divided by the share that the planner lets collectives reach (`Constants.links`).
-    Raises `UserError` if no bandwidth can be derived.
+    Args:
+        fits: measurements by tier.
+        sizes: ranks of each tier.
+        constants: those of the chip. Measured bandwidth is divided by the share that the planner
+            lets collectives reach (`Constants.links`).
+
+    Raises:
+        UserError: no bandwidth can be derived.
     """
     tiers: list[dict[str, object]] = []
     fastest = float("inf")

@@ -34,8 +34,8 @@ from megaframe.distributed.device import tune_host_allocator
 from megaframe.model import loss
 from megaframe.ops import cpu_attention, matmul
 from megaframe.optim import optimizer_state
-from megaframe.optim.rule import Step
-from megaframe.optim.state_dtype import Master
+from megaframe.optim.state_dtype import MasterCodec
+from megaframe.optim.update_rule import UpdateStep
 from megaframe.parameters.parameter import PRECISIONS, Parameter
 from megaframe.parameters.spec import Box, Constant, ParamSpec
 from megaframe.training import autotune
@@ -84,9 +84,11 @@ def update(dtype: torch.dtype) -> Work:
     """An update of 16 million elements by the sign of a running mean, which is kept in fp32."""
     weights, grads = torch.randn(1 << 24), torch.randn(1 << 24)
     kept = optimizer_state.Moments(
-        weights, {"mean": Master()}, optimizer_state.Keeping(Master(), Master())
+        weights,
+        {"mean": MasterCodec()},
+        optimizer_state.MomentStorage(MasterCodec(), MasterCodec()),
     )
-    step = Step(1, 1e-3, divisor=torch.tensor(1.0), skip=torch.tensor(0.0))
+    step = UpdateStep(1, 1e-3, divisor=torch.tensor(1.0), skip=torch.tensor(0.0))
 
     def work() -> None:
         for span, mine, found in kept.chunks(weights, step):

@@ -30,7 +30,9 @@ sys.path.insert(0, str(ROOT))
 RANKS, STEPS, WARM = 2, 60, 10
 WRAPPED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "megaframe.distributed.rank_progress": {"Place": ("begin", "act", "wait", "go_on")},
-    "megaframe.resilience.recovery": {"Guard": ("record", "heed", "replicas_differ")},
+    "megaframe.resilience.recovery": {
+        "FaultHandler": ("record_step", "judge_steps", "replicas_differ")
+    },
 }
 KEYS = {
     "model.layers": 4,

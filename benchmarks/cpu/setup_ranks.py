@@ -97,7 +97,7 @@ def measure(world: int) -> dict[str, float]:
     from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
     from megaframe.training.meta_step import MetaTensorMode
-    from megaframe.training.train_step import Pipeline
+    from megaframe.training.train_step import TrainStep
 
     class Fake(Mesh):
         """The process groups of all ranks in torch, without any other rank."""
@@ -147,16 +147,16 @@ def measure(world: int) -> dict[str, float]:
 
         mesh = timed("groups", groups)
 
-        def model() -> Pipeline:
+        def model() -> TrainStep:
             # The mesh has this rank alone, so tensors need no content.
             with MetaTensorMode(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
-                return Pipeline(config, Mesh(layout, alone=0), lambda part: nullcontext())
+                return TrainStep(config, Mesh(layout, alone=0), lambda part: nullcontext())
 
-        pipeline = timed("model", model)
+        train_step = timed("model", model)
         group = mesh.group("data")
         timed("data", lambda: Loader(config, group.index, group.size).close())
-        slices = sum(1 for _ in pipeline.optimizer.tensors(owned=True))
+        slices = sum(1 for _ in train_step.optimizer.tensors(owned=True))
         found["slices"] = slices
         found["manifest size"] = timed("manifest", lambda: _manifest(world, slices))
     torch.distributed.destroy_process_group()

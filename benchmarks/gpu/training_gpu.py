@@ -119,7 +119,7 @@ def shares(row: TrainingCase, found: dict[str, Any], dry: bool) -> dict[str, Any
     from megaframe.metrics.flops import count_flops
     from megaframe.metrics.peak_flops import find_chip_peak
     from megaframe.metrics.waterfall import attribute_losses
-    from megaframe.pipeline_parallel.stage import model_specs
+    from megaframe.model.model_chunk import model_specs
 
     if "tokens_per_second" not in found:
         return found

@@ -174,7 +174,7 @@ class MegaframeRank:
         from ours import make_overrides
 
         from megaframe.config import load
-        from megaframe.training.train_step import Pipeline
+        from megaframe.training.train_step import TrainStep
 
         settings = (
             f"model.vocab={shape.vocab}",
@@ -186,9 +186,10 @@ class MegaframeRank:
         )
         config = load(None, [*make_overrides("fp32", 1, Path("no-data")), *settings])
         self.mesh, self.zero, self.shape, self._backward = mesh, zero, shape, 0.0
-        self.pipeline = Pipeline(config, mesh, lambda part: nullcontext())
-        self.optimizer, self.stage = self.pipeline.optimizer, self.pipeline.stages[0]
-        self.optimizer.initialise(shape.seed)
+        self.train_step = TrainStep(config, mesh, lambda part: nullcontext())
+        self.optimizer, self.stage = self.train_step.optimizer, self.train_step.stages[0]
+        self.sharded = self.train_step.sharded_parameters
+        self.optimizer.initialize(shape.seed)
         self.fake = dist.new_group(backend="fake")
         torch.manual_seed(shape.seed + 1 + mesh.rank)
         backward = self.stage.backward
@@ -239,28 +240,28 @@ class MegaframeRank:
     def communicate(self) -> dict[str, float]:
         """Run only the transfers of a step, in their order."""
         start = time.perf_counter()
-        optimizer, units = self.optimizer, self.stage.units
-        optimizer.start_step()
+        sharded, units = self.sharded, self.stage.units
+        sharded.start_step()
         for unit, after in zip(units, (*units[1:], None), strict=True):
             self._pass(unit, after)
         backward = units[-2:0:-1]  # the first and the last unit do not need their values again
-        optimizer.reduce(units[-1])
+        sharded.reduce(units[-1], last=True)
         for unit, after in zip(backward, (*backward[1:], None), strict=True):
             self._pass(unit, after)
             if unit.second_half is not None:
-                optimizer.reduce(unit.second_half)
-            optimizer.reduce(unit)
-        optimizer.reduce(units[0])
-        optimizer.reduce_vectors(0)
-        optimizer.wait()
-        optimizer.load_state(optimizer.state())  # gathers the weights again
+                sharded.reduce(unit.second_half, last=True)
+            sharded.reduce(unit, last=True)
+        sharded.reduce(units[0], last=True)
+        sharded.reduce_vectors(0)
+        sharded.wait_for_gradients()
+        self.optimizer.load_state(self.optimizer.state())  # gathers the weights again
         return {f"communication {self.zero}": time.perf_counter() - start}
 
     def _pass(self, unit: Module, after: Module | None) -> None:
-        self.optimizer.take(unit)
+        self.sharded.gather(unit)
         if after is not None:
-            self.optimizer.fetch(after)
-        self.optimizer.leave(unit)
+            self.sharded.prefetch(after)
+        self.sharded.release(unit)
 
     def _step(self) -> float:
         import torch
@@ -273,8 +274,8 @@ class MegaframeRank:
         tokens, targets = draw(self.shape, RANKS)
         microbatch = Microbatch(tokens, targets, torch.arange(len(tokens)))
         valid = all_reduce(torch.tensor(targets.numel()), self.mesh.data_control_group).wait()
-        outcome = self.pipeline.train([microbatch], 0, 1 / int(valid))
-        float(outcome.loss)
+        result = self.train_step.train([microbatch], 0, 1 / int(valid))
+        float(result.loss)
         return time.perf_counter() - start
 
     @contextmanager

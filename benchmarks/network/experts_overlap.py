@@ -96,12 +96,12 @@ def measure(given: argparse.Namespace) -> dict[str, list[float]]:
     from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
     from megaframe.metrics import StepTimer
-    from megaframe.training.train_step import Pipeline
+    from megaframe.training.train_step import TrainStep
 
     torch.set_num_threads(1)
     layout = Layout(pipeline=2, data=2, expert=2)
     mesh = Mesh(layout, device="cpu", timeout=LIMIT)
-    pipelines = {}
+    train_steps = {}
     for way, overlap in WAYS.items():
         config = RunConfig.model_validate(
             {
@@ -113,8 +113,8 @@ def measure(given: argparse.Namespace) -> dict[str, list[float]]:
                 },
             }
         )
-        pipelines[way] = Pipeline(config, mesh, StepTimer().time)
-        pipelines[way].optimizer.initialise(1)
+        train_steps[way] = TrainStep(config, mesh, StepTimer().time)
+        train_steps[way].optimizer.initialize(1)
     generator = torch.Generator().manual_seed(mesh.coordinate["data"])
     microbatches = []
     for number in range(MICROBATCHES):
@@ -123,14 +123,14 @@ def measure(given: argparse.Namespace) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(1 + given.rounds):
         norms = set()
-        for way, pipeline in pipelines.items():
+        for way, train_step in train_steps.items():
             barrier(mesh.world)
             start = time.perf_counter()
-            outcome = pipeline.train(microbatches, number, 1.0 / (2 * MICROBATCHES * SEQ))
+            result = train_step.train(microbatches, number, 1.0 / (2 * MICROBATCHES * SEQ))
             barrier(mesh.world)
             if number:
                 seconds[way].append(time.perf_counter() - start)
-            norms.add(float(outcome.update.grad_norm))
+            norms.add(float(result.update.grad_norm))
         if len(norms) > 1:
             sys.exit(f"round {number}: the gradients' norms differ: {norms}")
     mesh.close()

@@ -18,7 +18,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.parameters.spec import Normal
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 
 class Training:
@@ -28,16 +28,16 @@ class Training:
         train = config.train
         self.mesh = Mesh(Layout.from_parallel(config.parallel, 1), device=device.type)
         self._timer = StepTimer.for_device(self.mesh.device)
-        self._pipeline = pipeline = Pipeline(config, self.mesh, self._timer.time)
-        self.kernels = [f"{name}={active}" for name, active in pipeline.kernels.active().items()]
-        for bucket in pipeline.optimizer.buckets:
-            for parameter, _, weights in bucket.pieces(bucket.weights, bucket.kept):
+        self.train_step = train_step = TrainStep(config, self.mesh, self._timer.time)
+        self.kernels = [f"{name}={active}" for name, active in train_step.kernels.active().items()]
+        for bucket in train_step.sharded_parameters.buckets:
+            for parameter, _, weights in bucket.pieces(bucket.weights, bucket.master_span):
                 init = parameter.spec.init
                 if isinstance(init, Normal):
                     weights.normal_(0.0, init.std)
                 else:
                     weights.fill_(init.value)
-            bucket.begin()
+        train_step.optimizer.begin()
         self._make = make_batches(config, device)
         self._tokens = train.global_batch * train.seq
         self._microbatches = train.global_batch // train.microbatch
@@ -52,10 +52,10 @@ class Training:
             given = [self._make() for _ in range(self._microbatches)]
             microbatches = [Microbatch(*pair, self._samples) for pair in given]
         with self._timer.time("compute"):
-            outcome = self._pipeline.train(microbatches, self._count, 1.0 / self._tokens)
+            result = self.train_step.train(microbatches, self._count, 1.0 / self._tokens)
         self._count += 1
         self._split = self._timer.take()
-        return outcome.loss / self._tokens
+        return result.loss / self._tokens
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of each part of the last step."""

@@ -25,7 +25,7 @@ from megaframe.config import EmulationConfig, RunConfig
 if TYPE_CHECKING:
     from megaframe.distributed.mesh import Mesh
     from megaframe.pipeline_parallel.stage import Stage
-    from megaframe.training.train_step import Pipeline
+    from megaframe.training.train_step import TrainStep
 
 LIMIT = 600.0
 """Seconds after which a world that has not answered is given up."""
@@ -61,8 +61,8 @@ class StagePass(NamedTuple):
 
 
 def run_in_world(task: Callable[..., Any], config: RunConfig, *given: Any) -> list[Any]:
-    """Run task(mesh, pipeline, config, *given) on every rank of a new world and return the results
-    by rank. Ends the program if a rank fails."""
+    """Run task(mesh, train_step, config, *given) on every rank of a new world and return the
+    results by rank. Ends the program if a rank fails."""
     ranks = make_world(config)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "megaframe.training.train_step", "megaframe.metrics"])
@@ -102,7 +102,7 @@ def _play(
     from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
     from megaframe.metrics import StepTimer
-    from megaframe.training.train_step import Pipeline
+    from megaframe.training.train_step import TrainStep
 
     torch.set_num_threads(1)
     ctypes.CDLL(None).prctl(TIMER_SLACK, 1)
@@ -111,15 +111,15 @@ def _play(
         RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     mesh = Mesh(Layout.from_parallel(config.parallel, world), device="cpu", timeout=LIMIT)
-    pipeline = Pipeline(config, mesh, StepTimer().time)
-    pipeline.optimizer.initialise(config.run.seed)
-    result = task(mesh, pipeline, config, *given)
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    train_step.optimizer.initialize(config.run.seed)
+    result = task(mesh, train_step, config, *given)
     barrier(mesh.world)  # so that no rank closes a connection that another still uses
     mesh.close()
     end.send(result)
 
 
-def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> Steps:
+def run_steps(mesh: Mesh, train_step: TrainStep, config: RunConfig, steps: int) -> Steps:
     """Run this rank's part of a few steps. One step before them is not counted; its blocks do not
     wait."""
     import torch
@@ -131,11 +131,11 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
     times = config.model.emulate
     assert times is not None, "a benchmark of blocks that wait"
     passes: list[StagePass] = []
-    units = [block for stage in pipeline.stages.values() for block in stage.blocks]
+    units = [block for stage in train_step.stages.values() for block in stage.blocks]
     blocks = [block for block in units if isinstance(block, EmulatedBlock)]
     for block in blocks:
         block.times = EmulationConfig()
-    stages = tuple(pipeline.stages.values())
+    stages = tuple(train_step.stages.values())
     for stage in stages:
         for name in ("forward", "backward", "weight_backward"):
             setattr(stage, name, _noted(getattr(stage, name), stages, passes))
@@ -144,7 +144,7 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
         Microbatch(tokens, tokens, torch.tensor([number]))
         for number in range(config.train.global_batch // mesh.layout.data)
     ]
-    pipeline.train(microbatches, 0, 1.0)
+    train_step.train(microbatches, 0, 1.0)
     for block in blocks:
         block.times = times
     seen = Steps()
@@ -152,7 +152,7 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
         passes.clear()
         barrier(mesh.world)
         start, busy = time.perf_counter(), time.thread_time()
-        pipeline.train(microbatches, step, 1.0)
+        train_step.train(microbatches, step, 1.0)
         seen.ends.append(time.perf_counter())
         seen.busy.append(time.thread_time() - busy)
         seen.starts.append(start)
@@ -178,7 +178,7 @@ def _noted(
     return noted
 
 
-def transfer_seconds(mesh: Mesh, pipeline: Pipeline, config: RunConfig) -> float:
+def transfer_seconds(mesh: Mesh, train_step: TrainStep, config: RunConfig) -> float:
     """Return the median seconds from before rank 0 sends an activation until rank 1 has it, or 0 on
     other ranks. Rank 0 sleeps in between, as blocks do."""
     import torch

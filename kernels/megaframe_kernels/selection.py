@@ -37,8 +37,8 @@ class KernelChoice:
 
     order: implementations available on this machine, best first. absent: the preferred ones that
     are not used, each with the reason. named: whether the implementation was requested by name.
-    on_refusal: is called for every implementation that refuses arguments, unless it was requested by
-    name.
+    on_refusal: is called for every implementation that refuses arguments, unless it was requested
+    by name.
     """
 
     kernel: Kernel
@@ -62,9 +62,8 @@ class KernelChoice:
                 asked = f"{self.kernel.name}={implementation.name}"
                 raise KernelError(f"{asked} cannot run here: {reason}")
             following = self.order[number + 1 : number + 2]
-            self.on_refusal(
-                implementation.name, reason, following[0].name if following else REFERENCE
-            )
+            instead = following[0].name if following else REFERENCE
+            self.on_refusal(implementation.name, reason, instead)
         return self.kernel.reference
 
     def refusal(self, *arguments: Any, **options: Any) -> str | None:

@@ -38,7 +38,7 @@ class BucketBlocks:
     """Blocks `start` to `stop` of a stage, whose matrices are in common buckets.
 
     Attributes:
-        halves: Whether it is one block, of which the matrices of the late part are in buckets of
+        halves: Whether it is one block, of which the matrices of the second half are in buckets of
             their own.
     """
 
@@ -56,7 +56,7 @@ def group_blocks_into_buckets(sizes: Sequence[tuple[int, int]], least: int) -> l
     better.
 
     Args:
-        sizes: elements of each block's matrices: those of its late part, and the others.
+        sizes: elements of each block's matrices: those of its second half, and the others.
         least: `parallel.bucket_size`.
     """
     groups: list[BucketBlocks] = []

@@ -31,7 +31,7 @@ class HostCopy:
         self._changed = Condition()
 
     def wait_for_entry(self, entry: FileEntry) -> memoryview:
-        """Wait until a piece has been copied and return its bytes. Raises the error if copying
+        """Wait until an entry has been copied and return its bytes. Raises the error if copying
         failed."""
         with self._changed:
             self._changed.wait_for(
@@ -72,12 +72,12 @@ class HostCopy:
 
 
 BackgroundTask = Callable[[list[FileEntry], HostCopy], None]
-"""A function that gets the pieces of the slices, with their byte ranges in the copy, and the
+"""A function that gets the file entries of the slices, with their byte ranges in the copy, and the
 copy."""
 
 
 class BackgroundCopier:
-    """Runs one piece of work at a time, in a daemon thread.
+    """Runs one task at a time, in a daemon thread.
 
     An error is raised by the next `wait` or `poll`; after that the object can be used again.
     """

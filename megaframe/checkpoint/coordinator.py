@@ -103,8 +103,8 @@ class SaveCoordinator:
         yield
         while time.monotonic() < deadline:
             time.sleep(pause)
-            longest = min(_LAST_PAUSE, _PAUSE_PER_RANK * self._world)
-            pause = min(2 * pause, polling_interval(longest, _REQUESTS * self._world))
+            max_pause = min(_LAST_PAUSE, _PAUSE_PER_RANK * self._world)
+            pause = min(2 * pause, polling_interval(max_pause, _REQUESTS * self._world))
             yield
 
 

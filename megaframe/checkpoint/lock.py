@@ -57,7 +57,7 @@ class LockHolder(BaseModel):
     renewed: _Time
 
     @staticmethod
-    def this() -> LockHolder:
+    def current() -> LockHolder:
         """Return this process as a holder from now on."""
         number, now = os.getpid(), time.time()
         start = read_start_time(number) or 0
@@ -94,12 +94,12 @@ class RunLock:
 
     def __init__(self, folders: Mapping[str, StorePath]) -> None:
         self._folders = folders
-        self._me = LockHolder.this()
-        self._made: dict[str, bool] = {}
+        self._own = LockHolder.current()
+        self._created: dict[str, bool] = {}
         """By key of a folder that is locked, whether it was made for that."""
-        self._lost = ""
+        self._lost_message = ""
         self._stop = Event()
-        self._renewing: Thread | None = None
+        self._renewal_thread: Thread | None = None
 
     def take(self) -> list[str]:
         """Lock all folders, unless they are.
@@ -112,7 +112,7 @@ class RunLock:
         Raises:
             UserError: If another run has a folder, or a folder cannot be written.
         """
-        if self._renewing is not None:
+        if self._renewal_thread is not None:
             self.check()
             return []
         taken_over: dict[str, list[str]] = {}
@@ -126,33 +126,33 @@ class RunLock:
                 ) from None
             if previous_holder:
                 taken_over.setdefault(previous_holder, []).append(f"{key}={folder}")
-        self._renewing = Thread(target=self._renew, name="megaframe-lock", daemon=True)
-        self._renewing.start()
+        self._renewal_thread = Thread(target=self._renew, name="megaframe-lock", daemon=True)
+        self._renewal_thread.start()
         return [
-            f"took over {' and '.join(names)} from {previous_holder}"
-            for previous_holder, names in taken_over.items()
+            f"took over {' and '.join(folder_names)} from {previous_holder}"
+            for previous_holder, folder_names in taken_over.items()
         ]
 
     def check(self) -> None:
         """Raise `UserError` if another run has taken a folder over, because this process was
         stopped for longer than a lease."""
-        if self._lost:
-            raise UserError(self._lost)
+        if self._lost_message:
+            raise UserError(self._lost_message)
 
     def release(self) -> None:
         """Unlock all folders. Never raises."""
         self._stop.set()
-        if self._renewing is not None:
-            self._renewing.join(RENEWAL_SECONDS)  # a store that does not answer may delay it
-        for key in reversed(self._made):
+        if self._renewal_thread is not None:
+            self._renewal_thread.join(RENEWAL_SECONDS)  # a store that does not answer may delay it
+        for key in reversed(self._created):
             folder = self._folders[key]
             with suppress(OSError, UserError):
                 content, holder = _read_lock(key, folder)
-                if holder is not None and holder.is_same_process(self._me):
+                if holder is not None and holder.is_same_process(self._own):
                     store_of(folder).compare_and_swap(folder / LOCK, content, None)
-                if self._made[key] and isinstance(folder, Path):
+                if self._created[key] and isinstance(folder, Path):
                     folder.rmdir()  # fails if the run has written anything
-        self._made.clear()
+        self._created.clear()
 
     def _take(self, key: str, folder: StorePath) -> str:
         """Lock one folder. Returns whose lock was taken over and why; empty if there was none."""
@@ -160,9 +160,9 @@ class RunLock:
         created = not store.is_folder(folder)
         while True:
             content, holder = _read_lock(key, folder)
-            if holder is None or holder.is_same_process(self._me):
+            if holder is None or holder.is_same_process(self._own):
                 reason = ""
-            elif holder.can_be_seen_by(self._me):
+            elif holder.can_be_seen_by(self._own):
                 if not has_ended(holder.process, holder.started):
                     raise _in_use_error(key, folder, holder)
                 reason = f"{holder}, which has ended"
@@ -176,23 +176,23 @@ class RunLock:
                     continue
                 reason = f"{holder}, which has not renewed its lock for {LEASE_SECONDS:g} s"
             if store.compare_and_swap(folder / LOCK, content, self._record()):
-                self._made[key] = created
+                self._created[key] = created
                 return reason
 
     def _record(self) -> bytes:
-        return self._me.model_copy(update={"renewed": time.time()}).model_dump_json().encode()
+        return self._own.model_copy(update={"renewed": time.time()}).model_dump_json().encode()
 
     def _renew(self) -> None:
         """Run the thread: renew the locks until they are released or lost."""
-        while not self._stop.wait(RENEWAL_SECONDS) and not self._lost:
+        while not self._stop.wait(RENEWAL_SECONDS) and not self._lost_message:
             for key, folder in self._folders.items():
                 with suppress(OSError, UserError):  # the next renewal may succeed
                     self._renew_one(key, folder)
 
     def _renew_one(self, key: str, folder: StorePath) -> None:
         content, holder = _read_lock(key, folder)
-        if holder is not None and not holder.is_same_process(self._me):
-            self._lost = (
+        if holder is not None and not holder.is_same_process(self._own):
+            self._lost_message = (
                 f"{key}={folder} was taken over by {holder}, because this process had not renewed "
                 f"its lock for {LEASE_SECONDS:g} s; it ends, and leaves the folder to that run"
             )

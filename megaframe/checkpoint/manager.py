@@ -58,7 +58,7 @@ class CheckpointManager:
         self._agreements = 0
         if config.checkpoint.memory_every:
             self._memory_group = mesh.new_control_group()
-            self._memory_folder = MemoryFolder.of(
+            self._memory_folder = MemoryFolder.create(
                 Path(config.checkpoint.memory_dir), self._run_folder
             )
 
@@ -164,7 +164,7 @@ class CheckpointManager:
             )
         if self._memory_group is not None and self._memory_folder is not None:
             node_size = config.parallel.node_size or ranks_on_this_node()
-            peers = PeerRanks.of(mesh.rank, mesh.layout.world, node_size)
+            peers = PeerRanks.for_rank(mesh.rank, mesh.layout.world, node_size)
             run_id = self._run_id(self._memory_group, create=True)
             assert run_id is not None
             step_in_memory = source.step if isinstance(source, PeerMemoryCheckpoint) else None

@@ -25,7 +25,7 @@ MAX_MANIFEST_BYTES = 256 << 20
 """Largest manifest that is written or read, enough for about two million slices."""
 
 MAX_SLICE_BYTES = 256 << 20
-"""Largest slice that is read. Slices that `container` writes are much smaller."""
+"""Largest slice that is read. Slices that `shard_file` writes are much smaller."""
 
 DTypeName = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 """The dtype names of safetensors."""

@@ -30,10 +30,10 @@ from megaframe.checkpoint.stores.direct_io import ALIGNMENT
 from megaframe.checkpoint.stores.store import StorePath, store_of
 
 MAX_ENTRY_BYTES = 8 << 20
-"""Largest piece that a slice is cut into. Only a few pieces are held in memory and checked at a
-time."""
+"""Largest box, in bytes, that a slice is cut into. Only a few boxes are held in memory and checked
+at a time."""
 _MIN_ENTRY_BYTES, _ENTRIES_PER_SLICE = 1 << 20, 4
-"""A smaller slice is also cut into about `_ENTRIES_PER_SLICE` pieces, unless these would be smaller
+"""A smaller slice is also cut into about `_ENTRIES_PER_SLICE` boxes, unless these would be smaller
 than `_MIN_ENTRY_BYTES`."""
 CHUNK_BYTES = 8 << 20
 """Bytes hashed and written at a time; other threads can run between two chunks."""
@@ -134,7 +134,7 @@ def entry_name(name: str, offset: Shape, shape: Shape) -> str:
 
 
 def split_into_files(entries: Sequence[FileEntry], limit: int | None) -> list[list[FileEntry]]:
-    """Group consecutive pieces into runs of at most `limit` bytes, with at least one piece each.
+    """Group consecutive entries into runs of at most `limit` bytes, with at least one entry each.
     Without a limit there is one run."""
     groups: list[list[FileEntry]] = []
     for entry in entries:

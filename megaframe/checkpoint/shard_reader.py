@@ -32,7 +32,7 @@ from megaframe.checkpoint.stores.store import StorePath, store_of
 from megaframe.errors import UnreadableFile
 
 _READ_AHEAD_BYTES = 2 * MAX_ENTRY_BYTES
-"""Memory for slices that are read ahead. There is always room for one slice, whatever its size."""
+"""Memory for slices that are read ahead. One slice always fits, whatever its size."""
 
 
 class _HeaderEntry(BaseModel):
@@ -210,7 +210,7 @@ class ShardReader:
 
 
 def allocate_buffers(requests: Iterable[SliceRequest]) -> list[Tensor]:
-    """Allocate rooms (tensors of bytes) for reading slices, each large enough for the largest
+    """Allocate buffers (tensors of bytes) for reading slices, each large enough for the largest
     slice: as many as fit into `_READ_AHEAD_BYTES`, at least one, but no more than there are
     slices."""
     sizes = [tensor.bytes_of(saved_slice.shape) for _, tensor, saved_slice in requests]

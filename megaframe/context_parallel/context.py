@@ -24,8 +24,12 @@ from megaframe.distributed.collectives import ALONE, Group, Ring, all_to_all
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks that divide samples. heads: the neighbours that exchange heads for tokens. ring:
-    the ranks at the same index within their groups of neighbours."""
+    """The ranks that divide samples.
+
+    Attributes:
+        heads: The neighbours that exchange heads for tokens.
+        ring: The ranks at the same index within their groups of neighbours.
+    """
 
     heads: Group = ALONE
     ring: Ring = field(default_factory=Ring)

@@ -50,11 +50,7 @@ def document_ends(documents_BS: Tensor | None, length: int) -> DocumentEnds | No
 
 
 class RingMask:
-    """What this rank computes of samples that are divided over a ring.
-
-    length: tokens of a sample on each rank, two pieces. ends: `document_ends` of the mask's
-    documents.
-    """
+    """What this rank computes of samples that are divided over a ring."""
 
     def __init__(
         self,
@@ -64,6 +60,15 @@ class RingMask:
         ends: DocumentEnds | None,
         kernels: Kernels = NO_KERNELS,
     ) -> None:
+        """Find the tiles of this rank.
+
+        Args:
+            ring: The ranks that divide samples.
+            length: Tokens of a sample on each rank, two pieces.
+            mask: What tokens of whole samples attend to.
+            ends: `document_ends` of the mask's documents.
+            kernels: The kernels of the run.
+        """
         self.ring, self.attention_mask, self.kernels = ring, mask, kernels
         self._spans: dict[tuple[Tile, int], Spans] = {}
         self.length, self.piece = length, length // 2
@@ -168,10 +173,10 @@ class RingMask:
     def _visibility(self, query: int, key: int) -> Literal["all", "some", "nothing"]:
         """Return how much of piece `key` piece `query` sees. Both are numbers of pieces in the
         sample."""
-        apart, most = (query - key) * self.piece, self.piece - 1
-        if apart < 0 or apart - most >= self._window:
+        distance, last = (query - key) * self.piece, self.piece - 1
+        if distance < 0 or distance - last >= self._window:
             return "nothing"
-        everything = apart > 0 and apart + most < self._window
+        everything = distance > 0 and distance + last < self._window
         if self._ends is not None:
             pairs = [(sample[query], sample[key]) for sample in self._ends]
             if all(q[1] < k[0] or k[1] < q[0] for q, k in pairs):

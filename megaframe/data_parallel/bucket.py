@@ -5,182 +5,188 @@ It has three buffers: `weights` (in master precision), `grads` (sums, in master 
 either whole or divided into equal parts, one per rank; the ZeRO stage determines which ones stay
 whole. An update starts and ends with this rank's part: its sums of gradients, its weights. If
 values are rounded from the weights, the weights may be in host memory. The device then computes
-from them only in chunks, in the rule, which rounds each chunk while it is on the device.
+from them only in chunks, in the optimizer, which rounds each chunk while it is on the device.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megaframe.data_parallel.buffers import Buffers
-from megaframe.data_parallel.gradient_reducer import Wire
-from megaframe.data_parallel.partition import Division
-from megaframe.data_parallel.reducer_choice import PLAIN, Wiring
+from megaframe.data_parallel.buffers import BufferPool
+from megaframe.data_parallel.gradient_reducer import GradientReducer
+from megaframe.data_parallel.partition import BucketPartition
+from megaframe.data_parallel.reducer_config import UNCOMPRESSED, ReducerConfig
 from megaframe.distributed.collectives import Group, Pending, all_gather_, own_part
-from megaframe.optim.rule import Rule, Step
-from megaframe.optim.state_offload import STAYS, Route
 from megaframe.parameters.initialization import fill_initial_values
 from megaframe.parameters.parameter import Parameter, Precision
-from megaframe.parameters.spec import Box, ParamSpec
+from megaframe.parameters.spec import Box
 
 _ALIGNMENT = 64
 """Bytes to which the start of each parameter is aligned."""
-UNSENT = "unsent."
-"""Prefix of the names of what compression carries over from step to step."""
+COMPRESSION_PREFIX = "unsent."
+"""Prefix of the names of what gradient compression carries over from step to step."""
 
 
 @dataclass(frozen=True)
-class Sharing:
+class BucketSharding:
     """The ranks that have the same parameters, and what they divide among them.
 
-    shard: the ranks that together hold one copy. replicas: the ranks with the same part of other
-    copies. stage: 0 divides nothing, 1 the weights in master precision and the optimizer state, 2
-    also gradients, 3 also values. wiring: how gradients travel.
+    Attributes:
+        shard: The ranks that together hold one copy.
+        replicas: The ranks with the same part of other copies.
+        stage: ZeRO stage (Rajbhandari et al. 2020). 0 divides nothing, 1 the weights in master
+            precision and the optimizer state, 2 also gradients, 3 also values.
+        reducer: How gradients travel.
     """
 
     shard: Group
     replicas: Group
     stage: int
-    wiring: Wiring = PLAIN
+    reducer: ReducerConfig = UNCOMPRESSED
 
     @property
-    def slow(self) -> Group:
+    def slow_group(self) -> Group:
         """The ranks with slow links between them: replicas if there are any, else shards."""
         return self.replicas if self.replicas.size > 1 else self.shard
 
 
 class Bucket:
-    """Parameters with everything that an update needs. rule: makes the optimizer of this rank's
-    weights, None if they are frozen. route: brings what it keeps to the device. together: each
-    parameter and each rank's part start at a multiple of this many elements. replica: the
-    parameters are copies of those of another stage, which counts and saves them."""
+    """Parameters with their weights, gradients and values.
+
+    Attributes:
+        weights: Master weights of `master_span`, flat, on the device or in host memory.
+        grad_sums: The summed gradients of the weights that this rank updates, flat.
+        rounded: Weights of `master_span` in the precision of the computation, which an update
+            writes; None if that is the master precision.
+        owned_span: The part of the bucket that no other rank of the same copy has.
+        master_span: The part of the bucket whose master weights this rank has.
+        offloaded: Whether the master weights are in host memory.
+        holds_full_grads: Whether a reduction still holds a borrowed buffer of whole gradients.
+    """
 
     def __init__(
         self,
         parameters: Sequence[Parameter],
         boxes: Sequence[Box],
         precision: Precision,
-        sharing: Sharing,
-        buffers: Buffers,
-        rule: Callable[[Bucket], Rule] | None,
+        sharding: BucketSharding,
+        buffers: BufferPool,
         *,
-        route: Route = STAYS,
-        together: int = 1,
+        trained: bool = True,
+        allocate_host: Callable[[int, torch.dtype], Tensor] | None = None,
+        alignment: int = 1,
         replica: bool = False,
     ) -> None:
-        self.parameters, self.sharing, self.replica = tuple(parameters), sharing, replica
+        """Allocate the buffers and bind the parameters to them.
+
+        Args:
+            parameters: Trained alike and summed over the same ranks.
+            boxes: What this rank has of each parameter.
+            precision: Types of values and of weights.
+            sharding: The ranks that share the bucket.
+            buffers: Lends all memory on the device.
+            trained: False if the parameters are frozen: there are no gradients then.
+            allocate_host: Returns zeros in host memory, by length and type, for master weights
+                that differ from the values; None keeps them on the device.
+            alignment: Each parameter and each rank's part start at a multiple of this many
+                elements.
+            replica: The parameters are copies of those of another stage, which counts and saves
+                them.
+        """
+        self.parameters, self.sharding, self.replica = tuple(parameters), sharding, replica
+        self.trained = trained
         self._precision, self._buffers, self.device = precision, buffers, buffers.device
-        self._step = math.lcm(_ALIGNMENT // precision.compute.itemsize, together)
-        self.division = self.divided(boxes, sharing.shard.index)
-        self.length, self.own = self.division.length, self.division.own
-        self.kept = self.division.kept
+        self._alignment = math.lcm(_ALIGNMENT // precision.compute.itemsize, alignment)
+        self.partition = self.partition_of(boxes, sharding.shard.index)
+        self.length, self.owned_span = self.partition.length, self.partition.owned_span
+        self.master_span = self.partition.master_span
         self._values: Tensor | None = None
         self._grads: Tensor | None = None
-        if sharing.stage < 3:
-            self._values = buffers.take(self.length, precision.compute)
-        count, mixed = self.kept.stop - self.kept.start, precision.compute != precision.master
-        self.away = mixed and route.device is not None
-        """Whether the weights are in host memory."""
-        self._rounded: Tensor | None = None
-        if self.away:
-            (self.weights,) = route.keep((torch.zeros(count, dtype=precision.master),))
+        if sharding.stage < 3:
+            self._values = buffers.borrow(self.length, precision.compute)
+        count = self.master_span.stop - self.master_span.start
+        mixed = precision.compute != precision.master
+        self.offloaded = mixed and allocate_host is not None
+        self.rounded: Tensor | None = None
+        if self.offloaded and allocate_host is not None:
+            self.weights = allocate_host(count, precision.master)
         elif mixed or self._values is None:
-            self.weights = buffers.take(count, precision.master)
+            self.weights = buffers.borrow(count, precision.master)
         else:
-            self.weights = self._values[self.kept]
+            # In one precision the weights are this rank's part of the values themselves.
+            self.weights = self._values[self.master_span]
         if mixed and self._values is not None:
-            self._rounded = self._values[self.kept]
-        elif self.away:
-            self._rounded = buffers.take(count, precision.compute)
-        place = None if rule is None else self._whole_grads
+            self.rounded = self._values[self.master_span]
+        elif self.offloaded:
+            self.rounded = buffers.borrow(count, precision.compute)
+        allocate_grads = self._full_grads if trained else None
         for parameter, box in zip(parameters, boxes, strict=True):
-            parameter.bind(box, place)
+            parameter.bind(box, allocate_grads)
         if self._values is not None:
-            self._show(self._values)
-        self.optimizer = None if rule is None else rule(self)
-        self.sums = self.weights[:0]
-        """The summed gradients of the weights that this rank updates."""
-        if rule is not None and sharing.stage < 2:
-            self.sums = self._whole_grads()[self.kept]
-        elif rule is not None:
-            self.sums = buffers.take(self.own.stop - self.own.start, precision.master)
-        self._over_shard = self._over_replicas = Wire(sharing.shard)
-        if rule is not None:
-            self._over_shard = self._wire(sharing.shard, slice(0, self.length))
-            self._over_replicas = self._wire(sharing.replicas, self.own)
+            self._bind_values(self._values)
+        self.grad_sums = self.weights[:0]
+        if trained and sharding.stage < 2:
+            # Below stage 2 the sums are a view of the buffer into which gradients are added.
+            self.grad_sums = self._full_grads()[self.master_span]
+        elif trained:
+            count = self.owned_span.stop - self.owned_span.start
+            self.grad_sums = buffers.borrow(count, precision.master)
+        self._over_shard = self._over_replicas = GradientReducer(sharding.shard)
+        if trained:
+            self._over_shard = self._reducer(sharding.shard, slice(0, self.length))
+            self._over_replicas = self._reducer(sharding.replicas, self.owned_span)
         self._summed = False
-        self.lends = False
-        """Whether a reduction still holds a lent buffer of whole gradients."""
+        self.holds_full_grads = False
         self._reduction: Iterator[Pending[Tensor]] | None = None
-        self._pending: Pending[Tensor] | None = None
-        self._arriving: Pending[Tensor] | None = None
+        self._transfer: Pending[Tensor] | None = None
+        self._gathering: Pending[Tensor] | None = None
 
     @property
-    def own_sums(self) -> Tensor:
+    def owned_grad_sums(self) -> Tensor:
         """This rank's part of the sums; the parts of all ranks together have each element once."""
-        return self.sums if self.sharing.stage else own_part(self.sums, self.sharing.shard)
+        if self.sharding.stage:
+            return self.grad_sums
+        return own_part(self.grad_sums, self.sharding.shard)
 
-    def initialise(self, seed: int) -> None:
-        """Begin with the initial weights."""
-        self.draw(seed)
-        self.begin()
-
-    def draw(self, seed: int) -> None:
-        """Set the initial weights and nothing else."""
-        for parameter, box, weights in self.pieces(self.weights, self.kept):
+    def initialize_weights(self, seed: int) -> None:
+        """Set the initial weights and nothing else; `publish_weights` makes them values."""
+        for parameter, box, weights in self.pieces(self.weights, self.master_span):
             fill_initial_values(weights, parameter.spec, box, seed)
 
-    def begin(self) -> None:
-        """Begin a run with the weights as they are."""
-        if self.optimizer is not None:
-            self.optimizer.start(self.weights)
-        self.renew()
-
-    def divided(self, boxes: Sequence[Box], index: int) -> Division:
-        """Return how the bucket is divided on rank `index` of the shard group. boxes: that rank's
+    def partition_of(self, boxes: Sequence[Box], index: int) -> BucketPartition:
+        """Return how the bucket is divided on rank `index` of the shard group, which has these
         boxes of the parameters."""
-        ranks = self.sharing.shard.size
-        return Division.of(boxes, self._step, ranks, index, divided=self.sharing.stage > 0)
+        ranks = self.sharding.shard.size
+        divided = self.sharding.stage > 0
+        return BucketPartition.of(boxes, self._alignment, ranks, index, divided=divided)
 
     def pieces(self, flat: Tensor, span: slice) -> Iterator[tuple[Parameter, Box, Tensor]]:
         """Yield what `flat`, which holds `span` of the bucket, has of each parameter, in boxes."""
-        for number, box, place in self.division.pieces(span):
+        for number, box, place in self.partition.pieces(span):
             yield self.parameters[number], box, flat[place].view(box.shape)
 
-    def tensors(self, *, owned: bool) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
-        """Yield what a checkpoint holds of this bucket, as key, spec, box and piece: all that this
-        rank keeps or, if `owned`, only its part, which no other rank of its copy saves."""
-        if self.replica and owned:
-            return
-        span = self.own if owned else self.kept
-        state = {} if self.optimizer is None else self.optimizer.shown(to_load=not owned)
-        for prefix, kept in (("", self.weights), *state.items()):
-            flat = kept[span.start - self.kept.start : span.stop - self.kept.start]
-            for parameter, box, piece in self.pieces(flat, span):
-                name = parameter.spec.name
-                key = f"optimizer.{prefix}/{name}" if prefix else name
-                yield key, parameter.spec, box, piece
-
-    def unsent(self) -> Iterator[tuple[str, Tensor]]:
+    def compression_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what compression on this rank carries over from step to step, flat, by names that
         no other rank, layout or compression has."""
-        sharing = self.sharing
-        place = [
+        sharding = self.sharding
+        places = [
             (p.spec.name, p.box.offset, p.box.shape, start)
-            for p, start in zip(self.parameters, self.division.starts, strict=True)
+            for p, start in zip(self.parameters, self.partition.starts, strict=True)
         ]
-        groups = [(group.ranks, group.index) for group in (sharing.shard, sharing.replicas)]
-        text = repr((groups, sharing.stage, sharing.wiring, self.length, place))
+        groups = [(group.ranks, group.index) for group in (sharding.shard, sharding.replicas)]
+        # Checkpoints contain a hash of exactly this text.
+        text = f"({groups}, {sharding.stage}, {sharding.reducer.fingerprint}, "
+        text += f"{self.length}, {places})"
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        for wire in (self._over_shard, self._over_replicas):
-            for name, tensor in wire.state.items():
-                yield f"{UNSENT}{digest}.{name}", tensor
+        for reducer in (self._over_shard, self._over_replicas):
+            for name, tensor in reducer.state.items():
+                yield f"{COMPRESSION_PREFIX}{digest}.{name}", tensor
 
     # Gradients.
 
@@ -191,148 +197,141 @@ class Bucket:
             parameter.fresh = True
 
     def reduce(self, *, last: bool) -> None:
-        """Start reducing what has been added to the gradients. last: the step adds no more to them,
-        so they are summed over replicas as well."""
+        """Start reducing what has been added to the gradients.
+
+        Args:
+            last: The step adds no more to them, so they are summed over replicas as well.
+        """
         self.wait()
         for parameter in self.parameters:
             parameter.finish()
-        self._reduction = self._reduce(last)
+        self._reduction = self._transfers(last)
         self.advance()
 
     def advance(self) -> bool:
         """Wait for the transfer in flight, and start the next one; return whether there was a next
         one. All ranks call it at the same points of a step, so that they start transfers in the
         same order."""
-        if self._pending is not None:
-            self._pending.wait()
+        if self._transfer is not None:
+            self._transfer.wait()
         if self._reduction is None:
             return False
-        self._pending = next(self._reduction, None)
-        if self._pending is None:
+        self._transfer = next(self._reduction, None)
+        if self._transfer is None:
             self._reduction = None
-        return self._pending is not None
+        return self._transfer is not None
 
     def wait(self) -> None:
         """Return when every transfer of gradients is done."""
         while self.advance():
             pass
 
-    def _reduce(self, last: bool) -> Iterator[Pending[Tensor]]:
-        replicas, stage = self.sharing.replicas, self.sharing.stage
-        grads = self._whole_grads()
+    def _transfers(self, last: bool) -> Iterator[Pending[Tensor]]:
+        """Start the transfers of a reduction one by one; each is done before the next is asked
+        for."""
+        replicas, stage = self.sharding.replicas, self.sharding.stage
+        grads = self._full_grads()
         if stage == 0 and replicas.size == 1:
             yield from self._over_shard.sum(grads)
             return
         if stage >= 2:  # what is added from now on belongs to the next reduction
-            self._grads, self.lends = None, True
+            self._grads, self.holds_full_grads = None, True
             for parameter in self.parameters:
                 parameter.release_grad()
         yield from self._over_shard.sum_part(grads)
         if stage >= 2:
-            self._keep(grads)
+            self._accumulate(grads)
         if last and replicas.size > 1:
-            yield from self._over_replicas.sum(self.own_sums)
+            yield from self._over_replicas.sum(self.owned_grad_sums)
         if stage == 0:
             yield from self._over_shard.spread(grads)
 
-    def _wire(self, group: Group, span: slice) -> Wire:
-        """Return the wire for sums of `span` over the group."""
+    def _reducer(self, group: Group, span: slice) -> GradientReducer:
+        """Return what sums `span` over the group."""
 
         def views(flat: Tensor) -> list[Tensor]:
             return [piece for _, _, piece in self.pieces(flat, span)]
 
-        slow = views if group is self.sharing.slow else None
+        slow_views = views if group is self.sharding.slow_group else None
         length, master = span.stop - span.start, self._precision.master
-        return self.sharing.wiring.wire(group, length, master, self._buffers, slow)
+        return self.sharding.reducer.build(group, length, master, self._buffers, slow_views)
 
-    def _whole_grads(self) -> Tensor:
+    def _full_grads(self) -> Tensor:
         """Return the gradients of the whole bucket, to which parameters add from the first call."""
         if self._grads is None:
-            self._grads = grads = self._buffers.take(self.length, self._precision.master)
+            self._grads = grads = self._buffers.borrow(self.length, self._precision.master)
             end = 0
-            for parameter, span in zip(self.parameters, self.division.spans, strict=True):
+            for parameter, span in zip(self.parameters, self.partition.spans, strict=True):
                 grads[end : span.start].zero_()  # padding is summed too, and must not change a norm
                 end = span.stop
                 parameter.grad = grads[span].view(parameter.box.shape)
             grads[end:].zero_()
         return self._grads
 
-    def _keep(self, grads: Tensor) -> None:
-        """Add this rank's part to its sums, and give back the buffer."""
-        own = own_part(grads, self.sharing.shard)
+    def _accumulate(self, grads: Tensor) -> None:
+        """Add this rank's part to its sums, and give the buffer back."""
+        own = own_part(grads, self.sharding.shard)
         if self._summed:
-            self.sums.add_(own)
+            self.grad_sums.add_(own)
         else:
-            self.sums.copy_(own)
-        self._summed, self.lends = True, False
-        self._buffers.give(grads)
+            self.grad_sums.copy_(own)
+        self._summed, self.holds_full_grads = True, False
+        self._buffers.give_back(grads)
 
-    # Weights.
+    # Values.
 
-    def update(self, step: Step) -> Iterable[None]:
-        """Update the weights; returns the work that remains, as `Rule.update` does."""
-        if self.optimizer is None:
-            return ()
-        self._sent()
-        return self.optimizer.update(self.weights, self.sums, step, self._rounded)
-
-    def settle(self) -> None:
-        """Return when weights and state are back where they are kept. Code other than the rule may
-        then read them, or change them and call `renew`."""
-        if self.optimizer is not None:
-            self.optimizer.settle()
-
-    def renew(self) -> None:
-        """Do what `gather` does, after code other than the rule has changed the weights."""
-        self._sent()
-        if self._rounded is not None:
-            self._rounded.copy_(self.weights)
+    def publish_weights(self) -> None:
+        """Bring weights to where the model computes after code other than the optimizer has changed
+        them: round them, then `gather`."""
+        self.wait_for_gather()
+        if self.rounded is not None:
+            self.rounded.copy_(self.weights)
         self.gather()
 
     def gather(self) -> None:
-        """Start bringing updated weights to where the model computes; at stage 3 drop the values
-        instead, which `fetch` then gets anew."""
-        self.drop()
+        """Start bringing updated weights to where the model computes; at stage 3 release the values
+        instead, which `prefetch` then gets anew."""
+        self.release()
         if self._values is not None:
-            self._bring(self._values)
+            self._start_gather(self._values)
 
-    def fetch(self) -> None:
-        """Start fetching the values, if they are not here."""
+    def prefetch(self) -> None:
+        """Start gathering the values, if they are not on this rank."""
         if self._values is None:
-            self._values = self._buffers.take(self.length, self._precision.compute)
-            self._show(self._values)
-            self._bring(self._values)
+            self._values = self._buffers.borrow(self.length, self._precision.compute)
+            self._bind_values(self._values)
+            self._start_gather(self._values)
 
-    def take(self) -> None:
-        """Return when the values are here."""
-        self.fetch()
-        if self._arriving is not None:
-            self._arriving.wait()
-            self._arriving = None
+    def wait_for_values(self) -> None:
+        """Return when the values are on this rank."""
+        self.prefetch()
+        self.wait_for_gather()
 
-    def drop(self) -> None:
+    def wait_for_gather(self) -> None:
+        """Return when no gather is in flight: this rank's weights may then be overwritten."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def release(self) -> None:
         """At stage 3, release the values until they are fetched again."""
-        if self.sharing.stage < 3 or self._values is None:
+        if self.sharding.stage < 3 or self._values is None:
             return
-        self.take()
-        self._buffers.give(self._values)
+        # The buffer goes back to the pool, so nothing may still be arriving in it.
+        self.wait_for_gather()
+        self._buffers.give_back(self._values)
         self._values = None
         for parameter in self.parameters:
             parameter.release_value()
 
-    def _sent(self) -> None:
-        """Return when this rank's weights are no longer being sent."""
-        if self._arriving is not None:
-            self.take()
-
-    def _show(self, values: Tensor) -> None:
-        for parameter, span in zip(self.parameters, self.division.spans, strict=True):
+    def _bind_values(self, values: Tensor) -> None:
+        for parameter, span in zip(self.parameters, self.partition.spans, strict=True):
             parameter.value = values[span].view(parameter.box.shape)
 
-    def _bring(self, values: Tensor) -> None:
-        mine = values[self.kept]
-        source = self.weights if self._rounded is None else self._rounded
-        if mine.data_ptr() != source.data_ptr():
-            mine.copy_(source)
-        if self.sharing.stage:
-            self._arriving = all_gather_(values, self.sharing.shard)
+    def _start_gather(self, values: Tensor) -> None:
+        own = values[self.master_span]
+        source = self.weights if self.rounded is None else self.rounded
+        if own.data_ptr() != source.data_ptr():
+            own.copy_(source)
+        if self.sharding.stage:
+            self._gathering = all_gather_(values, self.sharding.shard)

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 
-class Buffers:
+class BufferPool:
     """Lends buffers by type and length, and takes them back.
 
-    allocate: returns zeros on the device, by length and type; by default torch's.
+    Attributes:
+        device: Where the buffers are.
+        bytes: Size of all buffers that hold weights, values or gradients, lent or not.
+        receive_bytes: Size of all buffers into which transfers write, lent or not.
     """
 
     def __init__(
@@ -21,30 +24,35 @@ class Buffers:
         device: torch.device,
         allocate: Callable[[int, torch.dtype], Tensor] | None = None,
     ) -> None:
+        """Start an empty pool.
+
+        Args:
+            device: Where the buffers are.
+            allocate: Returns zeros on the device, by length and type; by default torch's.
+        """
         self.device = device
         self._allocate = allocate or partial(_zeros, device)
         self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
-        self.bytes = self.rooms = 0
-        """Bytes of buffers that hold something, and of room for transfers; in use or not."""
+        self.bytes = self.receive_bytes = 0
 
-    def take(self, length: int, dtype: torch.dtype) -> Tensor:
+    def borrow(self, length: int, dtype: torch.dtype) -> Tensor:
         """Return a buffer [length] with undefined content."""
         free = self._free[dtype, length]
         if free:
             return free.pop()
-        made = self._allocate(length, dtype)
-        self.bytes += made.nbytes
-        return made
+        buffer = self._allocate(length, dtype)
+        self.bytes += buffer.nbytes
+        return buffer
 
-    def room(self, length: int, dtype: torch.dtype) -> Tensor:
+    def borrow_receive_buffer(self, length: int, dtype: torch.dtype) -> Tensor:
         """Return a buffer for what a transfer brings, counted separately: a GPU needs none."""
         before = self.bytes
-        room = self.take(length, dtype)
-        self.rooms += self.bytes - before
+        buffer = self.borrow(length, dtype)
+        self.receive_bytes += self.bytes - before
         self.bytes = before
-        return room
+        return buffer
 
-    def give(self, buffer: Tensor) -> None:
+    def give_back(self, buffer: Tensor) -> None:
         """Take back a buffer, whole as it was lent."""
         self._free[buffer.dtype, len(buffer)].append(buffer)
 

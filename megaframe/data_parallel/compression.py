@@ -19,7 +19,7 @@ _BLOCK = 1024
 """Elements that share a scale; scales are 0.4% of the bytes of int8."""
 
 
-class Codec(Protocol):
+class GradientCodec(Protocol):
     """encode: turns [N] of any floating type into a message, uint8 [M]. decode: turns it back into
     [length] of type `dtype`. Both depend on nothing but their arguments, so all ranks agree."""
 
@@ -29,7 +29,7 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True)
-class Half:
+class Bf16Codec:
     """Sends bf16: 2 bytes per element."""
 
     def encode(self, x_N: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class Half:
 
 
 @dataclass(frozen=True)
-class Int8:
+class Int8Codec:
     """Rounds to the nearest of 255 even steps from -m to m, where m is the largest magnitude of a
     block. Takes 1 byte per element, and an fp32 scale, m / 127, per block."""
 
@@ -60,7 +60,7 @@ class Int8:
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopKCodec:
     """Sends the elements of largest magnitude: `share` of all, and at least one. Each takes 4 bytes
     for its place and the bytes of its type; the others count as 0."""
 

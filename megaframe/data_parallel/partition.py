@@ -1,4 +1,4 @@
-"""Division: where the parameters of a bucket are on a rank, and which part of them the rank keeps.
+"""BucketPartition: where the parameters of a bucket are on a rank, and which part the rank keeps.
 
 It follows from the specs and the layout alone, so every rank knows it for all other ranks.
 """
@@ -13,32 +13,45 @@ from megaframe.parameters.spec import Box, row_major_runs
 
 
 @dataclass(frozen=True)
-class Division:
-    """Places of `boxes` (pieces of parameters), which start at `starts` in a span of `length`
-    elements. own: the part that no other rank of the same copy has. kept: the part whose weights
-    the rank keeps."""
+class BucketPartition:
+    """How one rank's boxes of parameters lie in the flat span of a bucket.
+
+    Attributes:
+        boxes: What the rank has of each parameter.
+        starts: Where each box starts in the span.
+        length: Elements of the span, padding included.
+        owned_span: The part that no other rank of the same copy has.
+        master_span: The part whose master weights the rank has.
+    """
 
     boxes: tuple[Box, ...]
     starts: tuple[int, ...]
     length: int
-    own: slice
-    kept: slice
+    owned_span: slice
+    master_span: slice
 
     @classmethod
     def of(
-        cls, boxes: Sequence[Box], step: int, ranks: int, index: int, *, divided: bool
-    ) -> Division:
-        """Return the division of rank `index` among `ranks` ranks with the same boxes. Every box
-        and every rank's part start at a multiple of `step`. divided: each rank keeps only its own
-        part of the span."""
+        cls, boxes: Sequence[Box], alignment: int, ranks: int, index: int, *, divided: bool
+    ) -> BucketPartition:
+        """Return the partition of rank `index` among `ranks` ranks with the same boxes.
+
+        Args:
+            boxes: What these ranks have of each parameter.
+            alignment: Every box and every rank's part start at a multiple of this many elements.
+            ranks: Number of ranks among which the span is divided.
+            index: The rank's place among them.
+            divided: Each rank has the master weights of its own part only.
+        """
         starts, end = [], 0
         for box in boxes:
             starts.append(end)
-            end += step * math.ceil(box.size / step)
-        share = step * math.ceil(end / (ranks * step))
-        own = slice(index * share, (index + 1) * share)
+            end += alignment * math.ceil(box.size / alignment)
+        share = alignment * math.ceil(end / (ranks * alignment))
+        owned = slice(index * share, (index + 1) * share)
         length = ranks * share
-        return cls(tuple(boxes), tuple(starts), length, own, own if divided else slice(0, length))
+        master = owned if divided else slice(0, length)
+        return cls(tuple(boxes), tuple(starts), length, owned, master)
 
     @property
     def spans(self) -> list[slice]:

@@ -138,7 +138,7 @@ def exchange_pairwise(
     leaving: Sequence[Tensor] | Tensor,
     coming: Sequence[Tensor] | Tensor,
     group: Group,
-    last: Callable[[], object] | None = None,
+    finish: Callable[[], object] | None = None,
     *,
     kind: str,
     like: Tensor | None = None,
@@ -147,17 +147,19 @@ def exchange_pairwise(
     Each rank starts with the ranks after it, so that they do not all send to the same one. Empty
     tensors are not sent.
 
-    out: the result, ready after all transfers and the call of `last`.
+    out: the result, ready after all transfers and the call of `finish`.
     kind: name of the collective.
     like: a tensor whose type and shape are the same on all ranks, for `Group.check_collective`.
     """
     group.check_collective(kind, like)
     size = group.traffic.take_latest()
-    others = [(group.index + step) % group.size for step in range(1, group.size)]
-    receives = [(there, coming[there]) for there in reversed(others) if coming[there].numel()]
-    sends = [(there, leaving[there]) for there in others if leaving[there].numel()]
+    peers = [(group.index + step) % group.size for step in range(1, group.size)]
+    receives = [(peer, coming[peer]) for peer in reversed(peers) if coming[peer].numel()]
+    sends = [(peer, leaving[peer]) for peer in peers if leaving[peer].numel()]
     messages = _start_batched(out, group, receives, sends, kind)
-    pending = Pending(out, too=messages, last=last, waits=group.traffic.collective_timer, size=size)
+    pending = Pending(
+        out, before=messages, finish=finish, timer=group.traffic.collective_timer, size=size
+    )
     if group.serial:
         pending.wait()
     return pending
@@ -221,7 +223,7 @@ def start_collective(
     group.check_collective(kind, None if uneven else out)
     traffic = group.traffic
     pending = start_pending(
-        out, group, start, kind, waits=traffic.collective_timer, size=traffic.take_latest()
+        out, group, start, kind, timer=traffic.collective_timer, size=traffic.take_latest()
     )
     if group.serial:
         pending.wait()
@@ -235,7 +237,7 @@ def send(tensor: Tensor, link: Group, to: int | None = None) -> Pending[Tensor]:
     other = 1 - link.index if to is None else to
     link.check_message(tensor, link.index, other)
     start = partial(dist.isend, tensor, group=link.handle, group_dst=other)
-    return start_pending(tensor, link, start, "send", waits=link.traffic.message_timer)
+    return start_pending(tensor, link, start, "send", timer=link.traffic.message_timer)
 
 
 def receive(into: Tensor, link: Group, source: int | None = None) -> Pending[Tensor]:
@@ -245,7 +247,7 @@ def receive(into: Tensor, link: Group, source: int | None = None) -> Pending[Ten
     link.check_message(into, other, link.index)
     start = partial(dist.irecv, into, group=link.handle, group_src=other)
     messages = link.traffic.message_timer
-    return start_pending(into, link, start, "receive", waits=messages, size=into.nbytes)
+    return start_pending(into, link, start, "receive", timer=messages, size=into.nbytes)
 
 
 def shift_ring(tensor: Tensor, into: Tensor, ring: Ring, *, back: bool = False) -> Pending[Tensor]:
@@ -259,7 +261,7 @@ def shift_ring(tensor: Tensor, into: Tensor, ring: Ring, *, back: bool = False) 
     group.check_message(into, source, group.index)
     group.traffic.count(tensor.nbytes)
     messages = _start_batched(into, group, [(source, into)], [(to, tensor)], "shift_ring")
-    pending = Pending(into, too=messages, waits=group.traffic.collective_timer, size=into.nbytes)
+    pending = Pending(into, before=messages, timer=group.traffic.collective_timer, size=into.nbytes)
     if group.serial:
         pending.wait()
     return pending
@@ -270,7 +272,7 @@ def barrier(group: Group) -> None:
     if group.handle is not None:
         group.check_collective("barrier", None)
         start = partial(dist.barrier, group.handle, async_op=True)
-        start_pending(None, group, start, "barrier", waits=group.traffic.collective_timer).wait()
+        start_pending(None, group, start, "barrier", timer=group.traffic.collective_timer).wait()
 
 
 def own_part(flat: Tensor, group: Group) -> Tensor:
@@ -279,11 +281,11 @@ def own_part(flat: Tensor, group: Group) -> Tensor:
     return flat[group.index * length :][:length]
 
 
-def reduce_scatter_(flat: Tensor, group: Group, room: Tensor | None = None) -> Pending[Tensor]:
+def reduce_scatter_(flat: Tensor, group: Group, buffer: Tensor | None = None) -> Pending[Tensor]:
     """Reduce-scatter in place: this rank's part becomes its sum over the ranks, and is the result.
     The content of the other parts becomes undefined.
 
-    room: buffer for the parts that arrive on a CPU, with the length of all parts but one; None to
+    buffer: for the parts that arrive on a CPU, with the length of all parts but one; None to
     allocate it.
     """
     own = own_part(flat, group)
@@ -298,7 +300,7 @@ def reduce_scatter_(flat: Tensor, group: Group, room: Tensor | None = None) -> P
             "reduce_scatter",
         )
     parts = flat.view(group.size, -1)
-    arriving = list(torch.empty_like(parts[1:]) if room is None else room.view_as(parts[1:]))
+    arriving = list(torch.empty_like(parts[1:]) if buffer is None else buffer.view_as(parts[1:]))
 
     def add() -> None:
         for other in arriving:

@@ -154,8 +154,8 @@ def _driver_version(root: Path) -> str | None:
         text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
         return None
-    found = re.search(r"\b(\d{3,}\.\d+(\.\d+)?)\b", text)
-    return found[1] if found else None
+    version = re.search(r"\b(\d{3,}\.\d+(\.\d+)?)\b", text)
+    return version[1] if version else None
 
 
 def _torch_error() -> str:
@@ -170,11 +170,11 @@ def _torch_error() -> str:
 def host_memory(root: Path = Path("/")) -> int:
     """Return the bytes of this machine's memory, or of its container's limit if that is less. root:
     as for `explain_unusable_gpu`."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # ValueError: there is no limit
-            found = min(found, int((root / name).read_text(encoding="utf-8")))
-    return found
+            memory = min(memory, int((root / name).read_text(encoding="utf-8")))
+    return memory
 
 
 def copy_to_device(x: Tensor, device: torch.device) -> Tensor:

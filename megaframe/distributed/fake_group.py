@@ -1,8 +1,9 @@
-"""Alike: a process group for one rank that runs alone, as if all other ranks did the same.
+"""Fake group: a process group for one rank that runs alone, as if all other ranks did the same.
 
 Nothing is transferred. Tensors without content (on the meta device) stay so. Real numbers, such as
 how many rows come from which rank, are filled with what this rank sends to itself, because every
-other rank would send it the same.
+other rank would send it the same. torch's own fake group (`torch.testing._internal.distributed`)
+leaves tensors that are received as they were, which these numbers must not be.
 """
 
 from __future__ import annotations
@@ -33,41 +34,43 @@ class FakeGroup(dist.ProcessGroup):
         super().__init__(index, size)  # type: ignore[call-arg]  # the stubs know another one only
         self._arriving: dict[int, list[Tensor]] = {}
 
-    def allreduce(self, *given: Any, **options: Any) -> FinishedWork:
+    def allreduce(self, *args: Any, **options: Any) -> FinishedWork:
         """Leave the tensor as it is: a sum or maximum over equal tensors, up to a factor."""
         return FinishedWork()
 
-    def _allgather_base(self, out: Tensor, given: Tensor, opts: object = None) -> FinishedWork:
+    def _allgather_base(self, out: Tensor, tensor: Tensor, opts: object = None) -> FinishedWork:
         for part in out.chunk(self.size()):
-            part.copy_(given)
+            part.copy_(tensor)
         return FinishedWork()
 
-    def allgather(self, *given: Any, **options: Any) -> FinishedWork:
+    def allgather(self, *args: Any, **options: Any) -> FinishedWork:
         """Fill every part with this rank's tensor."""
-        (parts,), (own,) = given[:2]
+        (parts,), (own,) = args[:2]
         for part in parts:
             _fill(part, own)
         return FinishedWork()
 
-    def _reduce_scatter_base(self, out: Tensor, given: Tensor, opts: object = None) -> FinishedWork:
+    def _reduce_scatter_base(
+        self, out: Tensor, tensor: Tensor, opts: object = None
+    ) -> FinishedWork:
         return FinishedWork()
 
-    def reduce_scatter(self, *given: object) -> FinishedWork:
+    def reduce_scatter(self, *args: object) -> FinishedWork:
         """Do nothing: no code reads these sums."""
         return FinishedWork()
 
     def alltoall_base(
         self,
         out: Tensor,
-        given: Tensor,
+        tensor: Tensor,
         coming: list[int],
         leaving: list[int],
         opts: object = None,
     ) -> FinishedWork:
         """Fill the part from each rank with what this rank sends to itself."""
         if not out.is_meta:
-            even = [len(given) // self.size()] * self.size()
-            own = given.split(leaving or even)[self.rank()]
+            even = [len(tensor) // self.size()] * self.size()
+            own = tensor.split(leaving or even)[self.rank()]
             for part in out.split(coming or even):
                 _fill(part, own)
         return FinishedWork()
@@ -89,12 +92,12 @@ class FakeGroup(dist.ProcessGroup):
         return FinishedWork()
 
 
-def _fill(into: Tensor, given: Tensor) -> None:
-    """Fill `into` by repeating `given` along the first dim; zero if `given` is empty."""
+def _fill(into: Tensor, tensor: Tensor) -> None:
+    """Fill `into` by repeating `tensor` along the first dim; zero if `tensor` is empty."""
     if into.is_meta:
         return
-    if not len(given):
+    if not len(tensor):
         into.zero_()
         return
-    times = -(-len(into) // len(given))
-    into.copy_(given.repeat(times, *[1] * (given.dim() - 1))[: len(into)])
+    times = -(-len(into) // len(tensor))
+    into.copy_(tensor.repeat(times, *[1] * (tensor.dim() - 1))[: len(into)])

@@ -1,4 +1,4 @@
-"""Connections: the sockets beneath this process's gloo groups: how many there are, and a way to end
+"""Gloo sockets: those beneath this process's gloo groups: how many there are, and a way to end
 all waits on them.
 
 Gloo waits until its timeout and cannot be told to give up: `abort` does nothing for its groups
@@ -45,9 +45,9 @@ def connect_lazily() -> Iterator[None]:
 
 def shut_down_sockets() -> None:
     """Shut down all connections of gloo groups in this process."""
-    for one in _sockets():
+    for connection in _sockets():
         with suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def count_sockets() -> int:
@@ -61,12 +61,12 @@ def _sockets() -> Iterator[socket.socket]:
         for number in os.listdir(_FILE_DESCRIPTORS):
             with suppress(OSError), _duplicate(int(number)) as copy:
                 if stat.S_ISSOCK(os.fstat(copy).st_mode):
-                    one = socket.socket(fileno=copy)
+                    opened = socket.socket(fileno=copy)
                     try:
-                        if any(one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL)):
-                            yield one
+                        if any(opened.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL)):
+                            yield opened
                     finally:
-                        one.detach()
+                        opened.detach()
 
 
 @contextmanager

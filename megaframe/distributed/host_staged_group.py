@@ -1,4 +1,4 @@
-"""Ferry: a gloo group for tensors on any device, which are transferred through host memory.
+"""Host-staged group: a gloo group for tensors on any device, transferred through host memory.
 
 It lets several ranks share one GPU, where NCCL refuses to run, and call the same collectives as
 over NCCL. It is for trying layouts, not for speed: inputs are copied to the host while the rank
@@ -31,8 +31,8 @@ class HostStagedWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the work, then copy its results."""
         self._work.wait() if timeout is None else self._work.wait(timeout)
-        for into, found in self._coming:
-            into.copy_(found)
+        for into, result in self._coming:
+            into.copy_(result)
         self._coming = ()
         return True
 
@@ -46,7 +46,7 @@ class HostStagedGroup(dist.ProcessGroup):
     that this package calls."""
 
     def __init__(self, over: dist.ProcessGroup) -> None:
-        super().__init__(over.rank(), over.size())  # type: ignore[call-arg]  # as in `Alike`
+        super().__init__(over.rank(), over.size())  # type: ignore[call-arg]  # as in `FakeGroup`
         self._over = over
 
     @property
@@ -61,50 +61,50 @@ class HostStagedGroup(dist.ProcessGroup):
         work = dist.all_reduce(host, opts.reduceOp, self._over, async_op=True)
         return HostStagedWork(work, [(tensor, host)])
 
-    def all_gather_single(self, out: Tensor, given: Tensor, opts: object = None) -> HostStagedWork:
+    def all_gather_single(self, out: Tensor, tensor: Tensor, opts: object = None) -> HostStagedWork:
         """Gather parts of equal size into one tensor."""
-        host, own = _empty_on_host(out), _copy_to_host(given)
+        host, own = _empty_on_host(out), _copy_to_host(tensor)
         work = gather_single(host, own, self._over, async_op=True)
         return HostStagedWork(work, [(out, host)])
 
     def allgather(  # type: ignore[override]
-        self, outs: list[list[Tensor]], given: list[Tensor], opts: object
+        self, outs: list[list[Tensor]], tensors: list[Tensor], opts: object
     ) -> HostStagedWork:
         """Gather parts of any sizes, by gloo's all-to-all, its only collective that allows them."""
-        (parts,), (own,) = outs, given
+        (parts,), (own,) = outs, tensors
         coming, leaving = [part.numel() for part in parts], [own.numel()] * self.size()
         flat = _copy_to_host(own).flatten().repeat(self.size())
         whole = flat.new_empty(sum(coming))
         work = dist.all_to_all_single(whole, flat, coming, leaving, self._over, async_op=True)
-        found = zip(parts, whole.split(coming), strict=True)
-        return HostStagedWork(work, [(part, flat.view_as(part)) for part, flat in found])
+        results = zip(parts, whole.split(coming), strict=True)
+        return HostStagedWork(work, [(part, flat.view_as(part)) for part, flat in results])
 
-    def reduce_scatter_single(self, out: Tensor, given: Tensor, opts: Any) -> HostStagedWork:
+    def reduce_scatter_single(self, out: Tensor, tensor: Tensor, opts: Any) -> HostStagedWork:
         """Sum, and scatter parts of equal size."""
-        host, all_of_it = _empty_on_host(out), _copy_to_host(given)
+        host, all_of_it = _empty_on_host(out), _copy_to_host(tensor)
         work = scatter_single(host, all_of_it, opts.reduceOp, self._over, async_op=True)
         return HostStagedWork(work, [(out, host)])
 
     def reduce_scatter(  # type: ignore[override]
-        self, outs: list[Tensor], given: list[list[Tensor]], opts: Any
+        self, outs: list[Tensor], tensor_lists: list[list[Tensor]], opts: Any
     ) -> HostStagedWork:
         """Sum, and scatter parts of any sizes, by an all-reduce of all parts."""
-        (out,), (parts,) = outs, given
+        (out,), (parts,) = outs, tensor_lists
         flat = torch.cat([_copy_to_host(part).flatten() for part in parts])
         work = dist.all_reduce(flat, opts.reduceOp, self._over, async_op=True)
-        found = flat.split([part.numel() for part in parts])[self.rank()]
-        return HostStagedWork(work, [(out, found.view_as(out))])
+        own = flat.split([part.numel() for part in parts])[self.rank()]
+        return HostStagedWork(work, [(out, own.view_as(out))])
 
     def all_to_all_single(
         self,
         out: Tensor,
-        given: Tensor,
+        tensor: Tensor,
         coming: list[int],
         leaving: list[int],
         opts: object = None,
     ) -> HostStagedWork:
         """Exchange parts with the given sizes, or of equal size if the lists are empty."""
-        host, own = _empty_on_host(out), _copy_to_host(given)
+        host, own = _empty_on_host(out), _copy_to_host(tensor)
         work = dist.all_to_all_single(
             host, own, coming or None, leaving or None, self._over, async_op=True
         )

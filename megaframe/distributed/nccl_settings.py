@@ -71,10 +71,10 @@ def configure_nccl(streams: int | None) -> NcclSettings:
     streams: those of the layout (`plan.streams`); None if it is not known yet.
     Raises `UserError` if the environment has a value that is out of range.
     """
-    given = {name: _read_variable(name) for name in _RANGES}
+    values = {name: _read_variable(name) for name in _RANGES}
     _, most = _RANGES[QUEUES]
     wanted = most if streams is None else min(most, max(_DEFAULT_QUEUES, streams))
-    queues = given[QUEUES] or wanted
+    queues = values[QUEUES] or wanted
     os.environ[QUEUES] = str(queues)
     chosen = {
         QUEUES: f"{QUEUES}={queues}, as the layout has {streams or 'up to as many'} streams",
@@ -82,13 +82,13 @@ def configure_nccl(streams: int | None) -> NcclSettings:
         PRIORITY: "transfers have streams of high priority",
         REGISTER: f"no buffers are registered with NCCL; {REGISTER}=1 does that where torch can",
     }
-    for name, value in given.items():
+    for name, value in values.items():
         if value is not None:
             chosen[name] = f"{name}={value}, from the environment"
     return NcclSettings(
-        link_ctas=None if given[MAX_CTAS] is not None else LINK_CTAS,
-        high_priority=given[PRIORITY] != 0,
-        register=given[REGISTER] == 1,
+        link_ctas=None if values[MAX_CTAS] is not None else LINK_CTAS,
+        high_priority=values[PRIORITY] != 0,
+        register=values[REGISTER] == 1,
         lines=tuple(f"nccl: {line}" for line in chosen.values()),
         warnings=_warn_too_few(queues, wanted, streams),
     )
@@ -150,6 +150,6 @@ def launch_order_problem() -> str | None:
         return f"NCCL keeps no order among them with {setting}; use {_LAUNCH_ORDER}=1"
     version = torch.cuda.nccl.version()
     if version < _OLDEST_NCCL:
-        given, least = (".".join(map(str, one)) for one in (version, _OLDEST_NCCL))
-        return f"NCCL {given} keeps no order among them; use NCCL {least} or later"
+        used, least = (".".join(map(str, numbers)) for numbers in (version, _OLDEST_NCCL))
+        return f"NCCL {used} keeps no order among them; use NCCL {least} or later"
     return None

@@ -76,7 +76,7 @@ def bind_to_numa_node(
         return []
     if device.type != "cuda" and wanted == "auto":
         return []
-    here, count = read_launcher_number("LOCAL_RANK", 0), ranks_on_this_node()
+    local_rank, count = read_launcher_number("LOCAL_RANK", 0), ranks_on_this_node()
     allowed = os.sched_getaffinity(0)
     if allowed != _cores_of_parent(allowed):
         return ["run.numa_binding: the launcher has bound this process, so it is left as it is"]
@@ -87,15 +87,15 @@ def bind_to_numa_node(
     else:
         nodes = nodes_by_rank(count, known, allowed)
     binding = divide_cores(nodes, known, allowed, root)
-    node = nodes[here] if here < count else None
-    if node is None or not binding.cores[here]:
-        return [f"run.numa_binding: local rank {here} is not bound: {_reason(node, known)}"]
-    cores = binding.cores[here]
+    node = nodes[local_rank] if local_rank < count else None
+    if node is None or not binding.cores[local_rank]:
+        return [f"run.numa_binding: local rank {local_rank} is not bound: {_reason(node, known)}"]
+    cores = binding.cores[local_rank]
     try:
         _set_cores(cores)
     except OSError as error:
         why = f"cores {format_ranges(cores)} of NUMA node {node}: {error.strerror}"
-        return [f"run.numa_binding: local rank {here} is not bound: {why}"]
+        return [f"run.numa_binding: local rank {local_rank} is not bound: {why}"]
     if torch.get_num_threads() > len(cores):
         torch.set_num_threads(len(cores))
     refusal = _prefer_memory(node)
@@ -106,12 +106,12 @@ def bind_to_numa_node(
 def node_cores(root: Path) -> dict[int, frozenset[int]]:
     """Return the cores of each NUMA node; empty where the system does not say. Nodes that have only
     memory are left out."""
-    found = {}
+    cores_of_node = {}
     for path in sorted(root.glob("sys/devices/system/node/node[0-9]*")):
         cores = _read_numbers(path / "cpulist")
         if cores:
-            found[int(path.name.removeprefix("node"))] = frozenset(cores)
-    return found
+            cores_of_node[int(path.name.removeprefix("node"))] = frozenset(cores)
+    return cores_of_node
 
 
 def node_at(address: str, known: Iterable[int], root: Path) -> int | None:
@@ -146,16 +146,16 @@ def divide_cores(
     """Return the cores of each local rank: an equal share of its node's allowed cores. Hardware
     threads of one core stay together. If a node has fewer cores than ranks, they share all of
     them."""
-    found: list[tuple[int, ...]] = []
+    cores_of_rank: list[tuple[int, ...]] = []
     for rank, node in enumerate(nodes):
         ranks = [other for other, of in enumerate(nodes) if of == node]
         cores = known.get(node, frozenset()) if node is not None else frozenset()
         threads = _group_by_core(sorted(cores.intersection(allowed)), root)
         if len(threads) >= len(ranks):
-            place, many = ranks.index(rank), len(ranks)
-            threads = threads[place * len(threads) // many : (place + 1) * len(threads) // many]
-        found.append(tuple(sorted(number for core in threads for number in core)))
-    return NumaBinding(tuple(nodes), tuple(found))
+            index, count = ranks.index(rank), len(ranks)
+            threads = threads[index * len(threads) // count : (index + 1) * len(threads) // count]
+        cores_of_rank.append(tuple(sorted(number for core in threads for number in core)))
+    return NumaBinding(tuple(nodes), tuple(cores_of_rank))
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
@@ -173,13 +173,13 @@ def _read_numbers(path: Path) -> list[int]:
     """Return the numbers in a file of the kernel's form; none if there is no such file."""
     try:
         text = path.read_text(encoding="ascii").strip()
-        found: list[int] = []
+        numbers: list[int] = []
         for part in filter(None, text.split(",")):
             low, _, high = part.partition("-")
-            found += range(int(low), int(high or low) + 1)
+            numbers += range(int(low), int(high or low) + 1)
     except (OSError, ValueError):
         return []
-    return found
+    return numbers
 
 
 def _group_by_core(numbers: Sequence[int], root: Path) -> list[tuple[int, ...]]:
@@ -195,12 +195,12 @@ def _group_by_core(numbers: Sequence[int], root: Path) -> list[tuple[int, ...]]:
 def _node_of_gpu(gpu: int, known: dict[int, frozenset[int]], root: Path) -> int | None:
     """Return the NUMA node of a GPU; None if torch or the system does not know."""
     try:
-        found = torch.cuda.get_device_properties(gpu)
+        properties = torch.cuda.get_device_properties(gpu)
         # Newer than torch's stubs, and missing in older versions of torch.
-        places = [getattr(found, f"pci_{part}_id") for part in ("domain", "bus", "device")]
+        address = [getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device")]
     except (AttributeError, RuntimeError, AssertionError):
         return node_at("", known, root)
-    return node_at("{:04x}:{:02x}:{:02x}.0".format(*places), known, root)
+    return node_at("{:04x}:{:02x}:{:02x}.0".format(*address), known, root)
 
 
 def _reason(node: int | None, known: dict[int, frozenset[int]]) -> str:
@@ -239,4 +239,4 @@ def _prefer_memory(node: int) -> str:
     call = ctypes.CDLL(None, use_errno=True).syscall
     if call(number, _PREFERRED, mask, ctypes.c_ulong(len(mask) * bits)) == 0:
         return ""
-    return f"set_mempolicy fails here ({os.strerror(ctypes.get_errno()).lower()})"
+    return f"set_mempolicy fails local_rank ({os.strerror(ctypes.get_errno()).lower()})"

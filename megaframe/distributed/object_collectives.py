@@ -48,13 +48,13 @@ def gather_bytes(data: bytes, group: Group, device: torch.device) -> list[bytes]
         if data:
             send(_bytes_to_tensor(data, device), group, to=0).wait()
         return []
-    found = [data]
+    collected = [data]
     for other, length in enumerate(sizes[1:], 1):
         into = torch.empty(length, dtype=torch.uint8, device=device)
         if length:
             receive(into, group, source=other).wait()
-        found.append(into.cpu().numpy().tobytes())
-    return found
+        collected.append(into.cpu().numpy().tobytes())
+    return collected
 
 
 def measure_clock_offset(group: Group, device: torch.device) -> int:
@@ -63,25 +63,25 @@ def measure_clock_offset(group: Group, device: torch.device) -> int:
     All ranks must call this."""
     if group.handle is None:
         return 0
-    told = torch.zeros(1, dtype=torch.int64, device=device)
+    clock = torch.zeros(1, dtype=torch.int64, device=device)
     if group.index == 0:
         for other in range(1, group.size):
             for _ in range(_ROUNDS):
-                receive(told, group, source=other).wait()
-                int(told)  # on a GPU, `wait` only blocks the stream
-                told.fill_(time.perf_counter_ns())
-                send(told, group, to=other).wait()
+                receive(clock, group, source=other).wait()
+                int(clock)  # on a GPU, `wait` only blocks the stream
+                clock.fill_(time.perf_counter_ns())
+                send(clock, group, to=other).wait()
         return 0
     best: tuple[int, int] | None = None
     for _ in range(_ROUNDS):
         asked = time.perf_counter_ns()
-        send(told, group, to=0).wait()
-        receive(told, group, source=0).wait()
-        theirs = int(told)
+        send(clock, group, to=0).wait()
+        receive(clock, group, source=0).wait()
+        theirs = int(clock)
         answered = time.perf_counter_ns()
-        found = answered - asked, theirs - (asked + answered) // 2
+        trip = answered - asked, theirs - (asked + answered) // 2
         # The first round trip also waits for the first rank to reach this rank.
-        best = found if best is None or found < best else best
+        best = trip if best is None or trip < best else best
     assert best is not None
     return best[1]
 

@@ -1,8 +1,8 @@
 """Pending: a result still in flight, and the only place where a rank waits for others.
 
 Everything that records waits is called from here, so no layer needs a timer. Waits are recorded
-twice. The rank's place records them by the host's clock, because a hang is explained by where the
-ranks were. The `waits` of the traffic record them by the clock of the computing device, which may
+twice. `RankProgress` records them by the host's clock, because a hang is explained by where the
+ranks were. The timers of the traffic record them by the clock of the computing device, which may
 wait while the host does not.
 """
 
@@ -32,12 +32,7 @@ _NOISE = re.compile(r"^\[\S+:\d+\] |\. This is typically caused by.*", re.DOTALL
 class Pending(Generic[T]):
     """A result still in flight. Forgetting to wait is a type error, not a race.
 
-    work: torch's work for it on `group`, None if there is nothing to wait for.
-    too: another pending result that `wait()` also waits for.
-    last: called after all waits, to compute the result from what has arrived.
-    kind: name of the operation.
-    waits: what the wait is charged to.
-    size: bytes that the wait is for.
+    A group of one rank communicates nothing: `Pending(value)` is done when it is made.
     """
 
     def __init__(
@@ -45,33 +40,45 @@ class Pending(Generic[T]):
         value: T,
         work: dist.Work | None = None,
         group: Group | None = None,
-        too: Pending[Tensor] | None = None,
-        last: Callable[[], object] | None = None,
+        before: Pending[Tensor] | None = None,
+        finish: Callable[[], object] | None = None,
         *,
         kind: str = "",
-        waits: WaitTimer = NO_WAIT_TIMER,
+        timer: WaitTimer = NO_WAIT_TIMER,
         size: int = 0,
     ) -> None:
+        """Hold a result until it is waited for.
+
+        Args:
+            value: The result, valid after `wait()`.
+            work: torch's work for it on `group`, None if there is nothing to wait for.
+            group: The group of `work`.
+            before: Another pending result that `wait()` also waits for.
+            finish: Called after all waits, to compute the result from what has arrived.
+            kind: Name of the operation.
+            timer: What the wait is charged to.
+            size: Bytes that the wait is for.
+        """
         self._value = value
         self._work = work
         self._group = group
-        self._too = too
-        self._last = last
+        self._before = before
+        self._finish_result = finish
         self._kind = kind
-        self._waits, self._size = waits, size
-        self._started = waits.start()
+        self._timer, self._size = timer, size
+        self._started = timer.start()
 
     def wait(self) -> T:
         """Wait for the result and return it. Raises `LostRanks` if the transfer fails."""
-        if self._work is self._too is self._last is None:
+        if self._work is self._before is self._finish_result is None:
             return self._value
-        late = not (self._waits.checks_arrival and self.is_complete())
-        with self._waits:
-            self._finish()
-        self._waits.record_arrival(self._started, self._size, late)
+        late = not (self._timer.checks_arrival and self.is_complete())
+        with self._timer:
+            self._wait_for_all()
+        self._timer.record_arrival(self._started, self._size, late)
         return self._value
 
-    def _finish(self) -> None:
+    def _wait_for_all(self) -> None:
         if self._work is not None:
             assert self._group is not None, "work belongs to a group"
             progress = self._group.progress
@@ -86,12 +93,12 @@ class Pending(Generic[T]):
                 _DeviceWait(self._kind, self._group), self._work.is_completed
             )
             self._work = None
-        if self._too is not None:
-            self._too.wait()
-            self._too = None
-        if self._last is not None:
-            self._last()
-            self._last = None
+        if self._before is not None:
+            self._before.wait()
+            self._before = None
+        if self._finish_result is not None:
+            self._finish_result()
+            self._finish_result = None
 
     def describe_wait(self) -> str:
         """Return what `wait()` waits for, in words."""
@@ -100,8 +107,8 @@ class Pending(Generic[T]):
 
     def is_complete(self) -> bool:
         """Return whether all transfers are done, so that `wait()` would not block."""
-        here = self._work is None or self._work.is_completed()
-        return here and (self._too is None or self._too.is_complete())
+        work_done = self._work is None or self._work.is_completed()
+        return work_done and (self._before is None or self._before.is_complete())
 
 
 @dataclass(frozen=True)
@@ -121,20 +128,25 @@ def start_pending(
     group: Group,
     start: Callable[[], dist.Work | None],
     kind: str,
-    too: Pending[Tensor] | None = None,
+    before: Pending[Tensor] | None = None,
     *,
-    waits: WaitTimer = NO_WAIT_TIMER,
+    timer: WaitTimer = NO_WAIT_TIMER,
     size: int = 0,
 ) -> Pending[T]:
-    """Start an operation on a group by calling `start`, and return its pending result. Raises
-    `LostRanks` if it fails at once, for example over a connection that is known to be broken, or
-    if transfers were ended. For the other arguments see `Pending`."""
+    """Start an operation on a group by calling `start`, and return its pending result.
+
+    For the other arguments see `Pending`.
+
+    Raises:
+        LostRanks: It fails at once, for example over a connection that is known to be broken, or
+            transfers were ended.
+    """
     group.progress.check_not_ended()
     try:
         work = start()
     except RuntimeError as error:
         raise _lost_ranks(group, error) from error
-    return Pending(value, work, group, too, kind=kind, waits=waits, size=size)
+    return Pending(value, work, group, before, kind=kind, timer=timer, size=size)
 
 
 def _describe_wait(kind: str, group: Group) -> str:
@@ -162,22 +174,23 @@ def copy_to_host(
     also mean waiting for the next step, which is queued there.
     """
     if device.type != "cuda":
-        return lambda: [one.wait() for one in pending]
+        return lambda: [result.wait() for result in pending]
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    host = []
+    copies = []
     with torch.cuda.stream(stream):
-        for tensor in (one.wait() for one in pending):
-            tensor.record_stream(stream)
-            landing = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            host.append(landing.copy_(tensor, non_blocking=True))
+        for tensor in (result.wait() for result in pending):
+            tensor.record_stream(stream)  # its memory is not reused before the copy is done
+            # Pinned memory: a copy to pageable memory would make the host wait.
+            on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copies.append(on_host.copy_(tensor, non_blocking=True))
         event = stream.record_event()
 
-    def landed() -> list[Tensor]:
+    def wait_for_copies() -> list[Tensor]:
         event.synchronize()
-        return host
+        return copies
 
-    return landed
+    return wait_for_copies
 
 
 @cache

@@ -93,17 +93,17 @@ class Traffic:
 
 @dataclass
 class CapturedTransfers:
-    """The transfers of recorded work.
+    """The transfers of captured work.
 
-    name: name of the work, for the watch.
+    name: name of the work, for the watchdog.
     waits: its waits for other ranks.
-    moved: bytes and calls of each traffic.
+    counts: bytes and calls of each traffic.
     """
 
     name: str
     progress: RankProgress
     waits: Sequence[Waitable]
-    moved: Sequence[tuple[Traffic, int, int]] = ()
+    counts: Sequence[tuple[Traffic, int, int]] = ()
 
     def replay(self, launch: Callable[[], None]) -> None:
         """Run the work by calling `launch`, and report its transfers."""
@@ -111,7 +111,7 @@ class CapturedTransfers:
         launch()
         for waiting in self.waits:
             self.progress.record_device_wait(waiting)
-        for traffic, size, calls in self.moved:
+        for traffic, size, calls in self.counts:
             traffic.add(size, calls)
 
 
@@ -123,11 +123,11 @@ def capture_transfers(
     call of `CapturedTransfers.replay` reports them."""
     before = [(traffic.bytes, traffic.calls) for traffic in traffics]
     with progress.capture_waits() as waits:
-        made = CapturedTransfers(name, progress, waits)
-        yield made
-    made.moved = [
+        captured = CapturedTransfers(name, progress, waits)
+        yield captured
+    captured.counts = [
         (traffic, traffic.bytes - size, traffic.calls - calls)
         for traffic, (size, calls) in zip(traffics, before, strict=True)
     ]
-    for traffic, size, calls in made.moved:
+    for traffic, size, calls in captured.counts:
         traffic.add(-size, -calls)

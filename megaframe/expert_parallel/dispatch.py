@@ -230,9 +230,9 @@ def _route_deduplicated(choice: _Assignment) -> TokenRoute:
     chosen, device = choice.chosen_RK, choice.chosen_RK.device
     node_E = choice.owner_E // near.size
     node_RK = torch.where(chosen < 0, far.size, node_E[chosen.clamp_min(0)])
-    wanted = torch.zeros(choice.rows, far.size + 1, dtype=torch.bool, device=device)
-    wanted.scatter_(1, node_RK, True)
-    node, row = wanted[:, : far.size].t().nonzero(as_tuple=True)  # node after node
+    goes_to_node = torch.zeros(choice.rows, far.size + 1, dtype=torch.bool, device=device)
+    goes_to_node.scatter_(1, node_RK, True)
+    node, row = goes_to_node[:, : far.size].t().nonzero(as_tuple=True)  # node after node
     matrix = all_gather(count_occurrences(node, far.size)[None], far).wait().tolist()
     across = AllToAllRows(far, matrix[far.index], [row[far.index] for row in matrix])
     first = SelectRows(row, choice.rows)
@@ -297,15 +297,15 @@ def _finish_route(
         parts = [numbers[start : start + sources] for start in range(0, len(numbers), sources)]
         gather = AllGatherRows(tensor, [sum(map(sum, part)) for part in parts])
         rows, gates = [*rows, gather], [*gates, gather]
-    each = [sum(column) for column in zip(*numbers, strict=True)]
+    counts = [sum(column) for column in zip(*numbers, strict=True)]
     if len(numbers) > 1:
-        order = _transpose_order(arrivals_SL, sum(each))
+        order = _transpose_order(arrivals_SL, sum(counts))
         rows = [*rows, SelectRows(order, len(order))]
         gates = [*gates, SelectRows(order, len(order))]
     *rows, last = rows
     assert isinstance(last, SelectRows), "what comes from one source alone was selected here"
     ends_L = arrivals_SL.sum(0).cumsum(0, dtype=torch.int32)
-    return TokenRoute(rows, last, gates, ExpertRows(ends_L, each))
+    return TokenRoute(rows, last, gates, ExpertRows(ends_L, counts))
 
 
 def _sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -328,5 +328,5 @@ def _transpose_order(arrivals_SL: Tensor, rows: int) -> Tensor:
     within each, to label after label."""
     labels = torch.arange(arrivals_SL.shape[1], device=arrivals_SL.device)
     labels = labels.repeat(len(arrivals_SL))
-    each = labels.repeat_interleave(arrivals_SL.flatten(), output_size=rows)
-    return each.argsort(stable=True)
+    label = labels.repeat_interleave(arrivals_SL.flatten(), output_size=rows)
+    return label.argsort(stable=True)

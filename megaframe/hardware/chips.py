@@ -33,17 +33,24 @@ driver and units of 1000 or 1024 take up to 9%; a device that differs by more is
 class Chip:
     """One device.
 
-    family: key into `constants.CONSTANTS`. peaks: dense FLOP/s by type (`TYPES`), of tensor cores
-    where they have the type; types that the chip lacks, or of which nothing is stated, are left
-    out. Products in fp32 count as fp32, because torch uses TF32 only if told to. memory: bytes.
-    bandwidth: bytes/s of that memory. units: processors that share the tiles of a product. watts:
-    power limit. product_watts: power that large products would draw at the peak's clock; None if
-    unknown, and then they are assumed to be within the limit. idle_watts: power when idle.
-    host_link: bytes/s to or from the host's memory, in both directions at the same time; None if
-    unknown. link: bytes/s of all links to the other chips of a node together, in one direction
-    (NVLink, Infinity Fabric); None if such links join no more than two chips, or none. names: a
-    pattern of the whole name under which torch reports the device. source: where the figures are
-    from.
+    Attributes:
+        family: key into `constants.CONSTANTS`.
+        peaks: dense FLOP/s by type (`TYPES`), of tensor cores where they have the type; types that
+            the chip lacks, or of which nothing is stated, are left out. Products in fp32 count as
+            fp32, because torch uses TF32 only if told to.
+        memory: bytes.
+        bandwidth: bytes/s of that memory.
+        units: processors that share the tiles of a product.
+        watts: power limit.
+        product_watts: power that large products would draw at the peak's clock; None if unknown,
+            and then they are assumed to be within the limit.
+        idle_watts: power when idle.
+        host_link: bytes/s to or from the host's memory, in both directions at the same time; None
+            if unknown.
+        link: bytes/s of all links to the other chips of a node together, in one direction (NVLink,
+            Infinity Fabric); None if such links join no more than two chips, or none.
+        names: a pattern of the whole name under which torch reports the device.
+        source: where the figures are from.
     """
 
     name: str

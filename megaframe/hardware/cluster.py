@@ -62,8 +62,11 @@ _PositiveFloat = Annotated[float, Field(gt=0)]
 class Tier:
     """A tier: `size` consecutive ranks that reach each other at the same speed.
 
-    latency: seconds per message (alpha). bandwidth: bytes/s of one rank in one direction (1/beta).
-    dims: dimensions of a torus. reduces: whether the switches can sum (in-network reduction).
+    Attributes:
+        latency: seconds per message (alpha).
+        bandwidth: bytes/s of one rank in one direction (1/beta).
+        dims: dimensions of a torus.
+        reduces: whether the switches can sum (in-network reduction).
     """
 
     name: str
@@ -79,13 +82,17 @@ class Tier:
 class Cluster:
     """A cluster of equal chips. Raises `UserError` if the tiers do not fit together.
 
-    tiers: from the innermost to the outermost, whose size is that of the whole cluster.
-    failure_hours: mean hours between failures of one chip, including its share of everything around
-    it. price: dollars per chip and hour. restart_seconds: time from a failure until training
-    continues. storage: bytes/s at which one rank writes a checkpoint. jitter: share by which the
-    slowest of 1,000 ranks lags behind the mean; it grows with the root of the logarithm of the
-    number of ranks. constants: what was measured on the chip, by the names of
-    `constants.Constants`. notes: what is assumed about the cluster; every plan says it.
+    Attributes:
+        tiers: from the innermost to the outermost, whose size is that of the whole cluster.
+        failure_hours: mean hours between failures of one chip, including its share of everything
+            around it.
+        price: dollars per chip and hour.
+        restart_seconds: time from a failure until training continues.
+        storage: bytes/s at which one rank writes a checkpoint.
+        jitter: share by which the slowest of 1,000 ranks lags behind the mean; it grows with the
+            root of the logarithm of the number of ranks.
+        constants: what was measured on the chip, by the names of `constants.Constants`.
+        notes: what is assumed about the cluster; every plan says it.
     """
 
     name: str

@@ -27,13 +27,24 @@ from megaframe.tensor_parallel.linear import Elementwise, Linear
 
 
 class Attention(Module):
-    """Self-attention of one layer. Queries, keys and values come from one weight [G, R + 2, D,
-    hidden], in which each group has its R query heads, its key head and its value head, so that a
-    tensor shard has whole groups. window: how many tokens this layer sees, None for all before."""
+    """Self-attention of one layer.
+
+    Queries, keys and values come from one weight [G, R + 2, D, hidden], in which each group has its
+    R query heads, its key head and its value head, so that a tensor shard has whole groups.
+    """
 
     def __init__(
         self, name: str, model: ModelConfig, output_std: float, window: int | None, run: RunContext
     ) -> None:
+        """Declare the layers.
+
+        Args:
+            name: Of the layer in the model.
+            model: The model's config.
+            output_std: Standard deviation of the initial output matrix.
+            window: How many tokens a query sees, with itself; None for all before it.
+            run: What the run fixes.
+        """
         self.window, self.run = window, run
         self.groups, self.width = model.kv_heads, model.head_dim
         self.per_group = model.heads // model.kv_heads

@@ -34,8 +34,13 @@ _FP32_PARTS = 32
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Options of the loss. label_smoothing: share of the target spread over the vocabulary. z_loss:
-    weight of the squared log-partition. softcap: logits x become cap * tanh(x / cap)."""
+    """Options of the loss.
+
+    Attributes:
+        label_smoothing: Share of the target that is spread over the vocabulary.
+        z_loss: Weight of the squared log-partition.
+        softcap: Logits x become cap * tanh(x / cap).
+    """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -44,9 +49,13 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class HeadResult:
-    """The loss and its gradient. loss: fp64 scalar, the sum over valid tokens; zero on all tensor
-    ranks but the first. d_hidden: the gradient of the sum with respect to the hidden state, times
-    the given scale, [rows, H] in the type of the hidden state; None without a scale."""
+    """The loss and its gradient.
+
+    Attributes:
+        loss: The sum over valid tokens, fp64 scalar; zero on all tensor ranks but the first.
+        d_hidden: The gradient of the sum with respect to the hidden state, times the scale, [rows,
+            H] in the type of the hidden state; None without a scale.
+    """
 
     loss: Tensor
     d_hidden: Tensor | None
@@ -61,11 +70,20 @@ def head_loss(
     tensor: Group,
     kernels: Kernels = NO_KERNELS,
 ) -> HeadResult:
-    """Return the sum of the losses of all tokens whose label is not IGNORE.
+    """Compute the sum of the losses of all tokens whose label is not IGNORE.
 
-    hidden: this rank's rows. labels: those of the rows of all tensor ranks. With a `scale`, an fp64
-    scalar on the same device, also return scale * d(loss sum)/d(hidden), and add scale * d(loss
-    sum)/d(weight) to the weight's gradient. Without one, compute only the loss.
+    With a scale, also compute scale * d(loss sum)/d(hidden), and add scale * d(loss sum)/d(weight)
+    to the weight's gradient.
+
+    Args:
+        hidden_TH: This rank's rows of the normalised stream.
+        labels_T: Labels of the rows of all tensor ranks.
+        weight: This rank's part of the projection, [V, H].
+        options: Of the loss.
+        scale: Factor of the gradients, fp64 scalar on the same device. Without it only the loss is
+            computed.
+        tensor: The ranks that divide rows and vocabulary.
+        kernels: The kernels of the run.
     """
     hidden_TH = all_gather(hidden_TH, tensor).wait()
     tokens, vocab = hidden_TH.shape[0], weight.value.shape[0]
@@ -82,6 +100,7 @@ def head_loss(
         chunk_TH, chunk_labels = hidden_TH[piece], labels_T[piece]
         logits_TV = buffer[: len(chunk_labels)]
         multiply_into(logits_TV, chunk_TH, weight.value.t(), add=False)
+        # With a scale, the logits become their gradient in place.
         losses = _compute_losses(logits_TV, chunk_labels, part, options, scale, kernels)
         loss += torch.where(chunk_labels == IGNORE, 0.0, losses).sum(dtype=torch.float64)
         if d_hidden is not None:
@@ -117,10 +136,10 @@ def _compute_losses(
         def join(partition_T: Tensor, label_T: Tensor) -> tuple[Tensor, Tensor]:
             return _reduce_over_vocabulary(partition_T, label_T, part.tensor)
 
-    how = {**asdict(options), "start": part.start, "vocab": part.vocab, "join": join}
-    how |= {"gradient": scale is not None, "scale": scale}
-    if run := kernels.find("loss", logits_TV, labels_T, **how):
-        return run(logits_TV, labels_T, **how)[0]
+    arguments = {**asdict(options), "start": part.start, "vocab": part.vocab, "join": join}
+    arguments |= {"gradient": scale is not None, "scale": scale}
+    if run := kernels.find("loss", logits_TV, labels_T, **arguments):
+        return run(logits_TV, labels_T, **arguments)[0]
     return _compute_plain_losses(logits_TV, labels_T, part, options, scale)
 
 
@@ -139,9 +158,9 @@ def _compute_plain_losses(
     """
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     cap, smooth = options.softcap, options.label_smoothing
-    here_T = labels_T.clamp_min(0) - part.start
-    inside_T = (here_T >= 0) & (here_T < logits_TV.shape[1])
-    here_T = here_T.masked_fill(~inside_T, 0)
+    local_T = labels_T.clamp_min(0) - part.start
+    inside_T = (local_T >= 0) & (local_T < logits_TV.shape[1])
+    local_T = local_T.masked_fill(~inside_T, 0)
     own_T, label_T, hit_T = (torch.empty_like(labels_T, dtype=wide) for _ in range(3))
     weight_T = None if scale is None else torch.where(labels_T == IGNORE, 0.0, scale)
     slope_TV = None if weight_T is None or cap is None else torch.empty_like(logits_TV)
@@ -151,7 +170,7 @@ def _compute_plain_losses(
             if slope_TV is not None:
                 slope_TV[rows] = 1.0 - x.square()
             x.mul_(cap)
-        at_target = torch.arange(len(x), device=x.device), here_T[rows]
+        at_target = torch.arange(len(x), device=x.device), local_T[rows]
         label_T[rows] = x[at_target] * inside_T[rows] * (1.0 - smooth)
         if smooth:
             label_T[rows] += smooth / part.vocab * x.sum(-1)
@@ -173,7 +192,7 @@ def _compute_plain_losses(
             x.mul_(factor_T[rows, None]).sub_(spread_T[rows, None])
             logits_TV[rows].copy_(x if slope_TV is None else x.mul_(slope_TV[rows]))
     hit_T = (hit_T * factor_T - smooth / part.vocab - (1.0 - smooth)) * weight_T
-    at_target = torch.arange(len(here_T), device=here_T.device), here_T
+    at_target = torch.arange(len(local_T), device=local_T.device), local_T
     if slope_TV is not None:
         hit_T *= slope_TV[at_target]
     # Indexed assignment: scatter_ copies the whole chunk on a CPU in low precision.
@@ -188,11 +207,11 @@ def _iterate_wide(logits_TV: Tensor, wide: torch.dtype) -> Iterator[tuple[slice,
     tokens, vocab = logits_TV.shape
     most = max_logits_per_chunk(host=logits_TV.device.type == "cpu")
     step = min(tokens, max(1, most // _FP32_PARTS // vocab))
-    room = logits_TV.new_empty(step, vocab, dtype=wide) if wide != logits_TV.dtype else None
+    buffer = logits_TV.new_empty(step, vocab, dtype=wide) if wide != logits_TV.dtype else None
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
-        here = logits_TV[rows]
-        yield rows, here if room is None else room[: len(here)].copy_(here)
+        chunk_rows = logits_TV[rows]
+        yield rows, chunk_rows if buffer is None else buffer[: len(chunk_rows)].copy_(chunk_rows)
 
 
 def _reduce_over_vocabulary(

@@ -32,18 +32,18 @@ class Norm(Module):
         """Return the norm of x, of the same shape [..., width]."""
         gain = self.gain.use()
         bias = None if self.bias is None else self.bias.use()
-        how = {"kind": self.kind, "eps": self.eps}
-        if run := kernels.find("norm", x, gain, bias, **how):
-            return run(x, gain, bias, **how)[0]
+        options = {"kind": self.kind, "eps": self.eps}
+        if kernel := kernels.find("norm", x, gain, bias, **options):
+            return kernel(x, gain, bias, **options)[0]
         return kernels.maybe_compile(normalize)(x, gain, bias, self.kind, self.eps)
 
     def fused_add(self, x: Tensor, branch: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """Return the norm of x + branch and the sum itself, both [..., width]."""
         gain = self.gain.use()
         bias = None if self.bias is None else self.bias.use()
-        how = {"kind": self.kind, "eps": self.eps}
-        if run := kernels.find("norm", branch, gain, bias, x, **how):
-            return run(branch, gain, bias, x, **how)
+        options = {"kind": self.kind, "eps": self.eps}
+        if kernel := kernels.find("norm", branch, gain, bias, x, **options):
+            return kernel(branch, gain, bias, x, **options)
         return kernels.maybe_compile(_normalize_sum)(x, branch, gain, bias, self.kind, self.eps)
 
 

@@ -115,8 +115,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = 2 * cos.shape[-1]
     if width == x.shape[-1]:
         return _Rotate.apply(x, cos, sin)
-    turned, rest = x.split((width, x.shape[-1] - width), -1)
-    return torch.cat((_Rotate.apply(turned, cos, sin), rest), -1)
+    rotated, rest = x.split((width, x.shape[-1] - width), -1)
+    return torch.cat((_Rotate.apply(rotated, cos, sin), rest), -1)
 
 
 def _rotate_for_compiler(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

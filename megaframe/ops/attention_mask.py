@@ -27,8 +27,12 @@ faster products."""
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which keys of its sample a query sees: itself and the tokens before it, at most `window`
-    tokens in all. If documents_BS is given, only tokens with the same document number."""
+    """Which keys of its sample a query sees: itself and the tokens before it.
+
+    Attributes:
+        window: At most so many tokens, with the query's own; None for all.
+        documents_BS: If given, only tokens with the same document number.
+    """
 
     window: int | None
     documents_BS: Tensor | None
@@ -53,8 +57,14 @@ class AttentionMask:
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """Some queries against some keys, as slices of the query and key tensors. kind: whether queries
-    see all of these keys, only those up to themselves, or what a mask says."""
+    """Some queries against some keys.
+
+    Attributes:
+        queries: Slice of the query tensor.
+        keys: Slice of the key tensor.
+        kind: Whether queries see all of these keys, only those up to themselves, or what a mask
+            says.
+    """
 
     queries: slice
     keys: slice

@@ -170,8 +170,8 @@ def _can_use_flash(
 ) -> bool:
     """Return whether torch's fused attention takes these on this GPU. The operator, unlike torch's
     public function, does not pad heads to a multiple of 8 elements."""
-    asked = SDPAParams(query, key, value, mask, 0.0, causal, True)
-    return query.shape[3] % 8 == 0 and can_use_flash_attention(asked)
+    parameters = SDPAParams(query, key, value, mask, 0.0, causal, True)
+    return query.shape[3] % 8 == 0 and can_use_flash_attention(parameters)
 
 
 def _flash_backward(

@@ -85,11 +85,11 @@ def attend(
     wide = torch.promote_types(query_BNQD.dtype, torch.float32)
     out = query_BNQD.new_empty(batch, queries, heads, value_BGKV.shape[3]).transpose(1, 2)
     lse = query_BNQD.new_empty(batch, heads, queries, dtype=wide)
-    for some, shared in _head_blocks(query_BNQD, key_BGKD):
-        query_HQD = query_BNQD[some].flatten(0, 1)
+    for block, shared in _head_blocks(query_BNQD, key_BGKD):
+        query_HQD = query_BNQD[block].flatten(0, 1)
         key_HDK = _expand_heads(key_BGKD[shared], query_HQD).mT
         value_HKV = _expand_heads(value_BGKV[shared], query_HQD)
-        shape = out[some].shape[:2]
+        shape = out[block].shape[:2]
         for rows, seen in _query_blocks(queries, key_BGKD.shape[2], causal):
             scores = multiply_batched_wide(query_HQD[:, rows], key_HDK[..., seen]).mul_(
                 scale * _LOG2_E
@@ -100,9 +100,9 @@ def attend(
             top = scores.amax(-1, keepdim=True)
             shares = scores.sub_(top).exp2_()
             total = shares.sum(-1, keepdim=True)
-            made = multiply_batched(shares.to(value_HKV.dtype), value_HKV[:, seen]) / total
-            out[some][:, :, rows] = made.unflatten(0, shape)
-            lse[some][:, :, rows] = ((top + total.log2()) / _LOG2_E).view(*shape, -1)
+            result = multiply_batched(shares.to(value_HKV.dtype), value_HKV[:, seen]) / total
+            out[block][:, :, rows] = result.unflatten(0, shape)
+            lse[block][:, :, rows] = ((top + total.log2()) / _LOG2_E).view(*shape, -1)
     return out, lse
 
 
@@ -123,13 +123,13 @@ def attend_backward(
     dtype, wide = query_BNQD.dtype, lse_BNQ.dtype
     d_query = torch.empty_like(query_BNQD)
     d_key, d_value = (torch.zeros_like(x, dtype=wide) for x in (key_BGKD, value_BGKV))
-    for some, shared in _head_blocks(query_BNQD, key_BGKD):
-        query_HQD, d_out_HQV = (x[some].flatten(0, 1) for x in (query_BNQD, d_out_BNQV))
+    for block, shared in _head_blocks(query_BNQD, key_BGKD):
+        query_HQD, d_out_HQV = (x[block].flatten(0, 1) for x in (query_BNQD, d_out_BNQV))
         key_HKD = _expand_heads(key_BGKD[shared], query_HQD)
         value_HKV = _expand_heads(value_BGKV[shared], query_HQD)
         key_HDK = key_HKD.mT.contiguous()
-        lse2_HQ = lse_BNQ[some].flatten(0, 1) * _LOG2_E
-        mean_HQ = torch.linalg.vecdot(d_out_HQV.to(wide), out_BNQV[some].flatten(0, 1).to(wide))
+        lse2_HQ = lse_BNQ[block].flatten(0, 1) * _LOG2_E
+        mean_HQ = torch.linalg.vecdot(d_out_HQV.to(wide), out_BNQV[block].flatten(0, 1).to(wide))
         d_key_HKD, d_value_HKV = (torch.zeros_like(x, dtype=wide) for x in (key_HKD, value_HKV))
         for rows, seen in _query_blocks(query_BNQD.shape[2], key_BGKD.shape[2], causal):
             # Scores are keys by queries here, so three products need no transposed operand.
@@ -143,8 +143,8 @@ def attend_backward(
             d_scores = d_scores.sub_(mean_HQ[:, None, rows]).mul_(shares).to(dtype)
             d_value_HKV[:, seen] += multiply_batched(shares.to(dtype), d_out_HQV[:, rows])
             d_key_HKD[:, seen] += multiply_batched(d_scores, query_HQD[:, rows])
-            made = multiply_batched(key_HDK[..., seen], d_scores).mT * scale
-            d_query[some][:, :, rows] = made.unflatten(0, d_query[some].shape[:2])
+            result = multiply_batched(key_HDK[..., seen], d_scores).mT * scale
+            d_query[block][:, :, rows] = result.unflatten(0, d_query[block].shape[:2])
         d_key[shared] += _sum_shared_heads(d_key_HKD, d_key[shared]) * scale
         d_value[shared] += _sum_shared_heads(d_value_HKV, d_value[shared])
     return d_query, d_key.to(dtype), d_value.to(dtype)
@@ -159,14 +159,14 @@ def _head_blocks(
     samples, heads, queries, _ = query_BNQD.shape
     groups, keys = key_BGKD.shape[1:3]
     members = heads // groups
-    room = max(1, _SCORES_PER_BLOCK // (_queries_per_block(queries, keys) * keys))
-    together = min(groups, max(1, room // members))
-    size = min(room, together * members)
-    many = max(1, room // heads)
-    for first in range(0, samples, many):
-        piece = slice(first, first + many)
-        for group in range(0, groups, together):
-            shared = slice(group, min(group + together, groups))
+    most_heads = max(1, _SCORES_PER_BLOCK // (_queries_per_block(queries, keys) * keys))
+    groups_per_block = min(groups, max(1, most_heads // members))
+    size = min(most_heads, groups_per_block * members)
+    samples_per_block = max(1, most_heads // heads)
+    for first in range(0, samples, samples_per_block):
+        piece = slice(first, first + samples_per_block)
+        for group in range(0, groups, groups_per_block):
+            shared = slice(group, min(group + groups_per_block, groups))
             for start in range(group * members, shared.stop * members, size):
                 stop = min(start + size, shared.stop * members)
                 yield (piece, slice(start, stop)), (piece, shared)

@@ -76,8 +76,8 @@ class Fp8Matmul:
         left, left_scales = self._quantise(left_MK, self._row_block, gradient)
         weight = self._matrix_block if matrix else self._row_block
         right, right_scales = self._quantise(right_NK, weight, False)
-        given = left, right, left_scales, right_scales, left_MK.dtype
-        return self._find_kernel("scaled_product", *given)(*given)
+        arguments = left, right, left_scales, right_scales, left_MK.dtype
+        return self._find_kernel("scaled_product", *arguments)(*arguments)
 
     def weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> Tensor:
         """Return dy^T x, [O, I], in the type of `dy`."""
@@ -96,40 +96,46 @@ class Fp8Matmul:
         experts, outputs, inputs = matrices_EOI.shape
         if self.scaling == "block":  # the scales of square blocks are transposed too
             flat, scales = self._quantise_matrices(matrices_EOI)
-            turned = flat.view(torch.uint8).mT.contiguous().view(flat.dtype), scales.mT
-            return self._multiply_grouped(dy_PO, *turned, ends_E, gradient=True)
-        given = (
+            transposed = flat.view(torch.uint8).mT.contiguous().view(flat.dtype), scales.mT
+            return self._multiply_grouped(dy_PO, *transposed, ends_E, gradient=True)
+        arguments = (
             matrices_EOI.flatten(0, 1),
             _ends_of(matrices_EOI),
             *self._column_options(gradient=False),
         )
-        columns, scales = self._find_kernel("quantise_columns", *given)(*given)
-        apart = -(-outputs // BLOCK) * BLOCK  # from the start of one expert to that of the next
-        turned = columns.as_strided((experts, inputs, outputs), (apart, columns.stride(0), 1))
-        return self._multiply_grouped(dy_PO, turned, scales[:, :, None], ends_E, gradient=True)
+        columns, scales = self._find_kernel("quantise_columns", *arguments)(*arguments)
+        stride = -(-outputs // BLOCK) * BLOCK  # from the start of one expert to that of the next
+        transposed = columns.as_strided((experts, inputs, outputs), (stride, columns.stride(0), 1))
+        return self._multiply_grouped(dy_PO, transposed, scales[:, :, None], ends_E, gradient=True)
 
     def grouped_gradient(
         self, dy_PO: Tensor, x_PI: Tensor, ends_E: Tensor, grads_E: Tensor, add: bool
     ) -> None:
         """Write each expert's dy^T x to its gradient, or with `add` add it. grads: [E, O, I], or
         any shape that can be viewed as that."""
-        given = dy_PO, ends_E, *self._column_options(gradient=True)
-        left, left_scales = self._find_kernel("quantise_columns", *given)(*given)
-        given = x_PI, ends_E, *self._column_options(gradient=False)
-        right, right_scales = self._find_kernel("quantise_columns", *given)(*given)
+        arguments = dy_PO, ends_E, *self._column_options(gradient=True)
+        left, left_scales = self._find_kernel("quantise_columns", *arguments)(*arguments)
+        arguments = x_PI, ends_E, *self._column_options(gradient=False)
+        right, right_scales = self._find_kernel("quantise_columns", *arguments)(*arguments)
         grads_EOI = grads_E.view(len(ends_E), dy_PO.shape[1], x_PI.shape[1])
         operands = left, right, left_scales, right_scales
         run = self._find_kernel("grouped_scaled_gradient", grads_EOI, *operands, ends_E, add)
         run(grads_EOI, *operands, ends_E, add)
 
     def _multiply_grouped(
-        self, rows_PK: Tensor, right_ENK: Tensor, by: Tensor, ends_E: Tensor, *, gradient: bool
+        self,
+        rows_PK: Tensor,
+        right_ENK: Tensor,
+        right_scales: Tensor,
+        ends_E: Tensor,
+        *,
+        gradient: bool,
     ) -> Tensor:
         """Return each row times the transposed matrix of its expert. The matrices are already
-        rounded; by: their scales."""
+        rounded; right_scales: their scales."""
         rows, scales = self._quantise(rows_PK, self._row_block, gradient, ends_E)
-        given = rows, right_ENK, scales, by, ends_E, rows_PK.dtype
-        return self._find_kernel("grouped_scaled_product", *given)(*given)
+        arguments = rows, right_ENK, scales, right_scales, ends_E, rows_PK.dtype
+        return self._find_kernel("grouped_scaled_product", *arguments)(*arguments)
 
     def _quantise_matrices(self, matrices_EOI: Tensor) -> tuple[Tensor, Tensor]:
         flat_RI, ends_E = matrices_EOI.flatten(0, 1), _ends_of(matrices_EOI)
@@ -167,13 +173,13 @@ class Fp8Matmul:
         step = BLOCK if self.scaling == "block" else _STEP
         if missing := -x_RK.shape[1] % step:
             x_RK = F.pad(x_RK, (0, missing))
-        given = x_RK, kind, block
-        return self._find_kernel("quantise", *given)(*given)
+        arguments = x_RK, kind, block
+        return self._find_kernel("quantise", *arguments)(*arguments)
 
-    def _find_kernel(self, name: str, *given: Any) -> Callable[..., Any]:
+    def _find_kernel(self, name: str, *arguments: Any) -> Callable[..., Any]:
         """Return the function that computes this kernel of the library: the fastest implementation
         that takes the arguments, or the reference if there is none."""
-        if run := self.kernels.find(name, *given):
+        if run := self.kernels.find(name, *arguments):
             return run
         from megaframe_kernels.registry import KERNELS
 

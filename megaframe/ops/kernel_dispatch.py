@@ -202,17 +202,19 @@ def make_kernels(
             unless the config asks for plain code; or `train.fp8` without the library, which also
             contains the plain code of 8-bit products.
     """
-    asked = {key: getattr(config.kernels, key) for key in FAMILIES}
-    named = {key: name for key, name in asked.items() if name not in (AUTO, PLAIN_CODE)}
+    requested = {key: getattr(config.kernels, key) for key in FAMILIES}
+    named = {key: name for key, name in requested.items() if name not in (AUTO, PLAIN_CODE)}
     plain = {key: _why_plain(config, device, compiler is not None, key) for key in FAMILIES}
-    called = _families_used(config)
-    wanted = [key for key in FAMILIES if plain[key] is None and (key in called or key in named)]
-    said = {key: why for key in called if (why := plain[key]) is not None}
+    used_families = _families_used(config)
+    selected = [
+        key for key in FAMILIES if plain[key] is None and (key in used_families or key in named)
+    ]
+    reasons = {key: why for key in used_families if (why := plain[key]) is not None}
     needing = {f"kernels.{key}={name}": f"kernels.{key}={AUTO}" for key, name in named.items()}
     if config.train.fp8 != "none":
         needing[f"train.fp8={config.train.fp8}"] = "train.fp8=none"
-    if not (wanted or needing):
-        return Kernels({}, compiler, said, tell)
+    if not (selected or needing):
+        return Kernels({}, compiler, reasons, tell)
     try:
         from megaframe_kernels.kernel import KernelError
         from megaframe_kernels.registry import KERNELS
@@ -228,10 +230,10 @@ def make_kernels(
             "plain code, which is several times slower. Install Triton (`pip install triton`, on "
             "Windows triton-windows; torch for ROCm brings its own) and megaframe with its kernels "
             f"(`pip install .`), or ask for plain code: "
-            f"{' '.join(f'kernels.{key}={PLAIN_CODE}' for key in wanted)}"
+            f"{' '.join(f'kernels.{key}={PLAIN_CODE}' for key in selected)}"
         ) from None
     choices: dict[str, KernelChoice] = {}
-    for key in wanted:
+    for key in selected:
         used = {kernel: KERNELS[kernel] for kernel in FAMILIES[key]}
         overrides = {
             kernel: named[key]
@@ -242,15 +244,15 @@ def make_kernels(
             choices |= select(used, overrides)
         except KernelError as error:
             raise UserError(f"kernels.{key}: {error}; use another, or {AUTO}") from None
-    return Kernels(choices, compiler, said, tell)
+    return Kernels(choices, compiler, reasons, tell)
 
 
 def _why_plain(config: RunConfig, device: torch.device, compiled: bool, key: str) -> str | None:
     """Return why no kernels of this key of `FAMILIES` are chosen, or None if some are."""
-    asked = getattr(config.kernels, key)
-    if asked == PLAIN_CODE:
+    requested = getattr(config.kernels, key)
+    if requested == PLAIN_CODE:
         return f"kernels.{key}={PLAIN_CODE}"
-    if asked != AUTO:
+    if requested != AUTO:
         return None
     if device.type != "cuda":
         return f"the device is a {device.type} (a kernel runs there if kernels.KEY names it)"

@@ -63,14 +63,14 @@ def has_fast_matmul(dtype: torch.dtype) -> bool:
 
 def libraries_for(dtype: torch.dtype) -> tuple[MatmulLibrary, ...]:
     """Return the libraries that multiply this type fast on this CPU, torch's own choice first."""
-    found: tuple[MatmulLibrary, ...] = ("torch",) if has_fast_matmul(dtype) else ()
+    libraries: tuple[MatmulLibrary, ...] = ("torch",) if has_fast_matmul(dtype) else ()
     if dtype in _NARROW:
-        found += ("fp32-torch",)
+        libraries += ("fp32-torch",)
     if _ONEDNN and dtype is torch.float32:
-        found += ("onednn",)
+        libraries += ("onednn",)
     if _ONEDNN and dtype in _NARROW:
-        found += ("fp32-onednn",)
-    return found
+        libraries += ("fp32-onednn",)
+    return libraries
 
 
 def default_library(dtype: torch.dtype) -> MatmulLibrary:
@@ -94,10 +94,10 @@ def libraries_in_use(dtype: torch.dtype) -> dict[MatmulKind, MatmulLibrary]:
 
 
 def _library(dtype: torch.dtype, kind: MatmulKind) -> MatmulLibrary:
-    found = _library_of.get((dtype, kind))
-    if found is None:
-        found = _library_of[dtype, kind] = default_library(dtype)
-    return found
+    library = _library_of.get((dtype, kind))
+    if library is None:
+        library = _library_of[dtype, kind] = default_library(dtype)
+    return library
 
 
 def multiply(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -172,10 +172,10 @@ def _multiply_in_pieces(
     for start in range(0, long, step):
         piece = slice(start, start + step)
         if by_rows:
-            into, made = out_MN[piece], _multiply_by(library, left_MK[piece], right_KN)
+            into, result = out_MN[piece], _multiply_by(library, left_MK[piece], right_KN)
         else:
-            into, made = out_MN[:, piece], _multiply_by(library, left_MK, right_KN[:, piece])
-        _write(into, made, add)
+            into, result = out_MN[:, piece], _multiply_by(library, left_MK, right_KN[:, piece])
+        _write(into, result, add)
 
 
 def _multiply_widened_into(
@@ -228,11 +228,11 @@ def _slices(length: int, beside: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _write(into: Tensor, made: Tensor, add: bool) -> None:
+def _write(into: Tensor, result: Tensor, add: bool) -> None:
     if add:
-        into.add_(made)
+        into.add_(result)
     else:
-        into.copy_(made)
+        into.copy_(result)
 
 
 def _multiply_by(
@@ -254,8 +254,10 @@ def _multiply_batched_by(library: MatmulLibrary, left_HMK: Tensor, right_HKN: Te
     """Return the products of fp32 operands, or by torch of operands of any type."""
     heads, rows, inner = left_HMK.shape
     if library.endswith("onednn") and rows * inner * right_HKN.shape[2] >= MIN_LOOP_WORK:
-        made = [_multiply_by("onednn", *pair) for pair in zip(left_HMK, right_HKN, strict=True)]
-        return torch.stack(made) if heads > 1 else made[0][None]
+        by_matrix = [
+            _multiply_by("onednn", *pair) for pair in zip(left_HMK, right_HKN, strict=True)
+        ]
+        return torch.stack(by_matrix) if heads > 1 else by_matrix[0][None]
     return torch.bmm(left_HMK, right_HKN)
 
 

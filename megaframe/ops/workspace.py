@@ -1,4 +1,4 @@
-"""Scratch: memory for tensors that are no longer needed when the layer that makes them returns.
+"""Memory for tensors that are no longer needed when the layer that makes them returns.
 
 On a CPU a large new tensor costs a page fault every 4 KiB, which can take twice as long as
 computing its content (docs/log.md). On a GPU torch itself keeps freed memory.
@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 class Workspace:
-    """Scratch memory of one stage. Its layers run one after the other, so all of them use the same
+    """The workspace of one stage. Its layers run one after the other, so all of them use the same
     memory."""
 
     def __init__(self) -> None:
-        self._kept: dict[torch.dtype, Tensor] = {}
+        self._buffers: dict[torch.dtype, Tensor] = {}
 
     def rows(self, count: int, like: Tensor) -> Tensor:
         """Return an uninitialised tensor [count, columns of `like`] of the type and device of
@@ -23,11 +23,11 @@ class Workspace:
         shape = (count, like.shape[1])
         if like.device.type != "cpu":
             return like.new_empty(shape)
-        kept, size = self._kept.get(like.dtype), count * like.shape[1]
-        if kept is None or len(kept) < size:
-            kept = self._kept[like.dtype] = like.new_empty(size)
-        return kept[:size].view(shape)
+        buffer, size = self._buffers.get(like.dtype), count * like.shape[1]
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[like.dtype] = like.new_empty(size)
+        return buffer[:size].view(shape)
 
     def clear(self) -> None:
         """Release the memory, at the end of a pass over the layers."""
-        self._kept.clear()
+        self._buffers.clear()

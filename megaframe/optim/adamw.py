@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
-from megaframe.optim.elementwise import Change, Chunk, Rates
-from megaframe.optim.optimizer_state import Keeping
-from megaframe.optim.rule import Step
+from megaframe.optim.elementwise import GroupRates, UpdateChunk, UpdateTransform
+from megaframe.optim.optimizer_state import MomentStorage
+from megaframe.optim.update_rule import UpdateStep
 
 
 @dataclass(frozen=True)
@@ -21,26 +21,26 @@ class AdamWOptions:
     beta1: float
     beta2: float
     eps: float
-    rates: Rates
+    rates: GroupRates
 
 
-class AdamW(Change):
+class AdamW(UpdateTransform):
     """AdamW, with running means of gradients and of their squares."""
 
-    whole = True
-    rounds = True
+    single_chunk = True
+    writes_rounded = True
 
     def __init__(
-        self, options: AdamWOptions, keeping: Keeping, kernels: Kernels = NO_KERNELS
+        self, options: AdamWOptions, storage: MomentStorage, kernels: Kernels = NO_KERNELS
     ) -> None:
-        super().__init__({"mean": keeping.signed, "square": keeping.square})
+        super().__init__({"mean": storage.signed, "square": storage.square})
         self.options, self._kernels = options, kernels
 
-    def apply(self, chunk: Chunk, step: Step) -> None:
+    def apply(self, chunk: UpdateChunk, step: UpdateStep) -> None:
         """Update as torch's AdamW does, after dividing the gradients."""
         weights, grads, moments = chunk.weights, chunk.grads, chunk.moments
-        given = (weights, grads, moments["mean"], moments["square"], chunk.rounded)
-        numbers = {
+        tensors = (weights, grads, moments["mean"], moments["square"], chunk.rounded)
+        options = {
             "lr": step.lr * self.options.rates.lr,
             "beta1": self.options.beta1,
             "beta2": self.options.beta2,
@@ -50,8 +50,8 @@ class AdamW(Change):
             "divisor": step.divisor,
             "skip": step.skip,
         }
-        if run := self._kernels.find("adamw", *given, **numbers):
-            run(*given, **numbers)
+        if kernel := self._kernels.find("adamw", *tensors, **options):
+            kernel(*tensors, **options)
             return
         scale: Tensor | None = step.divisor
         if weights.dtype == torch.float64:  # the fused kernel takes its divisor in fp32 only

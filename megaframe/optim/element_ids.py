@@ -1,7 +1,7 @@
-"""Numbering: identifies the elements of parameters in a flat span by one number each.
+"""ElementIds: identifies the elements of parameters in a flat span by one number each.
 
-An element has the same number wherever a layout puts it, so random draws that depend on numbers are
-the same under all layouts. Numbers are computed a chunk at a time and never kept.
+An element has the same id wherever a layout puts it, so random draws that depend on ids are the
+same under all layouts. Ids are computed a chunk at a time and never stored.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megaframe.data_parallel.partition import Division
+from megaframe.data_parallel.partition import BucketPartition
 from megaframe.parameters.spec import Box, ParamSpec
 
 
-class Numbering:
-    """The numbers of what a rank keeps of a bucket. An element's number is a hash of (seed, name of
-    the parameter) plus its place in the whole parameter, in row-major order."""
+class ElementIds:
+    """The ids of the elements whose master weights a rank has. An element's id is a hash of (seed,
+    name of the parameter) plus its place in the whole parameter, in row-major order."""
 
-    def __init__(self, specs: Sequence[ParamSpec], division: Division, seed: int) -> None:
+    def __init__(self, specs: Sequence[ParamSpec], partition: BucketPartition, seed: int) -> None:
         self._shapes = [spec.shape for spec in specs]
-        self._firsts = [_hash(f"{seed}/{spec.name}") for spec in specs]
-        self._division = division
+        self._first_ids = [_hash(f"{seed}/{spec.name}") for spec in specs]
+        self._partition = partition
 
     def __call__(self, span: slice, device: torch.device) -> Tensor:
-        """Return the numbers of the elements of `span`, int64; 0 for padding."""
-        start = self._division.kept.start
-        found = torch.zeros(span.stop - span.start, dtype=torch.int64, device=device)
-        for index, box, place in self._division.pieces(
+        """Return the ids of the elements of `span`, int64; 0 for padding."""
+        start = self._partition.master_span.start
+        ids = torch.zeros(span.stop - span.start, dtype=torch.int64, device=device)
+        for index, box, place in self._partition.pieces(
             slice(start + span.start, start + span.stop)
         ):
-            _count(found[place].view(box.shape), self._firsts[index], box, self._shapes[index])
-        return found
+            _count(ids[place].view(box.shape), self._first_ids[index], box, self._shapes[index])
+        return ids
 
 
 def positions(span: slice, device: torch.device) -> Tensor:
-    """Return the positions of a span as its numbers, for a span that is not part of a bucket."""
+    """Return the positions of a span as its ids, for a span that is not part of a bucket."""
     return torch.arange(span.start, span.stop, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Exchange: sends pieces of matrices to the one rank that works on the whole matrix, and back.
+"""MatrixGather: sends pieces of matrices to the one rank that works on the whole matrix, and back.
 
 A rank holds flat parts of slices of a weight, as boxes. Every rank knows the boxes of all others,
 whatever layout they come from: any layout is just a list of boxes.
@@ -18,7 +18,7 @@ from megaframe.parameters.spec import Box
 
 
 @dataclass(frozen=True)
-class Piece:
+class MatrixPiece:
     """A box of tensor number `tensor`."""
 
     tensor: int
@@ -26,107 +26,119 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Boxes:
-    """The pieces of every rank of a group, in the order of ranks. gives: what a rank sends, no
-    element twice. takes: what a rank gets back, every element that it keeps."""
+class RankPieces:
+    """The pieces of every rank of a group, in the order of ranks.
 
-    gives: Sequence[Sequence[Piece]]
-    takes: Sequence[Sequence[Piece]]
+    Attributes:
+        sent: What a rank sends, no element twice.
+        wanted: What a rank gets back: every element whose weights it has.
+    """
+
+    sent: Sequence[Sequence[MatrixPiece]]
+    wanted: Sequence[Sequence[MatrixPiece]]
 
 
-class Exchange:
-    """Exchanges `wholes` (boxes of tensors); rank owners[i] of the group works on number i. They
-    travel as type `dtype`."""
+class MatrixGather:
+    """Gathers `matrices` (boxes of tensors) on their owners, and spreads results."""
 
     def __init__(
         self,
         group: Group,
-        boxes: Boxes,
-        wholes: Sequence[Piece],
+        pieces: RankPieces,
+        matrices: Sequence[MatrixPiece],
         owners: Sequence[int],
         dtype: torch.dtype,
     ) -> None:
-        self._group, self._wholes, self._dtype = group, wholes, dtype
+        """Plan the transfers.
+
+        Args:
+            group: The ranks that together have every matrix.
+            pieces: What each rank sends and wants back.
+            matrices: The matrices.
+            owners: The rank of the group that works on each matrix.
+            dtype: The type in which they travel.
+        """
+        self._group, self._matrices, self._dtype = group, matrices, dtype
         self._owned = [i for i, owner in enumerate(owners) if owner == group.index]
-        gives = [_cut(pieces, wholes) for pieces in boxes.gives]
-        takes = [_cut(pieces, wholes) for pieces in boxes.takes]
-        ranks = range(group.size)
-        self._giving = [
-            [cut for cut in gives[group.index] if owners[cut.whole] == o] for o in ranks
-        ]
-        self._taking = [
-            [cut for cut in takes[group.index] if owners[cut.whole] == o] for o in ranks
-        ]
-        self._given = [[cut for cut in gives[r] if cut.whole in self._owned] for r in ranks]
-        self._taken = [[cut for cut in takes[r] if cut.whole in self._owned] for r in ranks]
+        sent = [_cut(of_rank, matrices) for of_rank in pieces.sent]
+        wanted = [_cut(of_rank, matrices) for of_rank in pieces.wanted]
+        ranks, own = range(group.size), group.index
+        # Four lists of cuts, each by the rank at the other end: what this rank sends to owners and
+        # wants from them, and as an owner what it gets from others and returns to them.
+        self._to_owners = [[c for c in sent[own] if owners[c.matrix] == r] for r in ranks]
+        self._from_owners = [[c for c in wanted[own] if owners[c.matrix] == r] for r in ranks]
+        self._collected = [[c for c in sent[r] if c.matrix in self._owned] for r in ranks]
+        self._returned = [[c for c in wanted[r] if c.matrix in self._owned] for r in ranks]
 
     def collect(self, pieces: Sequence[Tensor], device: torch.device) -> Pending[Tensor]:
-        """Start sending this rank's pieces to the owners of the wholes."""
-        parts = [pieces[c.piece][c.in_piece] for cuts in self._giving for c in cuts]
-        return self._send(_flat(parts, self._dtype, device), self._giving, self._given)
+        """Start sending this rank's pieces to the owners of the matrices."""
+        parts = [pieces[c.piece][c.in_piece] for cuts in self._to_owners for c in cuts]
+        flat = _flatten(parts, self._dtype, device)
+        return self._exchange(flat, self._to_owners, self._collected)
 
-    def wholes(self, arrived: Tensor) -> dict[int, Tensor]:
-        """Return the wholes that this rank owns, by number, assembled from what was collected."""
-        found = {i: arrived.new_empty(self._wholes[i].box.shape) for i in self._owned}
-        for cut, part in _parts(arrived, self._given):
-            found[cut.whole][cut.in_whole] = part
-        return found
+    def assemble(self, collected: Tensor) -> dict[int, Tensor]:
+        """Return the matrices that this rank owns, by number, from what was collected."""
+        matrices = {i: collected.new_empty(self._matrices[i].box.shape) for i in self._owned}
+        for cut, part in _split(collected, self._collected):
+            matrices[cut.matrix][cut.in_matrix] = part
+        return matrices
 
-    def spread(self, wholes: Mapping[int, Tensor], device: torch.device) -> Pending[Tensor]:
-        """Start sending results for the owned wholes to the ranks that take them."""
-        parts = [wholes[c.whole][c.in_whole] for cuts in self._taken for c in cuts]
-        return self._send(_flat(parts, self._dtype, device), self._taken, self._taking)
+    def spread(self, results: Mapping[int, Tensor], device: torch.device) -> Pending[Tensor]:
+        """Start sending results for the owned matrices to the ranks that want them."""
+        parts = [results[c.matrix][c.in_matrix] for cuts in self._returned for c in cuts]
+        flat = _flatten(parts, self._dtype, device)
+        return self._exchange(flat, self._returned, self._from_owners)
 
-    def taken(self, arrived: Tensor) -> Iterator[tuple[int, tuple[slice, ...], Tensor]]:
-        """Yield what was spread: number of a box that this rank takes, place in it, values."""
-        for cut, part in _parts(arrived, self._taking):
+    def received(self, spread: Tensor) -> Iterator[tuple[int, tuple[slice, ...], Tensor]]:
+        """Yield what was spread: number of a piece that this rank wants, place in it, values."""
+        for cut, part in _split(spread, self._from_owners):
             yield cut.piece, cut.in_piece, part
 
-    def _send(
-        self, flat: Tensor, leaving: Sequence[Sequence[_Cut]], coming: Sequence[Sequence[_Cut]]
+    def _exchange(
+        self, flat: Tensor, outgoing: Sequence[Sequence[_Cut]], incoming: Sequence[Sequence[_Cut]]
     ) -> Pending[Tensor]:
-        out, into = (
-            [sum(cut.box.size for cut in cuts) for cuts in side] for side in (leaving, coming)
+        sent, received = (
+            [sum(cut.box.size for cut in cuts) for cuts in side] for side in (outgoing, incoming)
         )
-        return all_to_all_uneven(flat, out, into, self._group)
+        return all_to_all_uneven(flat, sent, received, self._group)
 
 
-def deal(work: Sequence[float], ranks: int) -> list[int]:
-    """Return a rank for each piece of work: the largest first, each to the least loaded rank."""
+def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
+    """Return a rank for each cost: the largest first, each to the least loaded rank."""
     loads = [(0.0, rank) for rank in range(ranks)]
-    owners = [0] * len(work)
-    for index in sorted(range(len(work)), key=lambda i: (-work[i], i)):
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         load, rank = loads[0]
         owners[index] = rank
-        heapq.heapreplace(loads, (load + work[index], rank))
+        heapq.heapreplace(loads, (load + costs[index], rank))
     return owners
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """What piece number `piece` and whole number `whole` have in common, as places in each."""
+    """What piece number `piece` and matrix number `matrix` have in common, as places in each."""
 
     piece: int
-    whole: int
+    matrix: int
     in_piece: tuple[slice, ...]
-    in_whole: tuple[slice, ...]
+    in_matrix: tuple[slice, ...]
     box: Box
 
 
-def _cut(pieces: Sequence[Piece], wholes: Sequence[Piece]) -> list[_Cut]:
+def _cut(pieces: Sequence[MatrixPiece], matrices: Sequence[MatrixPiece]) -> list[_Cut]:
     cuts = []
     for index, piece in enumerate(pieces):
-        for number, whole in enumerate(wholes):
-            if whole.tensor != piece.tensor:
+        for number, matrix in enumerate(matrices):
+            if matrix.tensor != piece.tensor:
                 continue
-            shared = piece.box.intersection(whole.box)
+            shared = piece.box.intersection(matrix.box)
             if shared is not None:
-                places = shared.relative_to(piece.box).slices, shared.relative_to(whole.box).slices
+                places = shared.relative_to(piece.box).slices, shared.relative_to(matrix.box).slices
                 cuts.append(_Cut(index, number, *places, shared))
     return cuts
 
 
-def _flat(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _flatten(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the parts as one flat tensor, one after the other."""
     out = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=device)
     start = 0
@@ -136,8 +148,8 @@ def _flat(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> 
     return out
 
 
-def _parts(flat: Tensor, cuts: Sequence[Sequence[_Cut]]) -> Iterator[tuple[_Cut, Tensor]]:
-    """Split a flat tensor into the parts of cuts; the reverse of `_flat`."""
+def _split(flat: Tensor, cuts: Sequence[Sequence[_Cut]]) -> Iterator[tuple[_Cut, Tensor]]:
+    """Split a flat tensor into the parts of cuts; the reverse of `_flatten`."""
     start = 0
     for of_rank in cuts:
         for cut in of_rank:

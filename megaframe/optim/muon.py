@@ -9,19 +9,26 @@ have the same amount of work, and about one bucket is in transit on each.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megaframe.data_parallel.bucket import Bucket
-from megaframe.data_parallel.partition import Division
-from megaframe.distributed.collectives import Group
+from megaframe.data_parallel.partition import BucketPartition
+from megaframe.distributed.collectives import Group, Pending
 from megaframe.distributed.nccl_communicators import connect_pairs
-from megaframe.optim.elementwise import Change, Descent, Elementwise, MomentumOptions, Speed
-from megaframe.optim.matrix_gather import Boxes, Exchange, Piece, deal
-from megaframe.optim.optimizer_state import Keeping
-from megaframe.optim.rule import Step
+from megaframe.optim.elementwise import (
+    ElementwiseRule,
+    GradientDescent,
+    Momentum,
+    MomentumOptions,
+    UpdateTransform,
+)
+from megaframe.optim.matrix_gather import MatrixGather, MatrixPiece, RankPieces, assign_owners
+from megaframe.optim.optimizer_state import MomentStorage
+from megaframe.optim.update_rule import OptimizerShard, UpdateRule, UpdateStep
 from megaframe.parameters.parameter import Precision
 
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -31,112 +38,140 @@ _SCALE = 0.2
 """Root mean square of an update: about AdamW's, so that one rate fits both (Liu et al. 2025)."""
 
 
-class Muon:
-    """The rule of a bucket of matrices. group: the ranks that together hold one copy of them.
-    divisions: how the bucket is divided on each of these ranks. after: changes that follow Muon's
-    own."""
+@dataclass
+class _RunningUpdate:
+    """What an update needs between its phases. transfer: the one in flight."""
+
+    weights: Tensor
+    grads: Tensor
+    step: UpdateStep
+    rounded: Tensor | None
+    transfer: Pending[Tensor]
+
+
+class Muon(UpdateRule):
+    """The rule of a bucket of matrices: m = momentum m + g, and
+    w -= lr (scale * orthogonal(g + momentum m) + decay w).
+
+    Weights do not travel, only what the gradients have become, so weights can come in chunks.
+    """
 
     def __init__(
         self,
         bucket: Bucket,
         options: MomentumOptions,
-        keeping: Keeping,
+        storage: MomentStorage,
         precision: Precision,
         group: Group,
-        divisions: Sequence[Division],
-        after: Sequence[Change] = (),
+        partitions: Sequence[BucketPartition],
+        after: Sequence[UpdateTransform] = (),
     ) -> None:
+        """Allocate the state. All ranks of the group must call this.
+
+        Args:
+            bucket: The bucket of matrices.
+            options: Constants of the momentum.
+            storage: How the momentum is stored.
+            precision: Matrices are orthogonalised in the type of the computation, or in fp32.
+            group: The ranks that together hold one copy of the matrices.
+            partitions: How the bucket is divided on each of these ranks.
+            after: Transforms that follow Muon's own.
+        """
         self._bucket, self._group = bucket, group
-        changes = [Descent(options.rates), *after]
-        self._speed = Elementwise(bucket.weights, [Speed(options, keeping)], keeping)
-        self._descent = Elementwise(bucket.weights, changes, keeping)
+        transforms = [GradientDescent(options.rates), *after]
+        self._momentum = ElementwiseRule(bucket.weights, [Momentum(options, storage)], storage)
+        self._descent = ElementwiseRule(bucket.weights, transforms, storage)
         # Entries of a large matrix of norm 1 are too small for fp16.
         half = precision.compute == torch.float16
         self._dtype = torch.float32 if half else precision.compute
-        self._boxes = Boxes(
-            [_within(division, division.own) for division in divisions],
-            [_within(division, division.kept) for division in divisions],
+        self._pieces = RankPieces(
+            [_pieces_in(partition, partition.owned_span) for partition in partitions],
+            [_pieces_in(partition, partition.master_span) for partition in partitions],
         )
-        self._wholes = [
-            Piece(index, box)
+        self._matrices = [
+            MatrixPiece(index, box)
             for index, parameter in enumerate(bucket.parameters)
             for box in parameter.spec.matrices
         ]
-        self._exchange: Exchange | None = None
+        self._gather: MatrixGather | None = None
+        self._running: _RunningUpdate | None = None
         connect_pairs(self._group, bucket.device)
 
     @property
-    def work(self) -> list[float]:
+    def costs(self) -> list[float]:
         """The cost of each matrix; only the ratios matter."""
-        sizes = [sorted(self._sides(whole)) for whole in self._wholes]
+        sizes = [sorted(self._sides(matrix)) for matrix in self._matrices]
         return [float(few * few * (2 * many + few)) for few, many in sizes]
 
-    def give_to(self, owners: Sequence[int]) -> None:
+    def set_owners(self, owners: Sequence[int]) -> None:
         """Set which rank of the group owns each matrix."""
-        self._exchange = Exchange(self._group, self._boxes, self._wholes, owners, self._dtype)
+        self._gather = MatrixGather(self._group, self._pieces, self._matrices, owners, self._dtype)
 
     @property
     def state(self) -> dict[str, Tensor]:
         """All state, as it is stored in memory."""
-        return {**self._speed.state, **self._descent.state}
+        return {**self._momentum.state, **self._descent.state}
 
-    def start(self, weights: Tensor) -> None:
+    def initialize_state(self, weights: Tensor) -> None:
         """Begin a run: the weights have their initial values."""
-        self._descent.start(weights)
+        self._descent.initialize_state(weights)
 
-    def settle(self) -> None:
-        """Return when everything that was changed is back where it is kept."""
-        self._speed.settle()
-        self._descent.settle()
-
-    def shown(self, *, to_load: bool = False) -> Mapping[str, Tensor]:
+    def checkpoint_state(self, *, to_load: bool = False) -> Mapping[str, Tensor]:
         """Return the state for a checkpoint, each tensor as long as the weights."""
-        return {**self._speed.shown(to_load=to_load), **self._descent.shown(to_load=to_load)}
+        momentum = self._momentum.checkpoint_state(to_load=to_load)
+        return {**momentum, **self._descent.checkpoint_state(to_load=to_load)}
 
-    def load(self) -> None:
-        """Take back the tensors that were shown, which have been changed."""
-        self._speed.load()
-        self._descent.load()
+    def load_checkpoint_state(self) -> None:
+        """Take back the tensors that `checkpoint_state` returned, which have been changed."""
+        self._momentum.load_checkpoint_state()
+        self._descent.load_checkpoint_state()
 
     def update(
-        self, weights: Tensor, grads: Tensor, step: Step, rounded: Tensor | None = None
-    ) -> Iterator[None]:
-        """m = momentum m + g; w -= lr (scale * orthogonal(g + momentum m) + decay w). Weights do
-        not travel, only what the gradients have become, so weights can come in chunks."""
-        assert self._exchange is not None, "every matrix has an owner before the first update"
-        self._speed.update(weights, grads, step)
-        gives = self._bucket.pieces(self._own(grads), self._bucket.own)
-        arriving = self._exchange.collect([piece for _, _, piece in gives], grads.device)
-        yield
-        wholes = self._exchange.wholes(arriving.wait())
-        made = {index: self._direction(index, whole) for index, whole in wholes.items()}
-        arriving = self._exchange.spread(made, grads.device)
-        yield
-        takes = [piece for _, _, piece in self._bucket.pieces(grads, self._bucket.kept)]
-        for index, place, direction in self._exchange.taken(arriving.wait()):
-            takes[index][place].copy_(direction)
-        self._descent.update(weights, grads, step, rounded)
+        self, weights: Tensor, grads: Tensor, step: UpdateStep, rounded: Tensor | None = None
+    ) -> None:
+        """Add to the momentum, and start sending the directions to the owners of the matrices."""
+        assert self._gather is not None, "every matrix has an owner before the first update"
+        self._momentum.update(weights, grads, step)
+        span, start = self._bucket.owned_span, self._bucket.master_span.start
+        owned = self._bucket.pieces(grads[span.start - start : span.stop - start], span)
+        transfer = self._gather.collect([piece for _, _, piece in owned], grads.device)
+        self._running = _RunningUpdate(weights, grads, step, rounded, transfer)
 
-    def _own(self, kept: Tensor) -> Tensor:
-        start = self._bucket.own.start - self._bucket.kept.start
-        return kept[start : start + self._bucket.own.stop - self._bucket.own.start]
+    def continue_update(self) -> None:
+        """Orthogonalise the matrices that this rank owns, and start sending them back."""
+        running = self._running
+        assert self._gather is not None and running is not None, "`update` comes first"
+        matrices = self._gather.assemble(running.transfer.wait())
+        directions = {index: self._direction(index, matrix) for index, matrix in matrices.items()}
+        running.transfer = self._gather.spread(directions, running.grads.device)
 
-    def _sides(self, whole: Piece) -> tuple[int, int]:
+    def finish_update(self) -> None:
+        """Move the weights in the directions that the owners have sent."""
+        running, self._running = self._running, None
+        assert self._gather is not None and running is not None, "`update` comes first"
+        # The gradients are not needed any more: their memory takes the directions.
+        pieces = self._bucket.pieces(running.grads, self._bucket.master_span)
+        targets = [piece for _, _, piece in pieces]
+        for index, place, direction in self._gather.received(running.transfer.wait()):
+            targets[index][place].copy_(direction)
+        self._descent.update(running.weights, running.grads, running.step, running.rounded)
+
+    def _sides(self, matrix: MatrixPiece) -> tuple[int, int]:
         """Return the number of outputs and of inputs of a matrix."""
-        inputs = self._bucket.parameters[whole.tensor].spec.inputs
-        return math.prod(whole.box.shape[:-inputs]), math.prod(whole.box.shape[-inputs:])
+        inputs = self._bucket.parameters[matrix.tensor].spec.inputs
+        return math.prod(matrix.box.shape[:-inputs]), math.prod(matrix.box.shape[-inputs:])
 
-    def _direction(self, index: int, whole: Tensor) -> Tensor:
-        sides = self._sides(self._wholes[index])
+    def _direction(self, index: int, matrix: Tensor) -> Tensor:
+        sides = self._sides(self._matrices[index])
         scale = _SCALE * math.sqrt(max(sides))
-        return orthogonal(whole.view(sides)).mul_(scale).view(whole.shape)
+        return orthogonalize(matrix.view(sides)).mul_(scale).view(matrix.shape)
 
 
-def _within(division: Division, span: slice) -> list[Piece]:
-    return [Piece(number, box) for number, box, _ in division.pieces(span)]
+def _pieces_in(partition: BucketPartition, span: slice) -> list[MatrixPiece]:
+    return [MatrixPiece(number, box) for number, box, _ in partition.pieces(span)]
 
 
-def orthogonal(matrix_OI: Tensor) -> Tensor:
+def orthogonalize(matrix_OI: Tensor) -> Tensor:
     """Return roughly U V^T of a matrix U S V^T: its singular values become about 0.7 to 1.2, by
     five Newton-Schulz iterations of a quintic (Jordan et al. 2024), in the matrix's own type."""
     a, b, c = _COEFFICIENTS
@@ -151,29 +186,25 @@ def orthogonal(matrix_OI: Tensor) -> Tensor:
     return (x.t() if tall else x).contiguous()
 
 
-def together(buckets: Sequence[Bucket], group: Group) -> list[list[Bucket]]:
-    """Return the buckets that are trained, in order, in lists of those that are updated together.
-    Gives the matrices of Muon their owners."""
-    found: list[list[Bucket]] = []
-    window: list[Bucket] = []
-    for bucket in buckets:
-        if bucket.optimizer is None:
+def update_groups(shards: Sequence[OptimizerShard], group: Group) -> list[list[OptimizerShard]]:
+    """Return the shards that are trained, in order, in lists of those that are updated together.
+    Gives the matrices of Muon their owners among the ranks of `group`."""
+    groups: list[list[OptimizerShard]] = []
+    window: list[OptimizerShard] = []
+    for shard in shards:
+        if shard.rule is None:
             continue
-        if _muon(bucket) is None:
-            found.append([bucket])
+        if not isinstance(shard.rule, Muon):
+            groups.append([shard])
             continue
         if not window:
-            found.append(window)
-        window.append(bucket)
+            groups.append(window)
+        window.append(shard)
         if len(window) == group.size:
             window = []
-    for together in found:
-        muons = [muon for muon in map(_muon, together) if muon is not None]
-        owners = iter(deal([work for muon in muons for work in muon.work], group.size))
-        for muon in muons:
-            muon.give_to([next(owners) for _ in muon.work])
-    return found
-
-
-def _muon(bucket: Bucket) -> Muon | None:
-    return bucket.optimizer if isinstance(bucket.optimizer, Muon) else None
+    for together in groups:
+        rules = [shard.rule for shard in together if isinstance(shard.rule, Muon)]
+        owners = iter(assign_owners([cost for rule in rules for cost in rule.costs], group.size))
+        for rule in rules:
+            rule.set_owners([next(owners) for _ in rule.costs])
+    return groups

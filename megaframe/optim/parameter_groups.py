@@ -1,4 +1,4 @@
-"""Choices: which rule trains each parameter, at which rates, and which parameters are not trained.
+"""ParameterGroups: which rule trains each parameter, at which rates, and which are frozen.
 
 Everything follows from the role that a layer declared for its parameter and from nothing else,
 except for frozen parameters, which a user lists by name.
@@ -7,41 +7,42 @@ except for frozen parameters, which a user lists by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import partial
 
 import torch
+from torch import Tensor
 
 from megaframe.config import OptimConfig, RunConfig
 from megaframe.data_parallel.bucket import Bucket
-from megaframe.data_parallel.partition import Division
+from megaframe.data_parallel.partition import BucketPartition
+from megaframe.data_parallel.sharded_parameters import BucketingRule
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError, join_or
+from megaframe.model.model_chunk import model_specs
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.optim.adamw import AdamW, AdamWOptions
-from megaframe.optim.element_ids import Numbering
+from megaframe.optim.element_ids import ElementIds
 from megaframe.optim.elementwise import (
-    Average,
-    Change,
-    Descent,
-    Elementwise,
+    ElementwiseRule,
+    GradientDescent,
+    GroupRates,
     Lion,
     LionOptions,
+    Momentum,
     MomentumOptions,
-    Rates,
-    Speed,
+    UpdateTransform,
+    WeightAverage,
 )
-from megaframe.optim.expert_balance import Balance
+from megaframe.optim.expert_balance import ExpertBalance
 from megaframe.optim.muon import Muon
-from megaframe.optim.optimizer_state import Keeping
-from megaframe.optim.rule import Rule
-from megaframe.optim.state_dtype import codes
-from megaframe.optim.state_offload import STAYS, Route, route_from
+from megaframe.optim.optimizer_state import MomentStorage
+from megaframe.optim.state_dtype import state_codecs
+from megaframe.optim.state_offload import NO_OFFLOAD, StateOffload, offload_to_host
+from megaframe.optim.update_rule import OptimizerShard, UpdateRule
 from megaframe.parameters.parameter import PRECISIONS
 from megaframe.parameters.spec import ParamSpec, count_parameters
-from megaframe.pipeline_parallel.stage import model_specs
 
 GROUPS = {
     "matrix": "matrix",
@@ -55,99 +56,130 @@ GROUPS = {
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What parameters must have in common to be trained together. rule: the optimizer's name, None
-    if they are frozen."""
+class ParameterGroup:
+    """What parameters must have in common to be trained together.
 
-    group: str
+    Attributes:
+        name: The group in `optim.groups`, or `balance`.
+        rule: The optimizer's name, None if the parameters are frozen.
+        rates: Their learning rate and weight decay.
+    """
+
+    name: str
     rule: str | None
-    rates: Rates
+    rates: GroupRates
 
 
-class Choices:
-    """The choices of a run. Raises `UserError` if a pattern in `optim.frozen` matches nothing."""
+class ParameterGroups:
+    """How each parameter of a run is trained.
+
+    Attributes:
+        offload: Where optimizer state is.
+        owner_group: The ranks that together hold one copy of a stage; under Muon they own its
+            matrices.
+    """
 
     def __init__(self, config: RunConfig, mesh: Mesh, kernels: Kernels = NO_KERNELS) -> None:
+        """Read the config.
+
+        Raises:
+            UserError: A pattern in `optim.frozen` matches nothing, or nothing is left to train.
+        """
         optim = self._optim = config.optim
         self._moe, self._kernels = config.model.moe, kernels
         self._precision = PRECISIONS[config.train.precision]
         self._frozen = frozen_names(config)
-        self._mesh, self.owners = mesh, mesh.group("data_shard", "context", "tensor")
-        """The ranks that together hold one copy of a stage; under Muon they own its matrices."""
-        self.route = route_of(optim, mesh.device)
-        """Brings optimizer state that is kept elsewhere to the device."""
-        self._keeping = Keeping(*codes(optim.state), self.route)
-        self.together = max(self._keeping.signed.together, self._keeping.square.together)
-        """Number of neighbours in a bucket that share something in the state, such as a scale."""
+        self._mesh, self.owner_group = mesh, mesh.group("data_shard", "context", "tensor")
+        self.offload = state_offload_of(optim, mesh.device)
+        self._storage = MomentStorage(*state_codecs(optim.state), self.offload)
         self._seed = config.run.seed
 
-    def kind(self, spec: ParamSpec) -> Kind:
-        """Return the kind of a parameter."""
-        return kind_of(self._optim, spec, self._frozen)
+    def group(self, spec: ParamSpec) -> ParameterGroup:
+        """Return the group of a parameter."""
+        return group_of(self._optim, spec, self._frozen)
 
-    def rule(self, spec: ParamSpec) -> Callable[[Bucket], Rule] | None:
-        """Return what makes the optimizer of a bucket of such parameters; None if frozen."""
-        kind = self.kind(spec)
-        return None if kind.rule is None else partial(self._make, kind)
+    @property
+    def bucketing(self) -> BucketingRule:
+        """What the optimizer requires of buckets."""
+        storage = self._storage
 
-    def _make(self, kind: Kind, bucket: Bucket) -> Rule:
-        if kind.rule == "balance":
+        def allocate_host(length: int, dtype: torch.dtype) -> Tensor:
+            return self.offload.store((torch.zeros(length, dtype=dtype),))[0]
+
+        return BucketingRule(
+            self.group,
+            lambda spec: self.group(spec).rule is not None,
+            # Elements of one scale of a blockwise codec must be on one rank.
+            alignment=max(storage.signed.block_size, storage.square.block_size),
+            allocate_host=None if self.offload.device is None else allocate_host,
+        )
+
+    def shard(self, bucket: Bucket) -> OptimizerShard:
+        """Return the rule of a bucket with its state. Under Muon, all ranks of `owner_group` must
+        call this for the same buckets in the same order."""
+        group = self.group(bucket.parameters[0].spec)
+        return OptimizerShard(bucket, None if group.rule is None else self._rule(group, bucket))
+
+    def _rule(self, group: ParameterGroup, bucket: Bucket) -> UpdateRule:
+        if group.rule == "balance":
             assert self._moe is not None, "a model with routers has experts"
-            return Balance(self._moe, bucket.division.spans)
+            return ExpertBalance(self._moe, bucket.partition.spans)
         optim = self._optim
         specs = [parameter.spec for parameter in bucket.parameters]
-        numbers = Numbering(specs, bucket.division, self._seed)
-        keeping = replace(self._keeping, numbers=numbers)
-        average = [] if optim.ema is None else [Average(optim.ema)]
-        if kind.rule == "muon":
-            speed = momentum_options(optim, kind.rates)
-            divisions = self._on_owners(bucket)
-            return Muon(bucket, speed, keeping, self._precision, self.owners, divisions, average)
-        return Elementwise(bucket.weights, [*self._changes(kind, keeping), *average], keeping)
+        element_ids = ElementIds(specs, bucket.partition, self._seed)
+        storage = replace(self._storage, element_ids=element_ids)
+        average = [] if optim.ema is None else [WeightAverage(optim.ema)]
+        if group.rule == "muon":
+            options = momentum_options(optim, group.rates)
+            partitions = self._partitions_of_owners(bucket)
+            precision, owners = self._precision, self.owner_group
+            return Muon(bucket, options, storage, precision, owners, partitions, average)
+        transforms = [*self._transforms(group, storage), *average]
+        return ElementwiseRule(bucket.weights, transforms, storage)
 
-    def _on_owners(self, bucket: Bucket) -> list[Division]:
-        """Return how the bucket is divided on each of the owners."""
-        layout, ranks = self._mesh.layout, self.owners.ranks
+    def _partitions_of_owners(self, bucket: Bucket) -> list[BucketPartition]:
+        """Return how the bucket is divided on each rank of `owner_group`."""
+        layout, ranks = self._mesh.layout, self.owner_group.ranks
         places, sizes = map(layout.full_coordinate, ranks), layout.sizes
-        indices = self._mesh.indices(ranks, *bucket.sharing.shard.axes)
+        indices = self._mesh.indices(ranks, *bucket.sharding.shard.axes)
         return [
-            bucket.divided([p.spec.local(place, sizes) for p in bucket.parameters], index)
+            bucket.partition_of([p.spec.local(place, sizes) for p in bucket.parameters], index)
             for place, index in zip(places, indices, strict=True)
         ]
 
-    def _changes(self, kind: Kind, keeping: Keeping) -> list[Change]:
-        """Return the changes that make up a rule that changes each element on its own."""
-        optim, rates = self._optim, kind.rates
-        if kind.rule == "adamw":
+    def _transforms(self, group: ParameterGroup, storage: MomentStorage) -> list[UpdateTransform]:
+        """Return the transforms of a rule that changes each element on its own."""
+        optim, rates = self._optim, group.rates
+        if group.rule == "adamw":
             options = AdamWOptions(optim.beta1, optim.beta2, optim.eps, rates)
-            return [AdamW(options, keeping, self._kernels)]
-        if kind.rule == "lion":
-            return [Lion(LionOptions(optim.beta1, optim.beta2, rates), keeping)]
-        return [Speed(momentum_options(optim, rates), keeping), Descent(rates)]
+            return [AdamW(options, storage, self._kernels)]
+        if group.rule == "lion":
+            return [Lion(LionOptions(optim.beta1, optim.beta2, rates), storage)]
+        return [Momentum(momentum_options(optim, rates), storage), GradientDescent(rates)]
 
 
-def route_of(optim: OptimConfig, device: torch.device) -> Route:
-    """Return the route of what the optimizer keeps: from host memory if `optim.offload` is set and
-    the device is not the CPU itself."""
-    return route_from(device) if optim.offload and device.type != "cpu" else STAYS
+def state_offload_of(optim: OptimConfig, device: torch.device) -> StateOffload:
+    """Return where optimizer state is: in host memory if `optim.offload` is set and the device is
+    not the CPU itself."""
+    return offload_to_host(device) if optim.offload and device.type != "cpu" else NO_OFFLOAD
 
 
-def kind_of(optim: OptimConfig, spec: ParamSpec, frozen: frozenset[str]) -> Kind:
+def group_of(optim: OptimConfig, spec: ParamSpec, frozen: frozenset[str]) -> ParameterGroup:
     """Return how a parameter is trained. Muon trains matrices; AdamW trains the rest."""
     name = GROUPS[spec.role]
     if spec.name in frozen:
-        return Kind(name, None, Rates())
+        return ParameterGroup(name, None, GroupRates())
     if name == "balance":
-        return Kind(name, name, Rates())
+        return ParameterGroup(name, name, GroupRates())
     group = getattr(optim.groups, name)
     decay = group.weight_decay
     if decay is None:
         decay = optim.weight_decay if spec.decay else 0.0
     rule = "adamw" if optim.name == "muon" and name != "matrix" else optim.name
-    return Kind(name, rule, Rates(group.lr, decay))
+    return ParameterGroup(name, rule, GroupRates(group.lr, decay))
 
 
-def momentum_options(optim: OptimConfig, rates: Rates) -> MomentumOptions:
+def momentum_options(optim: OptimConfig, rates: GroupRates) -> MomentumOptions:
     """Return the options of Muon or SGD, with their defaults."""
     muon = optim.name == "muon"
     momentum = (0.95 if muon else 0.9) if optim.momentum is None else optim.momentum
@@ -163,42 +195,42 @@ def frozen_names(config: RunConfig) -> frozenset[str]:
     if not patterns:
         return frozenset()
     names = [spec.name for spec in model_specs(config)]
-    found: set[str] = set()
+    frozen: set[str] = set()
     for pattern in patterns:
         expression = re.compile(".*".join(map(re.escape, pattern.split("*"))))
-        fits = [name for name in names if expression.fullmatch(name)]
-        if not fits:
+        matches = [name for name in names if expression.fullmatch(name)]
+        if not matches:
             near = get_close_matches(pattern, names, 3, 0.0)
             raise UserError(
                 f"optim.frozen={pattern} matches none of the {len(names)} parameters; "
                 f"the nearest are {join_or(near)}"
             )
-        found.update(fits)
-    if len(found) == len(names):
+        frozen.update(matches)
+    if len(frozen) == len(names):
         raise UserError(
             f"optim.frozen={','.join(patterns)} leaves none of the {len(names)} parameters to train"
         )
-    return frozenset(found)
+    return frozenset(frozen)
 
 
-def choices_table(config: RunConfig, specs: Sequence[ParamSpec]) -> list[str]:
-    """Return a table of how every parameter of the model is trained, a line for each kind."""
+def parameter_group_table(config: RunConfig, specs: Sequence[ParamSpec]) -> list[str]:
+    """Return a table of how every parameter of the model is trained, a line for each group."""
     optim, frozen = config.optim, frozen_names(config)
-    kinds: dict[Kind, list[ParamSpec]] = {}
+    groups: dict[ParameterGroup, list[ParamSpec]] = {}
     for spec in specs:
-        kinds.setdefault(kind_of(optim, spec, frozen), []).append(spec)
+        groups.setdefault(group_of(optim, spec, frozen), []).append(spec)
     head = ("parameters", "rule", "tensors", "elements", "peak lr", "weight decay")
     rows = [
         (
-            kind.group,
-            kind.rule or "frozen",
-            str(len(of_kind)),
-            f"{count_parameters(of_kind):,}",
-            f"{optim.lr * kind.rates.lr:g}" if kind.rule else "-",
-            f"{kind.rates.weight_decay:g}" if kind.rule else "-",
+            group.name,
+            group.rule or "frozen",
+            str(len(of_group)),
+            f"{count_parameters(of_group):,}",
+            f"{optim.lr * group.rates.lr:g}" if group.rule else "-",
+            f"{group.rates.weight_decay:g}" if group.rule else "-",
         )
-        for kind, of_kind in kinds.items()
-        if kind.group != "balance"
+        for group, of_group in groups.items()
+        if group.name != "balance"
     ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     extras = f", state as {optim.state}" + ", with an average of weights" * (optim.ema is not None)

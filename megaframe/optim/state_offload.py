@@ -1,10 +1,10 @@
-"""Route: carries data between the place where it is kept, possibly host memory, and the device.
+"""StateOffload: carries optimizer state between host memory and the device, or leaves it there.
 
-What is kept on the host comes to the device a chunk at a time. Three rooms (buffers on the device)
+What is in host memory comes to the device a chunk at a time. Three staging buffers on the device
 take turns: while one chunk is computed with, the next one comes and the one before goes back, each
-direction in its own stream. A room is used again only when its chunk is back home. Events on the
-device ensure this without the host waiting, so however far ahead the host is, no more rooms are
-needed.
+direction in its own stream. A staging buffer is used again only when its chunk is back. Events on
+the device ensure this without the host waiting, so however far ahead the host is, no more staging
+buffers are needed.
 """
 
 from __future__ import annotations
@@ -18,145 +18,161 @@ from torch import Tensor
 from megaframe.architecture.optimizer_state import OFFLOAD_BUFFERS
 
 _ALIGNMENT = 512
-"""Bytes to which each tensor in a room is aligned."""
-Parts = Mapping[str, tuple[Tensor, ...]]
+"""Bytes to which each tensor in a staging buffer is aligned."""
+StateParts = Mapping[str, tuple[Tensor, ...]]
+"""Tensors of a chunk, by the name of the state that they store."""
 
 
 @dataclass
-class _Room:
-    """Memory on the device. free: the event after which the chunk that was in it is back home."""
+class _StagingBuffer:
+    """Memory on the device. free: the event after which the chunk that was in it is back."""
 
     memory: Tensor
     free: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True)
-class Visit:
-    """A chunk on the device. parts: may be changed until they are put back."""
+class StagedChunk:
+    """A chunk on the device. parts: may be changed until they are written back."""
 
-    parts: Parts
-    room: _Room | None = None
+    parts: StateParts
+    buffer: _StagingBuffer | None = None
 
 
-class Route:
-    """The route of what is kept on the device that computes, where nothing moves. device: the
-    device that computes if data is kept elsewhere, else None. bytes: kept elsewhere."""
+class StateOffload:
+    """State that stays on the device that computes: nothing moves.
+
+    Attributes:
+        device: The device that computes if the state is elsewhere, else None.
+        host_bytes: Size of what is stored in host memory.
+    """
 
     device: torch.device | None = None
-    bytes = 0
+    host_bytes = 0
 
     @property
-    def rooms(self) -> int:
-        """Bytes of rooms on the device."""
+    def staging_bytes(self) -> int:
+        """Size of the staging buffers on the device."""
         return 0
 
-    def keep(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the tensors, in the memory in which they are to be kept."""
-        return made
+    def store(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the tensors, in the memory in which they are to stay."""
+        return tensors
 
-    def fetch(self, parts: Parts, after: torch.cuda.Event | None) -> Visit:
-        """Start bringing what is kept. after: the event that its last `put_back` returned."""
-        return Visit(parts)
+    def fetch(self, parts: StateParts, after: torch.cuda.Event | None) -> StagedChunk:
+        """Start bringing a chunk to the device.
 
-    def arrive(self) -> None:
+        Args:
+            parts: Where the chunk is stored.
+            after: The event that its last `write_back` returned.
+        """
+        return StagedChunk(parts)
+
+    def wait_for_fetched(self) -> None:
         """Let all later computation use what has been fetched so far."""
 
-    def put_back(self, visit: Visit, home: Parts) -> torch.cuda.Event | None:
-        """Start bringing back the visit's parts as computed so far. Returns the event after which
-        they are back, or None if there is nothing to wait for."""
+    def write_back(self, chunk: StagedChunk, home: StateParts) -> torch.cuda.Event | None:
+        """Start writing a chunk, as computed so far, to where it is stored. Returns the event after
+        which it is there, or None if there is nothing to wait for."""
         return None
 
-    def settle(self) -> None:
-        """Return when everything has been put back, so that the host may read and change it."""
+    def synchronize(self) -> None:
+        """Return when everything has been written back, so that the host may read and change it."""
 
 
-class HostRoute(Route):
-    """The route between host memory and a device that copies in order with its computation."""
+class HostOffload(StateOffload):
+    """State in host memory, for a device that copies in order with its computation."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.bytes = device, 0
-        self._rooms = [_Room(self._made(0)) for _ in range(OFFLOAD_BUFFERS)]
-        self._turn = 0
+        self.device, self.host_bytes = device, 0
+        self._buffers = [_StagingBuffer(self._allocate(0)) for _ in range(OFFLOAD_BUFFERS)]
+        self._next = 0
 
     @property
-    def rooms(self) -> int:
-        return sum(room.memory.nbytes for room in self._rooms)
+    def staging_bytes(self) -> int:
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
 
-    def keep(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        self.bytes += sum(one.nbytes for one in made)
-        return made
+    def store(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.host_bytes += sum(tensor.nbytes for tensor in tensors)
+        return tensors
 
-    def fetch(self, parts: Parts, after: torch.cuda.Event | None) -> Visit:
-        room = self._rooms[self._turn]
-        self._turn = (self._turn + 1) % OFFLOAD_BUFFERS
-        needed = sum(_aligned(one.nbytes) for part in parts.values() for one in part)
-        if len(room.memory) < needed:  # chunks on their way keep their memory
-            for each in self._rooms:
-                each.memory = self._made(needed)
-        visit = Visit(_places(room.memory, parts), room)
-        self._bring(parts, visit, after)
-        return visit
+    def fetch(self, parts: StateParts, after: torch.cuda.Event | None) -> StagedChunk:
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % OFFLOAD_BUFFERS
+        needed = sum(_aligned(tensor.nbytes) for part in parts.values() for tensor in part)
+        if len(buffer.memory) < needed:  # chunks on their way keep their memory
+            for each in self._buffers:
+                each.memory = self._allocate(needed)
+        chunk = StagedChunk(_views(buffer.memory, parts), buffer)
+        self._copy_in(parts, chunk, after)
+        return chunk
 
-    def put_back(self, visit: Visit, home: Parts) -> torch.cuda.Event | None:
-        copy(visit.parts, home)
+    def write_back(self, chunk: StagedChunk, home: StateParts) -> torch.cuda.Event | None:
+        copy_parts(chunk.parts, home)
         return None
 
-    def _made(self, size: int) -> Tensor:
+    def _allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def _bring(self, parts: Parts, visit: Visit, after: torch.cuda.Event | None) -> None:
-        copy(parts, visit.parts)
+    def _copy_in(
+        self, parts: StateParts, chunk: StagedChunk, after: torch.cuda.Event | None
+    ) -> None:
+        copy_parts(parts, chunk.parts)
 
 
-class GpuRoute(HostRoute):
-    """The route to a GPU: copies run beside the computation, with a stream for each direction."""
+class GpuHostOffload(HostOffload):
+    """State in pinned host memory, for a GPU: copies run beside the computation, with a stream for
+    each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         super().__init__(device)
 
-    def keep(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return super().keep(tuple(one.pin_memory() for one in made))
+    def store(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return super().store(tuple(tensor.pin_memory() for tensor in tensors))
 
-    def arrive(self) -> None:
+    def wait_for_fetched(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self._inward)
 
-    def put_back(self, visit: Visit, home: Parts) -> torch.cuda.Event | None:
-        assert visit.room is not None
+    def write_back(self, chunk: StagedChunk, home: StateParts) -> torch.cuda.Event | None:
+        assert chunk.buffer is not None
         self._outward.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._outward):
-            copy(visit.parts, home)
-            visit.room.free = self._outward.record_event()
-        return visit.room.free
+            copy_parts(chunk.parts, home)
+            chunk.buffer.free = self._outward.record_event()
+        return chunk.buffer.free
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._outward.synchronize()
 
-    def _made(self, size: int) -> Tensor:
-        made = super()._made(size)
+    def _allocate(self, size: int) -> Tensor:
+        memory = super()._allocate(size)
         for stream in (self._inward, self._outward):
             stream.wait_stream(torch.cuda.current_stream(self.device))
-            made.record_stream(stream)  # not reused before they are done with it
-        return made
+            memory.record_stream(stream)  # not reused before they are done with it
+        return memory
 
-    def _bring(self, parts: Parts, visit: Visit, after: torch.cuda.Event | None) -> None:
-        assert visit.room is not None
-        for event in (visit.room.free, after):
+    def _copy_in(
+        self, parts: StateParts, chunk: StagedChunk, after: torch.cuda.Event | None
+    ) -> None:
+        assert chunk.buffer is not None
+        # The buffer's last chunk must have left it, and this chunk must have been written back.
+        for event in (chunk.buffer.free, after):
             if event is not None:
                 self._inward.wait_event(event)
         with torch.cuda.stream(self._inward):
-            copy(parts, visit.parts)
+            copy_parts(parts, chunk.parts)
 
 
-STAYS = Route()
+NO_OFFLOAD = StateOffload()
 
 
-def route_from(device: torch.device) -> Route:
-    """Return the route from host memory to a device."""
-    return GpuRoute(device) if device.type == "cuda" else HostRoute(device)
+def offload_to_host(device: torch.device) -> StateOffload:
+    """Return what stores the state of a device in host memory."""
+    return GpuHostOffload(device) if device.type == "cuda" else HostOffload(device)
 
 
-def copy(sources: Parts, targets: Parts) -> None:
+def copy_parts(sources: StateParts, targets: StateParts) -> None:
     """Copy each source to its target, without a wait of the host for a device."""
     for name, part in sources.items():
         for source, target in zip(part, targets[name], strict=True):
@@ -167,13 +183,13 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _places(memory: Tensor, parts: Parts) -> Parts:
-    """Return the places of the parts in `memory`, one after the other, as views."""
-    places, start = {}, 0
+def _views(memory: Tensor, parts: StateParts) -> StateParts:
+    """Return views of `memory` for the parts, one after the other."""
+    views, start = {}, 0
     for name, part in parts.items():
-        found = []
-        for one in part:
-            found.append(memory[start : start + one.nbytes].view(one.dtype))
-            start += _aligned(one.nbytes)
-        places[name] = tuple(found)
-    return places
+        of_part = []
+        for tensor in part:
+            of_part.append(memory[start : start + tensor.nbytes].view(tensor.dtype))
+            start += _aligned(tensor.nbytes)
+        views[name] = tuple(of_part)
+    return views

@@ -47,13 +47,16 @@ _ABSENT = torch.empty(0)
 class Parameter:
     """The local piece of one logical tensor.
 
-    value: in compute precision. Lent by a bucket, so it may be absent when nothing needs it.
-    grad: the sum of gradients, in master precision; lent by a bucket too.
-    fresh: nothing was added to `grad` yet. The first addition overwrites the old content, so it is
-    never cleared. If matrices along dim 0 are added to separately, this holds for each of them.
-    replica: another rank's stage has the same parameter, and counts and saves it. The gradients of
-    both are summed.
-    frozen: the parameter is not trained and has no `grad`.
+    Attributes:
+        spec: What the layer that owns it declares.
+        box: Which piece of the tensor this is.
+        value: In compute precision. A view into a bucket, absent while nothing needs it.
+        grad: The sum of gradients, in master precision; a view into a bucket too.
+        fresh: Nothing was added to `grad` yet. The first addition overwrites the old content, so it
+            is never cleared. If matrices along dim 0 are added to separately, this holds for each.
+        replica: Another rank's stage has the same parameter, and counts and saves it. The gradients
+            of both are summed.
+        frozen: The parameter is not trained and has no `grad`.
     """
 
     __slots__ = ("_missing", "_open", "box", "fresh", "frozen", "grad", "replica", "spec", "value")
@@ -73,8 +76,10 @@ class Parameter:
     def bind(self, box: Box, open_grad: Callable[[], object] | None) -> None:
         """Set which piece of the tensor this is.
 
-        open_grad: called before the first addition to `grad`, to make it available. With None the
-        parameter is frozen.
+        Args:
+            box: The piece.
+            open_grad: Called before the first addition to `grad`, to make it available. With None
+                the parameter is frozen.
         """
         self.box, self._open, self.frozen = box, open_grad, open_grad is None
 
@@ -90,6 +95,8 @@ class Parameter:
         """Return `value` for ordinary autograd. The gradient is added to `grad`."""
         if self.frozen or not torch.is_grad_enabled():
             return self.value
+        # A leaf that requires a gradient, so that autograd calls `_Use.backward`, which adds to
+        # `grad` and leaves the leaf without one.
         return _Use.apply(self.value.detach().requires_grad_(), self)
 
     def add(self, gradient: Tensor, of: int | None = None) -> None:
@@ -119,15 +126,15 @@ class Parameter:
 
         def into(grad: Tensor, add: bool) -> None:
             grads_EOI = grad.view(len(ends_E), -1, grad.shape[-1])
-            given = grads_EOI, left_NO, right_NI, ends_E, add
-            if run := kernels.find("grouped_gradient", *given):
-                run(*given)
+            arguments = grads_EOI, left_NO, right_NI, ends_E, add
+            if kernel := kernels.find("grouped_gradient", *arguments):
+                kernel(*arguments)
                 return
-            made_EOI = F.grouped_mm(left_NO.t(), right_NI, offs=ends_E).view(grad.shape)
+            product_EOI = F.grouped_mm(left_NO.t(), right_NI, offs=ends_E).view(grad.shape)
             if add:
-                grad.add_(made_EOI)
+                grad.add_(product_EOI)
             else:
-                grad.copy_(made_EOI)
+                grad.copy_(product_EOI)
 
         self.add_with(into)
 

@@ -1,4 +1,4 @@
-"""Engine: runs one rank's list of actions in order.
+"""PipelineExecutor: runs one rank's list of actions in order.
 
 It knows the kinds of action, not the schedules: the same few lines execute gradient accumulation,
 pipelines and any schedule that a text file can describe. A receive is posted where the list says so
@@ -20,197 +20,149 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import Pending, receive, send
 from megaframe.distributed.interleaving import HandOver, InterleavedRunner
 from megaframe.distributed.mesh import Mesh
-from megaframe.metrics import Part
-from megaframe.model.output_head import UnitDone
 from megaframe.model.pass_state import LayerStatistics
-from megaframe.optim.optimizer import Optimizer, Update
 from megaframe.parameters.parameter import Module
-from megaframe.pipeline_parallel.nonfinite import Sign, largest, sign
+from megaframe.pipeline_parallel.nonfinite import PassMaximum, pass_maximum
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.schedule import Action, ActionKind, Schedule
 from megaframe.tensor_parallel.context import rows_per_rank
-from megaframe.training.cuda_graph import Compute, Graph, Passed
 
-Timer = Callable[[Part], AbstractContextManager[object]]
-Follower = Callable[[Action, str], AbstractContextManager[object]]
-_ALONE: Mapping[Action, Action] = {}
+ActionTrace = Callable[[Action, str], AbstractContextManager[object]]
+"""Returns a context around one action, given with the name of its kind."""
+_UNPAIRED: Mapping[Action, Action] = {}
 _PASSES = (ActionKind.F, ActionKind.B, ActionKind.W)
 _FORWARD_ONLY = (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The result of one step on this rank.
+class PipelineOutput:
+    """The results of all passes of a step on this rank.
 
-    loss: sum over this rank's valid tokens, fp64 scalar. A rank without the head has only what its
-    layers add to the loss, or zero.
-    ahead: the loss sum of the tokens beyond the next one (mean over depths), fp64 scalar.
-    signs: the health signs of all passes of this rank.
-    tallies: the tallies of its stages.
+    Attributes:
+        loss: Sum over this rank's valid tokens, fp64 scalar. A rank without the head has only what
+            its layers add to the loss, or zero.
+        mtp_loss: The loss sum of the tokens beyond the next one (mean over depths), fp64 scalar.
+        maxima: The largest magnitudes of the results of all passes.
+        statistics: What the layers counted, by stage.
     """
 
     loss: Tensor
-    ahead: Tensor
-    update: Update
-    signs: Sequence[Sign]
-    tallies: Sequence[LayerStatistics]
+    mtp_loss: Tensor
+    maxima: Sequence[PassMaximum]
+    statistics: Sequence[LayerStatistics]
 
 
-class Engine:
-    """Runs lowered schedules on the stages of this rank.
-
-    time: returns a context that charges the code in it to a part of the step.
-    `follow` may be set. It returns a context that records when an action of a kind ran.
-    """
+class PipelineExecutor:
+    """Runs lowered schedules on the stages of this rank."""
 
     def __init__(
-        self, stages: Mapping[int, Stage], optimizer: Optimizer, mesh: Mesh, time: Timer
+        self, stages: Mapping[int, Stage], mesh: Mesh, trace: ActionTrace | None = None
     ) -> None:
-        self.stages, self.optimizer, self.mesh, self.time = stages, optimizer, mesh, time
-        self.follow: Follower = lambda action, kind: nullcontext()
+        """Prepare to run.
+
+        Args:
+            stages: The stages of this rank by number.
+            mesh: This rank's groups and links.
+            trace: Entered around every action of a training step.
+        """
+        self.stages, self.mesh = stages, mesh
         self.rank = mesh.coordinate["pipeline"]
-        self.graph: Graph | None = None
         self.pair = InterleavedRunner()
-        self.sent: deque[Pending[Tensor]] = deque()
+        self._trace: ActionTrace = trace or (lambda action, kind: nullcontext())
+        self._sends: deque[Pending[Tensor]] = deque()
         """Sends in flight to other ranks."""
 
     def run(
         self,
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
-        step: int,
-        scale: float | Tensor,
-        paired: Mapping[Action, Action] = _ALONE,
+        scale: Tensor,
+        paired: Mapping[Action, Action] = _UNPAIRED,
         *,
         by_block: bool = False,
-    ) -> Outcome:
-        """Execute this rank's list, which ends with the update, on the microbatches of optimizer
-        step `step`.
+    ) -> PipelineOutput:
+        """Run all passes of a step: this rank's list up to the update.
 
-        scale: gradients are those of scale * (sum of the losses).
-        paired: forwards that take turns with the backward right after them in the list.
-        by_block: record a health sign for every block; then no CUDA graph is used.
+        Args:
+            schedule: A lowered schedule for this number of microbatches.
+            microbatches: This rank's.
+            scale: fp64 scalar; gradients are those of scale * (sum of the losses).
+            paired: Forwards that take turns with the backward right after them in the list.
+            by_block: Record the maximum of every block, not only of whole passes.
         """
-        self.optimizer.start_step()
-        for stage in self.stages.values():
-            stage.start_step(step)
-
-        def compute(inputs: Sequence[Microbatch], scaling: Tensor) -> Passed:
-            return self._pass(schedule, inputs, scaling, paired, by_block)
-
-        scaling = scale if isinstance(scale, Tensor) else self._number(scale)
-        if self.graph is None or by_block:
-            passed = compute(microbatches, scaling)
-        else:
-            passed = self._by_graph(self.graph, compute, microbatches, scaling)
-        update = self._update(schedule.ranks[self.rank][-1])
-        self._finish()
-        return Outcome(passed.loss, passed.ahead, update, passed.signs, passed.tallies)
-
-    def _number(self, value: float) -> Tensor:
-        """Return an fp64 scalar on the device."""
-        return torch.full((), value, dtype=torch.float64, device=self.mesh.device)
-
-    def _by_graph(
-        self, graph: Graph, compute: Compute, microbatches: Sequence[Microbatch], scale: Tensor
-    ) -> Passed:
-        """Run everything but the update through `graph`, which may launch it as one CUDA graph.
-        Before it starts, the last update's values have arrived and values that are not always on
-        this rank are dropped, so the pass does not depend on what ran before. It ends by waiting
-        for its transfers."""
-
-        def whole(inputs: Sequence[Microbatch], scaling: Tensor) -> Passed:
-            passed = compute(inputs, scaling)
-            self.optimizer.wait()
-            return passed
-
-        self.optimizer.settle()
-        return graph.run(whole, microbatches, scale)
-
-    def _pass(
-        self,
-        schedule: Schedule,
-        microbatches: Sequence[Microbatch],
-        scale: Tensor,
-        paired: Mapping[Action, Action],
-        by_block: bool,
-    ) -> Passed:
-        """Run this rank's list up to the update."""
-        passes = _Passes(self, schedule, microbatches, scale)
-        for stage in self.stages.values():
-            stage.look = passes.look if by_block else None
+        run = _ScheduleRun(self, schedule, microbatches, scale, by_block=by_block)
         progress = self.mesh.progress
         actions = iter(self._with_following(schedule.ranks[self.rank]))
         for action, following in actions:
             progress.begin_part("", action, action.kind.value if action.kind in _PASSES else None)
             if action in paired:
                 backward, following = next(actions)
-                with self.follow(action, "F"), self.follow(backward, "BW"):
-                    passes.do_both(action, backward, following)
+                with self._trace(action, "F"), self._trace(backward, "BW"):
+                    run.do_both(action, backward, following)
             elif action.kind is not ActionKind.UPDATE:
-                with self.follow(action, passes.kind(action)):
-                    passes.do(action, following)
-        tallies = [stage.take_statistics() for stage in self.stages.values()]
-        loss = sum((t.loss for t in tallies if t.loss is not None), passes.losses.sum())
-        return Passed(loss, passes.ahead, passes.signs, tallies)
-
-    def _update(self, action: Action) -> Update:
-        """Run the update, the last action of a list."""
-        self.mesh.progress.begin_part("", action, action.kind.value)
-        with self.follow(action, action.kind.value), self.time("optimizer"):
-            self.optimizer.wait()
-            update = self.optimizer.update()
-        self.mesh.progress.begin_part("", None)
-        return update
-
-    def _with_following(self, actions: Sequence[Action]) -> list[tuple[Action, Module | None]]:
-        """Return each action with the unit whose values are needed first by the next pass."""
-        found: list[tuple[Action, Module | None]] = []
-        following: Module | None = None
-        for action in reversed(actions):
-            found.append((action, following))
-            if action.stage is not None and action.kind in (ActionKind.F, ActionKind.B):
-                following = self.stages[action.stage].first(backward=action.kind is ActionKind.B)
-        return found[::-1]
+                with self._trace(action, run.kind(action)):
+                    run.do(action, following)
+        statistics = [stage.take_statistics() for stage in self.stages.values()]
+        loss = sum((s.loss for s in statistics if s.loss is not None), run.losses.sum())
+        return PipelineOutput(loss, run.mtp_loss, run.maxima, statistics)
 
     def evaluate(self, schedule: Schedule, microbatches: Sequence[Microbatch]) -> Tensor:
         """Run the forward passes without gradients. Returns the loss sum over this rank's valid
         tokens for each microbatch, fp64 [M]; zero on a rank without the head."""
-        passes = _Passes(self, schedule, microbatches, None)
+        run = _ScheduleRun(self, schedule, microbatches, None)
         for action in schedule.ranks[self.rank]:
             if action.kind in _FORWARD_ONLY:
-                passes.do(action)
-        self._finish()
-        return passes.losses
+                run.do(action)
+        self.wait_for_sends()
+        return run.losses
 
-    def _finish(self) -> None:
-        """Wait until all sends are done."""
-        while self.sent:
-            self.sent.popleft().wait()
+    def send(self, x: Tensor, rank: int) -> None:
+        """Start sending a tensor to another rank of the pipeline, and keep it until it is sent."""
+        self._sends.append(send(x, self.mesh.link(self.rank, rank)))
+        while self._sends and self._sends[0].is_complete():
+            self._sends.popleft()
+
+    def wait_for_sends(self) -> None:
+        """Return when all sends are done."""
+        while self._sends:
+            self._sends.popleft().wait()
+
+    def _with_following(self, actions: Sequence[Action]) -> list[tuple[Action, Module | None]]:
+        """Return each action with the unit whose values are needed first by the next pass."""
+        pairs: list[tuple[Action, Module | None]] = []
+        following: Module | None = None
+        for action in reversed(actions):
+            pairs.append((action, following))
+            if action.stage is not None and action.kind in (ActionKind.F, ActionKind.B):
+                following = self.stages[action.stage].first(backward=action.kind is ActionKind.B)
+        return pairs[::-1]
 
 
-class _Passes:
+class _ScheduleRun:
     """The forward and backward passes of one step. Incoming tensors are stored under the compute
     action that uses them, outgoing ones under the action that made them. scale: that of the
     gradients, or None for evaluation."""
 
     def __init__(
         self,
-        engine: Engine,
+        executor: PipelineExecutor,
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
         scale: Tensor | None,
+        *,
+        by_block: bool = False,
     ) -> None:
-        self._engine, self._microbatches = engine, microbatches
-        self._scale = scale
+        self._executor, self._microbatches = executor, microbatches
+        self._scale, self._by_block = scale, by_block
         self._rank_of, self._split = schedule.rank_of, schedule.split_backwards
-        self._arriving: dict[tuple[ActionKind, int, int], Pending[Tensor]] = {}
-        self._leaving: dict[tuple[ActionKind, int, int], Tensor] = {}
+        self._incoming: dict[tuple[ActionKind, int, int], Pending[Tensor]] = {}
+        self._outgoing: dict[tuple[ActionKind, int, int], Tensor] = {}
         self._reducing: set[int] = set()
+        """Stages whose gradients are complete after their next backward pass."""
         self._forwards: Counter[int] = Counter()
-        self.signs: list[Sign] = []
-        zeros = partial(torch.zeros, dtype=torch.float64, device=engine.mesh.device)
-        self.losses, self.ahead = zeros(len(microbatches)), zeros(())
+        self.maxima: list[PassMaximum] = []
+        zeros = partial(torch.zeros, dtype=torch.float64, device=executor.mesh.device)
+        self.losses, self.mtp_loss = zeros(len(microbatches)), zeros(())
 
     def kind(self, action: Action) -> str:
         """Return the name of the action's kind; BW for a backward that computes both gradients."""
@@ -219,41 +171,37 @@ class _Passes:
 
     def do(self, action: Action, following: Module | None = None) -> None:
         """Run one action. following: the unit whose values are needed first after this action."""
-        kind, stage, number = action.kind, action.stage, action.microbatch
+        kind, stage, microbatch = action.kind, action.stage, action.microbatch
         assert stage is not None
         if kind is ActionKind.REDUCE:
             self._reducing.add(stage)
             return
-        assert number is not None
+        assert microbatch is not None
         if kind is ActionKind.F:
-            self._forward(stage, number, following)
+            self._forward(stage, microbatch, following)
         elif kind is ActionKind.B:
-            self._backward(stage, number, following)
+            self._backward(stage, microbatch, following)
         elif kind is ActionKind.W:
-            self._engine.stages[stage].weight_backward(number, self._done(stage))
-            self._completed(stage)
+            last = stage in self._reducing
+            self._executor.stages[stage].weight_backward(microbatch, last=last)
         elif kind is ActionKind.SEND_F:
-            self._send(ActionKind.F, stage, number, stage + 1)
+            self._send(ActionKind.F, stage, microbatch, stage + 1)
         elif kind is ActionKind.SEND_B:
-            self._send(ActionKind.B, stage, number, stage - 1)
+            self._send(ActionKind.B, stage, microbatch, stage - 1)
         elif kind is ActionKind.RECV_F:
-            self._receive(ActionKind.F, stage, number, stage - 1)
+            self._receive(ActionKind.F, stage, microbatch, stage - 1)
         else:
-            self._receive(ActionKind.B, stage, number, stage + 1)
+            self._receive(ActionKind.B, stage, microbatch, stage + 1)
 
     def do_both(self, forward: Action, backward: Action, following: Module | None) -> None:
         """Run a forward and a backward in turns. following: the unit whose values are needed first
         after both."""
         (f, of_f), (b, of_b) = ((a.stage, a.microbatch) for a in (forward, backward))
         assert f is not None and of_f is not None and b is not None and of_b is not None
-        self._engine.pair.run(
+        self._executor.pair.run(
             lambda hand_over: self._forward(f, of_f, None, hand_over),
             lambda hand_over: self._backward(b, of_b, following, hand_over),
         )
-
-    def look(self, backward: bool, stage: int, number: int, block: int, made: Tensor) -> None:
-        """Record a health sign for the pass of one block."""
-        self.signs.append(Sign(backward, stage, number, largest(made), block))
 
     def _forward(
         self,
@@ -262,24 +210,31 @@ class _Passes:
         following: Module | None,
         hand_over: HandOver | None = None,
     ) -> None:
-        stage = self._engine.stages[number]
+        stage = self._executor.stages[number]
         x = None if stage.plan.first else self._take(ActionKind.F, number, microbatch)
         data = self._microbatches[microbatch]
         if self._scale is None:
             y = stage.evaluate(data, x)
         else:
             self._forwards[number] += 1
-            last = self._forwards[number] == len(self._microbatches)
-            done = partial(self._engine.optimizer.reduce, last=last)
-            y = stage.forward(microbatch, data, self._scale, x, done, following, hand_over)
-            self.signs.append(sign(False, number, microbatch, y))
-        if stage.post_process is not None:
-            self.losses[microbatch] += y
-            ahead = stage.post_process.take_loss_ahead()
-            if ahead is not None:
-                self.ahead += ahead
-        else:
+            y = stage.forward(
+                microbatch,
+                data,
+                self._scale,
+                x,
+                last=self._forwards[number] == len(self._microbatches),
+                following=following,
+                hand_over=hand_over,
+                on_block=self._recorder(False, number, microbatch),
+            )
+            self.maxima.append(pass_maximum(False, number, microbatch, y))
+        if stage.post_process is None:
             self._pass_on(ActionKind.F, number, microbatch, y, number + 1)
+            return
+        self.losses[microbatch] += y
+        mtp_loss = stage.post_process.take_loss_ahead()
+        if mtp_loss is not None:
+            self.mtp_loss += mtp_loss
 
     def _backward(
         self,
@@ -288,51 +243,54 @@ class _Passes:
         following: Module | None,
         hand_over: HandOver | None = None,
     ) -> None:
-        stage = self._engine.stages[number]
+        stage = self._executor.stages[number]
         gradient = None if stage.plan.last else self._take(ActionKind.B, number, microbatch)
-        split = (number, microbatch) in self._split
-        done = None if split else self._done(number)
-        gradient = stage.backward(microbatch, gradient, done, following, hand_over, split=split)
-        self.signs.append(sign(True, number, microbatch, gradient))
+        gradient = stage.backward(
+            microbatch,
+            gradient,
+            last=number in self._reducing,
+            following=following,
+            hand_over=hand_over,
+            on_block=self._recorder(True, number, microbatch),
+            split=(number, microbatch) in self._split,
+        )
+        self.maxima.append(pass_maximum(True, number, microbatch, gradient))
         if not stage.plan.first:
             self._pass_on(ActionKind.B, number, microbatch, gradient, number - 1)
-        if not split:
-            self._completed(number)
 
-    def _done(self, stage: int) -> UnitDone:
-        return partial(self._engine.optimizer.reduce, last=stage in self._reducing)
+    def _recorder(
+        self, backward: bool, stage: int, microbatch: int
+    ) -> Callable[[int, Tensor], None] | None:
+        """Return what records the maximum of each block of a pass, if that is asked for."""
+        if not self._by_block:
+            return None
 
-    def _completed(self, stage: int) -> None:
-        """Called when a stage has finished a microbatch. After the last one, start the reduction of
-        the stage's gains and biases."""
-        if stage in self._reducing:
-            self._engine.optimizer.reduce_vectors(stage)
+        def record(block: int, result: Tensor) -> None:
+            self.maxima.append(pass_maximum(backward, stage, microbatch, result, block))
+
+        return record
 
     def _pass_on(
-        self, kind: ActionKind, stage: int, microbatch: int, made: Tensor, other: int
+        self, kind: ActionKind, stage: int, microbatch: int, x: Tensor, other: int
     ) -> None:
-        """Hand `made` to the stage `other` if it is on the same rank, else keep it for the SEND."""
-        if self._rank_of[other] == self._engine.rank:
-            self._arriving[kind, other, microbatch] = Pending(made)
+        """Hand `x` to the stage `other` if it is on the same rank, else keep it for the SEND."""
+        if self._rank_of[other] == self._executor.rank:
+            self._incoming[kind, other, microbatch] = Pending(x)
         else:
-            self._leaving[kind, stage, microbatch] = made
+            self._outgoing[kind, stage, microbatch] = x
 
     def _take(self, kind: ActionKind, stage: int, microbatch: int) -> Tensor:
-        return self._arriving.pop((kind, stage, microbatch)).wait()
+        return self._incoming.pop((kind, stage, microbatch)).wait()
 
     def _send(self, kind: ActionKind, stage: int, microbatch: int, other: int) -> None:
-        made = self._leaving.pop((kind, stage, microbatch)).contiguous()
-        link = self._engine.mesh.link(self._engine.rank, self._rank_of[other])
-        sent = self._engine.sent
-        sent.append(send(made, link))
-        while sent and sent[0].is_complete():
-            sent.popleft()
+        x = self._outgoing.pop((kind, stage, microbatch)).contiguous()
+        self._executor.send(x, self._rank_of[other])
 
     def _receive(self, kind: ActionKind, stage: int, microbatch: int, other: int) -> None:
-        here = self._engine.stages[stage]
+        receiver, mesh = self._executor.stages[stage], self._executor.mesh
         tokens = self._microbatches[microbatch].tokens_BS.numel()
-        rows = rows_per_rank(tokens, here.run.tensor.group.size)
-        shape = (rows, here.config.model.hidden)
-        into = torch.empty(shape, dtype=here.precision.compute, device=self._engine.mesh.device)
-        link = self._engine.mesh.link(self._rank_of[other], self._engine.rank)
-        self._arriving[kind, stage, microbatch] = receive(into, link)
+        rows = rows_per_rank(tokens, receiver.run.tensor.group.size)
+        shape = (rows, receiver.config.model.hidden)
+        into = torch.empty(shape, dtype=receiver.precision.compute, device=mesh.device)
+        link = mesh.link(self._rank_of[other], self._executor.rank)
+        self._incoming[kind, stage, microbatch] = receive(into, link)

@@ -1,5 +1,5 @@
-"""Finds where numbers stopped being finite. Every pass of a stage leaves a sign of its health on
-the device, which nobody reads unless an update was refused."""
+"""Finds where numbers stopped being finite. Every pass of a stage leaves the largest magnitude of
+its result on the device, which nobody reads unless an update was refused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ from torch import Tensor
 from megaframe.distributed.collectives import Group, all_reduce
 
 _MICROBATCHES, _STAGES, _UNITS, _RANKS = 1 << 16, 1 << 12, 1 << 13, 1 << 20
-_HEALTHY = 2 * _MICROBATCHES * _STAGES * _UNITS * _RANKS
+"""Upper bounds, by which the coordinates of a pass are packed into one number."""
+_FINITE = 2 * _MICROBATCHES * _STAGES * _UNITS * _RANKS
+"""A number above those of all passes."""
 
 
 @dataclass(frozen=True)
-class Sign:
-    """The sign of one pass: the largest absolute value of its result, a scalar, which is NaN if the
-    result has one. block: its number, if it is the pass of one block only; -1 is the embedding."""
+class PassMaximum:
+    """The largest magnitude in the result of one pass.
+
+    Attributes:
+        backward: Whether the pass is a backward pass.
+        stage: The stage's number.
+        microbatch: The microbatch's number.
+        largest: A scalar on the device; NaN if the result has one.
+        block: The block's number, if the pass is that of one block only; -1 is the embedding.
+    """
 
     backward: bool
     stage: int
@@ -27,59 +36,65 @@ class Sign:
     block: int | None = None
 
 
-def sign(backward: bool, stage: int, microbatch: int, made: Tensor) -> Sign:
-    """Return the sign of a pass whose result is `made`."""
-    return Sign(backward, stage, microbatch, largest(made))
+def pass_maximum(
+    backward: bool, stage: int, microbatch: int, result: Tensor, block: int | None = None
+) -> PassMaximum:
+    """Return the maximum of a pass whose result is given: an output or a gradient."""
+    largest = torch.linalg.vector_norm(result, torch.inf)
+    return PassMaximum(backward, stage, microbatch, largest, block)
 
 
-def largest(made: Tensor) -> Tensor:
-    """Return the largest absolute value of a tensor."""
-    return torch.linalg.vector_norm(made, torch.inf)
-
-
-def first_sick(
-    signs: Sequence[Sign],
+def locate_nonfinite(
+    maxima: Sequence[PassMaximum],
     stages: int,
     world: Group,
     device: torch.device,
     samples: Sequence[Tensor] = (),
 ) -> str:
-    """Describe the first pass of a step whose result was not finite, over all ranks of `world`:
-    forward before backward, earlier microbatches first. Each rank gives its own signs. samples: for
-    each of a rank's microbatches the numbers of its samples, equally many on all ranks; given by
-    all ranks or by none."""
-    sick = [one for one in signs if not bool(torch.isfinite(one.largest))]
+    """Describe the first pass of a step whose result was not finite, over all ranks: forward before
+    backward, earlier microbatches first. Collective over `world`.
+
+    Args:
+        maxima: This rank's passes.
+        stages: Number of stages of the pipeline.
+        world: All ranks.
+        device: Where to communicate from.
+        samples: For each of this rank's microbatches the numbers of its samples, equally many on
+            all ranks; given by all ranks or by none.
+    """
+    nonfinite = [one for one in maxima if not bool(torch.isfinite(one.largest))]
     rank = world.ranks[world.index]
     first = torch.tensor(
-        min((_order(one, stages, rank) for one in sick), default=_HEALTHY), device=device
+        min((_order(one, stages, rank) for one in nonfinite), default=_FINITE), device=device
     )
     order = int(all_reduce(first, world, "min").wait())
-    if order == _HEALTHY:
+    if order == _FINITE:
         return "every pass was finite, so a sum of gradients was too large"
     order, rank = divmod(order, _RANKS)
     order, unit = divmod(order, _UNITS)
-    order, way = divmod(order, _STAGES)
+    order, steps = divmod(order, _STAGES)
     backward, microbatch = divmod(order, _MICROBATCHES)
-    kind, stage = ("backward", stages - 1 - way) if backward else ("forward", way)
+    kind, stage = ("backward", stages - 1 - steps) if backward else ("forward", steps)
     text = f"first in the {kind} pass of microbatch {microbatch}, stage {stage}"
     if unit < _UNITS - 1:
         block = _UNITS - 4 - unit if backward else unit - 1
         text += ", the embedding" if block < 0 else f", block {block}"
     text += f", on rank {rank}"
     if samples:
-        there = rank == world.ranks[world.index]
-        numbers = samples[microbatch if there else 0].to(device, copy=True)
-        numbers = all_reduce(numbers if there else numbers.zero_(), world).wait()
+        # All other ranks send zeros, so a sum sends the numbers to everyone.
+        is_first = rank == world.ranks[world.index]
+        numbers = samples[microbatch if is_first else 0].to(device, copy=True)
+        numbers = all_reduce(numbers if is_first else numbers.zero_(), world).wait()
         text += f", of samples {', '.join(map(str, numbers.tolist()))}"
     return text
 
 
-def _order(one: Sign, stages: int, rank: int) -> int:
+def _order(one: PassMaximum, stages: int, rank: int) -> int:
     """Return a number that sorts passes in the order in which a bad value travels; a whole pass
     comes after its blocks."""
-    way = stages - 1 - one.stage if one.backward else one.stage
+    steps = stages - 1 - one.stage if one.backward else one.stage
     unit = _UNITS - 1
     if one.block is not None:
         unit = _UNITS - 4 - one.block if one.backward else one.block + 1
-    order = (one.backward * _MICROBATCHES + one.microbatch) * _STAGES + way
+    order = (one.backward * _MICROBATCHES + one.microbatch) * _STAGES + steps
     return (order * _UNITS + unit) * _RANKS + rank

@@ -214,7 +214,8 @@ def block_bytes(config: RunConfig, layer: int) -> int:
 def _expert_bytes(config: RunConfig, up: int, inner: int) -> int:
     """Return the bytes per token that experts and their router keep, besides the normalised input.
 
-    up, inner: how often a routed and a shared expert keep a value of their inner width.
+    Args:
+        up, inner: how often a routed and a shared expert keep a value of their inner width.
     """
     model, width = config.model, DTYPE_BYTES[config.train.precision]
     moe = model.moe

@@ -106,7 +106,8 @@ def _compare_value(
 ) -> str | None:
     """Return how much longer the best layout with this value takes; None if none fits.
 
-    which: mask of the candidates with this value that fit.
+    Args:
+        which: mask of the candidates with this value that fit.
     """
     if not which.any():
         return None

@@ -52,8 +52,12 @@ _REPLICAS = 4
 class Candidates:
     """Layouts to estimate; they must be valid.
 
-    recompute: index into `RECOMPUTE`. schedule: index into `SCHEDULES`. Everything else,
-    such as `train.global_batch`, precision, model and optimizer, is that of the config.
+    Everything that has no array here, such as `train.global_batch`, precision, model and optimizer,
+    is that of the config.
+
+    Attributes:
+        recompute: index into `RECOMPUTE`.
+        schedule: index into `SCHEDULES`.
     """
 
     tensor: Array
@@ -260,7 +264,8 @@ def _schedules_with_chunks(
 ) -> Iterator[tuple[int, int]]:
     """Yield pairs (schedule, chunks) for a pipeline.
 
-    samples: samples of a microbatch on all data ranks.
+    Args:
+        samples: samples of a microbatch on all data ranks.
     """
     if pipeline == 1:
         if fixed.get("chunks", 1) == 1:

@@ -48,8 +48,14 @@ def group_levels(
     """Return the levels of a group of `size` ranks that are `stride` apart: one for each tier of
     the cluster, with one member where the group does not use the tier.
 
-    shares: share of the bandwidth that collectives reach, by tier; the last one applies to all
-    further tiers. On a torus a group has the links of as many dimensions as it extends over.
+    On a torus a group has the links of as many dimensions as it extends over.
+
+    Args:
+        cluster: its tiers.
+        stride: distance in ranks between two members.
+        size: number of members.
+        shares: share of the bandwidth that collectives reach, by tier; the last one applies to all
+            further tiers.
     """
     found_levels, inside = [], np.ones_like(np.asarray(size, dtype=float))
     for number, tier in enumerate(cluster.tiers):

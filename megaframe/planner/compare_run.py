@@ -79,9 +79,12 @@ def compare_run(
 ) -> RunComparison:
     """Return the prediction for a run with this config file and environment.
 
-    cluster: name of the cluster to assume, if given. Raises `UserError` if there can be no
-    prediction: the number of ranks, the cluster or `model.vocab` is unknown, or the config is not
-    valid.
+    Args:
+        cluster: name of the cluster to assume, if given.
+
+    Raises:
+        UserError: there can be no prediction: the number of ranks, the cluster or `model.vocab` is
+            unknown, or the config is not valid.
     """
     run_config, ranks = load(str(config)), environment.get("ranks")
     if not isinstance(ranks, int) or ranks < 1:

@@ -44,8 +44,11 @@ A times A, and the sum of these times X."""
 class ParameterLoad:
     """What a rank exchanges and updates: numbers of parameters before data ranks divide them.
 
-    dense, experts: of its blocks. tables: of the embedding and the head. buckets: number of buckets
-    in which they are exchanged. muon_total, muon_longest: seconds, as in `layer_muon_seconds`.
+    Attributes:
+        dense, experts: of its blocks.
+        tables: of the embedding and the head.
+        buckets: number of buckets in which they are exchanged.
+        muon_total, muon_longest: seconds, as in `layer_muon_seconds`.
     """
 
     dense: Number = 0.0
@@ -169,8 +172,11 @@ def resolve_bucket_size(config: RunConfig, layout: Layout, cluster: Cluster) -> 
 class ExchangeTimes:
     """Seconds of the collectives of gradients and values over data ranks.
 
-    scatter: each rank gets its part of the sums. gather: all ranks get all values. all_reduce: all
-    ranks get all sums. replicas: sums of a rank's part over its replicas.
+    Attributes:
+        scatter: each rank gets its part of the sums.
+        gather: all ranks get all values.
+        all_reduce: all ranks get all sums.
+        replicas: sums of a rank's part over its replicas.
     """
 
     scatter: Number

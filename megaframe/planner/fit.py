@@ -45,8 +45,10 @@ few, because each takes up to a second."""
 class MemoryFit:
     """What the rank that needs most memory needs, and what its device has.
 
-    rank: the first rank with its pipeline coordinate. kinds: bytes by kind. there: bytes of the
-    device.
+    Attributes:
+        rank: the first rank with its pipeline coordinate.
+        kinds: bytes by kind.
+        chip: the device.
     """
 
     rank: int

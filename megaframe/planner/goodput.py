@@ -92,10 +92,13 @@ MIXES = {mix.name: mix for mix in (LLAMA3, MEGASCALE)}
 class FailureCosts:
     """Costs of failures and saves, in seconds.
 
-    crash, hang, silent: time until such a failure is noticed. restart: from then until loading.
-    load: time to load the last save of any kind. swap: further time if a node is replaced; 0 with
-    warm spares. stall: how long steps wait for a save. again: total time lost because the first
-    steps are slower.
+    Attributes:
+        crash, hang, silent: time until such a failure is noticed.
+        restart: from then until loading.
+        load: time to load the last save of any kind.
+        swap: further time if a node is replaced; 0 with warm spares.
+        stall: how long steps wait for a save.
+        again: total time lost because the first steps are slower.
     """
 
     crash: float = 5.0

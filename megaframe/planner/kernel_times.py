@@ -88,7 +88,8 @@ def linear_seconds(
 ) -> tuple[Number, Number, Number]:
     """Return the seconds of a linear layer's forward, input gradient and weight gradient.
 
-    groups: number of such layers in one kernel.
+    Args:
+        groups: number of such layers in one kernel.
     """
     return (
         grouped_product_seconds(rate, groups, rows, outputs, terms),

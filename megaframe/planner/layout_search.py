@@ -127,7 +127,8 @@ def _simulate_best(
 ) -> tuple[LayoutChoice, ...]:
     """Simulate the best candidates by estimate, and return those that fit, best first.
 
-    max_simulated: number of candidates to simulate.
+    Args:
+        max_simulated: number of candidates to simulate.
     """
     fits = fits_with_margin(estimates.memory_bytes, cluster.chip)
     penalty = _penalty(candidates)

@@ -39,8 +39,12 @@ LOOPED_SCHEDULES = ("interleaved", "breadth-first")
 class LayoutSizes:
     """Sizes of the axes, under their names, and what else a layout's costs depend on.
 
-    chunks: stages per rank. zero: ZeRO stage. recompute: index into `RECOMPUTE`. microbatch:
-    samples per microbatch. microbatches: microbatches per step on each rank.
+    Attributes:
+        chunks: stages per rank.
+        zero: ZeRO stage.
+        recompute: index into `RECOMPUTE`.
+        microbatch: samples per microbatch.
+        microbatches: microbatches per step on each rank.
     """
 
     tensor: Number

@@ -35,13 +35,19 @@ from megaframe.schedule.zero_buffers import peak_zero_buffers
 class RankMemory:
     """Bytes on one rank, by kind.
 
-    weights: in master precision. values: what the model computes with, where it is not the weights
-    themselves. gradients: including what compression has not sent yet. activations: what the
-    backward passes of the microbatches in flight need. logits: one chunk. messages: in transit
-    between stages. rooms: buffers for arriving gradients on a CPU, and for offloaded data on its
-    way through the device. checkpoint: the copy that is being written, where it is in the same
-    memory. temporaries: of single operations. overhead: what the device's software takes, and what
-    its allocator cannot use. host: what is kept in host memory, where the device has its own.
+    Attributes:
+        weights: in master precision.
+        values: what the model computes with, where it is not the weights themselves.
+        gradients: including what compression has not sent yet.
+        activations: what the backward passes of the microbatches in flight need.
+        logits: one chunk.
+        messages: in transit between stages.
+        rooms: buffers for arriving gradients on a CPU, and for offloaded data on its way through
+            the device.
+        checkpoint: the copy that is being written, where it is in the same memory.
+        temporaries: of single operations.
+        overhead: what the device's software takes, and what its allocator cannot use.
+        host: what is kept in host memory, where the device has its own.
     """
 
     weights: int

@@ -25,11 +25,18 @@ class RankParameters:
     """Numbers of parameters of one rank, before ZeRO divides them.
 
     `split`, `experts`, `whole` and `shared` have an entry for each part of a block: attention, and
-    the late part after it. vectors: all gains and biases. split: the matrices that tensor ranks
-    divide. tables: each embedding table, and the head. experts: the matrices of experts, 0 where
-    there are none. whole: the matrices that all `tensor` ranks have whole. shared: the matrices
-    that groups of `copies` neighbouring tensor ranks have in common. positions: the table of
-    positions, which is whole on all tensor ranks as well.
+    the late part after it.
+
+    Attributes:
+        vectors: all gains and biases.
+        split: the matrices that tensor ranks divide.
+        tables: each embedding table, and the head.
+        experts: the matrices of experts, 0 where there are none.
+        whole: the matrices that all tensor ranks have whole.
+        shared: the matrices that groups of neighbouring tensor ranks have in common.
+        positions: the table of positions, which is whole on all tensor ranks as well.
+        tensor: number of tensor ranks.
+        copies: tensor ranks of a group that has `shared` matrices in common.
     """
 
     vectors: int

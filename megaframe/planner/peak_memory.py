@@ -44,7 +44,8 @@ def compute_peak_memory(
 ) -> RankMemory:
     """Return the memory of the rank that needs most, the chip's overhead included.
 
-    schedule: that of one step, not lowered.
+    Args:
+        schedule: that of one step, not lowered.
     """
     memories = compute_pipeline_memory(config, layout, schedule, chip)
     return max(memories.values(), key=lambda memory: memory.total)

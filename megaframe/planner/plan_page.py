@@ -55,7 +55,8 @@ def write_page(
 ) -> None:
     """Write the page to `path`. Raises `UserError` if plotly is not installed.
 
-    result: the search that made the choice, if any; with it the page lists the alternatives.
+    Args:
+        result: the search that made the choice, if any; with it the page lists the alternatives.
     """
     try:
         import plotly.graph_objects as graph

@@ -60,15 +60,17 @@ _AXES = {
 class Prediction:
     """Prediction of one step of a run.
 
-    step_seconds: mean time of a step, including stragglers but not failures.
-    breakdown: seconds by part, which sum to `step_seconds`: compute; tensor, context, expert, data,
-    pipeline (exposed communication of each axis); bubble, optimizer, other.
-    mfu, hfu: shares of the chip's dense peak, with causal attention counted as half; hfu includes
-    recompute. None if no peak is known.
-    tflops_per_gpu: model TFLOP/s per GPU, with causal attention counted as half.
-    memory_bytes: bytes by kind on the rank that needs most. fits: whether the chip has as many.
-    host_bytes: bytes that this rank keeps in host memory.
-    reasons: sentences with numbers, the most important first.
+    Attributes:
+        step_seconds: mean time of a step, including stragglers but not failures.
+        breakdown: seconds by part, which sum to `step_seconds`: compute; tensor, context, expert,
+            data, pipeline (exposed communication of each axis); bubble, optimizer, other.
+        mfu, hfu: shares of the chip's dense peak, with causal attention counted as half; hfu
+            includes recompute. None if no peak is known.
+        tflops_per_gpu: model TFLOP/s per GPU, with causal attention counted as half.
+        memory_bytes: bytes by kind on the rank that needs most.
+        fits: whether the chip has as many.
+        host_bytes: bytes that this rank keeps in host memory.
+        reasons: sentences with numbers, the most important first.
     """
 
     step_seconds: float
@@ -200,8 +202,10 @@ def _end_of_step(
 ) -> tuple[float, float]:
     """Return the seconds of the exposed exchange between data ranks and those of the update.
 
-    plans: stages of the rank. loads: parameters of every layer. compute: seconds of one microbatch
-    on the rank.
+    Args:
+        plans: stages of the rank.
+        loads: parameters of every layer.
+        compute: seconds of one microbatch on the rank.
     """
     tied = machine.config.model.tie_embeddings
     layers = [layer for plan in plans for layer in plan.blocks]

@@ -24,19 +24,19 @@ from megaframe.checkpoint.train_state import TrainState
 from megaframe.config import RunConfig
 from megaframe.data.loader import StepBatch
 from megaframe.data.microbatch import Microbatch
+from megaframe.data_parallel.bucket import Bucket
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.rank_progress import name_ranks
 from megaframe.errors import BadDevice, CollectiveMismatch, LostRanks, NotFinite, UserError
 from megaframe.metrics import MetricsLogger
 from megaframe.metrics.metrics_logger import StepValues
-from megaframe.pipeline_parallel.executor import Outcome
-from megaframe.pipeline_parallel.nonfinite import Sign, first_sick
+from megaframe.optim.optimizer import Optimizer, UpdateResult
+from megaframe.pipeline_parallel.nonfinite import PassMaximum, locate_nonfinite
 from megaframe.resilience.downtime import FAULTS, DowntimeLedger
 from megaframe.resilience.replica_check import ReplicaCheck, ReplicaMismatch
 from megaframe.resilience.signals import LauncherProcess
 from megaframe.resilience.spike_policy import SpikePolicy
 from megaframe.resilience.stragglers import StragglerDetector
-from megaframe.training.train_step import Pipeline
 
 GoBack = Callable[[Callable[[StorePath], StorePath | None]], tuple[int, TrainState] | None]
 """A function that continues the run from an earlier checkpoint. It gets a function that chooses the
@@ -45,48 +45,75 @@ chosen."""
 
 
 @dataclass(frozen=True)
-class _Done:
-    """A step that has not been judged yet. first: number of its first sample. samples: sample
-    numbers of each microbatch of this rank."""
+class _UnjudgedStep:
+    """A step that has not been judged yet.
+
+    Attributes:
+        step: Its number, counted from 1.
+        first: Number of its first sample.
+        samples: Sample numbers of each microbatch of this rank.
+        update: The outcome of its update.
+        maxima: The largest magnitudes of its passes.
+    """
 
     step: int
     first: int
     samples: Sequence[Tensor]
-    outcome: Outcome
+    update: UpdateResult
+    maxima: Sequence[PassMaximum]
 
 
-class Guard:
+class FaultHandler:
     """One rank's handling of faults. All ranks call it at the same points.
 
-    As a context manager it ends the watch over steps. told: the signal that asked the run to exit,
-    once all ranks know of it; 0 for none.
+    As a context manager it ends the watch over steps.
+
+    Attributes:
+        history: What it remembers of earlier steps.
+        exit_signal: The signal that asked the run to exit, once all ranks know of it; 0 for none.
     """
 
     def __init__(
         self,
         config: RunConfig,
         mesh: Mesh,
-        pipeline: Pipeline,
+        optimizer: Optimizer,
+        buckets: Sequence[Bucket],
+        stages: int,
         meter: MetricsLogger,
         ledger: DowntimeLedger,
         go_back: GoBack,
         launcher: LauncherProcess,
     ) -> None:
-        self._faults, self._mesh, self._pipeline = config.faults, mesh, pipeline
-        self._meter, self._ledger, self._return = meter, ledger, go_back
+        """Start to watch over steps, if `faults.step_timeout` is set.
+
+        Args:
+            config: The run.
+            mesh: This rank's groups.
+            optimizer: Names the parameters whose gradients are not finite.
+            buckets: The weights that are compared with their replicas.
+            stages: Number of stages of the pipeline.
+            meter: Shares metrics among ranks, and logs.
+            ledger: Accounts for lost time.
+            go_back: Continues from an earlier checkpoint.
+            launcher: The launcher of this process.
+        """
+        self._faults, self._mesh, self._optimizer = config.faults, mesh, optimizer
+        self._stages, self._meter, self._ledger = stages, meter, ledger
+        self._load_earlier = go_back
         self.history = SpikePolicy(config.faults)
-        self.told = 0
+        self.exit_signal = 0
         self._launcher = launcher
-        self._unjudged: deque[_Done] = deque()
-        self._compared = self._ways_back = 0
-        self._saving = 0.0
-        self._differed: dict[int, ReplicaMismatch] = {}
-        self._replicas = ReplicaCheck(mesh, pipeline.optimizer.buckets)
+        self._unjudged: deque[_UnjudgedStep] = deque()
+        self._compared = self._times_back = 0
+        self._save_seconds = 0.0
+        self._mismatches: dict[int, ReplicaMismatch] = {}
+        self._replicas = ReplicaCheck(mesh, buckets, optimizer.synchronize_state)
         factor = config.faults.straggler_factor
         self._stragglers = StragglerDetector(mesh, factor) if factor is not None else None
         mesh.watch_steps(config.faults.step_timeout, Path(config.run.dir) / FAULTS)
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> FaultHandler:
         self._mesh.progress.in_step_loop = True
         return self
 
@@ -103,7 +130,7 @@ class Guard:
         if error is None:
             self._meter.note(self._ledger.summary())
 
-    def starts_after(self, step: int, state: TrainState | None) -> None:
+    def start_after(self, step: int, state: TrainState | None) -> None:
         """Announce that training continues after `step`. state: the state of the checkpoint that
         was loaded, if any."""
         self._compared = step
@@ -116,71 +143,91 @@ class Guard:
         is; empty for something without a time limit."""
         self._mesh.progress.begin_activity(doing)
 
-    def leaves_out(self, batch: StepBatch) -> bool:
+    def skips(self, batch: StepBatch) -> bool:
         """Return whether this data is to be skipped."""
         return self.history.is_skipped(batch.first)
 
-    def train(
-        self, microbatches: Sequence[Microbatch], step: int, scale: float | Tensor
-    ) -> Outcome:
-        """Run `Pipeline.train`. With `faults.non_finite=replay`, a step whose update was skipped
-        because it was not finite is run again with checks of every block."""
-        first = self._pipeline.train(microbatches, step, scale)
-        if self._faults.non_finite != "replay" or first.update.finite():
-            return first
-        again = self._pipeline.train(microbatches, step, scale, by_block=True)
-        text = f"step {step + 1}: {self._sickness(first, microbatches)}; "
-        if again.update.finite():
+    def needs_replay(self, update: UpdateResult) -> bool:
+        """Return whether a step is to be run again with checks of every block
+        (`faults.non_finite=replay`), because its update was skipped."""
+        return self._faults.non_finite == "replay" and not update.finite()
+
+    def report_replay(
+        self,
+        step: int,
+        microbatches: Sequence[Microbatch],
+        first: tuple[UpdateResult, Sequence[PassMaximum]],
+        replay: tuple[UpdateResult, Sequence[PassMaximum]],
+    ) -> None:
+        """Log what running a step twice has shown. Collective.
+
+        Args:
+            step: The step's number, counted from 1.
+            microbatches: This rank's.
+            first: Update and largest magnitudes of the first run.
+            replay: Those of the second run.
+        """
+        samples = [microbatch.samples_B for microbatch in microbatches]
+        text = f"step {step}: {self._describe_nonfinite(*first, samples)}; "
+        update, maxima = replay
+        if update.finite():
             text += "finite when rerun: a transient fault"
         else:
-            text += f"the same when rerun: {self._place(again.signs, microbatches)}"
+            text += f"the same when rerun: {self._locate(maxima, samples)}"
         self._meter.note(text)
-        return again
 
-    def trained(self, step: int, batch: StepBatch, outcome: Outcome) -> None:
-        """Keep the outcome of a step until it can be judged (see `heed`)."""
+    def add_step(
+        self, step: int, batch: StepBatch, update: UpdateResult, maxima: Sequence[PassMaximum]
+    ) -> None:
+        """Keep the outcome of a step until it can be judged (see `judge_steps`)."""
         samples = [microbatch.samples_B for microbatch in batch.microbatches]
-        self._unjudged.append(_Done(step, batch.first, samples, outcome))
+        self._unjudged.append(_UnjudgedStep(step, batch.first, samples, update, maxima))
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def time_save(self) -> Iterator[None]:
         """Count the time within this context as waiting for a save."""
         began = time.perf_counter()
         with self._meter.time("checkpoint"):
             yield
-        self._saving += time.perf_counter() - began
+        self._save_seconds += time.perf_counter() - began
 
-    def record(self, step: int) -> None:
+    def record_step(self, step: int) -> None:
         """Add to the step's metrics the signal that this rank has received, so that all ranks get
         to know it, and the time lost."""
-        told = self._mesh.progress.leave_signal or (
+        received = self._mesh.progress.leave_signal or (
             signal.SIGTERM if self._launcher.has_ended else 0
         )
-        self._meter.record("agreed/told", float(told), "max")
-        lost = self._ledger.record_step(step, self._saving)
-        self._saving = 0.0
+        self._meter.record("agreed/told", float(received), "max")
+        lost = self._ledger.record_step(step, self._save_seconds)
+        self._save_seconds = 0.0
         for cause, seconds in lost.items():
             self._meter.record(f"lost_seconds/{cause}", seconds, "last")
         for line in self._stragglers.add_step() if self._stragglers else ():
             self._meter.note(f"step {step}: {line}")
 
-    def heed(self, known: Sequence[StepValues]) -> bool:
-        """Judge the next steps and act on the result. Returns whether the run has gone back to a
-        checkpoint.
+    def judge_steps(self, known: Sequence[StepValues]) -> bool:
+        """Judge the next steps and act on the result.
 
-        known: the reduced metrics of the steps not judged yet, oldest first. Raises `NotFinite` if
-        the run must end.
+        Args:
+            known: The reduced metrics of the steps not judged yet, oldest first.
+
+        Returns:
+            Whether the run has gone back to a checkpoint.
+
+        Raises:
+            NotFinite: The run must end.
         """
-        return any(self._heed(one) for one in known)
+        return any(self._judge(metrics) for metrics in known)
 
-    def _heed(self, known: StepValues) -> bool:
+    def _judge(self, metrics: StepValues) -> bool:
         done = self._unjudged.popleft()
-        self.told = self.told or int(known["agreed/told"])
-        finite = done.outcome.update.finite()
+        self.exit_signal = self.exit_signal or int(metrics["agreed/told"])
+        finite = done.update.finite()
         text = f"step {done.step}"
         if not finite:
-            text += f": {self._sickness(done.outcome, done.samples)}; update skipped"
-        judgement = self.history.judge(done.first, known["loss"], finite)
+            reason = self._describe_nonfinite(done.update, done.maxima, done.samples)
+            text += f": {reason}; update skipped"
+        judgement = self.history.judge(done.first, metrics["loss"], finite)
         if judgement.choice == "stop":
             self._meter.note(text)
             self._meter.close([("cut short", f"after step {done.step}: {judgement.why}")])
@@ -198,59 +245,60 @@ class Guard:
         Raises `BadDevice` if they differ at this step for the second time, or there is no earlier
         checkpoint.
         """
-        finding, before = self._replicas.compare(), self._differed.pop(step, None)
-        if finding is None:
+        mismatch, before = self._replicas.compare(), self._mismatches.pop(step, None)
+        if mismatch is None:
             self._compared = step
             if before is not None:
                 text = f"step {step}: all replicas are equal when rerun; the difference on"
                 self._meter.note(f"{text} {name_ranks(before.ranks)} was a transient fault")
             return False
-        which = name_ranks(finding.ranks) + (
-            "" if finding.sure else ", of which one must be wrong,"
+        which = name_ranks(mismatch.ranks) + (
+            "" if mismatch.sure else ", of which one must be wrong,"
         )
         text = f"step {step}: weights on {which} differ from their replicas"
         if before is not None:
             self._meter.note(text)
             raise BadDevice(f"{text}, again after resuming from a checkpoint: check the device")
-        self._differed[step] = finding
+        self._mismatches[step] = mismatch
         if not self._go_back(self._compared + 1, text):
             raise BadDevice(f"{text}, and there is no earlier checkpoint to resume from")
         return True
 
-    def _sickness(self, outcome: Outcome, data: Sequence[Microbatch] | Sequence[Tensor]) -> str:
+    def _describe_nonfinite(
+        self, update: UpdateResult, maxima: Sequence[PassMaximum], samples: Sequence[Tensor]
+    ) -> str:
         """Describe which gradients of a step were not finite, and where that began. Collective."""
-        names = self._pipeline.optimizer.sick(outcome.update)
+        names = self._optimizer.nonfinite_parameters(update)
         what = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
         what = f"gradients of {what} are" if names else "the norm of all gradients together is"
-        return f"{what} not finite ({self._place(outcome.signs, data)})"
+        return f"{what} not finite ({self._locate(maxima, samples)})"
 
-    def _place(self, signs: Sequence[Sign], data: Sequence[Microbatch] | Sequence[Tensor]) -> str:
-        samples = [one.samples_B if isinstance(one, Microbatch) else one for one in data]
-        stages, world = len(self._pipeline.rank_of), self._mesh.world
-        return first_sick(signs, stages, world, self._mesh.device, samples)
+    def _locate(self, maxima: Sequence[PassMaximum], samples: Sequence[Tensor]) -> str:
+        world, device = self._mesh.world, self._mesh.device
+        return locate_nonfinite(maxima, self._stages, world, device, samples)
 
     def _go_back(self, before: int, why: str) -> bool:
         """Continue from the newest checkpoint of a step before `before`. Returns False if there is
         none. Raises `NotFinite` if the run has gone back there too often."""
         self.begin(f"the way back before step {before}")
-        self._ways_back += 1
-        key, mesh = f"back/{self._ways_back}", self._mesh
+        self._times_back += 1
+        key, mesh = f"back/{self._times_back}", self._mesh
 
         def choose(home: StorePath) -> StorePath | None:
             # Only the first rank looks, because others may not yet see a checkpoint that was just
             # published.
             if mesh.rank == 0:
-                names = [path.name for path in _found(home) if step_of(path) < before]
+                names = [path.name for path in _checkpoints_in(home) if step_of(path) < before]
                 mesh.store.set(key, names[0] if names else "")
             name = mesh.store.get(key).decode()
             return home / name if name else None
 
         with self._meter.time("checkpoint"):
-            found = self._return(choose)
-        if found is None:
+            loaded = self._load_earlier(choose)
+        if loaded is None:
             self._meter.note(f"{why}; there is no earlier checkpoint to resume from")
             return False
-        step, state = found
+        step, state = loaded
         self.history.load(state.history)
         self._unjudged.clear()
         self._meter.rewind(step)
@@ -262,7 +310,7 @@ class Guard:
         return True
 
 
-def _found(home: StorePath) -> list[StorePath]:
+def _checkpoints_in(home: StorePath) -> list[StorePath]:
     try:
         return list_checkpoints(home)
     except OSError as error:

@@ -9,7 +9,7 @@ because the wrong one has since contributed to the gradients of both.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,8 +48,10 @@ def _factors(device: torch.device) -> Tensor:
 class ReplicaMismatch:
     """The result of a comparison that found a difference.
 
-    ranks: those that differ from the majority of their replicas or, without a majority, all that
-    may be wrong. sure: whether there was a majority in every case.
+    Attributes:
+        ranks: Those that differ from the majority of their replicas or, without a majority, all
+            that may be wrong.
+        sure: Whether there was a majority in every case.
     """
 
     ranks: tuple[int, ...]
@@ -59,12 +61,22 @@ class ReplicaMismatch:
 class ReplicaCheck:
     """Compares this rank's weights with their replicas."""
 
-    def __init__(self, mesh: Mesh, buckets: Sequence[Bucket]) -> None:
-        self._mesh, self._buckets = mesh, buckets
+    def __init__(
+        self, mesh: Mesh, buckets: Sequence[Bucket], synchronize: Callable[[], None]
+    ) -> None:
+        """Prepare comparisons.
+
+        Args:
+            mesh: This rank's groups.
+            buckets: All buckets of this rank.
+            synchronize: Returns when the weights of all buckets are where they are stored.
+        """
+        self._mesh, self._buckets, self._synchronize = mesh, buckets, synchronize
 
     def compare(self) -> ReplicaMismatch | None:
         """Return which ranks differ from their replicas, or None if none does. Collective."""
         differs, sure = False, True
+        self._synchronize()
         for flat, group in self._shared_weights():
             own_hash = hash_bytes(flat)
             hashes = all_gather(self._number(own_hash), group).wait().tolist()
@@ -81,9 +93,8 @@ class ReplicaCheck:
         """Yield the weights that this rank shares with others, and the group that has the same
         ones."""
         for bucket in self._buckets:
-            sharing = bucket.sharing
-            groups = [sharing.replicas, *([sharing.shard] if sharing.stage == 0 else [])]
-            bucket.settle()
+            sharding = bucket.sharding
+            groups = [sharding.replicas, *([sharding.shard] if sharding.stage == 0 else [])]
             for group in groups:
                 if group.size > 1:
                     yield bucket.weights, group

@@ -41,7 +41,7 @@ class UnitBuckets:
     """The buckets of a unit.
 
     Attributes:
-        late: Matrices of its late part.
+        second_half: Matrices of the second half of a block.
         rest: Its other matrices.
         tables: Tables that it uses.
         own: The tables whose gradients it reduces.
@@ -49,7 +49,7 @@ class UnitBuckets:
             it.
     """
 
-    late: tuple[BucketSize, ...] = ()
+    second_half: tuple[BucketSize, ...] = ()
     rest: tuple[BucketSize, ...] = ()
     tables: tuple[BucketSize, ...] = ()
     own: tuple[BucketSize, ...] = ()
@@ -58,11 +58,11 @@ class UnitBuckets:
     @property
     def buckets(self) -> tuple[BucketSize, ...]:
         """All buckets whose values the unit needs."""
-        return (*self.late, *self.rest, *self.tables)
+        return (*self.second_half, *self.rest, *self.tables)
 
     @property
     def reduced(self) -> tuple[BucketSize, ...]:
-        """The buckets whose gradients are complete after the unit, without its late part."""
+        """The buckets whose gradients are complete after the unit, without its second half."""
         return (*(self.rest if self.ends else ()), *self.own)
 
 
@@ -213,8 +213,8 @@ class _BufferSimulation:
         """Simulate a backward pass; if its weight pass comes later, it adds to tables only."""
         for unit in self._visit(stage.units(backward=True), bucket_pass.following):
             if not bucket_pass.split:
-                self._add(unit.late)
-                self._reduce(unit.late)
+                self._add(unit.second_half)
+                self._reduce(unit.second_half)
                 self._add(unit.rest)
             self._add(unit.tables)
             if not bucket_pass.split:
@@ -226,8 +226,8 @@ class _BufferSimulation:
 
     def _weights(self, stage: StageBuckets) -> None:
         for unit in stage.units(backward=True):
-            self._add(unit.late + unit.rest)  # all gradients are added before any is reduced
-            self._reduce(unit.late)
+            self._add(unit.second_half + unit.rest)  # all gradients are added before any is reduced
+            self._reduce(unit.second_half)
             self._reduce(unit.reduced)
         if stage.embedding is not None:
             self._reduce(stage.embedding.own)

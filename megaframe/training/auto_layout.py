@@ -1,5 +1,5 @@
-"""`parallel.auto`: choose the planner's best layout for the available ranks, before anything is
-built.
+"""What a config leaves to the run, decided before anything is built: with `parallel.auto` the
+planner's best layout for the available ranks, recomputed blocks, bucket size and vocabulary.
 
 The layout depends only on config, world size and device, so all ranks choose the same one without
 communicating. A resumed run keeps its layout, which is read from the config in its run folder.
@@ -15,6 +15,7 @@ import torch
 
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
+from megaframe.data.tokenizer import load_tokenizer
 from megaframe.distributed.device import explain_hidden_gpu, host_memory
 from megaframe.distributed.mesh import ranks_on_this_node
 from megaframe.errors import UserError
@@ -156,3 +157,24 @@ def _load_begun_config(config: RunConfig) -> RunConfig | None:
         return load(str(path))
     except UserError:
         return None  # written by another version; its checkpoints can be loaded at any layout
+
+
+def resolve_vocab(config: RunConfig) -> RunConfig:
+    """Return the config with `model.vocab` taken from the tokenizer if it was left out.
+
+    Raises `UserError` if there is no tokenizer either, or if it has more ids than `model.vocab`.
+    """
+    model, name = config.model, config.data.tokenizer
+    if name is None:
+        if model.vocab is None:
+            raise UserError("model.vocab is not set and there is no data.tokenizer to take it from")
+        return config
+    size = load_tokenizer(name).vocab_size
+    if model.vocab is None:
+        return config.model_copy(update={"model": model.model_copy(update={"vocab": size})})
+    if size > model.vocab:
+        raise UserError(
+            f"model.vocab={model.vocab} is smaller than the {size} ids of data.tokenizer={name}; "
+            f"use {size} or more, or leave model.vocab out"
+        )
+    return config

@@ -1,4 +1,4 @@
-"""Graph: all passes of a step as one CUDA graph, which the host starts with one call.
+"""StepGraph: all passes of a step as one CUDA graph, which the host starts with one call.
 
 A graph is made for the shapes of a step's microbatches. Before each run, their tensors and the
 scale of the gradients are copied to the buffers that the graph reads. Its results always lie in the
@@ -27,9 +27,8 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.nccl_settings import launch_order_problem
 from megaframe.distributed.traffic import CapturedTransfers
 from megaframe.errors import UserError
-from megaframe.model.pass_state import LayerStatistics
 from megaframe.ops.kernel_dispatch import Kernels
-from megaframe.pipeline_parallel.nonfinite import Sign
+from megaframe.pipeline_parallel.executor import PipelineOutput
 from megaframe.validate.cuda_graph import graph_reasons
 
 _EAGER = 2
@@ -39,134 +38,137 @@ _MOST = 4
 """Maximum number of graphs that a run keeps."""
 
 
-@dataclass(frozen=True)
-class Passed:
-    """The results of all passes of a step, with the fields of `Outcome`."""
-
-    loss: Tensor
-    ahead: Tensor
-    signs: Sequence[Sign]
-    tallies: Sequence[LayerStatistics]
-
-    def copied(self) -> Passed:
-        """Return a copy in memory that no graph writes."""
-        return Passed(
-            self.loss.clone(),
-            self.ahead.clone(),
-            [replace(sign, largest=sign.largest.clone()) for sign in self.signs],
-            [tally.copy() for tally in self.tallies],
-        )
-
-
-Compute = Callable[[Sequence[Microbatch], Tensor], Passed]
+Compute = Callable[[Sequence[Microbatch], Tensor], PipelineOutput]
 """Runs all passes of a step over its microbatches, with gradients multiplied by the given
 scalar."""
-Record = Callable[[Callable[[], Passed]], tuple[Passed, Callable[[], None]]]
+Record = Callable[[Callable[[], PipelineOutput]], tuple[PipelineOutput, Callable[[], None]]]
 """Records what a function launches. Returns the function's result, and a function that runs the
 recorded work again and overwrites that result. Whether the work also runs while it is recorded
 makes no difference."""
 
 
-def record_cuda(compute: Callable[[], Passed]) -> tuple[Passed, Callable[[], None]]:
+def record_cuda(
+    compute: Callable[[], PipelineOutput],
+) -> tuple[PipelineOutput, Callable[[], None]]:
     """Record with torch's CUDA graphs, which share their memory because they run one after the
     other. Threads that save checkpoints continue meanwhile."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
-        passed = compute()
-    return passed, graph.replay
+    with torch.cuda.graph(graph, pool=_memory_pool(), capture_error_mode="thread_local"):
+        output = compute()
+    return output, graph.replay
 
 
 @cache
-def _pool() -> Any:
+def _memory_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class _RecordedGraph:
+    """A graph. inputs: what it reads. output: what it writes. transfers: those in it."""
+
     inputs: Sequence[Tensor]
-    passed: Passed
-    run: Callable[[], None]
-    told: CapturedTransfers
+    output: PipelineOutput
+    replay: Callable[[], None]
+    transfers: CapturedTransfers
 
 
-class Graph:
-    """Runs the passes of steps as graphs, one for each kind of shapes. record: makes a graph. tell:
-    is given a line to show."""
+class StepGraph:
+    """Runs the passes of steps as CUDA graphs, one for each kind of shapes."""
 
     def __init__(
         self, mesh: Mesh, tell: Callable[[str], None], record: Record = record_cuda
     ) -> None:
-        self._mesh, self._tell, self._record = mesh, tell, record
-        self._recorded: dict[Any, _Recorded] = {}
-        self._met: dict[Any, int] = {}
-        self._told = False
-        mesh.before_close.append(self._recorded.clear)  # graphs must release NCCL's groups first
+        """Start without graphs.
 
-    def run(self, compute: Compute, microbatches: Sequence[Microbatch], scale: Tensor) -> Passed:
+        Args:
+            mesh: This rank's groups.
+            tell: Called with a line to show.
+            record: Makes a graph.
+        """
+        self._mesh, self._tell, self._record = mesh, tell, record
+        self._graphs: dict[Any, _RecordedGraph] = {}
+        self._eager_runs: dict[Any, int] = {}
+        self._told = False
+        mesh.before_close.append(self._graphs.clear)  # graphs must release NCCL's groups first
+
+    def run(
+        self, compute: Compute, microbatches: Sequence[Microbatch], scale: Tensor
+    ) -> PipelineOutput:
         """Return what `compute` returns for the microbatches and the scale, an fp64 scalar. After
         the first steps of a kind, record a graph and replay it."""
-        kind = tuple(_kind_of(one) for one in microbatches)
-        found = self._recorded.get(kind)
-        if found is not None:
-            for into, x in zip(found.inputs, _inputs(microbatches, scale), strict=True):
+        kind = tuple(_shapes_of(microbatch) for microbatch in microbatches)
+        graph = self._graphs.get(kind)
+        if graph is not None:
+            for into, x in zip(graph.inputs, _inputs(microbatches, scale), strict=True):
                 into.copy_(x, non_blocking=True)
-            found.told.replay(found.run)
-            return found.passed.copied()
-        times = self._met[kind] = self._met.get(kind, 0) + 1
-        if times <= _EAGER:
+            graph.transfers.replay(graph.replay)
+            return _copy_output(graph.output)
+        runs = self._eager_runs[kind] = self._eager_runs.get(kind, 0) + 1
+        if runs <= _EAGER:
             return compute(microbatches, scale)
-        if len(self._recorded) == _MOST:
-            self._say(f"there are {_MOST} graphs for other shapes")
+        if len(self._graphs) == _MOST:
+            self._tell_once(f"there are {_MOST} graphs for other shapes")
             return compute(microbatches, scale)
-        copies, scaling = [_copied(one) for one in microbatches], scale.clone()
-        with self._mesh.capture_transfers("the graph of all passes") as told:
-            passed, run = self._record(lambda: compute(copies, scaling))
-        self._recorded[kind] = _Recorded(_inputs(copies, scaling), passed, run, told)
-        told.replay(run)
-        return passed.copied()
+        inputs, input_scale = [_copy_microbatch(one) for one in microbatches], scale.clone()
+        with self._mesh.capture_transfers("the graph of all passes") as transfers:
+            output, replay = self._record(lambda: compute(inputs, input_scale))
+        self._graphs[kind] = _RecordedGraph(_inputs(inputs, input_scale), output, replay, transfers)
+        transfers.replay(replay)
+        return _copy_output(output)
 
-    def _say(self, why: str) -> None:
+    def _tell_once(self, why: str) -> None:
         if not self._told:
             self._told = True
             self._tell(f"train.cuda_graph: {why}; some steps run without one")
 
 
-def refuse(config: RunConfig, mesh: Mesh, kernels: Kernels) -> None:
+def check_cuda_graph(config: RunConfig, mesh: Mesh, kernels: Kernels) -> None:
     """Raise `UserError`, with every reason, if the passes of a step cannot be a graph here."""
-    found = [*graph_reasons(config, mesh.layout.sizes)]
+    reasons = [*graph_reasons(config, mesh.layout.sizes)]
     if mesh.device.type != "cuda":
-        found.append(f"CUDA graphs need a GPU, and this runs on a {mesh.device.type}")
+        reasons.append(f"CUDA graphs need a GPU, and this runs on a {mesh.device.type}")
     elif mesh.num_communicators > 1 and (reason := launch_order_problem()):
-        found.append(f"the passes use {mesh.num_communicators} communicators, and {reason}")
+        reasons.append(f"the passes use {mesh.num_communicators} communicators, and {reason}")
     if config.model.moe is not None:
         needed = {"experts": "grouped_product"}
         if config.train.fp8 != "none":
             needed["fp8"] = "quantise_columns"
-        found += [
+        reasons += [
             f"model.moe: the host distributes tokens without the kernels of kernels.{key}"
             for key, kernel in needed.items()
             if not kernels.has(kernel)
         ]
-    if found:
-        raise UserError("\n  ".join(["train.cuda_graph=true cannot work here", *found]))
+    if reasons:
+        raise UserError("\n  ".join(["train.cuda_graph=true cannot work here", *reasons]))
 
 
-def _kind_of(microbatch: Microbatch) -> tuple[Any, ...]:
+def _shapes_of(microbatch: Microbatch) -> tuple[Any, ...]:
     return tuple((tuple(x.shape), x.dtype) for x in _tensors(microbatch))
 
 
 def _inputs(microbatches: Sequence[Microbatch], scale: Tensor) -> list[Tensor]:
-    return [*(x for one in microbatches for x in _tensors(one)), scale]
+    return [*(x for microbatch in microbatches for x in _tensors(microbatch)), scale]
 
 
 def _tensors(microbatch: Microbatch) -> list[Tensor]:
-    of_itself = [x for x in vars(microbatch).values() if isinstance(x, Tensor)]
-    return of_itself + [x for pair in microbatch.ahead for x in pair]
+    fields = [x for x in vars(microbatch).values() if isinstance(x, Tensor)]
+    return fields + [x for pair in microbatch.ahead for x in pair]
 
 
-def _copied(microbatch: Microbatch) -> Microbatch:
-    changed: dict[str, Any] = {
+def _copy_microbatch(microbatch: Microbatch) -> Microbatch:
+    fields: dict[str, Any] = {
         name: x.clone() for name, x in vars(microbatch).items() if isinstance(x, Tensor)
     }
     ahead = tuple((tokens.clone(), labels.clone()) for tokens, labels in microbatch.ahead)
-    return replace(microbatch, **changed, ahead=ahead)
+    return replace(microbatch, **fields, ahead=ahead)
+
+
+def _copy_output(output: PipelineOutput) -> PipelineOutput:
+    """Return a copy in memory that no graph writes."""
+    return PipelineOutput(
+        output.loss.clone(),
+        output.mtp_loss.clone(),
+        [replace(maximum, largest=maximum.largest.clone()) for maximum in output.maxima],
+        [statistics.copy() for statistics in output.statistics],
+    )

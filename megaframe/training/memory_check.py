@@ -18,8 +18,7 @@ from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout, fewest_ranks
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.fit import MemoryFit, compute_fit, suggest_changes
-from megaframe.training.auto_layout import find_cluster
-from megaframe.training.trainer import resolve_vocab
+from megaframe.training.auto_layout import find_cluster, resolve_vocab
 
 _TIGHT = "it may not be enough, as plans are good to a few percent"
 

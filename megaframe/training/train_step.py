@@ -1,4 +1,4 @@
-"""Pipeline: what one rank runs: its stages, their optimizer, and the lowered schedule.
+"""TrainStep: one optimizer step of one rank: all passes of a pipeline schedule, then the update.
 
 The schedule determines the rank of each stage, so everything else is built from it. A run without a
 pipeline is a pipeline with one rank and one stage.
@@ -7,10 +7,13 @@ pipeline is a pipeline with one rank and one stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megaframe.architecture.attention import exchanging_ranks
@@ -20,70 +23,110 @@ from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.data.microbatch import Microbatch, context_part, look_ahead
+from megaframe.data_parallel.sharded_parameters import ShardedParameters, TiedEmbedding
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.layout import EXPERT_SETS
+from megaframe.metrics import Part
 from megaframe.model.forward_context import make_run_context
+from megaframe.model.model_chunk import ModelChunk, build_chunks
+from megaframe.model.pass_state import LayerStatistics
 from megaframe.ops.compile import Compiled
 from megaframe.ops.fp8 import check_fp8
 from megaframe.ops.kernel_dispatch import make_kernels
-from megaframe.optim.optimizer import Optimizer, Tied
+from megaframe.optim.optimizer import Optimizer, UpdateResult
+from megaframe.optim.parameter_groups import ParameterGroups
 from megaframe.parameters.parameter import PRECISIONS
 from megaframe.parameters.spec import copies_of
-from megaframe.pipeline_parallel.executor import Engine, Follower, Outcome, Timer
-from megaframe.pipeline_parallel.stage import Stage, build_stages
+from megaframe.pipeline_parallel.executor import ActionTrace, PipelineExecutor, PipelineOutput
+from megaframe.pipeline_parallel.nonfinite import PassMaximum
+from megaframe.pipeline_parallel.stage import Stage
 from megaframe.schedule import Action, Schedule, lower
 from megaframe.schedule.overlap_pairs import find_overlap_pairs, place_pairs_together
-from megaframe.training.cuda_graph import Graph, refuse
+from megaframe.training.cuda_graph import StepGraph, check_cuda_graph
 
-_KEPT = 32
+Timer = Callable[[Part], AbstractContextManager[object]]
+"""Returns a context that charges the code in it to a part of the step."""
+_SCHEDULES = 32
 """Lowered schedules to cache. During a batch ramp the number of microbatches takes a few values."""
 
 
-class Pipeline:
-    """This rank's stages with their optimizer, and the engine that runs them.
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one step on this rank: of its update, and as in `PipelineOutput`."""
 
-    `schedule` is the schedule of a full batch. All schedules of the run have the same `rank_of`.
-    time: see `Engine`.
-    tell: called with a line to show.
+    loss: Tensor
+    mtp_loss: Tensor
+    update: UpdateResult
+    maxima: Sequence[PassMaximum]
+    statistics: Sequence[LayerStatistics]
+
+
+class TrainStep:
+    """This rank's stages, their parameters and optimizer, and what runs them.
+
+    Attributes:
+        schedule: That of a full batch. All schedules of the run have the same `rank_of`.
+        rank_of: The pipeline rank of each stage.
+        stages: This rank's stages by number.
+        sharded_parameters: Where the values and gradients of the stages are.
+        optimizer: Updates them.
+        kernels: The kernels that the run uses.
+        graph: Runs the passes as a CUDA graph; None without `train.cuda_graph`.
     """
 
     def __init__(
-        self, config: RunConfig, mesh: Mesh, time: Timer, tell: Callable[[str], None] = print
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        time: Timer | None = None,
+        tell: Callable[[str], None] = print,
+        *,
+        trace: ActionTrace | None = None,
     ) -> None:
+        """Build everything that this rank runs. All ranks of the world must call this.
+
+        Args:
+            config: The run.
+            mesh: This rank's groups.
+            time: Charges the update to its part of the step.
+            tell: Called with a line to show.
+            trace: Entered around every action of a step; see `PipelineExecutor`.
+        """
         train, self._depth = config.train, config.model.mtp_depth
+        self._mesh = mesh
+        self._time: Timer = time or (lambda part: nullcontext())
+        self._trace: ActionTrace = trace or (lambda action, kind: nullcontext())
         full = train.global_batch // (train.microbatch * mesh.layout.data)
         self.schedule = build_step_schedule(config, full)
         self.rank_of = rank_of = self.schedule.rank_of
-        here = mesh.coordinate["pipeline"]
-        plans = [plan for plan in stage_plans(config) if rank_of[plan.number] == here]
         self.context = ContextParallel(*mesh.divide_context(exchanging_ranks(config.parallel)))
-        experts = _places(config, mesh)
+        experts = _expert_parallel(config, mesh)
         compiler = _compiler(config, tell)
         self.kernels = kernels = make_kernels(config, mesh.device, compiler, tell)
-        self._warning = check_fp8(config, mesh.device, PRECISIONS[train.precision].compute, kernels)
-        tensor = mesh.group("tensor")
-        run = make_run_context(config, tensor, self.context, experts, kernels)
-        self.stages = build_stages(config, plans, run)
-        ends = rank_of[0], rank_of[-1]
-        shared = config.model.tie_embeddings or config.model.mtp_depth > 0
-        twice = shared and ends[0] != ends[1]
-        copies = copies_of(config.model.kv_heads, mesh.layout.tensor)
-        if copies > 1:
-            mesh.add_tensor_copies_group(copies)
-        mesh.name_stages(rank_of)
-        mesh.connect([*_links(rank_of), *([ends] if twice else [])])
-        tied = _tied(self.stages, mesh, ends) if twice else None
-        units = {number: stage.units for number, stage in self.stages.items()}
-        self.optimizer = Optimizer(config, mesh, units, tied, kernels)
-        for stage in self.stages.values():
-            stage.keeper = self.optimizer
-        self._engine = Engine(self.stages, self.optimizer, mesh, time)
+        compute = PRECISIONS[train.precision].compute
+        self._warning = check_fp8(config, mesh.device, compute, kernels)
+        run = make_run_context(config, mesh.group("tensor"), self.context, experts, kernels)
+        rank = mesh.coordinate["pipeline"]
+        plans = [plan for plan in stage_plans(config) if rank_of[plan.number] == rank]
+        chunks = build_chunks(config, plans, run)
+        tied = self._connect_pipeline(config, chunks)
+        groups = ParameterGroups(config, mesh, kernels)
+        units = {number: chunk.units for number, chunk in chunks.items()}
+        self.sharded_parameters = sharded = ShardedParameters(
+            config, mesh, units, groups.bucketing, tied
+        )
+        self.optimizer = Optimizer(config, mesh, sharded, groups, kernels)
+        self.stages: Mapping[int, Stage] = {
+            number: Stage(config, chunk, run, sharded) for number, chunk in chunks.items()
+        }
+        self._executor = PipelineExecutor(self.stages, mesh, self._trace)
+        self.graph: StepGraph | None = None
         if train.cuda_graph:
-            refuse(config, mesh, kernels)
-            self._engine.graph = Graph(mesh, tell)
+            check_cuda_graph(config, mesh, kernels)
+            self.graph = StepGraph(mesh, tell)
 
-        @lru_cache(_KEPT)
+        @lru_cache(_SCHEDULES)
         def lowered(microbatches: int, train: bool) -> tuple[Schedule, Mapping[Action, Action]]:
             if not train:
                 return lower(build_forward_schedule(rank_of, microbatches)), {}
@@ -97,16 +140,27 @@ class Pipeline:
 
         self._lowered = lowered
 
-    def computed_with(self) -> Iterator[str]:
+    def _connect_pipeline(
+        self, config: RunConfig, chunks: Mapping[int, ModelChunk]
+    ) -> TiedEmbedding | None:
+        """Make the links between stages. Returns the token embedding if another rank has it too."""
+        mesh, rank_of = self._mesh, self.rank_of
+        ends = rank_of[0], rank_of[-1]
+        shared = config.model.tie_embeddings or config.model.mtp_depth > 0
+        twice = shared and ends[0] != ends[1]
+        copies = copies_of(config.model.kv_heads, mesh.layout.tensor)
+        if copies > 1:
+            mesh.add_tensor_copies_group(copies)
+        mesh.name_stages(rank_of)
+        mesh.connect([*_links(rank_of), *([ends] if twice else [])])
+        return _tied_embedding(chunks, mesh, ends) if twice else None
+
+    def describe_kernels(self) -> Iterator[str]:
         """Yield lines for the start of the log: which code computes a step, and why not faster
         code. What else is chosen by the machine belongs here too."""
         yield from self.kernels.report()
         if self._warning is not None:
             yield self._warning
-
-    def follow(self, follower: Follower) -> None:
-        """Call `follower` for every action of the following steps; see `Engine`."""
-        self._engine.follow = follower
 
     def train(
         self,
@@ -115,27 +169,80 @@ class Pipeline:
         scale: float | Tensor,
         *,
         by_block: bool = False,
-    ) -> Outcome:
-        """Run one optimizer step; see `Engine.run`. The microbatches contain whole samples."""
+    ) -> StepResult:
+        """Run one optimizer step.
+
+        Args:
+            microbatches: This data rank's, with whole samples.
+            step: Number of the step, on which random masks depend.
+            scale: Gradients are those of scale * (sum of the losses).
+            by_block: Record the largest magnitude of every block; then no CUDA graph is used.
+        """
         schedule, paired = self._lowered(len(microbatches), True)
-        depth = self._depth
-        ahead = [look_ahead(one, depth) for one in microbatches] if depth else microbatches
-        parts = self._parts(ahead)
-        return self._engine.run(schedule, parts, step, scale, paired, by_block=by_block)
+        if self._depth:
+            microbatches = [look_ahead(one, self._depth) for one in microbatches]
+        parts = self._context_parts(microbatches)
+        if not isinstance(scale, Tensor):
+            scale = torch.full((), scale, dtype=torch.float64, device=self._mesh.device)
+        self.sharded_parameters.start_step()
+        for stage in self.stages.values():
+            stage.start_step(step)
+        if self.graph is None or by_block:
+            output = self._executor.run(schedule, parts, scale, paired, by_block=by_block)
+        else:
+            output = self._run_as_graph(self.graph, schedule, parts, scale, paired)
+        update = self._update(schedule)
+        self._executor.wait_for_sends()
+        return StepResult(output.loss, output.mtp_loss, update, output.maxima, output.statistics)
+
+    def _run_as_graph(
+        self,
+        graph: StepGraph,
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+        scale: Tensor,
+        paired: Mapping[Action, Action],
+    ) -> PipelineOutput:
+        """Run all passes through `graph`, which may launch them as one CUDA graph."""
+
+        def compute(inputs: Sequence[Microbatch], input_scale: Tensor) -> PipelineOutput:
+            output = self._executor.run(schedule, inputs, input_scale, paired)
+            # What a graph starts, it must wait for.
+            self.sharded_parameters.wait_for_gradients()
+            return output
+
+        # The passes must not depend on what ran before: the last update's values have arrived, and
+        # values that are not always on this rank are released.
+        self.sharded_parameters.wait_for_values()
+        return graph.run(compute, microbatches, scale)
+
+    def _update(self, schedule: Schedule) -> UpdateResult:
+        """Update the weights, which is the last action of a rank's list."""
+        action, progress = (
+            schedule.ranks[self._mesh.coordinate["pipeline"]][-1],
+            self._mesh.progress,
+        )
+        progress.begin_part("", action, action.kind.value)
+        with self._trace(action, action.kind.value), self._time("optimizer"):
+            self.sharded_parameters.wait_for_gradients()
+            update = self.optimizer.update()
+        progress.begin_part("", None)
+        return update
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Return the loss sum of each microbatch without gradients, [M]; see `Engine.evaluate`."""
+        """Return the loss sum of each microbatch over this rank's valid tokens, without gradients,
+        fp64 [M]; zero on a rank without the head."""
         schedule, _ = self._lowered(len(microbatches), False)
-        return self._engine.evaluate(schedule, self._parts(microbatches))
+        return self._executor.evaluate(schedule, self._context_parts(microbatches))
 
-    def _parts(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    def _context_parts(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Return this context rank's part of each microbatch."""
         return [context_part(one, self.context.index, self.context.size) for one in microbatches]
 
 
-def _places(config: RunConfig, mesh: Mesh) -> ExpertParallel:
-    """Return where the experts are: the groups of ranks that have them, and the dispatch method.
-    All ranks of the world must call this."""
+def _expert_parallel(config: RunConfig, mesh: Mesh) -> ExpertParallel:
+    """Return the groups of ranks that have experts, and the dispatch method. All ranks of the world
+    must call this."""
     if config.model.moe is None:
         return ExpertParallel()
     mesh.add_groups(EXPERT_SETS)
@@ -158,17 +265,19 @@ def _compiler(
 
 def _links(rank_of: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (from, to) for all pairs of ranks with neighbouring stages, in both directions."""
-    for here, there in pairwise(rank_of):
-        if here != there:
-            yield from ((here, there), (there, here))
+    for rank, next_rank in pairwise(rank_of):
+        if rank != next_rank:
+            yield from ((rank, next_rank), (next_rank, rank))
 
 
-def _tied(stages: Mapping[int, Stage], mesh: Mesh, ends: tuple[int, int]) -> Tied | None:
+def _tied_embedding(
+    chunks: Mapping[int, ModelChunk], mesh: Mesh, ends: tuple[int, int]
+) -> TiedEmbedding | None:
     """Return this rank's copy of the token embedding that the first and the last stage both have,
     or None if this rank has neither stage."""
-    for stage in stages.values():
-        if stage.embedding is not None:
-            return Tied(stage.embedding.tokens.weight, mesh.link(*ends))
-        if stage.post_process is not None and stage.post_process.tokens is not None:
-            return Tied(stage.post_process.tokens.weight, mesh.link(*ends))
+    for chunk in chunks.values():
+        if chunk.embedding is not None:
+            return TiedEmbedding(chunk.embedding.tokens.weight, mesh.link(*ends))
+        if chunk.post_process is not None and chunk.post_process.tokens is not None:
+            return TiedEmbedding(chunk.post_process.tokens.weight, mesh.link(*ends))
     return None

@@ -14,12 +14,12 @@ _API_KEY = re.compile("[0-9a-f]{40}")
 
 
 def saving_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Yield a message if `checkpoint.keep_every` is no multiple of `checkpoint.every`."""
     every, keep_every = checkpoint.every, checkpoint.keep_every
     if keep_every and not every:
         yield (
             f"checkpoint.keep_every={keep_every} has no effect with checkpoint.every=0, which "
-            "saves "
-            "nothing; leave it out"
+            "saves nothing; leave it out"
         )
     elif keep_every and keep_every % every:
         yield (
@@ -29,6 +29,7 @@ def saving_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
 
 
 def checkpoint_url_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Yield a message for each URL of a checkpoint that is refused."""
     for key in ("folder", "resume", "weights"):
         value = getattr(checkpoint, key)
         if value is not None and is_url(value):
@@ -59,6 +60,7 @@ def path_mistakes(config: RunConfig) -> Iterator[str]:
 
 
 def fault_mistakes(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each policy of `faults` that cannot work with the rest of the config."""
     faults, precision = config.faults, config.train.precision
     if faults.non_finite != "skip" and precision == "fp16":
         yield (
@@ -79,6 +81,7 @@ def fault_mistakes(config: RunConfig) -> Iterator[str]:
 
 
 def replica_comparison_warning(config: RunConfig, layout: Layout) -> str | None:
+    """Return a warning if `faults.compare_every` has no replicas to compare, else None."""
     every, zero = config.faults.compare_every, config.parallel.zero
     if not every or not zero or layout.data_replicate > 1:
         return None

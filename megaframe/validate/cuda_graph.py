@@ -18,6 +18,7 @@ from megaframe.config.schema import RunConfig
 
 
 def graph_mistakes(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield a message for each reason why `train.cuda_graph=true` cannot work."""
     if config.train.cuda_graph:
         for reason in graph_reasons(config, sizes):
             yield f"train.cuda_graph=true cannot work here: {reason}"

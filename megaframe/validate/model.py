@@ -143,6 +143,7 @@ def window_mistakes(model: ModelConfig) -> Iterator[str]:
 
 
 def mtp_mistakes(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each mistake in multi-token prediction."""
     depth, train = config.model.mtp_depth, config.train
     if depth and config.model.emulate is not None:
         yield (
@@ -163,6 +164,8 @@ def mtp_mistakes(config: RunConfig) -> Iterator[str]:
 
 
 def vocabulary_mistakes(config: RunConfig) -> Iterator[str]:
+    """Yield a message if `model.vocab` and `data.tokenizer` are missing, or the latter is no
+    tokenizer."""
     tokenizer = config.data.tokenizer
     if tokenizer is None:
         if config.model.vocab is None:

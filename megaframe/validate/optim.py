@@ -16,8 +16,7 @@ def optimizer_mistakes(optim: OptimConfig) -> Iterator[str]:
         if value is not None and optim.name not in with_momentum:
             yield (
                 f"optim.{key}={format_value(value)} has no effect with optim.name={optim.name}; "
-                "leave it "
-                f"out, or use optim.name={join_or(with_momentum)}"
+                f"leave it out, or use optim.name={join_or(with_momentum)}"
             )
     if optim.nesterov and optim.momentum == 0:
         yield (
@@ -27,6 +26,12 @@ def optimizer_mistakes(optim: OptimConfig) -> Iterator[str]:
 
 
 def learning_rate_mistakes(optim: OptimConfig, steps: int) -> Iterator[str]:
+    """Yield a message for each mistake in warm-up, decay and the smallest learning rate.
+
+    Args:
+        optim: The section.
+        steps: Steps of the whole run.
+    """
     if optim.min_lr > optim.lr:
         yield (
             f"optim.min_lr={optim.min_lr:g} is above optim.lr={optim.lr:g}; "
@@ -53,6 +58,7 @@ def learning_rate_mistakes(optim: OptimConfig, steps: int) -> Iterator[str]:
 
 
 def warmup_warning(optim: OptimConfig, steps: int) -> str | None:
+    """Return a warning if the run of `steps` steps ends within the warm-up, else None."""
     if optim.warmup <= steps:
         return None
     return (

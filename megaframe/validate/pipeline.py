@@ -11,6 +11,7 @@ from megaframe.schedule import schedule_mistakes
 
 
 def stage_mistakes(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each mistake in the number of stages and in what is listed per stage."""
     parallel, layers = config.parallel, config.model.layers
     pipeline, chunks = parallel.pipeline, parallel.chunks
     stages = pipeline * chunks
@@ -35,20 +36,24 @@ def stage_mistakes(config: RunConfig) -> Iterator[str]:
         even = tuple((layers + number) // stages for number in reversed(range(stages)))
         yield (
             f"parallel.layers_per_stage={format_value(layers_per_stage)} {wrong}; use for example "
-            f"{format_value(even)}, "
-            "or leave it out to divide by work"
+            f"{format_value(even)}, or leave it out to divide by work"
         )
     blocks = config.train.recompute_blocks
     if isinstance(blocks, tuple) and len(blocks) != stages:
         fitting = (blocks + (blocks[-1:] or (0,)) * stages)[:stages]
         yield (
             f"train.recompute_blocks={format_value(blocks)} has {len(blocks)} stages, but {what} "
-            "makes "
-            f"{stages}; use for example {format_value(fitting)}, or one number for all"
+            f"makes {stages}; use for example {format_value(fitting)}, or one number for all"
         )
 
 
 def step_schedule_mistakes(config: RunConfig, data: int) -> Iterator[str]:
+    """Yield a message for each reason why a step has no schedule, for every size of the batch.
+
+    Args:
+        config: The config.
+        data: Number of data ranks.
+    """
     parallel, train = config.parallel, config.train
     group = parallel.schedule_microbatches
     if group is not None and parallel.schedule == "interleaved" and not group.is_integer():

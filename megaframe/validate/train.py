@@ -13,6 +13,12 @@ _MOST_MICROBATCHES = 1 << 16
 
 
 def batch_mistakes(train: TrainConfig, data: int) -> Iterator[str]:
+    """Yield a message for each global batch that does not divide into microbatches.
+
+    Args:
+        train: The section.
+        data: Number of data ranks.
+    """
     together = train.microbatch * data
     on_ranks = f"train.microbatch={train.microbatch} on {data} data rank{'s' if data > 1 else ''}"
     top = train.global_batch
@@ -74,6 +80,7 @@ def _nearest_ramps(ramp: BatchRampConfig, top: int, together: int) -> Iterator[s
 
 
 def precision_mistakes(train: TrainConfig) -> Iterator[str]:
+    """Yield a message for each mistake in 8-bit products and in offloaded activations."""
     if train.fp8 != "none" and train.precision == "fp16":
         yield (
             f"train.fp8={train.fp8} has no gradient scale, which train.precision=fp16 needs; use "
@@ -90,6 +97,7 @@ def precision_mistakes(train: TrainConfig) -> Iterator[str]:
 
 
 def compression_mistakes(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each mistake in `parallel.compress` and `parallel.compress_keep`."""
     parallel, precision = config.parallel, config.train.precision
     name = f"parallel.compress={parallel.compress}"
     if parallel.compress != "none" and precision == "fp16":

@@ -9,7 +9,7 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 ROWS, SEQ, VOCAB, STEPS, LAST = 32, 32, 61, 300, 20
 
@@ -42,14 +42,14 @@ def trained(balance):
         optim={"lr": 1e-3, "schedule": "constant", "warmup": 10},
     )
     mesh = Mesh(Layout(), device="cpu")
-    pipeline = Pipeline(config, mesh, StepTimer().time)
-    pipeline.optimizer.initialise(1)
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    train_step.optimizer.initialize(1)
     losses, loads = [], {}
     for step in range(STEPS):
-        outcome = pipeline.train([skewed(step)], step, 1 / (ROWS * SEQ))
+        result = train_step.train([skewed(step)], step, 1 / (ROWS * SEQ))
         if step >= STEPS - LAST:
-            losses.append(float(outcome.loss) / (ROWS * SEQ))
-            for name, load, _ in pipeline.optimizer.loads():
+            losses.append(float(result.loss) / (ROWS * SEQ))
+            for name, load, _ in train_step.sharded_parameters.expert_loads():
                 loads[name] = loads.get(name, 0.0) + load
     return np.mean(losses), max(float(load.max() / load.mean()) for load in loads.values())
 

@@ -9,7 +9,8 @@ from megaframe.checkpoint import Slice, open_checkpoint
 from megaframe.config import load
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.training.trainer import Trainer, resolve_vocab
+from megaframe.training.auto_layout import resolve_vocab
+from megaframe.training.trainer import Trainer
 
 EXPERTS = {
     "model__layers": 4,

@@ -91,7 +91,7 @@ def test_a_rank_that_leaves_because_another_is_lost_unlocks_its_folders(override
 def lose_lock(trainer, step):
     """Let another process have the folder, as if this one had been suspended for a minute."""
     if trainer.step == step:
-        trainer._lock._lost = "run.dir=... was taken over"
+        trainer._lock._lost_message = "run.dir=... was taken over"
 
 
 def test_a_run_that_was_taken_over_ends_without_a_save(pool, overrides, tmp_path):

@@ -20,7 +20,7 @@ from megaframe.metrics import StepTimer
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import Action, ActionKind
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 SEQ, BATCH, HIDDEN, HEADS = 128, 2, 256, 4
 FORMULA = {"none": 34, "selective": 34, "full": 2}
@@ -51,8 +51,8 @@ def kept(layers, recompute, tensor, dropout):
         parallel={"tensor": tensor},
     )
     mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
-    pipeline = Pipeline(config, mesh, StepTimer().time)
-    pipeline.optimizer.initialise(1)
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    train_step.optimizer.initialize(1)
     found = {}
 
     def keep(tensor):
@@ -60,13 +60,13 @@ def kept(layers, recompute, tensor, dropout):
         return tensor
 
     tokens = torch.zeros(BATCH, SEQ, dtype=torch.int64)
-    stage = pipeline.stages[0]
+    stage = train_step.stages[0]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scale = torch.ones((), dtype=torch.float64)
         stage.forward(0, Microbatch(tokens, tokens, torch.arange(BATCH)), scale)
     for leaf in stage._flights[0].inputs:
         keep(leaf)
-    for bucket in pipeline.optimizer.buckets:
+    for bucket in train_step.sharded_parameters.buckets:
         found.pop(bucket.parameters[0].value.untyped_storage().data_ptr(), None)
     mesh.close()
     actions = [Action(ActionKind.F, 0, 0)]

@@ -16,7 +16,7 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 MODEL = {"layers": 4, "hidden": 16, "heads": 4, "vocab": 37}
 MOE = {"experts": 4, "ffn": 12, "top_k": 2, "shared": 1}
@@ -73,7 +73,7 @@ def built(model, parallel):
         parallel=parallel,
     )
     mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
-    return mesh, Pipeline(config, mesh, StepTimer().time).optimizer, precision
+    return mesh, TrainStep(config, mesh, StepTimer().time).optimizer, precision
 
 
 def rounded(tensor, *precisions):

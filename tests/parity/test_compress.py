@@ -15,7 +15,7 @@ from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 TOPK = {"compress": "topk", "compress_keep": 1.0}
 POWER = {"compress": "powersgd", "compress_keep": 64}
@@ -64,10 +64,10 @@ def learn(parallel, feedback=True, optim=None, steps=RUN_STEPS):
         parallel=parallel,
     )
     mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
-    pipeline = Pipeline(config, mesh, StepTimer().time)
-    pipeline.optimizer.initialise(0)
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    train_step.optimizer.initialize(0)
     if not feedback:
-        for bucket in pipeline.optimizer.buckets:
+        for bucket in train_step.sharded_parameters.buckets:
             bucket._over_shard.residual = bucket._over_replicas.residual = None
     data = mesh.group("data")
     losses = []
@@ -79,8 +79,8 @@ def learn(parallel, feedback=True, optim=None, steps=RUN_STEPS):
         tokens, labels = rows[mine, :-1].contiguous(), rows[mine, 1:].contiguous()
         samples = torch.arange(8)[mine]
         parts = zip(tokens.split(4), labels.split(4), samples.split(4), strict=True)
-        outcome = pipeline.train([Microbatch(*one) for one in parts], step, 1 / 128)
-        losses.append(float(all_reduce(outcome.loss / 128, mesh.world).wait()))
+        result = train_step.train([Microbatch(*one) for one in parts], step, 1 / 128)
+        losses.append(float(all_reduce(result.loss / 128, mesh.world).wait()))
     mesh.close()
     return sum(losses[-TAIL:]) / TAIL
 

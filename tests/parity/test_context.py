@@ -13,7 +13,7 @@ from megaframe.config import RunConfig, load
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 from megaframe.training.trainer import Trainer
 
 SHAPES = {
@@ -152,10 +152,10 @@ def moved(parallel):
         parallel=parallel,
     )
     mesh = Mesh(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=60)
-    pipeline = Pipeline(config, mesh, StepTimer().time)
-    pipeline.optimizer.initialise(1)
-    pipeline.train(share(global_batch(config, 0), 2, 0, 1, ragged=False), 0, 1.0)
-    context = pipeline.context
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    train_step.optimizer.initialize(1)
+    train_step.train(share(global_batch(config, 0), 2, 0, 1, ragged=False), 0, 1.0)
+    context = train_step.context
     of_ring, of_heads = context.ring.group.traffic.take(), context.heads.traffic.take()
     found = context.ring.index, of_ring, of_heads
     mesh.close()

@@ -16,11 +16,11 @@ from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.model.rotary import Rotary
 from megaframe.ops.compile import MAX_KINDS, Compiled
-from megaframe.pipeline_parallel.activation_offload import Shelf
-from megaframe.pipeline_parallel.executor import Engine
+from megaframe.pipeline_parallel.activation_offload import ActivationOffload
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import lower
+from megaframe.training.train_step import TrainStep
 from megaframe.validate.run import validate_config
 
 MOE = {"experts": 4, "ffn": 8, "top_k": 2, "balance_loss": 0.1, "z_loss": 0.01}
@@ -45,7 +45,7 @@ def test_offload_changes_no_bit(name, parallel, train, pool):
 
 
 def test_what_is_on_the_shelf_is_not_on_the_device():
-    shelf, x = Shelf(torch.device("cpu")), torch.randn(8, 4)
+    shelf, x = ActivationOffload(torch.device("cpu")), torch.randn(8, 4)
     stored, before = shelf.store(x), x.clone()
     x.zero_()
     stored.fetch()
@@ -121,14 +121,14 @@ def test_the_tables_of_rotation_come_to_a_device_once():
 
 
 def run_watched(*given):
-    """`run`, which fails if the host waits within an engine's step. The numbers of the previous
+    """`run`, which fails if the host waits within a train step. The numbers of the previous
     step are read before it, when they are on the host already."""
     import parity_runs as training
 
-    step = Engine.run
+    step = TrainStep.train
 
     def watched(self, *arguments, **options):
-        self.optimizer._hear()
+        self.optimizer._count_pending()
         with nobody_waits():
             found = step(self, *arguments, **options)
             assert self.optimizer.loss_scale / 3 is not None  # what the next step begins with
@@ -136,7 +136,7 @@ def run_watched(*given):
 
     os.environ["TRITON_INTERPRET"] = "1"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "run", watched)
+        patch.setattr(TrainStep, "train", watched)
         patch.setattr(training, "GLOBAL_BATCH", 2)
         return run(*given)
 

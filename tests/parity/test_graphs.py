@@ -21,8 +21,8 @@ from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.distributed.nccl_settings import keep_launch_order
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.training.cuda_graph import _EAGER, Graph, record_cuda
-from megaframe.training.train_step import Pipeline
+from megaframe.training.cuda_graph import _EAGER, StepGraph, record_cuda
+from megaframe.training.train_step import TrainStep
 from megaframe.validate.cuda_graph import graph_reasons
 
 KEPT = _EAGER + 2
@@ -64,8 +64,8 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
 
     mesh.progress.record_event = mark
     found, told, order = [], [], []
-    pipeline = begun(config, mesh, graphs, told, order)
-    pipeline.optimizer.initialise(config.run.seed)
+    train_step = begun(config, mesh, graphs, told, order)
+    train_step.optimizer.initialize(config.run.seed)
 
     def train_one(step, batch):
         mesh.progress.begin_activity(f"step {step}")
@@ -73,11 +73,11 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
         group = mesh.group("data")
         mine = share(batch, config.train.microbatch, group.index, group.size, False)
         valid = max(1, int((batch.labels_BS != IGNORE).sum()))
-        outcome = pipeline.train(mine, step, pipeline.optimizer.loss_scale / valid)
-        assert outcome.update.finite() == (step != SICK)
-        numbers = [outcome.loss, outcome.ahead, outcome.update.grad_norm]
-        numbers += [number for tally in outcome.tallies for number in tally.counts.values()]
-        found.append([*numbers, *(sign.largest for sign in outcome.signs)])
+        result = train_step.train(mine, step, train_step.optimizer.loss_scale / valid)
+        assert result.update.finite() == (step != SICK)
+        numbers = [result.loss, result.mtp_loss, result.update.grad_norm]
+        numbers += [number for tally in result.statistics for number in tally.counts.values()]
+        found.append([*numbers, *(sign.largest for sign in result.maxima)])
         moved = torch.tensor([*mesh.take_traffic().values()])
         if config.parallel.zero < 3:  # a graph also fetches what an evaluation has left here
             found[-1].append(moved)
@@ -86,37 +86,37 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
     def train_to(stop, start):
         for step in range(start, stop):
             batch = on(mesh.device, batch_of(config, step, packed))
-            poisoned = poison(pipeline.optimizer) if step == SICK else []
+            poisoned = poison(train_step.sharded_parameters) if step == SICK else []
             if step == SHORT:
                 batch = replace(batch, **{key: x[:, :-3] for key, x in wide(batch)})
             mine = train_one(step, batch)
             for bucket, kept in poisoned:
                 bucket.weights.copy_(kept)
-                bucket.renew()
+                bucket.publish_weights()
             if step % 2:
-                found.append([pipeline.evaluate(mine)])
+                found.append([train_step.evaluate(mine)])
 
     train_to(KEPT, 0)
-    kept = [x.clone() for *_, x in pipeline.optimizer.tensors()]
-    state = pipeline.optimizer.state()
+    kept = [x.clone() for *_, x in train_step.optimizer.tensors()]
+    state = train_step.optimizer.state()
     train_to(STEPS, KEPT)
     for again in range(2):
         if again:
-            pipeline = begun(config, mesh, graphs, told, order)
-        for (*_, x), value in zip(pipeline.optimizer.tensors(), kept, strict=True):
+            train_step = begun(config, mesh, graphs, told, order)
+        for (*_, x), value in zip(train_step.optimizer.tensors(), kept, strict=True):
             x.copy_(value)
-        pipeline.optimizer.load_state(state)
+        train_step.optimizer.load_state(state)
         train_to(KEPT + _EAGER + 3 if again else KEPT + 1, KEPT)
-    found.append([x for *_, x in pipeline.optimizer.tensors()])
+    found.append([x for *_, x in train_step.optimizer.tensors()])
     found = [[x.to("cpu", copy=True) for x in numbers] for numbers in found]
     mesh.close()
     return found, told, order
 
 
 def begun(config, mesh, graphs, told, order):
-    """Return a new pipeline of this rank. told: gets what a watch sees at every run of a recorded
+    """Return a new train step of this rank. told: gets what a watch sees at every run of a recorded
     step. order: gets the axes of the transfers that a tape records."""
-    pipeline = Pipeline(config, mesh, StepTimer().time)
+    train_step = TrainStep(config, mesh, StepTimer().time)
     if graphs:
 
         def record(compute):
@@ -129,8 +129,8 @@ def begun(config, mesh, graphs, told, order):
 
             return passed, again
 
-        pipeline._engine.graph = Graph(mesh, pytest.fail, record)
-    return pipeline
+        train_step.graph = StepGraph(mesh, pytest.fail, record)
+    return train_step
 
 
 def batch_of(config, step, packed):
@@ -146,15 +146,15 @@ def wide(batch):
     return [(key, x) for key, x in vars(batch).items() if key.endswith("_BS") and x is not None]
 
 
-def poison(optimizer):
+def poison(sharded_parameters):
     """Make weights NaN, except those that balance experts. Return the buckets with their old
     weights."""
     found = []
-    for bucket in optimizer.buckets:
+    for bucket in sharded_parameters.buckets:
         if bucket.parameters[0].spec.role != "balance":
             found.append((bucket, bucket.weights.clone()))
             bucket.weights.fill_(torch.nan)
-            bucket.renew()
+            bucket.publish_weights()
     return found
 
 
@@ -250,9 +250,9 @@ def test_masks_are_those_of_the_step():
         optim={"lr": 1e-300, "min_lr": 0.0},  # no weight changes
     )
     mesh = Mesh(Layout(), device="cpu")
-    pipeline = begun(config, mesh, True, [], [])
-    pipeline.optimizer.initialise(1)
+    train_step = begun(config, mesh, True, [], [])
+    train_step.optimizer.initialize(1)
     batch = batch_of(config, 0, False)
-    losses = [float(pipeline.train([batch], step, 1.0).loss) for step in (0, 1, 2, 0, 1, 2, 7)]
+    losses = [float(train_step.train([batch], step, 1.0).loss) for step in (0, 1, 2, 0, 1, 2, 7)]
     mesh.close()
     assert losses[:3] == losses[3:6] and len(set(losses)) == 4

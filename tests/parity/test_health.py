@@ -9,8 +9,8 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.pipeline_parallel.nonfinite import first_sick
-from megaframe.training.train_step import Pipeline
+from megaframe.pipeline_parallel.nonfinite import locate_nonfinite
+from megaframe.training.train_step import TrainStep
 
 
 def built(parallel, precision, microbatch=2, **optim):
@@ -21,33 +21,37 @@ def built(parallel, precision, microbatch=2, **optim):
         parallel=parallel,
     )
     mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
-    pipeline = Pipeline(config, mesh, StepTimer().time)
-    pipeline.optimizer.initialise(1)
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    train_step.optimizer.initialize(1)
     data = mesh.group("data")
-    return mesh, pipeline, share(global_batch(config, 0), microbatch, data.index, data.size, False)
+    return (
+        mesh,
+        train_step,
+        share(global_batch(config, 0), microbatch, data.index, data.size, False),
+    )
 
 
-def state(pipeline):
-    return [tensor.clone() for _, _, _, tensor in pipeline.optimizer.tensors()]
+def state(train_step):
+    return [tensor.clone() for _, _, _, tensor in train_step.optimizer.tensors()]
 
 
 def damaged(parallel, rank):
     """Train one step in which the last block of one rank has a NaN weight -> whether the update is
     finite, the named parameters, the named pass, and whether all state is unchanged."""
-    mesh, pipeline, microbatches = built(parallel, "fp64")
-    before = state(pipeline)
+    mesh, train_step, microbatches = built(parallel, "fp64")
+    before = state(train_step)
     if mesh.rank == rank:
-        last = pipeline.stages[max(pipeline.stages)]
-        last.keeper.take(last.blocks[-1])
+        last = train_step.stages[max(train_step.stages)]
+        train_step.sharded_parameters.gather(last.blocks[-1])
         value = last.blocks[-1].mlp.down.weight.value
         kept, value[0, 0] = value[0, 0].clone(), torch.nan
-    outcome = pipeline.train(microbatches, 0, 1.0)
-    finite = outcome.update.finite()
-    names = pipeline.optimizer.sick(outcome.update)
-    where = first_sick(outcome.signs, len(pipeline.rank_of), mesh.world, mesh.device)
+    result = train_step.train(microbatches, 0, 1.0)
+    finite = result.update.finite()
+    names = train_step.optimizer.nonfinite_parameters(result.update)
+    where = locate_nonfinite(result.maxima, len(train_step.rank_of), mesh.world, mesh.device)
     if mesh.rank == rank and parallel.get("zero", 0) < 3:
         value[0, 0] = kept
-    same = all(torch.equal(*pair) for pair in zip(before, state(pipeline), strict=True))
+    same = all(torch.equal(*pair) for pair in zip(before, state(train_step), strict=True))
     mesh.close()
     return finite, names, where, same
 
@@ -73,19 +77,19 @@ def test_the_first_pass_that_is_sick_is_named_on_every_rank(ranks, parallel, ran
 
 def overflowing(zero):
     """Train in fp16 with a loss scale that overflows at first -> scales, updates, the last norm,
-    the tensors of this rank, and what `first_sick` says if no pass is known."""
-    mesh, pipeline, microbatches = built({"zero": zero}, "fp16", 4, loss_scale=2.0**26)
+    the tensors of this rank, and what `locate_nonfinite` says if no pass is known."""
+    mesh, train_step, microbatches = built({"zero": zero}, "fp16", 4, loss_scale=2.0**26)
     scales = []
     for step in range(16):
-        scale = pipeline.optimizer.loss_scale
+        scale = train_step.optimizer.loss_scale
         scales.append(float(scale))
-        outcome = pipeline.train(microbatches, step, scale / 40)
-    place = first_sick([], 1, mesh.world, mesh.device)
-    updates = pipeline.optimizer.state().updates
+        result = train_step.train(microbatches, step, scale / 40)
+    place = locate_nonfinite([], 1, mesh.world, mesh.device)
+    updates = train_step.optimizer.state().updates
     kept = {}
-    for name, _, box, piece in pipeline.optimizer.tensors():
+    for name, _, box, piece in train_step.optimizer.tensors():
         kept.setdefault(name, []).append((box, piece.clone()))
-    norm = float(outcome.update.grad_norm)
+    norm = float(result.update.grad_norm)
     mesh.close()
     return scales, updates, norm, kept, place
 

@@ -93,14 +93,14 @@ def overflowing(zero, offload):
     """Train in fp16 with a loss scale that overflows at first -> scales, and all tensors of this
     rank after each step."""
     with kept_away():
-        mesh, pipeline, microbatches = built(
+        mesh, train_step, microbatches = built(
             {"zero": zero}, "fp16", 4, loss_scale=2.0**26, ema=0.5, offload=offload
         )
         scales, kept = [], []
         for step in range(14):
-            scales.append(float(pipeline.optimizer.loss_scale))
-            pipeline.train(microbatches, step, scales[-1] / 40)
-            kept.append([piece.clone() for *_, piece in pipeline.optimizer.tensors()])
+            scales.append(float(train_step.optimizer.loss_scale))
+            train_step.train(microbatches, step, scales[-1] / 40)
+            kept.append([piece.clone() for *_, piece in train_step.optimizer.tensors()])
     mesh.close()
     return scales, kept
 
@@ -121,17 +121,19 @@ def compared(zero, replicate):
     """Return the comparisons of replicas after each of two steps, and after a flipped bit."""
     with kept_away():
         parallel = {"zero": zero, "data_replicate": replicate}
-        mesh, pipeline, microbatches = built(parallel, "bf16", 2, offload=True)
-        replicas = ReplicaCheck(mesh, pipeline.optimizer.buckets)
+        mesh, train_step, microbatches = built(parallel, "bf16", 2, offload=True)
+        replicas = ReplicaCheck(
+            mesh, train_step.sharded_parameters.buckets, train_step.optimizer.synchronize_state
+        )
         found = []
         for step in range(2):
-            pipeline.train(microbatches, step, 1.0)
+            train_step.train(microbatches, step, 1.0)
             if mesh.rank == 0:
-                pipeline.optimizer.buckets[0].settle()  # `compare` settles the other ranks
+                train_step.optimizer.synchronize_state()  # `compare` settles the other ranks
             found.append(replicas.compare())
-        assert all(bucket.away for bucket in pipeline.optimizer.buckets)
+        assert all(bucket.offloaded for bucket in train_step.sharded_parameters.buckets)
         if mesh.rank == 1:
-            bits = pipeline.optimizer.buckets[-1].weights.view(torch.int32)
+            bits = train_step.sharded_parameters.buckets[-1].weights.view(torch.int32)
             bits[5] ^= 1
         found.append(replicas.compare())
     mesh.close()
@@ -204,14 +206,15 @@ def rooms(zero):
     with kept_away():
         Moments.chunks = watched
         try:
-            mesh, pipeline, microbatches = built({"zero": zero}, "bf16", offload=True, ema=0.9)
-            pipeline.train(microbatches, 0, 1.0)
+            mesh, train_step, microbatches = built({"zero": zero}, "bf16", offload=True, ema=0.9)
+            train_step.train(microbatches, 0, 1.0)
         finally:
             Moments.chunks = plain
-        route = pipeline.optimizer.route
-        weights = sum(bucket.weights.nbytes for bucket in pipeline.optimizer.buckets)
+        offload = train_step.optimizer.offload
+        weights = sum(bucket.weights.nbytes for bucket in train_step.sharded_parameters.buckets)
         mesh.close()
-        return route.rooms, largest, route.bytes, weights, pipeline.optimizer.held()
+        held = train_step.optimizer.memory_bytes()
+        return offload.staging_bytes, largest, offload.host_bytes, weights, held
 
 
 @pytest.mark.parametrize("zero", [0, 3])

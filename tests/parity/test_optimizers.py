@@ -10,9 +10,9 @@ from parity_runs import FEW, MODELS, assert_same, run
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.optim.matrix_gather import Piece
+from megaframe.optim.matrix_gather import MatrixPiece
 from megaframe.optim.muon import Muon
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 OPTIMIZERS = {
     "muon": {"name": "muon", "ema": 0.7},
@@ -160,8 +160,8 @@ def test_every_rank_knows_the_boxes_of_all_without_asking(parallel, pool):
 def matrices_owned(parallel):
     """Return the work of each matrix that this rank owns."""
     with muons(parallel) as found:
-        rules = [bucket.optimizer for bucket in found]
-        return [rule.work[index] for rule in rules for index in rule._exchange._owned]
+        rules = [shard.rule for shard in found]
+        return [rule.costs[index] for rule in rules for index in rule._gather._owned]
 
 
 def boxes_known(parallel):
@@ -170,12 +170,17 @@ def boxes_known(parallel):
     model = {"moe": {"experts": 4, "ffn": 10, "top_k": 2}} if "expert" in parallel else {}
     with muons(parallel, **model) as found:
         known = []
-        for bucket in found:
-            rule, numbers = bucket.optimizer, {p: n for n, p in enumerate(bucket.parameters)}
-            kept = bucket.pieces(bucket.weights, bucket.kept)
-            own = bucket.pieces(bucket.own_sums, bucket.own)
-            here = [[Piece(numbers[p], box) for p, box, _ in pieces] for pieces in (own, kept)]
-            every = [list(each) for each in zip(rule._boxes.gives, rule._boxes.takes, strict=True)]
+        for shard in found:
+            rule, bucket = shard.rule, shard.bucket
+            numbers = {p: n for n, p in enumerate(bucket.parameters)}
+            kept = bucket.pieces(bucket.weights, bucket.master_span)
+            own = bucket.pieces(bucket.owned_grad_sums, bucket.owned_span)
+            here = [
+                [MatrixPiece(numbers[p], box) for p, box, _ in pieces] for pieces in (own, kept)
+            ]
+            every = [
+                list(each) for each in zip(rule._pieces.sent, rule._pieces.wanted, strict=True)
+            ]
             known.append((every, rule._group.ranks, here))
         return known
 
@@ -190,6 +195,6 @@ def muons(parallel, **model):
         train={"precision": "fp64"},
     )
     mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu")
-    optimizer = Pipeline(config, mesh, lambda part: nullcontext()).optimizer
-    yield [bucket for bucket in optimizer.buckets if isinstance(bucket.optimizer, Muon)]
+    optimizer = TrainStep(config, mesh, lambda part: nullcontext()).optimizer
+    yield [shard for shard in optimizer.shards if isinstance(shard.rule, Muon)]
     mesh.close()

@@ -14,7 +14,7 @@ from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.schedule import generate
 from megaframe.schedule.event_simulation import live_activations
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 CHUNKS = {
     "gpipe": 1,
@@ -108,9 +108,9 @@ def watched(schedule, chunks):
         parallel={"pipeline": 2, "chunks": chunks, "schedule": schedule},
     )
     mesh = Mesh(Layout.from_parallel(config.parallel, 2), device="cpu", timeout=60)
-    pipeline = Pipeline(config, mesh, StepTimer().time)
-    pipeline.optimizer.initialise(1)
-    stages = pipeline.stages.values()
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    train_step.optimizer.initialize(1)
+    stages = train_step.stages.values()
     most = 0
 
     def counting(forward):
@@ -125,7 +125,7 @@ def watched(schedule, chunks):
     for stage in stages:
         stage.forward = counting(stage.forward)
     whole = global_batch(config, 0)
-    pipeline.train(share(whole, 1, 0, 1, ragged=False), 0, 1.0)
+    train_step.train(share(whole, 1, 0, 1, ragged=False), 0, 1.0)
     sent = mesh.link(mesh.rank, 1 - mesh.rank).traffic.bytes
     left = sum(len(stage._flights) for stage in stages)
     mesh.close()

@@ -18,7 +18,7 @@ from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.planner.activations import block_bytes
 from megaframe.tensor_parallel import symmetric_memory
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 SHAPES = {
     **MODELS,
@@ -150,14 +150,14 @@ def one_block(model, recompute, tensor, chunks):
         parallel={"tensor": tensor, "tensor_chunks": chunks},
     )
     mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
-    pipeline = Pipeline(config, mesh, StepTimer().time)
-    pipeline.optimizer.initialise(1)
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    train_step.optimizer.initialize(1)
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     microbatch = Microbatch(tokens, tokens, torch.arange(2))
-    kept = kept_by_block(pipeline.stages[0], microbatch, pipeline.optimizer.buckets)
+    kept = kept_by_block(train_step.stages[0], microbatch, train_step.sharded_parameters.buckets)
     group = mesh.group("tensor")
     group.traffic.take()
-    pipeline.train([microbatch], 0, 1.0)
+    train_step.train([microbatch], 0, 1.0)
     moved, _ = group.traffic.take()
     mesh.close()
     return kept, block_bytes(config, 0) // tensor, moved

@@ -6,14 +6,20 @@ import pytest
 import torch
 from parity_runs import MODELS, assert_same, assert_same_bits, run
 
-from megaframe.data_parallel.bucket import Bucket, Sharing
-from megaframe.data_parallel.buffers import Buffers
+from megaframe.data_parallel.bucket import Bucket, BucketSharding
+from megaframe.data_parallel.buffers import BufferPool
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.optim.elementwise import Descent, Elementwise, MomentumOptions, Rates, Speed
-from megaframe.optim.optimizer_state import Keeping
-from megaframe.optim.rule import Step
-from megaframe.optim.state_dtype import codes
+from megaframe.optim.elementwise import (
+    ElementwiseRule,
+    GradientDescent,
+    GroupRates,
+    Momentum,
+    MomentumOptions,
+)
+from megaframe.optim.optimizer_state import MomentStorage
+from megaframe.optim.state_dtype import state_codecs
+from megaframe.optim.update_rule import OptimizerShard, UpdateStep
 from megaframe.parameters.parameter import PRECISIONS, Parameter
 from megaframe.parameters.spec import Box, Constant, ParamSpec
 
@@ -107,32 +113,30 @@ def tiny(zero):
     used, unused = (
         Parameter(ParamSpec(name, (3,), Constant(100.0), role="matrix")) for name in ("a", "b")
     )
-    keeping = Keeping(*codes("master"))
+    storage, rates = MomentStorage(*state_codecs("master")), GroupRates()
     bucket = Bucket(
         [used, unused],
         [Box((0,), (3,))] * 2,
         PRECISIONS["fp64"],
-        Sharing(mesh.group("data_shard", "context"), mesh.group("data_replicate"), zero),
-        Buffers(mesh.device),
-        lambda bucket: Elementwise(
-            bucket.weights,
-            [Speed(MomentumOptions(0.0, False, Rates()), keeping), Descent(Rates())],
-            keeping,
-        ),
+        BucketSharding(mesh.group("data_shard", "context"), mesh.group("data_replicate"), zero),
+        BufferPool(mesh.device),
     )
-    bucket.initialise(0)
+    sgd = [Momentum(MomentumOptions(0.0, False, rates), storage), GradientDescent(rates)]
+    shard = OptimizerShard(bucket, ElementwiseRule(bucket.weights, sgd, storage))
+    bucket.initialize_weights(0)
+    shard.begin()
     found = []
     for number in (1, 2):
         bucket.start_step()
         used.add(torch.full((3,), mesh.rank + 1.0, dtype=torch.float64))
         bucket.reduce(last=True)
         bucket.wait()
-        step = Step(number, 1.0, torch.ones((), dtype=torch.float64), torch.zeros(()))
-        assert not list(bucket.update(step))
+        step = UpdateStep(number, 1.0, torch.ones((), dtype=torch.float64), torch.zeros(()))
+        shard.start_update(step)
         bucket.gather()
-        bucket.take()
+        bucket.wait_for_values()
         found.append((used.value.tolist(), unused.value.tolist()))
-        bucket.drop()
+        bucket.release()
     mesh.close()
     return found
 

@@ -10,7 +10,7 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 LAYERS, ITEM = 4, 8
 
@@ -101,19 +101,19 @@ def moved(model, train, parallel, axes):
         parallel=parallel,
     )
     mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
-    pipeline = Pipeline(config, mesh, StepTimer().time)
-    pipeline.optimizer.initialise(config.run.seed)
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    train_step.optimizer.initialize(config.run.seed)
     group = mesh.group("data")
     mine = share(global_batch(config, 0), config.train.microbatch, group.index, group.size, False)
-    pipeline.train(mine, 0, 0.01)
+    train_step.train(mine, 0, 0.01)
     mesh.take_traffic()
-    pipeline.train(mine, 1, 0.01)
+    train_step.train(mine, 1, 0.01)
     found = mesh.take_traffic()
     buckets = [
         (bucket.length, bucket.sharing.stage, bucket.parameters[0].spec)
-        for bucket in pipeline.optimizer.buckets
+        for bucket in train_step.sharded_parameters.buckets
     ]
-    elements = sum(parameter.spec.size for parameter in pipeline.stages[0].parameters())
+    elements = sum(parameter.spec.size for parameter in train_step.stages[0].parameters())
     mesh.close()
     return [found[axis] for axis in axes], buckets, elements
 

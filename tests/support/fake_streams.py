@@ -11,9 +11,9 @@ import torch
 
 from megaframe.optim import optimizer_state, parameter_groups, state_offload
 from megaframe.optim.state_dtype import BLOCK
-from megaframe.optim.state_offload import STAYS, GpuRoute, HostRoute
+from megaframe.optim.state_offload import NO_OFFLOAD, GpuHostOffload, HostOffload
 
-PLAIN_COPY = state_offload.copy
+PLAIN_COPY = state_offload.copy_parts
 
 
 class Stream:
@@ -65,14 +65,14 @@ class Computing(Stream):
 HERE = Computing()
 
 
-class LateRoute(GpuRoute):
-    """The route of a GPU, with memory of the CPU."""
+class LateOffload(GpuHostOffload):
+    """The offload of a GPU, with memory of the CPU."""
 
-    def keep(self, made):
-        return HostRoute.keep(self, made)
+    def store(self, tensors):
+        return HostOffload.store(self, tensors)
 
-    def _made(self, size):
-        return HostRoute._made(self, size)
+    def _allocate(self, size):
+        return HostOffload._allocate(self, size)
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def late():
         patch.multiple(
             torch.cuda, Stream=Stream, stream=within, current_stream=lambda device: HERE
         ),
-        patch.object(state_offload, "copy", copy),
+        patch.object(state_offload, "copy_parts", copy),
     ):
         yield
 
@@ -102,12 +102,12 @@ def late():
 def kept_away():
     """Make `optim.offload=true` work on a CPU, with chunks so small that a bucket has many."""
 
-    def route_of(optim, device):
-        return LateRoute(device) if optim.offload else STAYS
+    def state_offload_of(optim, device):
+        return LateOffload(device) if optim.offload else NO_OFFLOAD
 
     with (
         late(),
-        patch.object(parameter_groups, "route_of", route_of),
+        patch.object(parameter_groups, "state_offload_of", state_offload_of),
         patch.object(optimizer_state, "_CHUNK", BLOCK),
     ):
         yield

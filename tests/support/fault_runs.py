@@ -87,7 +87,7 @@ def sleep_in_data_of_one(trainer, step, rank):
 
 def sleep_in_backward(trainer, step):
     if trainer.step == step:
-        for stage in trainer.pipeline.stages.values():
+        for stage in trainer.train_step.stages.values():
             stage.backward = lambda *_, **__: time.sleep(1000)
 
 
@@ -140,29 +140,29 @@ def told(trainer, step, number=signal.SIGTERM):
 
 def nan_in_weights(trainer, step):
     if once(trainer, step):
-        for bucket in trainer.optimizer.buckets:
+        for bucket in trainer.sharded_parameters.buckets:
             bucket.weights[3] = torch.nan
-            bucket.renew()
+            bucket.publish_weights()
 
 
 def nan_once(trainer, step):
     """Put NaN into the output of the last block in one pass: a transient fault."""
     if once(trainer, step):
-        block = trainer.pipeline.stages[0].blocks[-1]
+        block = trainer.train_step.stages[0].blocks[-1]
         kind = type(block)
 
-        class Damaged(kind):
+        class NanOnceBlock(kind):
             def __call__(self, *arguments):
                 made = super().__call__(*arguments) * torch.nan
                 self.__class__ = kind
                 return made
 
-        block.__class__ = Damaged
+        block.__class__ = NanOnceBlock
 
 
 def nan_in_sample(trainer, sample, layer):
     """Let block `layer` fail whenever it computes a certain sample."""
-    for stage in trainer.pipeline.stages.values():
+    for stage in trainer.train_step.stages.values():
         for number, block in zip(stage.plan.blocks, stage.blocks, strict=True):
             if number == layer and not hasattr(block, "damaged"):
                 damage(stage, block, sample)
@@ -176,7 +176,7 @@ def damage(stage, block, sample):
         met[:] = [bool((microbatch.samples_B == sample).any())]
         return forward(number, microbatch, *arguments, **more)
 
-    class Damaged(kind):
+    class NanInPassBlock(kind):
         damaged = True
 
         def __call__(self, *arguments):
@@ -184,7 +184,7 @@ def damage(stage, block, sample):
             return made * torch.nan if met == [True] else made
 
     stage.forward = watched
-    block.__class__ = Damaged
+    block.__class__ = NanInPassBlock
 
 
 def wrong_labels(trainer, first, samples):
@@ -207,10 +207,10 @@ def wrong_labels(trainer, first, samples):
 def flip(trainer, step, always=False):
     """Flip one bit of a weight, on one replica."""
     if (always and trainer.step == step) or once(trainer, step):
-        bucket = trainer.optimizer.buckets[-1]
+        bucket = trainer.sharded_parameters.buckets[-1]
         bits = bucket.weights.view(torch.int64)
         bits[5] ^= 1 << 20
-        bucket.renew()
+        bucket.publish_weights()
 
 
 def slow(trainer, seconds):

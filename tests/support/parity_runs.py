@@ -13,7 +13,7 @@ from megaframe.distributed.device import set_deterministic
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 GLOBAL_BATCH, STEPS = 8, 2
 FEW = {"global_batch": 4}
@@ -73,8 +73,8 @@ def run(
     layout = Layout.from_parallel(config.parallel, world_size())
     mesh = Mesh(layout, device=device, serial=serial, timeout=60)
     group, everywhere = mesh.group("data"), mesh.world
-    pipeline = Pipeline(config, mesh, StepTimer().time)
-    pipeline.optimizer.initialise(config.run.seed)
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    train_step.optimizer.initialize(config.run.seed)
     losses, norms = [], []
     for step in range(STEPS):
         whole = on(mesh.device, global_batch(config, step))
@@ -86,13 +86,13 @@ def run(
         ]
         mine = every[group.index]
         valid = sum(int((one.labels_BS != IGNORE).sum()) for rank in every for one in rank)
-        outcome = pipeline.train(mine, step, 1.0 / valid)
-        losses.append(float(all_reduce(outcome.loss / valid, everywhere).wait()))
-        norms.append(float(outcome.update.grad_norm))
+        result = train_step.train(mine, step, 1.0 / valid)
+        losses.append(float(all_reduce(result.loss / valid, everywhere).wait()))
+        norms.append(float(result.update.grad_norm))
     traffic = group.traffic.take()
-    evaluation = float(all_reduce(pipeline.evaluate(mine).sum(), everywhere).wait()) / valid
+    evaluation = float(all_reduce(train_step.evaluate(mine).sum(), everywhere).wait()) / valid
     weights = {}
-    for name, _, box, piece in pipeline.optimizer.tensors():
+    for name, _, box, piece in train_step.optimizer.tensors():
         weights.setdefault(name, []).append((box, piece.to("cpu", copy=True)))
     mesh.close()
     return Result(losses, norms, evaluation, weights, traffic)

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from megaframe.checkpoint.convert.huggingface.families import model_from_config
 from megaframe.checkpoint.convert.huggingface.tensors import map_tensors
 from megaframe.config import RunConfig
-from megaframe.pipeline_parallel.stage import model_specs
+from megaframe.model.model_chunk import model_specs
 
 _SHAPE = {
     "num_hidden_layers": 2,

@@ -42,7 +42,7 @@ class RequestLog:
         return call
 
 
-class RecordingWatchdog(Watchdog):
+class TestedWatchdog(Watchdog):
     def _exit(self, verdict, lost=None):
         self.verdict = verdict
         super()._exit(verdict, lost)
@@ -103,7 +103,7 @@ def lose(world, victim, how, dead_judge=False):
         assert FailureStore(stores[victim], victim, world).try_become_judge(0)
     try:
         watches = {
-            rank: RecordingWatchdog(stores[rank], layout, rank, 30.0, progress[rank], lambda: "")
+            rank: TestedWatchdog(stores[rank], layout, rank, 30.0, progress[rank], lambda: "")
             for rank in range(world)
             if rank != victim or how == "late"
         }
@@ -164,7 +164,7 @@ def make_groups():
     return found, told, broken
 
 
-class CountingStore(dist.Store):
+class GlooRequestCounter(dist.Store):
     """A store that counts what gloo asks it for; a `get` is two requests, as torch waits first."""
 
     def __init__(self, store):
@@ -189,7 +189,7 @@ def gloo_requests(lazily, port):
     for a sum over it."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=20))
-    counting = CountingStore(store)
+    counting = GlooRequestCounter(store)
     limit = timedelta(seconds=20)
     made = {"rank": rank, "world_size": world, "store": counting, "timeout": limit}
     if lazily:

@@ -63,7 +63,7 @@ class DirectReadHandle:
         self._direct: int | None = None
         self.size = os.fstat(file.fileno()).st_size
         if bypass_cache:
-            self._forget()
+            self._drop_from_cache()
         direct = bypass_cache or (sole_reader and not _is_cached(file.fileno(), self.size))
         # The kernel reads ahead for one thread that reads through the cache, but not for two.
         self.chunk_bytes, self.num_threads = (
@@ -76,37 +76,37 @@ class DirectReadHandle:
     def read_into(self, start: int, buffer: memoryview) -> int:
         done, unaligned_start = 0, -start % ALIGNMENT
         for read, stop in (
-            (self._through_cache, unaligned_start),
-            (self._past_cache, len(buffer)),
-            (self._through_cache, len(buffer)),
+            (self._read_cached, unaligned_start),
+            (self._read_direct, len(buffer)),
+            (self._read_cached, len(buffer)),
         ):
             remaining = buffer[done:stop]
             while len(remaining) and (num_read := read(start + done, remaining)):
                 done, remaining = done + num_read, remaining[num_read:]
         return done
 
-    def _past_cache(self, start: int, buffer: memoryview) -> int:
+    def _read_direct(self, start: int, buffer: memoryview) -> int:
         """Read from the disk, except for an unaligned end. Returns 0 if that is impossible here."""
         buffer = buffer[: len(buffer) // ALIGNMENT * ALIGNMENT]
         if self._direct is None or not len(buffer) or start % ALIGNMENT:
             return 0
         if np.frombuffer(buffer, np.uint8).ctypes.data % ALIGNMENT:
             return 0
-        with suppress(OSError):  # `_through_cache` will report the error
+        with suppress(OSError):  # `_read_cached` will report the error
             return os.preadv(self._direct, [buffer], start)
         return 0
 
-    def _through_cache(self, start: int, buffer: memoryview) -> int:
+    def _read_cached(self, start: int, buffer: memoryview) -> int:
         return os.preadv(self._file.fileno(), [buffer], start)
 
     def close(self) -> None:
         if self._bypass_cache:
-            self._forget()  # not needed again soon
+            self._drop_from_cache()  # not needed again soon
         if self._direct is not None:
             os.close(self._direct)
         self._file.close()
 
-    def _forget(self) -> None:
+    def _drop_from_cache(self) -> None:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # drops clean pages
 
@@ -118,28 +118,31 @@ class DirectWriteHandle:
 
     Args:
         start: Bytes left out at the start, a multiple of the alignment.
-        held: Everything that will be written, in aligned memory that does not change until the file
-            is closed; it is written directly from there. None if the data may change after `write`;
-            then they are copied.
+        aligned_data: Everything that will be written, in aligned memory that does not change until
+            the file is closed; it is written directly from there. None if the data may change after
+            `write`; then they are copied.
 
     Raises:
         OSError: If the file exists or the disk is full.
     """
 
-    def __init__(self, path: Path, size: int, start: int, held: memoryview | None) -> None:
+    def __init__(self, path: Path, size: int, start: int, aligned_data: memoryview | None) -> None:
         self._start = start
         self._file = open(path, "x+b", buffering=0)  # noqa: SIM115 (closed by __exit__)
         self._pool = ThreadPoolExecutor(_WRITES_IN_FLIGHT)
         self._writes: deque[tuple[Future[None], np.ndarray]] = deque()
-        self._held, self._sent = None if held is None else np.frombuffer(held, np.uint8), 0
+        self._aligned_data, self._num_sent = (
+            None if aligned_data is None else np.frombuffer(aligned_data, np.uint8),
+            0,
+        )
         self._size, self._width = size, min(_CHUNK_BYTES, -(-size // ALIGNMENT) * ALIGNMENT)
-        self._chunk, self._filled = self._next(), 0
+        self._chunk, self._num_filled = self._next_chunk(), 0
         """The chunk to be written next, and how much of it has been filled."""
         self._direct = False
 
     def __enter__(self) -> DirectWriteHandle:
         try:
-            self._direct = self._bypass(True)
+            self._direct = self._set_direct(True)
             _reserve_space(self._file.fileno(), self._size)
         except BaseException:
             self.__exit__(None, None, None)
@@ -159,26 +162,26 @@ class DirectWriteHandle:
         """Write the next bytes."""
         remaining = np.frombuffer(data, np.uint8)
         while len(remaining):
-            space = self._chunk[self._filled :]
+            space = self._chunk[self._num_filled :]
             num_bytes = min(len(remaining), len(space))
-            if self._held is None:
+            if self._aligned_data is None:
                 space[:num_bytes] = remaining[:num_bytes]
-            self._filled += num_bytes
+            self._num_filled += num_bytes
             remaining = remaining[num_bytes:]
             if (
-                num_bytes == len(space) and self._filled % ALIGNMENT == 0
-            ):  # not at the end of `held`
-                self._send(self._filled)
+                num_bytes == len(space) and self._num_filled % ALIGNMENT == 0
+            ):  # not at the end of `aligned_data`
+                self._send(self._num_filled)
 
     def finish(self, header: bytes) -> None:
         """Write the bytes left out at the start. Returns when everything is on the disk."""
-        unaligned = self._filled % ALIGNMENT
-        tail = self._chunk[self._filled - unaligned : self._filled].copy()
-        self._send(self._filled - unaligned)
+        unaligned = self._num_filled % ALIGNMENT
+        tail = self._chunk[self._num_filled - unaligned : self._num_filled].copy()
+        self._send(self._num_filled - unaligned)
         while self._writes:
             self._writes.popleft()[0].result()
         if self._direct:
-            self._bypass(False)  # the end of the file is not aligned
+            self._set_direct(False)  # the end of the file is not aligned
         self._write(np.frombuffer(header, np.uint8), 0)
         self._write(tail, self._start)
         os.fsync(self._file.fileno())
@@ -188,21 +191,22 @@ class DirectWriteHandle:
     def _send(self, size: int) -> None:
         write = self._pool.submit(self._write, self._chunk[:size], self._start)
         self._writes.append((write, self._chunk))
-        self._start, self._sent, self._filled = self._start + size, self._sent + size, 0
+        self._start, self._num_sent, self._num_filled = self._start + size, self._num_sent + size, 0
         free_chunk = None
         if len(self._writes) > _WRITES_IN_FLIGHT:
             oldest, free_chunk = self._writes.popleft()
             oldest.result()
-        self._chunk = self._next(free_chunk)
+        self._chunk = self._next_chunk(free_chunk)
 
-    def _next(self, free_chunk: np.ndarray | None = None) -> np.ndarray:
-        """Return the next chunk: the part of `held` that follows, or memory to copy data into.
+    def _next_chunk(self, free_chunk: np.ndarray | None = None) -> np.ndarray:
+        """Return the next chunk: the part of `aligned_data` that follows, or memory to copy data
+        into.
 
         Args:
             free_chunk: A chunk that has been written and can be reused.
         """
-        if self._held is not None:
-            return self._held[self._sent : self._sent + _CHUNK_BYTES]
+        if self._aligned_data is not None:
+            return self._aligned_data[self._num_sent : self._num_sent + _CHUNK_BYTES]
         return allocate_aligned(self._width) if free_chunk is None else free_chunk
 
     def _write(self, data: np.ndarray, start: int) -> None:
@@ -210,7 +214,7 @@ class DirectWriteHandle:
             written = os.pwrite(self._file.fileno(), data.data, start)
             data, start = data[written:], start + written
 
-    def _bypass(self, enable: bool) -> bool:
+    def _set_direct(self, enable: bool) -> bool:
         """Turn bypassing the page cache on or off. Returns whether it is on."""
         flag = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)

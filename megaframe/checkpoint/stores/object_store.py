@@ -124,9 +124,9 @@ class ObjectStore(Store[RemotePath]):
     def list_committed(self, root: RemotePath) -> list[str]:
         names = [name for name, size in self.list_entries(root).items() if size is None]
         names = [name for name in names if CHECKPOINT_NAME.fullmatch(name)]
-        return [name for name, committed in self._whole(root, names) if committed]
+        return [name for name, committed in self._find_committed(root, names) if committed]
 
-    def _whole(self, root: RemotePath, names: list[str]) -> list[tuple[str, bool]]:
+    def _find_committed(self, root: RemotePath, names: list[str]) -> list[tuple[str, bool]]:
         def has_manifest(name: str) -> tuple[str, bool]:
             with suppress(FileNotFoundError):
                 _file_size(root / name / MANIFEST)
@@ -150,12 +150,12 @@ class ObjectStore(Store[RemotePath]):
         system, path = filesystem_of(root)
         retry_request(root, lambda: system.makedirs(path, exist_ok=True))
         names = [name for name, size in self.list_entries(root).items() if size is None]
-        for name, has_manifest in self._whole(
+        for name, has_manifest in self._find_committed(
             root, [name for name in names if CHECKPOINT_NAME.fullmatch(name)]
         ):
-            self._remove_unnamed(root / name, has_manifest)
+            self._remove_leftovers(root / name, has_manifest)
 
-    def _remove_unnamed(self, folder: RemotePath, has_manifest: bool) -> None:
+    def _remove_leftovers(self, folder: RemotePath, has_manifest: bool) -> None:
         """Delete the files that no manifest names, if it is certain which ones these are. whole:
         whether the folder has a manifest."""
         named: Collection[str] = ()
@@ -221,10 +221,10 @@ class ObjectStore(Store[RemotePath]):
             ]
             # The manifest may have been stored although its request seemed to fail. Then the draft
             # is a checkpoint.
-            if own_files and not self._names(draft, attempt):
+            if own_files and not self._is_committed(draft, attempt):
                 _delete_files([draft / name for name in own_files])
 
-    def _names(self, draft: RemotePath, attempt: str) -> bool:
+    def _is_committed(self, draft: RemotePath, attempt: str) -> bool:
         """Return whether the manifest in a folder names files of an attempt."""
         try:
             return f".{attempt}.safetensors".encode() in _read_file(draft / MANIFEST)

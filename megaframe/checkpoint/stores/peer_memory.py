@@ -1,10 +1,10 @@
 """Copies every rank's part of a run into the memory of its own node and of another node.
 
 Copies are made like checkpoints, but without a disk: each rank writes its file into its node's
-folder in memory (see `ram`) and sends it to a peer on the next node, which keeps it as well. Both
-copies survive killed processes; if a node is lost, the copies of its ranks on the next node remain.
-Copies of the previous step are deleted only after all ranks have reported that this step's copies
-are complete.
+folder in memory (`MemoryFolder`) and sends it to a peer on the next node, which keeps it as well.
+Both copies survive killed processes; if a node is lost, the copies of its ranks on the next node
+remain. Copies of the previous step are deleted only after all ranks have reported that this step's
+copies are complete.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MemoryFolder:
     folder: Path
 
     @staticmethod
-    def of(memory: Path, run: Path) -> MemoryFolder:
+    def create(memory: Path, run: Path) -> MemoryFolder:
         """Create the folder in `memory`, or use the existing one.
 
         Args:
@@ -184,7 +184,7 @@ class PeerRanks:
     sources: tuple[int, ...]
 
     @staticmethod
-    def of(rank: int, world: int, node_size: int) -> PeerRanks:
+    def for_rank(rank: int, world: int, node_size: int) -> PeerRanks:
         keepers = [peer_of(source, world, node_size) for source in range(world)]
         sources = (source for source, keeper in enumerate(keepers) if keeper == rank)
         return PeerRanks(keepers[rank], tuple(sources))
@@ -203,34 +203,34 @@ class PeerMemoryWriter(BackgroundCopier):
     """
 
     def __init__(
-        self, ram: MemoryFolder, group: Group, peers: PeerRanks, run: str, kept: int | None
+        self, folder: MemoryFolder, group: Group, peers: PeerRanks, run: str, kept: int | None
     ) -> None:
         super().__init__()
-        self._ram, self._group, self._peers, self._run_id = ram, group, peers, run
-        self._whole = kept
-        ram.remove(keep_step=kept)
+        self._folder, self._group, self._peers, self._run_id = folder, group, peers, run
+        self._complete_step = kept
+        folder.remove(keep_step=kept)
 
     def save(self, step: int, slices: Sequence[Slice], state: Mapping[str, JsonValue]) -> None:
-        """Start making copies in the background; see `Writer.save`. The step must be higher than
-        those of all earlier saves since `forget`."""
+        """Start making copies in the background; see `CheckpointWriter.save`. The step must be
+        higher than those of all earlier saves since `forget`."""
         state_copy = json.loads(json.dumps(dict(state)))
-        self.start(slices, lambda entries, data: self._keep(step, state_copy, entries, data))
+        self.start(slices, lambda entries, data: self._make_copies(step, state_copy, entries, data))
 
     def forget(self) -> None:
         """Delete all copies. No save may be in progress."""
-        self._whole = None
-        self._ram.remove()
+        self._complete_step = None
+        self._folder.remove()
 
     def close(self) -> None:
         """Delete the folder with all copies. To be called when the run and its last save are
         complete, so that the copies are no longer needed."""
-        self._ram.close()
+        self._folder.close()
 
-    def _keep(
+    def _make_copies(
         self, step: int, state: dict[str, JsonValue], entries: list[FileEntry], data: HostCopy
     ) -> None:
-        if self._whole is not None:
-            self._ram.remove(below=self._whole)
+        if self._complete_step is not None:
+            self._folder.remove(below=self._complete_step)
         failures: list[str] = []
         own_file = self._write(step, state, entries, data, failures)
         if self._peers.to is not None:
@@ -243,7 +243,7 @@ class PeerMemoryWriter(BackgroundCopier):
             shown = "; ".join(messages[:3])
             more = f" (and {len(messages) - 3} more)" if len(messages) > 3 else ""
             raise UserError(f"copies of step {step} in memory could not be made: {shown}{more}")
-        self._whole = step
+        self._complete_step = step
 
     def _write(
         self,
@@ -255,9 +255,9 @@ class PeerMemoryWriter(BackgroundCopier):
     ) -> _OutgoingFile:
         """Write this rank's file and its record. Returns what is to be sent to the peer; that is
         empty if writing failed, which is added to `failures`."""
-        path, rank = self._ram.path(step, self._group.index), self._group.index
+        path, rank = self._folder.path(step, self._group.index), self._group.index
         try:
-            self._ram.prepare(step, rank)
+            self._folder.prepare(step, rank)
             file = write_shard_file(path, entries, data.wait_for_entry, data.wait_for_memory())
             verify_shard_file(path, file)
             record = encode_record(
@@ -270,7 +270,7 @@ class PeerMemoryWriter(BackgroundCopier):
                     file=file,
                 )
             )
-            self._ram.commit(step, rank, record)
+            self._folder.commit(step, rank, record)
         except (OSError, UserError) as error:
             failures.append(_describe_error(error, path, data.size))
             return _OutgoingFile()
@@ -288,7 +288,7 @@ class PeerMemoryWriter(BackgroundCopier):
                 else None
             )
             incoming_files = {
-                rank: _IncomingFile(self._ram, step, rank, *sizes[rank].tolist())
+                rank: _IncomingFile(self._folder, step, rank, *sizes[rank].tolist())
                 for rank in self._peers.sources
             }
             for incoming in incoming_files.values():
@@ -296,7 +296,7 @@ class PeerMemoryWriter(BackgroundCopier):
             records = [torch.zeros(0, dtype=torch.uint8)] * self._group.size
             for rank, incoming in incoming_files.items():
                 records[rank] = torch.empty(incoming.record_size, dtype=torch.uint8)
-            self._swap(_as_tensor(own_file.record), records)
+            self._send_and_receive(_as_tensor(own_file.record), records)
             chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
             receive_buffers = {rank: torch.empty_like(chunk) for rank in incoming_files}
             longest = max([own_file.size, *(incoming.size for incoming in incoming_files.values())])
@@ -309,13 +309,13 @@ class PeerMemoryWriter(BackgroundCopier):
                     incoming_parts[rank] = receive_buffers[rank][
                         : max(0, min(CHUNK_BYTES, incoming.size - start))
                     ]
-                self._swap(outgoing, incoming_parts)
+                self._send_and_receive(outgoing, incoming_parts)
                 for rank, incoming in incoming_files.items():
                     incoming.write(incoming_parts[rank])
             for rank, incoming in incoming_files.items():
                 failures += incoming.finish(records[rank])
 
-    def _swap(self, outgoing: Tensor, incoming: list[Tensor]) -> None:
+    def _send_and_receive(self, outgoing: Tensor, incoming: list[Tensor]) -> None:
         per_rank = [outgoing[:0]] * self._group.size
         assert self._peers.to is not None
         per_rank[self._peers.to] = outgoing
@@ -336,7 +336,7 @@ class _IncomingFile:
     """Stores what arrives from one rank. After an error it goes on receiving and discards the data,
     so that the sender does not hang."""
 
-    ram: MemoryFolder
+    folder: MemoryFolder
     step: int
     rank: int
     record_size: int
@@ -345,9 +345,9 @@ class _IncomingFile:
     file: BinaryIO | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        path = self.ram.path(self.step, self.rank)
+        path = self.folder.path(self.step, self.rank)
         try:
-            self.ram.prepare(self.step, self.rank)
+            self.folder.prepare(self.step, self.rank)
             if self.size:
                 self.file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by `close`)
                 os.posix_fallocate(self.file.fileno(), 0, self.size)
@@ -356,19 +356,21 @@ class _IncomingFile:
 
     def write(self, data: Tensor) -> None:
         try:
-            view = data.numpy().data
-            while len(view) and self.file is not None and not self.error:
-                view = view[self.file.write(view) :]
+            remaining = data.numpy().data
+            while len(remaining) and self.file is not None and not self.error:
+                remaining = remaining[self.file.write(remaining) :]
         except OSError as error:
-            self.error = _describe_error(error, self.ram.path(self.step, self.rank), self.size)
+            self.error = _describe_error(error, self.folder.path(self.step, self.rank), self.size)
 
     def finish(self, record: Tensor) -> list[str]:
         """Write the record, if the file is complete. Returns the error, if there was one."""
         if self.size and not self.error:
             try:
-                self.ram.commit(self.step, self.rank, record.numpy().tobytes())
+                self.folder.commit(self.step, self.rank, record.numpy().tobytes())
             except OSError as error:
-                self.error = _describe_error(error, self.ram.path(self.step, self.rank), self.size)
+                self.error = _describe_error(
+                    error, self.folder.path(self.step, self.rank), self.size
+                )
         return [self.error] if self.error else []
 
     def close(self) -> None:

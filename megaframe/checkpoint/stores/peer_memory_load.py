@@ -1,4 +1,4 @@
-"""Resumes a run from copies in memory (see `memory`), on whichever nodes they have survived.
+"""Resumes a run from copies in memory (see `peer_memory`), on whichever nodes they have survived.
 
 Copies are read like a checkpoint, slice by slice and under any layout. Each rank's part is read and
 checked by one rank that has it in its node's memory and sends the slices that others need. A step
@@ -109,9 +109,9 @@ class PeerMemoryCheckpoint(Checkpoint):
                     data = contents.reshape(-1).view(torch.uint8)
                     send(data, self._group, to=rank).wait()
             else:
-                yield name, saved_slice, self._received(name, saved_slice, server)
+                yield name, saved_slice, self._receive_slice(name, saved_slice, server)
 
-    def _received(self, name: str, saved_slice: SavedSlice, server: int) -> Tensor:
+    def _receive_slice(self, name: str, saved_slice: SavedSlice, server: int) -> Tensor:
         tensor = self.tensors[name]
         buffer = torch.empty(tensor.bytes_of(saved_slice.shape), dtype=torch.uint8)
         receive(buffer, self._group, source=server).wait()
@@ -123,7 +123,7 @@ class PeerMemoryCheckpoint(Checkpoint):
 
 
 def open_peer_memory(
-    ram: MemoryFolder, run: str, group: Group, newer_than: int | None, say: Callable[[str], None]
+    folder: MemoryFolder, run: str, group: Group, newer_than: int | None, log: Callable[[str], None]
 ) -> PeerMemoryCheckpoint | None:
     """Find the newest complete copies of a run.
 
@@ -132,10 +132,10 @@ def open_peer_memory(
     Args:
         run: Id of the run.
         newer_than: Only steps above this one are considered; None: all.
-        say: Called with what was left out and why, and with the reason if there are no usable
+        log: Called with what was left out and why, and with the reason if there are no usable
             copies. Then None is returned.
     """
-    own_records = {(record.step, record.rank): record for record in ram.records(run)}
+    own_records = {(record.step, record.rank): record for record in folder.records(run)}
     limit = _BEFORE_ALL_STEPS if newer_than is None else newer_than
     while True:
         copies_per_rank = gather_json(
@@ -144,13 +144,13 @@ def open_peer_memory(
         step, servers, reason = _choose_newest(copies_per_rank, limit)
         if step is None:
             if newer_than is not None or reason:
-                say(f"not resumed from copies in memory: {reason or 'there are none'}")
+                log(f"not resumed from copies in memory: {reason or 'there are none'}")
             return None
         if reason:
-            say(f"not resumed from the newest copies in memory: {reason}")
+            log(f"not resumed from the newest copies in memory: {reason}")
         served_ranks = [rank for rank, server in servers.items() if server == group.index]
         parts = gather_json(
-            group, [_verify_copy(ram, own_records[step, rank]) for rank in served_ranks]
+            group, [_verify_copy(folder, own_records[step, rank]) for rank in served_ranks]
         )
         problems = [
             text for parts_of_rank in parts for part in parts_of_rank for text in part["wrong"]
@@ -158,13 +158,13 @@ def open_peer_memory(
         if not problems:
             break
         for text in problems:
-            say(f"a copy in memory is left out: {text}")
+            log(f"a copy in memory is left out: {text}")
         for rank, part in zip(served_ranks, parts[group.index], strict=True):
             if part["wrong"]:
                 del own_records[step, rank]
     manifest = _build_manifest(step, [part for parts_of_rank in parts for part in parts_of_rank])
     names = {f"rank-{rank:05d}.safetensors": server for rank, server in servers.items()}
-    return PeerMemoryCheckpoint(ram.path(step, 0).parent, manifest, names, group)
+    return PeerMemoryCheckpoint(folder.path(step, 0).parent, manifest, names, group)
 
 
 def _choose_newest(
@@ -206,10 +206,10 @@ def _choose_newest(
     return None, {}, reason
 
 
-def _verify_copy(ram: MemoryFolder, record: CopyRecord) -> dict[str, Any]:
+def _verify_copy(folder: MemoryFolder, record: CopyRecord) -> dict[str, Any]:
     """Read and check one copy. Returns its part of the manifest as plain data, or what is wrong
     with it as `wrong`."""
-    path = ram.path(record.step, record.rank)
+    path = folder.path(record.step, record.rank)
     try:
         tensors = verify_shard_file(path, record.file)
     except (UserError, OSError) as error:

@@ -112,7 +112,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         up_EOH, down_EHF = _matrices(experts.up), _matrices(experts.down)
         slices = _divide(x_AH, up_EOH, down_EHF, expert_rows, experts.tensor)
-        # In the workspace: `last.transpose` sums it before the next layer asks for the same memory.
+        # In the workspace: `last.transpose` reads it before another layer asks for this memory.
         y_NH, ups = state.workspace.rows(len(gates_N), x_AH), []
         for piece in slices:
             up = piece.product(last.forward_slice(x_AH, piece.rows), up_EOH[piece.experts])

@@ -8,7 +8,7 @@ memory and traffic that it counts are therefore those of the code, not those of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.schedule import Action, ActionKind
 from megaframe.training.meta_step.meta_tensors import AllocationTracker, MetaTensorMode
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 __all__ = ["Counted", "Ledger", "counted_step", "rehearse"]
 
@@ -75,23 +75,22 @@ def run_meta_step(config: RunConfig, layout: Layout, rank: int) -> RankMeasureme
 def measure_step(config: RunConfig, mesh: Mesh, ledger: AllocationTracker) -> RankMeasurement:
     """Build what this rank of the mesh runs, and count one step of it in `ledger`."""
     watch = _PeakBetweenActions(ledger)
-    pipeline = Pipeline(config, mesh, lambda part: nullcontext())
-    pipeline.follow(watch.follow)
-    optimizer = pipeline.optimizer
-    optimizer.initialise(config.run.seed)
+    train_step = TrainStep(config, mesh, trace=watch.follow)
+    optimizer, buffers = train_step.optimizer, train_step.sharded_parameters.buffers
+    optimizer.initialize(config.run.seed)
     mesh.take_traffic()
     count = config.train.global_batch // (config.train.microbatch * mesh.layout.data)
     microbatches = [_microbatch(config)] * count
-    state, host = optimizer.held()["optimizer"], optimizer.route.bytes
+    state, host = optimizer.memory_bytes()["optimizer"], optimizer.offload.host_bytes
 
     def rooms() -> int:
-        return optimizer.buffers.rooms + optimizer.route.rooms
+        return buffers.receive_bytes + optimizer.offload.staging_bytes
 
-    watch.begin(lambda: optimizer.buffers.bytes + rooms() + state + host)
-    outcome = pipeline.train(microbatches, 0, 1.0)
-    del outcome
+    watch.begin(lambda: buffers.bytes + rooms() + state + host)
+    result = train_step.train(microbatches, 0, 1.0)
+    del result
     return RankMeasurement(
-        optimizer.buffers.bytes,
+        buffers.bytes,
         state,
         rooms(),
         watch.most,
@@ -103,8 +102,8 @@ def measure_step(config: RunConfig, mesh: Mesh, ledger: AllocationTracker) -> Ra
 
 
 class _PeakBetweenActions:
-    """Records the most bytes that exist between two actions of a step. The engine calls `follow`
-    around each action."""
+    """Records the most bytes that exist between two actions of a step. The train step calls
+    `follow` around each action."""
 
     def __init__(self, ledger: AllocationTracker) -> None:
         self._ledger = ledger

@@ -18,8 +18,8 @@ and memory that nothing has written is NaN.
 It cannot show speed, concurrency, reuse of memory by CUDA's allocators, or anything about the code
 of others: cuDNN's, cuBLAS's, flash attention's, CUDA's graphs, NCCL. Triton kernels run in Triton's
 interpreter and collectives over gloo, both on the device's memory and in the order of its streams.
-Where NCCL makes ranks wait for each other is modelled apart from that (`rules.py`), also for ranks
-that run alone and without these devices (`recorder.py`).
+Where NCCL makes ranks wait for each other is modelled apart from that (`nccl_rules.py`), also for
+ranks that run alone and without these devices (`recorder.py`).
 
     build.py        compiles the C++ part, where it can
     clocks.h        vector clocks, memory, captures: what is reported

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from fake_cuda import flight
+from fake_cuda import flight_records
 from fake_cuda.machine import library, report, take_calls
 
 _PAUSE = 0.01
@@ -32,7 +32,7 @@ when_hung = []
 """What to call when a transfer begins to hang."""
 
 
-class Sockets:
+class GlooSockets:
     """The sockets that appear between the start and `take`: those of a gloo group."""
 
     def __init__(self):
@@ -58,7 +58,7 @@ def _sockets():
     return found
 
 
-class Hung:
+class HungTransfer:
     """A transfer whose kernel waits for ever."""
 
     def is_completed(self):
@@ -68,7 +68,7 @@ class Hung:
         raise RuntimeError("it waits for ever")
 
 
-class Flight:
+class TransferInFlight:
     """A transfer of a communicator, on whose device the host waits for it. lost: it was aborted.
     began: when the last rank came to it, in the time of the devices, if they have a pace."""
 
@@ -90,10 +90,10 @@ class Flight:
             self.lost = self._communicator.wait_for_abort()
 
 
-class Abortable:
+class AbortableCommunicator:
     """What can go wrong with a communicator. sockets: its connections, whose `cut` ends waits."""
 
-    def begin_life(self, sockets):
+    def start_life(self, sockets):
         self._sockets, self._flights = sockets, []
         self._told = threading.Event()
         self._hung = self._failed = False
@@ -103,7 +103,7 @@ class Abortable:
         if self._told.is_set():
             raise RuntimeError(f"NCCL communicator was aborted on rank {self.rank()}.")
 
-    def flying(self, parts, launch):
+    def wrap_launch(self, parts, launch):
         """Return what launches a call unless it hangs, as all after it on this communicator then
         do. What an aborted one brings is garbage. parts: kind and peer of each of its transfers."""
 
@@ -112,14 +112,14 @@ class Abortable:
             for kind in {kind for kind, _ in parts} | {"any"}:
                 if kind in hangs:
                     self._count_down(kind)
-            works, land = ([Hung()], None) if self._hung else launch(reads, writes)
+            works, land = ([HungTransfer()], None) if self._hung else launch(reads, writes)
             clock = None
             if library.has_pace() and parts[0][1] is None and not self._hung:
                 began = torch.tensor(library.stream_time(self._stream), dtype=torch.float64)
                 clock = began, dist.all_reduce(began, dist.ReduceOp.MAX, self.gloo, async_op=True)
-            flights = [Flight(work, self, clock) for work in works]
+            flights = [TransferInFlight(work, self, clock) for work in works]
             self._flights = [one for one in self._flights if not one.is_completed()] + flights
-            flight.note(self, parts, reads, writes, flights)
+            flight_records.note(self, parts, reads, writes, flights)
 
             def land_or_not():
                 lost = any(one.lost for one in flights)

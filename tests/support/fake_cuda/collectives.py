@@ -6,8 +6,8 @@ waits, at the latest.
 
 As with NCCL, the host that starts the first message from one rank to another, or the first
 collective of a form, waits until the others have started it too: here for `PATIENCE` seconds, after
-which it says what it has waited for. What the device's queues may hold up is left to `rules.py`,
-for which every call is noted.
+which it says what it has waited for. What the device's queues may hold up is left to
+`nccl_rules.py`, for which every call is noted.
 """
 
 from datetime import timedelta
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fake_cuda import flight
-from fake_cuda.aborts import Abortable, Sockets, destroy
+from fake_cuda import flight_records
+from fake_cuda.aborts import AbortableCommunicator, GlooSockets, destroy
 from fake_cuda.machine import (
     count_as_work,
     host_waits,
@@ -31,10 +31,10 @@ from fake_cuda.machine import (
     report,
 )
 from fake_cuda.nccl_rules import (
-    Collective,
-    Create,
-    Group,
-    Transfer,
+    CollectiveCall,
+    CreateCommunicator,
+    Message,
+    MessageGroup,
     collective,
     connections,
     end_of,
@@ -76,7 +76,7 @@ def new_group(ranks, timeout=None, backend=None, pg_options=None, group_desc=Non
     if pg_options is None:
         return _new_group(ranks, timeout=timeout, backend=backend or "gloo")
     assert device_id == torch.device("cuda", library.get_device())
-    created = Create(f"communicator {next(_numbers)}", tuple(ranks), line())
+    created = CreateCommunicator(f"communicator {next(_numbers)}", tuple(ranks), line())
     note(created)
     rank = dist.get_rank()
     said = f"rank {rank}: {created} [{created.where}]"
@@ -86,10 +86,10 @@ def new_group(ranks, timeout=None, backend=None, pg_options=None, group_desc=Non
     wanted, _, theirs = text.partition("|")
     if wanted != str(created.ranks):
         raise RuntimeError(f"ranks do not make communicators in one order: {said}, {theirs}")
-    sockets = Sockets()
+    sockets = GlooSockets()
     made = _new_group(ranks, timeout=timeout, backend="gloo")
     sockets.take()
-    return Nccl(made, created, pg_options, sockets) if rank in ranks else made
+    return FakeNcclGroup(made, created, pg_options, sockets) if rank in ranks else made
 
 
 def destroy_process_group():
@@ -107,7 +107,7 @@ def split_group(split_ranks, timeout, pg_options, group_desc):
     return next((m for m, r in zip(made, split_ranks, strict=True) if dist.get_rank() in r), None)
 
 
-class Event:
+class StreamEvent:
     """What the stream of a group has come to."""
 
     def __init__(self, stream):
@@ -126,7 +126,7 @@ class Event:
         library.delete_event(self._event)
 
 
-class Work(dist.Work):
+class FakeNcclWork(dist.Work):
     """A transfer. works: those of gloo. land: copies what has come to the device's memory. kept:
     tensors that live until somebody waits."""
 
@@ -158,13 +158,13 @@ class Work(dist.Work):
         return done
 
 
-class Nccl(Abortable, dist.ProcessGroup):
+class FakeNcclGroup(AbortableCommunicator, dist.ProcessGroup):
     """One communicator. created: the call that made it. options: what was asked for. sockets: those
     of its gloo group."""
 
     def __init__(self, gloo, created, options, sockets):
         dist.ProcessGroup.__init__(self, gloo.rank(), gloo.size())
-        self.begin_life(sockets)
+        self.start_life(sockets)
         self.gloo, self._stream = gloo, library.new_stream()
         self._name, self._ranks = created.communicator, created.ranks
         self._me, self.options = dist.get_rank(), options
@@ -181,23 +181,23 @@ class Nccl(Abortable, dist.ProcessGroup):
             assert x.is_cuda, "No backend type associated with device type cpu"
             assert x.is_contiguous(), "Tensors must be contiguous"
         self.check_alive()
-        launch = self.flying(_parts_of(call, self._ranks), launch)
+        launch = self.wrap_launch(_parts_of(call, self._ranks), launch)
         here = library.get_stream()
-        Event(here).block(self._stream)
+        StreamEvent(here).block(self._stream)
         library.set_stream(self._stream)
         read, written = [host(x.detach()) for x in reads], [host(x.detach()) for x in writes]
         count_as_work(_name_of(call), read, written)
         library.set_stream(here)
         note(call)
-        event = Event(self._stream)
+        event = StreamEvent(self._stream)
 
         def again():
             works, land = launch([x.clone() for x in read], written)
-            Work(works, land, event, None)._finish()
+            FakeNcclWork(works, land, event, None)._finish()
 
         repeat_in_graph(again)
         works, land = launch([x.clone() for x in read], written)
-        return Work(works, land, event, (reads, writes))
+        return FakeNcclWork(works, land, event, (reads, writes))
 
     def _collective(self, kind, x, reads, writes, launch, uneven=False):
         """Start a collective. x: a tensor of the same shape on all ranks, if it is not uneven."""
@@ -218,7 +218,7 @@ class Nccl(Abortable, dist.ProcessGroup):
     def _messages(self, parts):
         """Start messages as one operation. parts: (transfer, tensor, peer in the group)."""
         transfers = tuple(transfer for transfer, _, _ in parts)
-        call = Group(self._name, self._stream, transfers, line())
+        call = MessageGroup(self._name, self._stream, transfers, line())
         known = [one for one in transfers if end_of(self._me, one) in self._connected]
         for near in connections(self._me, self._ranks, transfers, known):
             for one in near:
@@ -335,7 +335,7 @@ class Nccl(Abortable, dist.ProcessGroup):
         return self._message("receive", tensors[0], source)
 
     def _message(self, kind, x, peer):
-        part = Transfer(kind, self._ranks[peer], size(x)), x, peer
+        part = Message(kind, self._ranks[peer], size(x)), x, peer
         if self._group is None:
             return self._messages([part])
         self._group.append(part)
@@ -353,14 +353,14 @@ class Nccl(Abortable, dist.ProcessGroup):
             return [dist.barrier(self.gloo, async_op=True)], lambda: host_waits(self._stream)
 
         self.check_alive()
-        note(Collective(self._name, self._stream, "barrier", where=line()))
-        works, land = self.flying([("barrier", None)], launch)([], [])
-        return Work(works, land, Event(self._stream), None)
+        note(CollectiveCall(self._name, self._stream, "barrier", where=line()))
+        works, land = self.wrap_launch([("barrier", None)], launch)([], [])
+        return FakeNcclWork(works, land, StreamEvent(self._stream), None)
 
 
 def _parts_of(call, ranks):
     """Yield kind and peer, which collectives do not have, of each transfer of a call."""
-    if isinstance(call, Collective):
+    if isinstance(call, CollectiveCall):
         return [(call.form.partition(" ")[0], None)]
     return [(one.kind, ranks.index(one.peer)) for one in call.transfers]
 
@@ -368,7 +368,9 @@ def _parts_of(call, ranks):
 def _name_of(call):
     """Return what the work of a call is called in reports."""
     return (
-        call.form if isinstance(call, Collective) else " and ".join(t.kind for t in call.transfers)
+        call.form
+        if isinstance(call, CollectiveCall)
+        else " and ".join(t.kind for t in call.transfers)
     )
 
 
@@ -378,5 +380,5 @@ def install():
     distributed_c10d._NCCL_AVAILABLE = True
     dist.init_process_group, dist.new_group = init_process_group, new_group
     dist.destroy_process_group = destroy_process_group
-    flight.install()
+    flight_records.install()
     dist.split_group = split_group

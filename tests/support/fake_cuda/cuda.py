@@ -30,7 +30,7 @@ def check_device():
         raise RuntimeError(f"CUDA error: {errors[0]}")
 
 
-class StreamBase:
+class CudaStreamBase:
     device_type = 1
 
     def __new__(cls, priority=0, stream_id=0, device_index=0, device_type=1):
@@ -59,12 +59,12 @@ class StreamBase:
         return True
 
     def __eq__(self, other):
-        return isinstance(other, StreamBase) and other.stream_id == self.stream_id
+        return isinstance(other, CudaStreamBase) and other.stream_id == self.stream_id
 
     __hash__ = None
 
 
-class EventBase:
+class CudaEventBase:
     """An event is as late as it can be: it has passed when it is queried for the second time, or
     when the host has learnt of it by waiting for it or for something later."""
 
@@ -104,7 +104,7 @@ class EventBase:
         library.delete_event(self._event)
 
 
-class GraphBase:
+class CudaGraphBase:
     def __new__(cls, keep_graph=False):
         self = object.__new__(cls)
         self._graph, self._calls = None, []
@@ -130,7 +130,7 @@ class GraphBase:
         self._graph = None
 
 
-class Properties:
+class DeviceProperties:
     name = "NVIDIA H200"
     major, minor = 9, 0
     total_memory = 150_754_820_096
@@ -159,10 +159,10 @@ def _memory_stats(device):
 
 # Functions of ctypes have no hash, which torch asks for: each is wrapped.
 _COMPILED = {
-    "_CudaStreamBase": StreamBase,
-    "_CudaEventBase": EventBase,
-    "_CUDAGraph": GraphBase,
-    "_CudaDeviceProperties": Properties,
+    "_CudaStreamBase": CudaStreamBase,
+    "_CudaEventBase": CudaEventBase,
+    "_CUDAGraph": CudaGraphBase,
+    "_CudaDeviceProperties": DeviceProperties,
     "_graph_pool_handle": lambda: (0, 1),
     "_cuda_isCurrentStreamCapturing": lambda: bool(library.is_capturing()),
     "_has_cuda": True,
@@ -199,7 +199,7 @@ def install():
         vars(cuda).update({name: vars(module)[name] for name in module.__dict__.get("__all__", ())})
     cuda.Stream, cuda.Event = cuda.streams.Stream, cuda.streams.Event
     cuda._exchange_device = cuda._maybe_exchange_device = _exchange_device
-    cuda._get_device_properties = lambda device: Properties()
+    cuda._get_device_properties = lambda device: DeviceProperties()
     cuda.default_generators = (torch.default_generator,) * library.count_devices()
     cuda.manual_seed_all = lambda seed: None
     cuda._cudart = object()  # it is loaded

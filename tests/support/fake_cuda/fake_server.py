@@ -14,14 +14,14 @@ import traceback
 
 os.environ["TRITON_INTERPRET"] = "1"
 from fake_cuda import machine  # noqa: I001  (before torch)
-from fake_cuda import collectives, cuda, kernels
+from fake_cuda import collectives, cuda, fake_kernels
 
 _SECONDS = 120
 """Until a rank that hangs is ended."""
 
 
 def main():
-    for part in (cuda, kernels, collectives):
+    for part in (cuda, fake_kernels, collectives):
         part.install()
     importlib.import_module("megaframe.training.trainer")
     for line in sys.stdin:

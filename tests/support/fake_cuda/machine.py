@@ -1,5 +1,5 @@
 """The compiled part of the stand-in, as Python calls it, what it has reported, and the calls that
-the rules of NCCL and CUDA apply to (`rules.py`).
+the rules of NCCL and CUDA apply to (`nccl_rules.py`).
 
 To be imported before anything imports torch, because torch asks only once which devices there are.
 """
@@ -15,7 +15,7 @@ from ctypes import CFUNCTYPE, c_char_p, c_double, c_int, c_int64, c_void_p
 from itertools import count
 from pathlib import Path
 
-from fake_cuda.nccl_rules import QUEUES, Kernel, Record, Synchronize, Wait, line
+from fake_cuda.nccl_rules import QUEUES, LaunchKernel, RecordEvent, Synchronize, WaitEvent, line
 
 assert "torch" not in sys.modules, "the stand-in comes before torch"
 library = ctypes.CDLL(os.environ["FAKE_CUDA_LIBRARY"], ctypes.RTLD_GLOBAL)
@@ -146,14 +146,14 @@ def _is_beside_the_host():
 def note_event(stream, event=None):
     """Note that an event is recorded behind the work of a stream. Returns its name."""
     event = next(_events) if event is None else event
-    note(Kernel(stream, line()))
-    note(Record(stream, event))
+    note(LaunchKernel(stream, line()))
+    note(RecordEvent(stream, event))
     return event
 
 
 def note_wait(stream, event):
     """Note that a stream waits for an event."""
-    note(Wait(stream, event, line()))
+    note(WaitEvent(stream, event, line()))
 
 
 def host_waits(stream):
@@ -169,7 +169,7 @@ def take_calls():
 
 
 def save_calls(path):
-    """Write what has been noted, and the number of hardware queues, for `rules.simulate`."""
+    """Write what has been noted, and the number of hardware queues, for `nccl_rules.simulate`."""
     queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES))
     with open(path, "wb") as file:
         pickle.dump((_calls, queues), file)

@@ -10,7 +10,7 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import all_reduce
 from megaframe.layout import Layout
 from megaframe.schedule import SCHEDULE_NAMES
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 PLAIN = ("elementwise", "attention", "loss", "experts", "update")
 GPT2 = {"position": "learned", "bias": True, "tie_embeddings": True}
@@ -64,16 +64,16 @@ def trained(config):
     evaluates."""
 
     def work(mesh):
-        pipeline = Pipeline(config, mesh, lambda part: nullcontext())
-        pipeline.optimizer.initialise(config.run.seed)
+        train_step = TrainStep(config, mesh, lambda part: nullcontext())
+        train_step.optimizer.initialize(config.run.seed)
         train, device = config.train, mesh.device if mesh.device.type == "cuda" else "cpu"
         tokens = torch.arange(train.seq, device=device).repeat(train.microbatch, 1)
         one = Microbatch(tokens, tokens, torch.arange(train.microbatch))
         many = train.global_batch // (train.microbatch * mesh.layout.data)
         for step in range(2 if mesh.layout.world == 2 else 1):
-            outcome = pipeline.train([one] * many, step, 1.0)
-            all_reduce(outcome.loss, mesh.world).wait()
-        pipeline.evaluate([one] * many)
+            result = train_step.train([one] * many, step, 1.0)
+            all_reduce(result.loss, mesh.world).wait()
+        train_step.evaluate([one] * many)
 
     return work
 

@@ -56,7 +56,7 @@ def _file(path):
 
 
 @dataclass(frozen=True)
-class Create:
+class CreateCommunicator:
     """A communicator is made. All ranks of the world call this, in one order."""
 
     communicator: str
@@ -68,7 +68,7 @@ class Create:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class LaunchKernel:
     """Work of a stream that needs nobody else."""
 
     stream: int
@@ -79,7 +79,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordEvent:
     """An event is recorded: it has happened when the stream's work so far is done."""
 
     stream: int
@@ -87,7 +87,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitEvent:
     """A stream waits for an event."""
 
     stream: int
@@ -110,7 +110,7 @@ class Synchronize:
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveCall:
     """form: operation, type and shape, which must be the same on all ranks. uneven: ranks may send
     each other nothing in one call and something in the next, so every call may connect."""
 
@@ -125,7 +125,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Message:
     """A message to a rank (`send`) or from one (`receive`). size: type and number of elements."""
 
     kind: str
@@ -139,12 +139,12 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Group:
+class MessageGroup:
     """Messages that NCCL starts as one operation; a single message is a group of one."""
 
     communicator: str
     stream: int
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[Message, ...]
     where: str = ""
 
     def __str__(self):
@@ -160,7 +160,7 @@ def collective(communicator, stream, kind, tensor, uneven):
     """Return the call that starts a collective. tensor: has the same type on all ranks, and unless
     it is uneven the same size."""
     form = size(tensor).split()[0] if uneven else size(tensor)
-    return Collective(communicator, stream, f"{kind} {form}", uneven, line())
+    return CollectiveCall(communicator, stream, f"{kind} {form}", uneven, line())
 
 
 def end_of(rank, transfer):
@@ -189,7 +189,7 @@ def connections(rank, ranks, transfers, known):
     return [[*near.values()] for _, near in sorted(rounds.items())]
 
 
-class Broken(Exception):
+class RuleViolation(Exception):
     """Calls that NCCL does not bring to an end. ranks: whose calls they are."""
 
     def __init__(self, text, ranks):
@@ -197,16 +197,16 @@ class Broken(Exception):
         self.ranks = tuple(dict.fromkeys(ranks))
 
 
-class Mismatch(Broken):
+class CallMismatch(RuleViolation):
     """Ranks call different things where they must call the same."""
 
 
-class Deadlock(Broken):
+class Deadlock(RuleViolation):
     """Ranks wait for each other forever, or for a call that a rank never makes."""
 
 
 @dataclass(eq=False)
-class _Work:
+class _DeviceTask:
     """A call for the device. fifos: those of its rank that it must be first in, none while the host
     has not started it. after: what a wait is for. sides: what it is matched with, and its number
     there. started: it has been first in all fifos."""
@@ -221,7 +221,7 @@ class _Work:
 
 
 @dataclass
-class _Rank:
+class _SimulatedRank:
     host: object
     call: object = None
     blocked_by: list = field(default_factory=list)
@@ -234,14 +234,17 @@ class _Rank:
 
 
 def simulate(programs, queues=QUEUES):
-    """Run the calls of each rank. Raises `Mismatch` or `Deadlock` if they do not come to an end."""
+    """Run the calls of each rank. Raises `CallMismatch` or `Deadlock` if they do not come to an
+    end."""
     _Simulation(programs, queues).run()
 
 
 class _Simulation:
     def __init__(self, programs, queues):
         self._queues, self._world = queues, range(len(programs))
-        self._ranks = [_Rank(self._host(rank, calls)) for rank, calls in enumerate(programs)]
+        self._ranks = [
+            _SimulatedRank(self._host(rank, calls)) for rank, calls in enumerate(programs)
+        ]
         self._members, self._created = {}, []
         self._met = defaultdict(set)
         """The ranks that have come to what needs several hosts."""
@@ -274,23 +277,23 @@ class _Simulation:
         for call in calls:
             one = self._ranks[rank]
             one.call = call
-            if isinstance(call, Create):
+            if isinstance(call, CreateCommunicator):
                 yield from self._create(rank, call)
-            elif isinstance(call, Collective):
+            elif isinstance(call, CollectiveCall):
                 yield from self._collective(rank, call)
-            elif isinstance(call, Group):
+            elif isinstance(call, MessageGroup):
                 yield from self._group(rank, call)
-            elif isinstance(call, Record):
+            elif isinstance(call, RecordEvent):
                 one.events[call.event] = one.last.get(call.stream)
             elif isinstance(call, Synchronize):
                 known = [one.events.get(call.event)]
                 for work in [*one.last.values()] if call.event is None else known:
                     while work is not None and not work.done:
                         yield [work]
-            elif isinstance(call, Wait):
-                self._start(_Work(rank, call, one.events.get(call.event)))
+            elif isinstance(call, WaitEvent):
+                self._start(_DeviceTask(rank, call, one.events.get(call.event)))
             else:
-                self._start(_Work(rank, call))
+                self._start(_DeviceTask(rank, call))
 
     def _meet(self, rank, what, ranks):
         """Block the host until the hosts of all these ranks have come to the same."""
@@ -312,7 +315,7 @@ class _Simulation:
 
     def _collective(self, rank, call):
         name, ranks = call.communicator, self._members[call.communicator]
-        work = _Work(rank, call)
+        work = _DeviceTask(rank, call)
         others = [(name, other) for other in ranks if other != rank]
         place = self._join(work, (name, rank), others, call.form)
         yield from self._meet(rank, (name, call.form, place if call.uneven else None), ranks)
@@ -320,7 +323,7 @@ class _Simulation:
 
     def _group(self, rank, call):
         name, ranks = call.communicator, self._members[call.communicator]
-        work = _Work(rank, call)
+        work = _DeviceTask(rank, call)
         for one in call.transfers:
             self._join(work, (name, *end_of(rank, one)), [(name, *other_end(rank, one))], one.size)
         known = [one for one in call.transfers if (name, *end_of(rank, one)) in self._met]
@@ -351,9 +354,9 @@ class _Simulation:
         one, call = self._ranks[work.rank], work.call
         # The order of a queue is also that of each of its streams.
         fifos = [("queue", one.queues.setdefault(call.stream, len(one.queues) % self._queues))]
-        if isinstance(call, Collective | Group):
+        if isinstance(call, CollectiveCall | MessageGroup):
             fifos.append(("communicator", call.communicator))
-        if isinstance(call, Collective):
+        if isinstance(call, CollectiveCall):
             fifos.append(("collectives",))
         work.fifos = [one.fifos.setdefault(fifo, deque()) for fifo in fifos]
         for fifo in work.fifos:
@@ -374,7 +377,7 @@ class _Simulation:
         """Return whether work that is first in one of its queues has ended."""
         if not work.started and all(fifo[0] is work for fifo in work.fifos):
             work.started = True
-            if isinstance(work.call, Collective | Group):
+            if isinstance(work.call, CollectiveCall | MessageGroup):
                 self._wake(self._members[work.call.communicator])
         if not work.started or [*self._missing(work)]:
             return False
@@ -427,7 +430,7 @@ class _Simulation:
         return [fifo[0] for fifo in node.fifos if fifo[0] is not node]
 
     def _told(self, node):
-        if isinstance(node, _Work):
+        if isinstance(node, _DeviceTask):
             return f"rank {node.rank}, device: {_shown(node.call)}"
         one = self._ranks[node]
         return f"rank {node}, host: " + ("has ended" if one.ended else _shown(one.call))
@@ -445,4 +448,4 @@ def _shown(call):
 def _mismatch(rank, call, other, theirs):
     both = sorted([(rank, _shown(call)), (other, _shown(theirs))])
     told = ", ".join(f"rank {number}: {text}" for number, text in both)
-    return Mismatch(f"ranks do not call the same: {told}", (rank, other))
+    return CallMismatch(f"ranks do not call the same: {told}", (rank, other))

@@ -12,8 +12,8 @@ from torch.cuda import Event, Stream, current_stream
 
 import pretrain_gpt
 from fake_cuda import collectives
-from fake_cuda.collectives import Work
-from fake_cuda.cuda import Properties
+from fake_cuda.collectives import FakeNcclWork
+from fake_cuda.cuda import DeviceProperties
 from fake_cuda.nccl_layouts import LAYOUTS, configured, trained
 from megaframe.checkpoint.background import BackgroundCopier
 from megaframe.checkpoint.slices import Slice
@@ -25,8 +25,8 @@ from megaframe.distributed.pending import copy_to_host
 from megaframe.layout import Layout
 from megaframe.metrics import metrics_logger
 from megaframe.metrics.timers import DeviceClock
-from megaframe.optim.state_offload import GpuRoute
-from megaframe.pipeline_parallel.activation_offload import Shelf
+from megaframe.optim.state_offload import GpuHostOffload
+from megaframe.pipeline_parallel.activation_offload import ActivationOffload
 from megaframe.training.cuda_graph import record_cuda
 
 
@@ -34,8 +34,8 @@ def pretrain_on():
     """Pretrain on another device than an H200: the command line begins with its name, compute
     capability and GiB."""
     name, capability, memory, *sys.argv[1:] = sys.argv[1:]
-    Properties.name, Properties.total_memory = name, int(float(memory) * 2**30)
-    Properties.major, Properties.minor = map(int, capability.split("."))
+    DeviceProperties.name, DeviceProperties.total_memory = name, int(float(memory) * 2**30)
+    DeviceProperties.major, DeviceProperties.minor = map(int, capability.split("."))
     pretrain_gpt.main()
 
 
@@ -52,7 +52,7 @@ def without():
     """Run the program that the command line names first, in which one function does not make one
     call to a stream, an event or a transfer."""
     program, function, method = sys.argv[1:]
-    for owner in (Stream, Event, Tensor, torch.cuda, Work):
+    for owner in (Stream, Event, Tensor, torch.cuda, FakeNcclWork):
         if method in vars(owner):
             _leave_out(owner, method, function)
     globals()[program]()
@@ -228,16 +228,16 @@ def a_kernel_without_order():
 # --------------------------------------------------------------------------- the project's code
 
 
-def shelf():
+def activations():
     """Tensors go to the host and come back, while their memory is used again and again."""
-    own = Shelf(device())
+    own = ActivationOffload(device())
     for _ in range(2):
         stored = [own.store(torch.full((1000,), float(i), device="cuda")) for i in range(4)]
         for i in reversed(range(4)):
             if i:
                 stored[i - 1].fetch()
             assert (stored[i].take() == i).all().item()
-    own._let_go(0)
+    own._free_outgoing(0)
     current_stream().wait_stream(own._in)
 
 
@@ -250,18 +250,18 @@ def landing():
     assert (found == 2).all()
 
 
-def route():
+def optimizer_state():
     """Chunks of optimizer state come, are computed with and go back."""
-    own = GpuRoute(device())
-    home = [{"m": own.keep((torch.full((size,), 1.0),))} for size in (100, 100, 200, 200, 100)]
+    own = GpuHostOffload(device())
+    home = [{"m": own.store((torch.full((size,), 1.0),))} for size in (100, 100, 200, 200, 100)]
     after = [None] * len(home)
     for _ in range(2):
         for i, parts in enumerate(home):
-            visit = own.fetch(parts, after[i])
-            own.arrive()
-            visit.parts["m"][0].mul_(2)
-            after[i] = own.put_back(visit, parts)
-    own.settle()
+            chunk = own.fetch(parts, after[i])
+            own.wait_for_fetched()
+            chunk.parts["m"][0].mul_(2)
+            after[i] = own.write_back(chunk, parts)
+    own.synchronize()
     assert all((parts["m"][0] == 4).all() for parts in home)
 
 
@@ -285,12 +285,12 @@ def background_far_behind():
 def saved_in_background(changed):
     x, found = torch.zeros(1000, device="cuda").add_(5), []
 
-    def work(planned, copy):
-        found.extend(bytes(copy.take(piece)) for piece in planned)
+    def work(entries, copy):
+        found.extend(bytes(copy.wait_for_entry(entry)) for entry in entries)
 
     own = BackgroundCopier()
     own.start([Slice("x", (1000,), (0,), x)], work)
-    own.copied()
+    own.wait_for_copy()
     x.zero_()
     changed()
     own.wait()

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 import torch
 
 from fake_cuda.nccl_rules import (
-    Create,
-    Group,
-    Kernel,
-    Record,
+    CreateCommunicator,
+    LaunchKernel,
+    Message,
+    MessageGroup,
+    RecordEvent,
     Synchronize,
-    Transfer,
-    Wait,
+    WaitEvent,
     collective,
     line,
     size,
@@ -32,7 +32,7 @@ COMPUTE, POOL = 0, 32
 """The stream of kernels; and the number of torch's streams, which communicators take in turn."""
 
 
-class Calls(list):
+class RecordedCalls(list):
     """The calls of one rank."""
 
     def __init__(self):
@@ -42,32 +42,32 @@ class Calls(list):
     def event(self, stream):
         """Record an event."""
         self._events += 1
-        self.append(Record(stream, self._events))
+        self.append(RecordEvent(stream, self._events))
         return self._events
 
     def transfer(self, call, real):
         """Start a transfer that follows what the rank has computed. real: the host needs what it
         brings."""
         where = line()
-        self.append(Kernel(COMPUTE, where))
-        self.append(Wait(call.stream, self.event(COMPUTE), where))
+        self.append(LaunchKernel(COMPUTE, where))
+        self.append(WaitEvent(call.stream, self.event(COMPUTE), where))
         self.append(call)
-        return _Work(self, self.event(call.stream), real)
+        return _RecordedWork(self, self.event(call.stream), real)
 
 
-class _Work(FinishedWork):
+class _RecordedWork(FinishedWork):
     def __init__(self, calls, event, real):
         super().__init__()
         self._calls, self._event, self._real = calls, event, real
 
     def wait(self, timeout=None):
-        self._calls.append(Wait(COMPUTE, self._event, line()))
+        self._calls.append(WaitEvent(COMPUTE, self._event, line()))
         if self._real:
             self._calls.append(Synchronize(self._event, line()))
         return True
 
 
-class Recorded(FakeGroup):
+class RecordedGroup(FakeGroup):
     """The communicator `name`, as rank ranks[index]."""
 
     def __init__(self, calls, name, ranks, index):
@@ -82,14 +82,14 @@ class Recorded(FakeGroup):
         return self._calls.transfer(call, not tensor.is_meta)
 
     def _message(self, kind, tensor, peer):
-        transfer = Transfer(kind, self._ranks[peer], size(tensor))
+        transfer = Message(kind, self._ranks[peer], size(tensor))
         if self._grouped is None:
             return self._start([transfer], not tensor.is_meta)
         self._grouped.append(transfer)
         return None
 
     def _start(self, transfers, real=False):
-        call = Group(self._name, self._stream, tuple(transfers), line())
+        call = MessageGroup(self._name, self._stream, tuple(transfers), line())
         return self._calls.transfer(call, real)
 
     def _start_coalescing(self, device):
@@ -148,17 +148,17 @@ class RecordingMesh(Mesh):
             return super()._new_handle(ranks, backend, **options)
         self._made += 1
         name = f"communicator {self._made}"
-        self.calls.append(Create(name, ranks, line()))
+        self.calls.append(CreateCommunicator(name, ranks, line()))
         if self.rank not in ranks:
             return None
-        return Recorded(self.calls, name, ranks, ranks.index(self.rank))
+        return RecordedGroup(self.calls, name, ranks, ranks.index(self.rank))
 
 
 _SHAPES = {}
 """Results of operators by their arguments: all ranks have the same."""
 
 
-class _Hollow(MetaTensorMode):
+class _RecordedMetaTensors(MetaTensorMode):
     """A number without content that the host asks for is one, and the host waits for it."""
 
     def __init__(self, calls):
@@ -177,7 +177,7 @@ def _as_on_a_gpu():
     """Start what a GPU would, although tensors are on the host or have no content."""
     methods = {
         "sends_pairwise": lambda self, tensor: False,
-        "batches_messages": lambda self, tensor: isinstance(self.handle, Recorded),
+        "batches_messages": lambda self, tensor: isinstance(self.handle, RecordedGroup),
     }
     before = {name: vars(collectives.Group)[name] for name in methods}
     _set(methods)
@@ -194,7 +194,7 @@ def _set(methods):
 
 def calls_of(layout, rank, work):
     """Return the calls of a rank that does work(mesh) alone."""
-    calls = Calls()
-    with _Hollow(calls), _as_on_a_gpu():
+    calls = RecordedCalls()
+    with _RecordedMetaTensors(calls), _as_on_a_gpu():
         work(RecordingMesh(layout, rank, calls))
     return calls

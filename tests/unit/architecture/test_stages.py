@@ -15,7 +15,7 @@ from megaframe.architecture.stages import (
 from megaframe.config import RunConfig
 from megaframe.metrics import count_flops
 from megaframe.model.forward_context import RunContext
-from megaframe.pipeline_parallel.stage import build_stages, model_specs
+from megaframe.model.model_chunk import build_chunks, model_specs
 from megaframe.planner.activations import block_bytes, rotary_bytes
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters
@@ -128,8 +128,8 @@ def test_stages_hold_the_parameters_of_the_model_once(tied, depth):
     held = [
         p
         for plan in stage_plans(config)
-        for stage in build_stages(config, [plan], RunContext()).values()
-        for p in stage.parameters()
+        for chunk in build_chunks(config, [plan], RunContext()).values()
+        for p in chunk.parameters()
     ]
     assert [p.spec for p in held if not p.replica] == model_specs(config)
     assert [p.spec.name for p in held if p.replica] == ["embedding.tokens.weight"]

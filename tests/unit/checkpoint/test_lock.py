@@ -50,7 +50,7 @@ def content(home):
 def leave(home, **changes):
     """Leave the lock of another process, by default on another host and renewed just now."""
     changes = {"host": "elsewhere", "process": 4242, "started": 7, **changes}
-    text = LockHolder.this().model_copy(update=changes).model_dump_json().encode()
+    text = LockHolder.current().model_copy(update=changes).model_dump_json().encode()
     assert store_of(home).compare_and_swap(home / LOCK, content(home), text)
     return text
 
@@ -207,7 +207,7 @@ def test_a_run_that_lost_its_lock_is_told_and_leaves_the_folder_alone(taken, hom
     def lost():
         # A store without exchanges in one request may have lost this to a renewal.
         store_of(home).compare_and_swap(home / LOCK, content(home), other)
-        return lock._lost
+        return lock._lost_message
 
     wait_until(lost)
     with pytest.raises(UserError, match="taken over by process 4242 on host elsewhere"):

@@ -129,7 +129,7 @@ def delete_again_and_again(trainer):
     if trainer.step == 20:
         trainer.over.set()
         trainer.deleting.join()
-        trainer.checkpointer.wait_for_saves(trainer.meter.note)
+        trainer.checkpointer.wait_for_saves(trainer.metrics.note)
 
 
 def test_a_folder_that_is_deleted_during_saves_does_not_end_the_run(pool, overrides, tmp_path):

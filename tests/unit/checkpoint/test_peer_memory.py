@@ -192,28 +192,28 @@ def test_a_peer_is_on_the_next_node_and_keeps_at_most_as_many_as_needed(world, n
         assert keeper // node_size == (rank // node_size + 1) % nodes
     last = world - (nodes - 1) * node_size
     assert max(keepers.count(rank) for rank in range(world)) <= -(-node_size // last)
-    every = [PeerRanks.of(rank, world, node_size) for rank in range(world)]
+    every = [PeerRanks.for_rank(rank, world, node_size) for rank in range(world)]
     assert sorted(source for one in every for source in one.sources) == list(range(world))
 
 
 def copy_without_room(memory):
     """Save with a second rank that cannot write; return its messages and what is recalled."""
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
-    ram = MemoryFolder.of(memory / str(mesh.rank), memory)
+    memory_folder = MemoryFolder.create(memory / str(mesh.rank), memory)
     group, run, full = mesh.new_control_group(), "0" * 16, torch.arange(8.0).view(4, 2)
-    writer = PeerMemoryWriter(ram, group, PeerRanks.of(mesh.rank, 2, 1), run, None)
+    writer = PeerMemoryWriter(memory_folder, group, PeerRanks.for_rank(mesh.rank, 2, 1), run, None)
     mine = [part("a", full, ((2 * mesh.rank, 0), (2, 2)))]
     said = []
     writer.save(2, mine, {"step": 2})
     writer.wait()
     if mesh.rank == 1:
-        (ram.folder / "step-00000004").touch()  # in the way
+        (memory_folder.folder / "step-00000004").touch()  # in the way
     writer.save(4, mine, {"step": 4})
     try:
         writer.wait()
     except UserError as error:
         said.append(str(error))
-    found = open_peer_memory(ram, run, group, None, said.append)
+    found = open_peer_memory(memory_folder, run, group, None, said.append)
     target = torch.zeros(2, 4)
     with found:
         found.load([part("a", torch.zeros(4, 2), ((0, 0), (4, 2)))])
@@ -232,20 +232,20 @@ def test_a_copy_that_fails_is_told_to_all_and_the_one_before_stays(pool, memory)
 
 
 def test_a_folder_that_others_can_read_is_refused(tmp_path):
-    ram = MemoryFolder.of(tmp_path, tmp_path / "run")
-    assert ram.folder.stat().st_mode & 0o777 == 0o700
+    memory_folder = MemoryFolder.create(tmp_path, tmp_path / "run")
+    assert memory_folder.folder.stat().st_mode & 0o777 == 0o700
     assert (
-        MemoryFolder.of(tmp_path, tmp_path / "run")
-        == ram
-        != MemoryFolder.of(tmp_path, tmp_path / "other")
+        MemoryFolder.create(tmp_path, tmp_path / "run")
+        == memory_folder
+        != MemoryFolder.create(tmp_path, tmp_path / "other")
     )
-    ram.folder.chmod(0o755)
+    memory_folder.folder.chmod(0o755)
     with pytest.raises(UserError, match="with mode 0755"):
-        MemoryFolder.of(tmp_path, tmp_path / "run")
-    ram.folder.rmdir()
-    ram.folder.symlink_to(tmp_path)
+        MemoryFolder.create(tmp_path, tmp_path / "run")
+    memory_folder.folder.rmdir()
+    memory_folder.folder.symlink_to(tmp_path)
     with pytest.raises(UserError, match="alone, with mode 0700"):
-        MemoryFolder.of(tmp_path, tmp_path / "run")
+        MemoryFolder.create(tmp_path, tmp_path / "run")
 
 
 @settings(deadline=None, max_examples=60)
@@ -254,17 +254,17 @@ def test_a_record_is_what_was_written_or_none(data):
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory() as name:
-        ram = MemoryFolder.of(Path(name), Path(name))
+        memory_folder = MemoryFolder.create(Path(name), Path(name))
         mesh = Mesh(Layout(), device="cpu")
         writer = PeerMemoryWriter(
-            ram, mesh.new_control_group(), PeerRanks(None, ()), "0" * 16, None
+            memory_folder, mesh.new_control_group(), PeerRanks(None, ()), "0" * 16, None
         )
         writer.save(1, [part("a", torch.ones(2), ((0,), (2,)))], {"x": [1.5]})
         writer.wait()
-        (record,) = ram.records("0" * 16)
-        path = ram.path(1, 0).with_suffix(".json")
+        (record,) = memory_folder.records("0" * 16)
+        path = memory_folder.path(1, 0).with_suffix(".json")
         content = bytearray(path.read_bytes())
         place = data.draw(st.integers(0, len(content) - 1))
         content[place] ^= 1 << data.draw(st.integers(0, 7))
         path.write_bytes(content)
-        assert record.state == {"x": [1.5]} and not list(ram.records("0" * 16))
+        assert record.state == {"x": [1.5]} and not list(memory_folder.records("0" * 16))

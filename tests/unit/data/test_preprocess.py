@@ -352,14 +352,14 @@ def test_a_document_that_memory_should_not_hold_is_refused(tmp_path, monkeypatch
             run([path], tmp_path / "out")
 
 
-class Damaged(ByteTokenizer):
+class OutOfVocabularyTokenizer(ByteTokenizer):
     def encode_batch(self, texts):
         return [np.array([257])]
 
 
 def test_ids_beyond_the_vocabulary_are_refused():
     with pytest.raises(UserError, match="ids from 257 to 257, but its vocabulary has 257"):
-        encode_documents(Damaged(), ["a"], append_eod=False)
+        encode_documents(OutOfVocabularyTokenizer(), ["a"], append_eod=False)
 
 
 def die(number):

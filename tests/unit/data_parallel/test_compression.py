@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.data_parallel.compression import Half, Int8, TopK
+from megaframe.data_parallel.compression import Bf16Codec, Int8Codec, TopKCodec
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -27,23 +27,23 @@ def there_and_back(codec, x):
 @given(st.integers(1, 5000), st.integers(0, 99), st.sampled_from(DTYPES), st.floats(1e-30, 1e20))
 def test_messages_say_what_they_promise(length, seed, dtype, size):
     x = numbers(length, seed, dtype) * size
-    found, used = there_and_back(Half(), x)
+    found, used = there_and_back(Bf16Codec(), x)
     assert torch.equal(found, x.to(torch.bfloat16).to(dtype)) and used == 2 * length
-    found, used = there_and_back(Int8(), x)
+    found, used = there_and_back(Int8Codec(), x)
     blocks = x.abs().split(1024)
     step = torch.cat([block.amax().expand(len(block)) / 127 for block in blocks])
     assert ((found - x).abs() <= 0.5001 * step).all() and used == length + 4 * len(blocks)
-    codec = TopK(0.1)
+    codec = TopKCodec(0.1)
     found, used = there_and_back(codec, x)
     count = math.ceil(0.1 * length)
     assert used == count * (4 + dtype.itemsize)
     sent = found != 0
     assert sent.sum() == count and torch.equal(found[sent], x[sent])
     assert count == length or x[sent].abs().min() >= x[~sent].abs().max()
-    assert torch.equal(there_and_back(TopK(1.0), x)[0], x)
+    assert torch.equal(there_and_back(TopKCodec(1.0), x)[0], x)
 
 
-@pytest.mark.parametrize("codec", [Half(), Int8(), TopK(0.001)])
+@pytest.mark.parametrize("codec", [Bf16Codec(), Int8Codec(), TopKCodec(0.001)])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_so(codec, bad):
     x = numbers(3000, 0, torch.float32)
@@ -55,5 +55,5 @@ def test_what_is_not_finite_stays_so(codec, bad):
 
 def test_zeros_and_tiny_numbers_do_no_harm():
     for x in (torch.zeros(1500), torch.full((1500,), 1e-44)):
-        found, _ = there_and_back(Int8(), x)
+        found, _ = there_and_back(Int8Codec(), x)
         assert ((found - x).abs() <= x.abs()).all()

@@ -1,4 +1,4 @@
-"""Sums over ranks by every wire: bitwise equal to a reference that defines the bits, exact where
+"""Sums over ranks by every reducer: bitwise equal to a reference that defines the bits, exact where
 nothing is left out, and otherwise complete over several steps.
 """
 
@@ -10,10 +10,10 @@ import torch
 from rank_pool import Pool
 from tolerances import assert_near, assert_within, growth, unit_roundoff
 
-from megaframe.data_parallel.buffers import Buffers
-from megaframe.data_parallel.compression import Half, Int8
+from megaframe.data_parallel.buffers import BufferPool
+from megaframe.data_parallel.compression import Bf16Codec, Int8Codec
 from megaframe.data_parallel.powersgd import as_matrix
-from megaframe.data_parallel.reducer_choice import Wiring
+from megaframe.data_parallel.reducer_config import ReducerConfig
 from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout, exchange_groups, exchange_steps
@@ -58,7 +58,7 @@ LENGTH = sum(map(math.prod, SHAPES))
 
 
 class Harness:
-    """A wire over all ranks of the world."""
+    """A reducer over all ranks of the world."""
 
     def __init__(self, mesh, length=LENGTH, dtype=torch.float64, compress="none", steps=(), **keys):
         self.group, self.length = mesh.group("data"), length
@@ -66,15 +66,15 @@ class Harness:
             groups = exchange_groups(self.group.ranks, steps)
             made = [mesh._make_group(("data",), members) for members in groups]
             self.group = replace(self.group, steps=tuple(made))
-        wiring = Wiring(compress=compress, **keys)
+        config = ReducerConfig(compress=compress, **keys)
         slow = None if compress == "none" else views
-        self.wire = wiring.wire(self.group, length, dtype, Buffers(mesh.device), slow)
+        self.reducer = config.build(self.group, length, dtype, BufferPool(mesh.device), slow)
         self.group.traffic.take()
 
     def add(self, flat, how="sum"):
         """Return the sum over ranks; with `sum_part` this rank's part of it."""
         flat = flat.clone()
-        for pending in getattr(self.wire, how)(flat):
+        for pending in getattr(self.reducer, how)(flat):
             pending.wait()
         part = self.length // self.group.size
         return flat if how == "sum" else flat[self.group.index * part :][:part]
@@ -134,7 +134,7 @@ def in_steps(every, sizes, again):
 def stepped(mesh, sizes, dtype, length):
     """Compare a sum in steps with its definition, and with the sum in fp64 -> (equal, equal, bytes,
     calls of a part)."""
-    codec, ranks, here = Half(), world_size(), mesh.rank
+    codec, ranks, here = Bf16Codec(), world_size(), mesh.rank
     size = math.ceil(length / ranks)
     every = [gradients(length, rank, 0, dtype) for rank in range(ranks)]
     wide = [torch.nn.functional.pad(one, (0, size * ranks - length)) for one in every]
@@ -203,7 +203,7 @@ def test_a_group_is_divided_at_its_nodes(pool):
     assert exchange_steps(4, 4) == (1, 4, 1)
 
 
-CODED = {"bf16": (Half(), {"precision": "bf16"}), "int8": (Int8(), {"compress": "int8"})}
+CODED = {"bf16": (Bf16Codec(), {"precision": "bf16"}), "int8": (Int8Codec(), {"compress": "int8"})}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -232,7 +232,7 @@ def each(function, cases):
 
 
 def sums(mesh, make, keys):
-    """Return three sums of the wire, the true sums, and the bytes sent."""
+    """Return three sums of the reducer, the true sums, and the bytes sent."""
     harness, ranks = Harness(mesh, **keys), range(world_size())
     found = [harness.add(make(LENGTH, mesh.rank, step)) for step in range(3)]
     wanted = [sum(make(LENGTH, rank, step) for rank in ranks) for step in range(3)]
@@ -271,7 +271,7 @@ def many_steps(mesh, how, keys, bad):
         if step == bad and mesh.rank == 1:
             mine[:1200:5] = torch.nan
         every.append(harness.add(mine, how))
-    return every, harness.wire.state["residual"][:LENGTH]
+    return every, harness.reducer.state["residual"][:LENGTH]
 
 
 KINDS = [

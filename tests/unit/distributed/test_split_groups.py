@@ -8,7 +8,7 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics.timers import StepTimer
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 MODEL = {"layers": 8, "hidden": 16, "heads": 4, "vocab": 37, "tie_embeddings": True}
 EXPERTS = {"moe": {"experts": 4, "top_k": 2, "ffn": 8}}
@@ -29,7 +29,7 @@ class Counting(Mesh):
 
 def made(config):
     mesh = Counting(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=60)
-    Pipeline(config, mesh, StepTimer().time)
+    TrainStep(config, mesh, StepTimer().time)
     mesh.close()
     return mesh.splits
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from megaframe.architecture.attention import mean_keys
 from megaframe.config import RunConfig
 from megaframe.metrics.flops import count_flops
+from megaframe.model.model_chunk import model_specs
 from megaframe.parameters.spec import Normal, ParamSpec
-from megaframe.pipeline_parallel.stage import model_specs
 
 
 def config(model, **train):

@@ -10,7 +10,7 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import PARTS, MetricsLogger, count_flops
-from megaframe.pipeline_parallel.stage import model_specs
+from megaframe.model.model_chunk import model_specs
 
 KEYS = [
     "step", "at", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_second",

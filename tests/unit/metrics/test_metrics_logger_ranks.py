@@ -13,7 +13,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import MetricsLogger
 from megaframe.metrics.records import StepRecords
-from megaframe.pipeline_parallel.stage import model_specs
+from megaframe.model.model_chunk import model_specs
 
 
 def work(folder):

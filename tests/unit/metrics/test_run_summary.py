@@ -15,7 +15,7 @@ from megaframe.layout import Layout
 from megaframe.metrics.memory import allocator_metrics, explain_out_of_memory
 from megaframe.metrics.peak_flops import DevicePeak
 from megaframe.metrics.prometheus import PrometheusSink, to_exposition_format
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 from megaframe.training.trainer import Trainer
 
 
@@ -115,7 +115,7 @@ def test_out_of_memory_says_what_held_it_and_what_to_change(overrides, monkeypat
     def fail(*given):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Pipeline, "train", fail)
+    monkeypatch.setattr(TrainStep, "train", fail)
     trainer = Trainer(load(None, overrides()), Mesh(Layout(), device="cpu"))
     with pytest.raises(UserError, match=r"rank 0 ran out .* activations .* GiB.*train\.recompute"):
         trainer.run()

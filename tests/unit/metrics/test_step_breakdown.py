@@ -22,15 +22,15 @@ from megaframe.layout import Layout
 from megaframe.metrics import MetricsLogger, StepTimer
 from megaframe.optim.optimizer import Optimizer
 from megaframe.pipeline_parallel.stage import Stage
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 from megaframe.training.trainer import Trainer
 
 DELAY, FIRST = 0.25, 3
 PLACES = {
-    "compute": (Pipeline, "train"),
+    "compute": (TrainStep, "train"),
     "optimizer": (Optimizer, "update"),
     "data": (Loader, "next"),
-    "evaluation": (Pipeline, "evaluate"),
+    "evaluation": (TrainStep, "evaluate"),
     "checkpoint": (Trainer, "_save"),
     "other": (Trainer, "_due"),
     "communication/data": (Pending, "_finish"),
@@ -151,7 +151,7 @@ def one_rank_of_four_is_late(line):
 
 def late(patch):
     if global_rank() == 2:
-        slower(patch, Pipeline, "train", DELAY)
+        slower(patch, TrainStep, "train", DELAY)
 
 
 def slower(patch, owner, name, seconds):

@@ -86,7 +86,7 @@ def matrices(module):
 def gradients(build, microbatch, train):
     built = build
     valid = int((microbatch.labels_BS != IGNORE).sum())
-    built.optimizer.start_step()
+    built.sharded_parameters.start_step()
     scale = torch.tensor(1.0 / valid, dtype=torch.float64)
     loss = built.stage.forward(0, microbatch, scale) / valid
     ahead = built.stage.post_process.take_loss_ahead()
@@ -94,14 +94,16 @@ def gradients(build, microbatch, train):
         loss += built.config.train.mtp_weight * ahead / valid
     done = []
 
-    def tell(part):
+    def tell(part, *, last):
         owner = next((unit for unit in built.stage.units if unit.second_half is part), None)
         if owner is not None:  # it can be sent while the rest of the unit computes
             assert not any(p.fresh for p in matrices(part))
             assert all(p.fresh for p in matrices(owner) if p not in {*part.parameters()})
         done.append(part)
 
-    built.stage.backward(0, done=tell)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(built.sharded_parameters, "reduce", tell)
+        built.stage.backward(0)
     parts = [part for unit in built.stage.units[:-1] for part in (unit, unit.second_half) if part]
     assert done == parts[::-1]
     return loss
@@ -123,8 +125,8 @@ def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, ma
     if (aside := built.stage.take_statistics().loss) is not None:
         loss = loss + aside / valid
     weights = {}
-    for bucket in built.optimizer.buckets:
-        for parameter, _, piece in bucket.pieces(bucket.weights, bucket.kept):
+    for bucket in built.sharded_parameters.buckets:
+        for parameter, _, piece in bucket.pieces(bucket.weights, bucket.master_span):
             weights[parameter.spec.name] = piece.clone().requires_grad_()
     expected = reference.loss(weights, built.config, microbatch)
     expected.backward()
@@ -132,8 +134,8 @@ def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, ma
     # Gradients that cancel, such as those of key biases, are as inexact as others.
     gradients_of = (weight.grad for weight in weights.values() if weight.grad is not None)
     size = max(float(gradient.abs().max()) for gradient in gradients_of)
-    for bucket in built.optimizer.buckets:
-        for parameter, _, grad in bucket.pieces(bucket.sums, bucket.kept):
+    for bucket in built.sharded_parameters.buckets:
+        for parameter, _, grad in bucket.pieces(bucket.grad_sums, bucket.master_span):
             wanted = weights[parameter.spec.name].grad
             if parameter.spec.role == "balance":
                 assert grad.sum() == built.config.model.moe.top_k * valid

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.data_parallel.partition import Division
-from megaframe.optim.element_ids import Numbering
+from megaframe.data_parallel.partition import BucketPartition
+from megaframe.optim.element_ids import ElementIds
 from megaframe.parameters.spec import Box, Constant, ParamSpec
 
 CPU = torch.device("cpu")
@@ -21,8 +21,8 @@ def spec(name, shape):
 def whole(one):
     """Return the numbers of a whole parameter, in its shape."""
     box = Box((0,) * len(one.shape), one.shape)
-    division = Division.of([box], 1, 1, 0, divided=False)
-    return Numbering([one], division, SEED)(slice(0, box.size), CPU).view(one.shape)
+    partition = BucketPartition.of([box], 1, 1, 0, divided=False)
+    return ElementIds([one], partition, SEED)(slice(0, box.size), CPU).view(one.shape)
 
 
 @st.composite
@@ -41,12 +41,12 @@ def test_every_piece_has_the_numbers_of_its_place_in_the_whole(parts, ranks, chu
     specs = [spec(f"p{index}", shape) for index, (shape, _) in enumerate(parts)]
     boxes = [box for _, box in parts]
     for rank in range(ranks):
-        division = Division.of(boxes, 8, ranks, rank, divided=True)
-        numbering, length = Numbering(specs, division, SEED), division.kept.stop
-        length -= division.kept.start
+        partition = BucketPartition.of(boxes, 8, ranks, rank, divided=True)
+        element_ids, length = ElementIds(specs, partition, SEED), partition.master_span.stop
+        length -= partition.master_span.start
         chunks = [slice(i, min(i + chunk, length)) for i in range(0, length, chunk)]
-        found = torch.cat([numbering(span, CPU) for span in chunks])
-        for index, box, place in division.pieces(division.kept):
+        found = torch.cat([element_ids(span, CPU) for span in chunks])
+        for index, box, place in partition.pieces(partition.master_span):
             assert torch.equal(found[place].view(box.shape), whole(specs[index])[box.slices])
             found[place] = 0
         assert not found.any()

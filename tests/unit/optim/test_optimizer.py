@@ -11,22 +11,20 @@ pytestmark = pytest.mark.numeric
 
 
 def take_step(built, microbatch, step, scale=1.0):
-    built.optimizer.start_step()
-    reduce = built.optimizer.reduce
+    built.sharded_parameters.start_step()
     scale = torch.as_tensor(scale * built.optimizer.loss_scale, dtype=torch.float64)
     built.stage.start_step(step)
-    loss = built.stage.forward(0, microbatch, scale, done=reduce)
-    built.stage.backward(0, done=reduce)
-    built.optimizer.reduce_vectors(0)
-    built.optimizer.wait()
+    loss = built.stage.forward(0, microbatch, scale, last=True)
+    built.stage.backward(0, last=True)
+    built.sharded_parameters.wait_for_gradients()
     return loss, built.optimizer.update()
 
 
 def weights_of(built):
     return {
         parameter.spec.name: piece
-        for bucket in built.optimizer.buckets
-        for parameter, _, piece in bucket.pieces(bucket.weights, bucket.kept)
+        for bucket in built.sharded_parameters.buckets
+        for parameter, _, piece in bucket.pieces(bucket.weights, bucket.master_span)
     }
 
 
@@ -48,10 +46,10 @@ def test_five_steps_equal_torch_adamw_with_its_own_clipping(build, make_microbat
     )
     for step in range(5):
         _, update = take_step(built, make_microbatch(built.config, step), step)
-        for bucket in built.optimizer.buckets:
+        for bucket in built.sharded_parameters.buckets:
             # Clipping has divided the gradients in place; undo it, because torch clips them itself.
             factor = max(float(update.grad_norm) / 0.7, 1.0)
-            for parameter, _, grad in bucket.pieces(bucket.sums, bucket.kept):
+            for parameter, _, grad in bucket.pieces(bucket.grad_sums, bucket.master_span):
                 theirs[parameter.spec.name].grad = grad * factor
         norm = torch.nn.utils.clip_grad_norm_(list(theirs.values()), 0.7)
         assert float(norm) == near(float(update.grad_norm), sum(w.numel() for w in ours.values()))
@@ -67,26 +65,26 @@ def test_five_steps_equal_torch_adamw_with_its_own_clipping(build, make_microbat
 def test_a_bad_gradient_touches_nothing_and_is_named(build, make_microbatch):
     built = build()
     before = {name: w.clone() for name, w in weights_of(built).items()}
-    built.optimizer.start_step()
+    built.sharded_parameters.start_step()
     built.stage.forward(0, make_microbatch(built.config), torch.ones((), dtype=torch.float64))
-    built.stage.backward(0, done=built.optimizer.reduce)
+    built.stage.backward(0, last=True)
     built.stage.blocks[1].mlp.down.weight.grad[0, 0] = torch.nan
     update = built.optimizer.update()
     assert not update.finite()
-    assert built.optimizer.sick(update) == ("blocks.1.mlp.down.weight",)
+    assert built.optimizer.nonfinite_parameters(update) == ("blocks.1.mlp.down.weight",)
     assert built.optimizer.state().updates == 0
     assert all(torch.equal(before[name], w) for name, w in weights_of(built).items())
 
 
 def test_a_norm_that_overflows_has_no_name(build, make_microbatch):
     built = build()
-    built.optimizer.start_step()
+    built.sharded_parameters.start_step()
     built.stage.forward(0, make_microbatch(built.config), torch.ones((), dtype=torch.float64))
-    built.stage.backward(0, done=built.optimizer.reduce)
+    built.stage.backward(0, last=True)
     for block in built.stage.blocks:  # each square fits fp64, their sum does not
         block.mlp.down.weight.grad[0, 0] = 1.2e154
     update = built.optimizer.update()
-    assert not update.finite() and built.optimizer.sick(update) == ()
+    assert not update.finite() and built.optimizer.nonfinite_parameters(update) == ()
 
 
 def test_low_precision_trains_masters_and_the_loss_scale_cancels(build, make_microbatch):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_streams import LateRoute, late
+from fake_streams import LateOffload, late
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_optimizer import take_step
@@ -14,22 +14,28 @@ from megaframe.config import RunConfig
 from megaframe.ops.kernel_dispatch import make_kernels
 from megaframe.optim import optimizer_state
 from megaframe.optim.adamw import AdamW, AdamWOptions
-from megaframe.optim.elementwise import Average, Elementwise, Rates
-from megaframe.optim.optimizer_state import Keeping, Moments
-from megaframe.optim.rule import Step
-from megaframe.optim.state_dtype import BLOCK, Bfloat16, Blocks, chances, codes
-from megaframe.optim.state_offload import STAYS, HostRoute, route_from
+from megaframe.optim.elementwise import ElementwiseRule, GroupRates, WeightAverage
+from megaframe.optim.optimizer_state import Moments, MomentStorage
+from megaframe.optim.state_dtype import (
+    BLOCK,
+    Bfloat16Codec,
+    BlockwiseCodec,
+    rounding_draws,
+    state_codecs,
+)
+from megaframe.optim.state_offload import NO_OFFLOAD, HostOffload, offload_to_host
+from megaframe.optim.update_rule import UpdateStep
 
-LOSSY = [Bfloat16(), Blocks(square=False), Blocks(square=True)]
-OPTIONS = AdamWOptions(0.9, 0.95, 1e-8, Rates(1.0, 0.1))
+LOSSY = [Bfloat16Codec(), BlockwiseCodec(square=False), BlockwiseCodec(square=True)]
+OPTIONS = AdamWOptions(0.9, 0.95, 1e-8, GroupRates(1.0, 0.1))
 
 
 def adamw(weights, keeping):
-    return Elementwise(weights, [AdamW(OPTIONS, keeping)], keeping)
+    return ElementwiseRule(weights, [AdamW(OPTIONS, keeping)], keeping)
 
 
 def make_step(number, skip=0.0):
-    return Step(number, 0.01, torch.tensor(1.0), torch.tensor(skip))
+    return UpdateStep(number, 0.01, torch.tensor(1.0), torch.tensor(skip))
 
 
 def values_of(seed, count, square):
@@ -47,9 +53,9 @@ def is_square(code):
 @pytest.mark.parametrize("averaged", [False, True])
 def test_weights_are_rounded_as_they_are_updated(name, averaged):
     kernels = make_kernels(RunConfig(kernels={"update": name}), torch.device("cpu"))
-    weights, keeping = torch.randn(3000), Keeping(*codes("master"))
-    changes = [AdamW(OPTIONS, keeping, kernels), *([Average(0.9)] if averaged else [])]
-    rule, rounded = Elementwise(weights, changes, keeping), weights.bfloat16()
+    weights, keeping = torch.randn(3000), MomentStorage(*state_codecs("master"))
+    changes = [AdamW(OPTIONS, keeping, kernels), *([WeightAverage(0.9)] if averaged else [])]
+    rule, rounded = ElementwiseRule(weights, changes, keeping), weights.bfloat16()
     for number, skip in ((1, 0.0), (2, 1.0), (3, 0.0)):
         before = weights.clone()
         rule.update(weights, torch.randn(3000), make_step(number, skip), rounded)
@@ -62,7 +68,7 @@ def test_weights_are_rounded_as_they_are_updated(name, averaged):
 @given(st.integers(0, 2**31), st.integers(1, 3 * BLOCK))
 def test_what_is_kept_is_near_and_keeps_itself(code, seed, count):
     values = values_of(seed, count, is_square(code))
-    kept = code.encode(values, chances(torch.arange(count), seed))
+    kept = code.encode(values, rounding_draws(torch.arange(count), seed))
     found = code.decode(kept, count, torch.float32)
     inside = values.abs() > 1.1e-6 * values.abs().max()
     assert ((found - values).abs()[inside] <= 0.12 * values.abs()[inside]).all()
@@ -83,7 +89,7 @@ def test_rounding_is_true_on_average_over_elements_and_over_steps(code):
             values[::BLOCK] = 1.0  # the largest number of each block
             if spread.stop == 1:
                 values = torch.tensor([1.0, value])
-            chance = chances(torch.arange(7, 7 + len(values)), number)
+            chance = rounding_draws(torch.arange(7, 7 + len(values)), number)
             found = code.decode(code.encode(values, chance), len(values), torch.float32)
             total += float(found[values < 1.0].double().mean())
             neighbours |= set(found[values < 1.0].tolist())
@@ -98,7 +104,7 @@ def test_rounding_is_true_on_average_over_elements_and_over_steps(code):
 def test_a_slow_average_reaches_what_it_averages(code):
     """A step moves it by at most 1/500 of the way: rounded to nearest, it would not move."""
     weights = torch.empty(BLOCK)
-    optimizer_state = Moments(weights, {"a": code}, Keeping(code, code))
+    optimizer_state = Moments(weights, {"a": code}, MomentStorage(code, code))
     for number in range(1, 1500):
         for _, _, found in optimizer_state.chunks(weights, make_step(number)):
             found["a"].lerp_(torch.ones(BLOCK), 0.002)
@@ -109,7 +115,7 @@ def test_a_slow_average_reaches_what_it_averages(code):
 @pytest.mark.parametrize(("state", "most"), [("master", 8.0), ("bf16", 4.0), ("int8", 2.04)])
 def test_bytes_of_an_element(state, most):
     weights = torch.zeros(64 * BLOCK)
-    rule = adamw(weights, Keeping(*codes(state)))
+    rule = adamw(weights, MomentStorage(*state_codecs(state)))
     assert sum(tensor.nbytes for tensor in rule.state.values()) <= most * len(weights)
 
 
@@ -122,15 +128,20 @@ def test_state_in_host_memory_gives_the_same_bits(state, count):
     first = torch.randn(count, generator=generator)
     grads = [torch.randn(count, generator=generator) for _ in range(3)]
     results = []
-    for kind, mixed in ((None, True), (HostRoute, False), (LateRoute, False), (LateRoute, True)):
+    for kind, mixed in (
+        (None, True),
+        (HostOffload, False),
+        (LateOffload, False),
+        (LateOffload, True),
+    ):
         weights, rounded = first.clone(), torch.empty(count, dtype=torch.bfloat16)
         with late():
-            route = STAYS if kind is None else kind(first.device)
-            rule = adamw(weights, Keeping(*codes(state), route))
+            offload = NO_OFFLOAD if kind is None else kind(first.device)
+            rule = adamw(weights, MomentStorage(*state_codecs(state), offload))
             for number, gradient in enumerate(grads, 1):
                 step = make_step(number)
                 rule.update(weights, gradient.clone(), step, rounded if mixed else None)
-            rule.settle()
+            offload.synchronize()
         assert not mixed or torch.equal(rounded, weights.bfloat16())
         results.append((weights, *rule.state.values()))
     for others in results[1:]:
@@ -148,15 +159,15 @@ def test_a_gpu_gets_the_bits_that_it_keeps_itself(state, monkeypatch):
     first = torch.randn(count, device=device)
     grads = [torch.randn(count, device=device) for _ in range(4)]
     results = []
-    for route in (STAYS, route_from(device)):
-        (weights,) = route.keep((first.to("cpu" if route.device else device, copy=True),))
+    for offload in (NO_OFFLOAD, offload_to_host(device)):
+        (weights,) = offload.store((first.to("cpu" if offload.device else device, copy=True),))
         rounded = torch.empty(count, dtype=torch.bfloat16, device=device)
-        rule = adamw(weights, Keeping(*codes(state), route))
+        rule = adamw(weights, MomentStorage(*state_codecs(state), offload))
         for number, gradient in enumerate(grads, 1):
             step = make_step(number)
             step = replace(step, divisor=step.divisor.cuda(), skip=step.skip.cuda())
             rule.update(weights, gradient.clone(), step, rounded)
-        rule.settle()
+        offload.synchronize()
         results.append([one.cpu() for one in (weights, rounded, *rule.state.values())])
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
@@ -212,5 +223,7 @@ def test_state_goes_from_one_type_to_another(saved, loaded, build, make_microbat
     if saved == loaded:
         for built in (one, other):
             take_step(built, make_microbatch(built.config, 9), 9)
-        for mine, theirs in zip(one.optimizer.buckets, other.optimizer.buckets, strict=True):
+        for mine, theirs in zip(
+            one.sharded_parameters.buckets, other.sharded_parameters.buckets, strict=True
+        ):
             assert torch.equal(mine.weights, theirs.weights)

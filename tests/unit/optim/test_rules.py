@@ -11,27 +11,27 @@ from tolerances import allowance, assert_near
 
 from megaframe.errors import UserError
 from megaframe.optim.elementwise import (
-    Descent,
-    Elementwise,
+    ElementwiseRule,
+    GradientDescent,
+    GroupRates,
     Lion,
     LionOptions,
+    Momentum,
     MomentumOptions,
-    Rates,
-    Speed,
 )
-from megaframe.optim.muon import orthogonal
-from megaframe.optim.optimizer_state import Keeping
-from megaframe.optim.rule import Step
-from megaframe.optim.state_dtype import codes
+from megaframe.optim.muon import orthogonalize
+from megaframe.optim.optimizer_state import MomentStorage
+from megaframe.optim.state_dtype import state_codecs
+from megaframe.optim.update_rule import UpdateStep
 
 pytestmark = pytest.mark.numeric
 
-KEEPING = Keeping(*codes("master"))
+KEEPING = MomentStorage(*state_codecs("master"))
 
 
 def make_step(number, lr=0.1, divisor=1.0, skip=0.0):
     divisor = torch.tensor(divisor, dtype=torch.float64)
-    return Step(number, lr, divisor, torch.tensor(skip))
+    return UpdateStep(number, lr, divisor, torch.tensor(skip))
 
 
 def random(count, seed):
@@ -43,9 +43,9 @@ def random(count, seed):
 def test_sgd_is_that_of_torch_with_its_decay_apart(momentum, nesterov):
     ours = random(70_000, 0)
     theirs = ours.clone().requires_grad_()
-    rates = Rates(0.5, 0.2)
-    speed = Speed(MomentumOptions(momentum, nesterov, rates), KEEPING)
-    sgd = Elementwise(ours, [speed, Descent(rates)], KEEPING)
+    rates = GroupRates(0.5, 0.2)
+    speed = Momentum(MomentumOptions(momentum, nesterov, rates), KEEPING)
+    sgd = ElementwiseRule(ours, [speed, GradientDescent(rates)], KEEPING)
     torchs = torch.optim.SGD([theirs], lr=0.05, momentum=momentum, nesterov=nesterov)
     for number in range(1, 5):
         grads = random(70_000, number)
@@ -60,8 +60,8 @@ def test_sgd_is_that_of_torch_with_its_decay_apart(momentum, nesterov):
 def test_lion_is_its_definition():
     weights, mean = random(70_000, 0), torch.zeros(70_000, dtype=torch.float64)
     ours = weights.clone()
-    lion = Lion(LionOptions(0.9, 0.99, Rates(1.0, 0.2)), KEEPING)
-    lion = Elementwise(ours, [lion], KEEPING)
+    lion = Lion(LionOptions(0.9, 0.99, GroupRates(1.0, 0.2)), KEEPING)
+    lion = ElementwiseRule(ours, [lion], KEEPING)
     for number in range(1, 5):
         grads = random(70_000, number)
         direction = (0.9 * mean + 0.1 * grads).sign()
@@ -126,8 +126,8 @@ def test_muon_is_its_definition_for_matrices_and_adamw_for_the_rest(build, make_
         take_step(adamw, make_microbatch(muon.config, step), step)
         grads = {  # AdamW does not change its gradients
             parameter.spec.name: (parameter.spec.role, grad.clone())
-            for bucket in adamw.optimizer.buckets
-            for parameter, _, grad in bucket.pieces(bucket.sums, bucket.kept)
+            for bucket in adamw.sharded_parameters.buckets
+            for parameter, _, grad in bucket.pieces(bucket.grad_sums, bucket.master_span)
         }
         take_step(muon, make_microbatch(muon.config, step), step)
         for name, weights in weights_of(muon).items():
@@ -146,11 +146,11 @@ def test_muon_is_its_definition_for_matrices_and_adamw_for_the_rest(build, make_
 @pytest.mark.parametrize("shape", [(40, 60), (16, 90), (90, 16)])
 def test_singular_values_become_near_1_whatever_the_size_of_the_gradient(shape):
     matrix = random(shape[0] * shape[1], 3).view(shape) * 1e-30
-    values = torch.linalg.svdvals(orthogonal(matrix))
+    values = torch.linalg.svdvals(orthogonalize(matrix))
     assert values.min() > 0.6 and values.max() < 1.3
     terms = 3 * ITERATIONS * sum(shape)
-    assert_near(orthogonal(matrix.t()), orthogonal(matrix).t(), terms, size=AMPLIFIED)
-    assert torch.equal(orthogonal(torch.zeros(shape)), torch.zeros(shape))
+    assert_near(orthogonalize(matrix.t()), orthogonalize(matrix).t(), terms, size=AMPLIFIED)
+    assert torch.equal(orthogonalize(torch.zeros(shape)), torch.zeros(shape))
 
 
 @pytest.mark.parametrize("state", ["master", "bf16", "int8"])
@@ -163,16 +163,17 @@ def test_a_skipped_step_changes_nothing(name, state, build, make_microbatch):
     def everything():
         return [
             tensor.clone()
-            for bucket in built.optimizer.buckets
-            for tensor in (bucket.weights, *bucket.optimizer.state.values())
+            for shard in built.optimizer.shards
+            for tensor in (shard.bucket.weights, *shard.rule.state.values())
         ]
 
     before = everything()
-    step = Step(2, 0.1, torch.tensor(1.0), torch.tensor(1.0))
-    for bucket in built.optimizer.buckets:
-        bucket.sums.fill_(torch.nan)
-        for _ in bucket.update(step):
-            pass
+    step = UpdateStep(2, 0.1, torch.tensor(1.0), torch.tensor(1.0))
+    for shard in built.optimizer.shards:
+        shard.bucket.grad_sums.fill_(torch.nan)
+        shard.start_update(step)
+        shard.continue_update()
+        shard.finish_update()
     for old, new in zip(before, everything(), strict=True):
         assert torch.equal(old, new)
 
@@ -217,10 +218,10 @@ def test_frozen_parameters_stay_and_cost_nothing(build, make_microbatch):
     for name, weights in weights_of(built).items():
         stays = name.startswith("blocks.0.") or name.endswith(".bias") or "tokens" in name
         assert torch.equal(weights, before[name]) == stays, name
-    for bucket in built.optimizer.buckets:
-        names = [parameter.spec.name for parameter in bucket.parameters]
-        if bucket.optimizer is None:
-            assert not len(bucket.sums), names
+    for shard in built.optimizer.shards:
+        names = [parameter.spec.name for parameter in shard.bucket.parameters]
+        if shard.rule is None:
+            assert not len(shard.bucket.grad_sums), names
     keys = {key for key, _, _, _ in built.optimizer.tensors()}
     assert "optimizer.mean/blocks.1.mlp.up.weight" in keys
     assert "optimizer.mean/blocks.0.mlp.up.weight" not in keys

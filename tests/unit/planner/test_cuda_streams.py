@@ -7,7 +7,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics.timers import StepTimer
 from megaframe.planner.cuda_streams import count_communicators, count_streams
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 MODEL = {"layers": 8, "hidden": 16, "heads": 4, "vocab": 37}
 EXPERTS = {"moe": {"experts": 4, "top_k": 2, "ffn": 8}}
@@ -16,7 +16,7 @@ EXPERTS = {"moe": {"experts": 4, "top_k": 2, "ffn": 8}}
 def made(config):
     """Return how many communicators this rank is in."""
     mesh = Mesh(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=60)
-    Pipeline(config, mesh, StepTimer().time)
+    TrainStep(config, mesh, StepTimer().time)
     found = mesh.num_communicators
     mesh.close()
     return found

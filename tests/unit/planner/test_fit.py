@@ -93,7 +93,7 @@ class Command:
 def documented():
     """Yield every command of the documents that names a shipped config. After a `!` is one that is
     to fail."""
-    for document in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))):
+    for document in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))):
         for block in re.findall(r"```\w*\n(.*?)```", document.read_text(), re.DOTALL):
             for line in block.splitlines():
                 named = re.search(r"--config (?:configs/)?([\w./-]+?)(?:\.yaml)?(?= |$)", line)

@@ -17,7 +17,7 @@ from megaframe.planner.activations import block_bytes
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters, count_parameters
 from megaframe.schedule import Action, ActionKind
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4}
 FORWARD = [Action(ActionKind.F, 0, 0)]
@@ -47,7 +47,7 @@ def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, ma
     train = {"precision": precision, "seq": 32, "recompute": recompute}
     built = build({"layers": 1, "hidden": 64, **model}, train=train)
     microbatch = make_microbatch(built.config)
-    found = kept_by_block(built.stage, microbatch, built.optimizer.buckets)
+    found = kept_by_block(built.stage, microbatch, built.sharded_parameters.buckets)
     assert found == block_bytes(built.config, 0)
 
 
@@ -71,10 +71,10 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             built.stage.forward(0, microbatch, torch.ones((), dtype=torch.float64))
-        of_end = built.stage._flights[0].post_process
+        of_end = built.stage._activations[0].post_process
         for tensor in (*of_end.leaves, *of_end.d_normed):
             keep(tensor)
-        known = [bucket.parameters[0].value for bucket in built.optimizer.buckets]
+        known = [bucket.parameters[0].value for bucket in built.sharded_parameters.buckets]
         known += [tokens for tokens, _ in microbatch.ahead]
         for tensor in known:
             kept.pop(tensor.untyped_storage().data_ptr(), None)
@@ -96,23 +96,24 @@ def allocated(precision, zero, model, optim=None, expert=1, bucket_size="auto"):
     )
     layout = Layout.from_parallel(config.parallel, world_size())
     mesh = Mesh(layout, device="cpu", timeout=60)
-    pipeline = Pipeline(config, mesh, StepTimer().time)
-    optimizer = pipeline.optimizer
-    optimizer.initialise(1)
+    train_step = TrainStep(config, mesh, StepTimer().time)
+    train_step.optimizer.initialize(1)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     microbatches = [Microbatch(tokens, tokens, torch.arange(1))] * (4 // layout.data)
     for step in range(2):
-        pipeline.train(microbatches, step, 1.0)
+        train_step.train(microbatches, step, 1.0)
     plans = stage_plans(config)
-    here, schedule = count_parameters(config, layout, plans), pipeline.schedule.ranks[0]
+    here, schedule = count_parameters(config, layout, plans), train_step.schedule.ranks[0]
     plan = compute_memory(
         config, here, layout.data, plans, schedule, layout.expert_shard, host=True
     )
-    state = [t for b in optimizer.buckets if b.optimizer for t in b.optimizer.state.values()]
+    rules = [shard.rule for shard in train_step.optimizer.shards if shard.rule is not None]
+    state = [tensor for rule in rules for tensor in rule.state.values()]
     barrier(mesh.world)  # no rank closes connections that others use
     mesh.close()
-    buffers = SimpleNamespace(bytes=optimizer.buffers.bytes, rooms=optimizer.buffers.rooms)
-    return plan, sum(tensor.nbytes for tensor in state), buffers
+    buffers = train_step.sharded_parameters.buffers
+    sizes = SimpleNamespace(bytes=buffers.bytes, rooms=buffers.receive_bytes)
+    return plan, sum(tensor.nbytes for tensor in state), sizes
 
 
 @pytest.mark.quick(when=lambda ranks, tie, precision: (ranks, tie, precision) == (4, True, "bf16"))

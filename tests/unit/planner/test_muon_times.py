@@ -13,9 +13,9 @@ from megaframe.architecture.matrices import MatrixShape, block_matrices
 from megaframe.config import RunConfig, load
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.optim.matrix_gather import deal
-from megaframe.optim.muon import orthogonal
-from megaframe.pipeline_parallel.stage import model_specs
+from megaframe.model.model_chunk import model_specs
+from megaframe.optim.matrix_gather import assign_owners
+from megaframe.optim.muon import orthogonalize
 from megaframe.planner.constants import constants_of
 from megaframe.planner.data_parallel_times import (
     layer_muon_seconds,
@@ -55,7 +55,7 @@ def test_every_layer_has_the_matrices_that_it_declares(path):
 @pytest.mark.parametrize("sides", [(64, 64), (64, 256), (256, 64)])
 def test_an_owner_computes_what_is_counted(sides):
     with FlopCounterMode(display=False) as counter:
-        orthogonal(torch.empty(sides, device="meta"))
+        orthogonalize(torch.empty(sides, device="meta"))
     assert newton_schulz_seconds(ENDLESS, MatrixShape(*sides)) == counter.get_total_flops()
 
 
@@ -114,7 +114,7 @@ def test_who_works_most_is_bound_by_all_and_by_the_largest():
                 for m in part
             ]
             loads = Counter()
-            for owner, one in zip(deal(work, data), work, strict=True):
+            for owner, one in zip(assign_owners(work, data), work, strict=True):
                 loads[owner] += one
             busiest += max(loads.values())
         assert found <= busiest * (1 + 1e-9) and busiest < 1.5 * found, data

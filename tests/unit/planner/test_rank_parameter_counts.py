@@ -10,8 +10,8 @@ from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
 from megaframe.layout import Layout
 from megaframe.model.forward_context import RunContext
+from megaframe.model.model_chunk import build_chunks
 from megaframe.parameters.spec import EXPERT_AXES, copies_of
-from megaframe.pipeline_parallel.stage import build_stages
 from megaframe.planner.parameter_counts import count_parameters
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
@@ -48,9 +48,9 @@ def test_every_config_holds_what_its_layers_declare(path, sizes):
 def by_specs(config, layout, plans):
     """Return the elements of (vectors, tables, split matrices, whole matrices, shared matrices,
     experts' matrices) on the first rank, from the layers' specs."""
-    stages = build_stages(config, plans, RunContext())
+    chunks = build_chunks(config, plans, RunContext())
     found = {"vector": 0, "table": 0, "split": 0, "whole": 0, "shared": 0, "experts": 0}
-    for parameter in {p: None for stage in stages.values() for p in stage.parameters()}:
+    for parameter in {p: None for chunk in chunks.values() for p in chunk.parameters()}:
         spec = parameter.spec
         size = spec.local(layout.full_coordinate(0), layout.sizes).size
         if spec.role in ("gain", "bias"):

@@ -27,7 +27,7 @@ SHOWN_BY = {
     "parallel.compress": ("parity/test_compress.py", "compress"),
     "train.precision": ("end_to_end/test_pretrain.py::test_every_precision_learns", "precision"),
     "train.recompute": (PARITY.format("tensor"), "recompute"),
-    "train.fp8": ("unit/model/test_fp8.py::test_layouts", "scaling"),
+    "train.fp8": ("unit/ops/test_fp8.py::test_layouts", "scaling"),
     "optim.name": ("parity/test_optimizers.py::test_others_too", "optim"),
     "optim.state": ("parity/test_optimizers.py::test_fewer_bits", "state"),
 }

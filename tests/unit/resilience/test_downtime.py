@@ -9,7 +9,7 @@ from megaframe.resilience.downtime import CAUSES, LEDGER_FILE, DowntimeLedger
 from megaframe.resilience.stragglers import KINDS, SlowRank, find_slow_ranks
 
 
-class Clock:
+class SettableClock:
     now = 1000.0
 
     def __call__(self):
@@ -17,7 +17,7 @@ class Clock:
 
 
 def test_each_second_has_a_cause(tmp_path):
-    clock = Clock()
+    clock = SettableClock()
     ledger = DowntimeLedger(tmp_path, keep=True, clock=clock)
     clock.now += 2
     ledger.record_start(0)
@@ -50,7 +50,7 @@ def test_each_second_has_a_cause(tmp_path):
 
 
 def test_a_new_run_forgets_and_torn_lines_do_no_harm(tmp_path):
-    clock = Clock()
+    clock = SettableClock()
     DowntimeLedger(tmp_path, keep=True, clock=clock).record_start(0)
     (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n{"st')
     with (tmp_path / "faults" / LEDGER_FILE).open("a") as file:

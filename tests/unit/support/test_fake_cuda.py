@@ -3,7 +3,7 @@ stand-in itself, which must see the faults that it is there for.
 
 A run is free of problems if nothing but waits of the host is reported, and these only where a run
 may wait. What the hosts of a world have called must come to an end by NCCL's rules as well
-(`rules.py`).
+(`nccl_rules.py`).
 """
 
 import json
@@ -18,7 +18,7 @@ import pytest
 import torch
 from fake_cuda.build import library, obstacle
 from fake_cuda.nccl_layouts import LAYOUTS, configured, named, recorded
-from fake_cuda.nccl_rules import Collective, Create, Group, simulate
+from fake_cuda.nccl_rules import CollectiveCall, CreateCommunicator, MessageGroup, simulate
 from rank_pool import free_port
 from tolerances import promised, unit_roundoff
 from torch.distributed.flight_recorder import fr_trace
@@ -30,16 +30,16 @@ if (reason := obstacle()) is not None:
 
 ROOT = Path(__file__).resolve().parents[3]
 MAY_WAIT = {
-    "draw": "initial weights are drawn on the host",
+    "initialize_weights": "initial weights are drawn on the host",
     "begin": "optimizer state is made at the start",
     "_frequencies_on": "rotary frequencies are computed on the host, once",
-    "_sums_wide": "tries a product, once",
+    "_can_accumulate_wide": "tries a product, once",
     "_check_size": "the ranks of a communicator, when it is made",
-    "_evaluate": "the totals of an evaluation",
+    "_sum_totals": "the totals of an evaluation",
     "_compare_with_before": "the first loss after a load",
     "_save": "the loss and the norm in a checkpoint",
     "_load": "a checkpoint",
-    "_restore": "ranks agree on the checkpoint to resume from",
+    "restore": "ranks agree on the checkpoint to resume from",
 }
 """Functions in which the host may wait for the device, and for what."""
 
@@ -221,7 +221,7 @@ def test_expert_ranks(both):
     """The host must know how many tokens come, and how many each expert has in plain code."""
     both(
         2,
-        ("_owners", "_direct", "_grouped", "into"),
+        ("_expert_owners", "_route_all_to_all", "_grouped", "into"),
         model__moe="{experts: 4, top_k: 2, ffn: 32}",
         parallel__expert=2,
         kernels__experts="reference",
@@ -339,9 +339,9 @@ PROGRAMS = {
     "a_mask": {"wait"},
     "mixed_devices": set(),
     "a_kernel_without_order": {"race"},
-    "shelf": set(),
+    "activations": set(),
     "landing": set(),
-    "route": set(),
+    "optimizer_state": set(),
     "background": set(),
     "background_far_behind": set(),
     "clock": set(),
@@ -359,24 +359,24 @@ def test_every_fault_is_reported_and_nothing_else(fake_gpu, program, kinds):
 
 RANKS = {"transfer": 2, "messages_both_ways_as_one": 2, "settings": 2}
 LEFT_OUT = [
-    ("shelf", "_put", "wait_stream", "race"),
-    ("shelf", "take", "wait_event", "race"),
-    ("shelf", "_let_go", "wait_event", "lifetime"),
-    ("shelf", "_get", "wait_stream", "race"),
-    ("landing", "land", "wait_stream", "race"),
-    ("landing", "land", "record_stream", "lifetime"),
-    ("landing", "landed", "synchronize", None),
-    ("route", "arrive", "wait_stream", "race"),
-    ("route", "put_back", "wait_stream", "race"),
-    ("route", "_bring", "wait_event", "race"),
-    ("route", "_made", "wait_stream", "race"),
-    ("route", "_made", "record_stream", "lifetime"),
-    ("route", "settle", "synchronize", None),
+    ("activations", "_copy_out", "wait_stream", "race"),
+    ("activations", "take", "wait_event", "race"),
+    ("activations", "_free_outgoing", "wait_event", "lifetime"),
+    ("activations", "_copy_in", "wait_stream", "race"),
+    ("landing", "copy_to_host", "wait_stream", "race"),
+    ("landing", "copy_to_host", "record_stream", "lifetime"),
+    ("landing", "wait_for_copies", "synchronize", None),
+    ("optimizer_state", "wait_for_fetched", "wait_stream", "race"),
+    ("optimizer_state", "write_back", "wait_stream", "race"),
+    ("optimizer_state", "_copy_in", "wait_event", "race"),
+    ("optimizer_state", "_allocate", "wait_stream", "race"),
+    ("optimizer_state", "_allocate", "record_stream", "lifetime"),
+    ("optimizer_state", "synchronize", "synchronize", None),
     ("background", "_copy_from_device", "wait_event", "race"),
     ("background", "_copy_from_device", "synchronize", None),
-    ("background_far_behind", "copied", "wait_event", "race"),
+    ("background_far_behind", "wait_for_copy", "wait_event", "race"),
     ("clock", "__call__", "is_current_stream_capturing", "capture"),
-    ("transfer", "_finish", "wait", "race"),
+    ("transfer", "_wait_for_all", "wait", "race"),
 ]
 """A wait or a note of the project's own code, and what is reported without it; None: nothing, but
 the result is wrong."""
@@ -451,7 +451,9 @@ def test_a_rank_that_runs_alone_calls_the_same(fake_gpu, layout):
 def transfers(calls):
     """Return what a rank makes and transfers, without lines and streams. One number more is summed
     over each communicator that torch splits from another."""
-    kinds = [one for one in calls if isinstance(one, Collective | Create | Group)]
+    kinds = [
+        one for one in calls if isinstance(one, CollectiveCall | CreateCommunicator | MessageGroup)
+    ]
     return [str(one) for one in kinds if not str(one).startswith("all_reduce float32 1 ")]
 
 
@@ -481,7 +483,7 @@ def failing(fake_gpu, overrides, tmp_path):
 
     def run(fault, rank, limit=1, fails=False, **changes):
         words = fault, str(rank), "5", str(limit), *overrides(**FAILING | changes)
-        return fake_gpu.run("fake_gpu.failures:pretrain", *words, world=2, fails=fails)
+        return fake_gpu.run("fake_cuda.fake_failures:pretrain", *words, world=2, fails=fails)
 
     return run
 
@@ -533,7 +535,7 @@ FAILURES = {
 
 @pytest.mark.parametrize(("program", "kinds"), FAILURES.items(), ids=FAILURES)
 def test_how_communicators_end(fake_gpu, program, kinds):
-    fake_gpu.run(f"fake_gpu.failures:{program}", world=2, fails=bool(kinds))
+    fake_gpu.run(f"fake_cuda.fake_failures:{program}", world=2, fails=bool(kinds))
     assert fake_gpu.kinds() - {"wait"} == kinds, fake_gpu.reports
 
 
@@ -564,7 +566,7 @@ def test_a_slow_device_is_named_and_not_a_host_that_its_device_hides(
     """pace: nanoseconds in which the host launches and the device runs a piece of work, of the
     first rank and of the second."""
     words = [*map(str, pace), *overrides(**PACED)]
-    said = fake_gpu.run("fake_gpu.failures:pretrain_at_a_pace", *words, world=2)
+    said = fake_gpu.run("fake_cuda.fake_failures:pretrain_at_a_pace", *words, world=2)
     pattern = r"rank (\d) is slow: [\d.]+ s of [FB] per step on its device, .* launched it in"
     assert {*re.findall(pattern, said)} == wanted, said
 
@@ -577,7 +579,7 @@ COMPARED = ["layout: context, ring", "layout: pipeline, zb-v"]
 
 @pytest.mark.parametrize("names", [DOCTOR, pytest.param(COMPARED, marks=pytest.mark.slow)])
 def test_the_doctor_finds_that_ranks_work_together(fake_gpu, tmp_path, names):
-    fake_gpu.run("fake_gpu.failures:doctor", str(tmp_path), *names, world=2)
+    fake_gpu.run("fake_cuda.fake_failures:doctor", str(tmp_path), *names, world=2)
     for rank in (0, 1):
         lines = map(json.loads, (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines())
         found = [line for line in lines if "what" in line]

@@ -19,7 +19,7 @@ from fake_cuda.nccl_layouts import (
     recorded,
     scheduled,
 )
-from fake_cuda.nccl_rules import Deadlock, Mismatch, simulate
+from fake_cuda.nccl_rules import CallMismatch, Deadlock, simulate
 
 from megaframe.config.parallel import ParallelConfig
 from megaframe.distributed import collectives, process_groups
@@ -132,7 +132,7 @@ def test_communicators_made_in_another_order_are_found():
         mesh.add_groups(EXPERT_SETS if mesh.rank else EXPERT_SETS[::-1])
 
     layout = Layout(data=4, expert=2, expert_tensor=2)
-    with pytest.raises(Mismatch, match=r"rank 0: making .* \[test_.*\], rank \d: making"):
+    with pytest.raises(CallMismatch, match=r"rank 0: making .* \[test_.*\], rank \d: making"):
         simulate(calls_of_each(layout, work))
 
 
@@ -171,5 +171,5 @@ def test_another_size_on_one_rank_is_found(kind):
         "collective": r"rank 0: all_reduce float32 4 .*, rank 1: all_reduce float32 5 ",
         "message": r"rank 0: send float32 4 to rank 1 .*, rank 1: receive float32 5 from rank 0 ",
     }
-    with pytest.raises(Mismatch, match=told[kind] + r".*\[test_nccl_layouts.py:\d+\]"):
+    with pytest.raises(CallMismatch, match=told[kind] + r".*\[test_nccl_layouts.py:\d+\]"):
         simulate(calls_of_each(Layout(data=2), work))

@@ -18,26 +18,23 @@ from megaframe.distributed.rank_progress import RankProgress
 from megaframe.distributed.traffic import Traffic, capture_transfers
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.training.cuda_graph import _EAGER, _MOST, Graph
+from megaframe.pipeline_parallel.executor import PipelineOutput
+from megaframe.training.cuda_graph import _EAGER, _MOST, StepGraph
 from megaframe.validate.run import validate_config
-
-
-class Nothing:
-    def copied(self):
-        return self
 
 
 def test_shapes_that_keep_changing_are_said_once_and_graphs_go_before_groups_end():
     told, mesh = [], Mesh(Layout(), device="cpu")
-    graph = Graph(mesh, told.append, lambda compute: (compute(), lambda: None))
+    nothing = PipelineOutput(torch.zeros(()), torch.zeros(()), [], [])
+    graph = StepGraph(mesh, told.append, lambda compute: (compute(), lambda: None))
     for length in range(_MOST + 3):
         x = torch.zeros(1, length, dtype=torch.int64)
         for times in range(_EAGER + 1):
-            graph.run(lambda *_: Nothing(), [Microbatch(x, x, x[0])], torch.tensor(float(times)))
-    assert len(graph._recorded) == _MOST and len(told) == 1
+            graph.run(lambda *_: nothing, [Microbatch(x, x, x[0])], torch.tensor(float(times)))
+    assert len(graph._graphs) == _MOST and len(told) == 1
     assert "some steps run without one" in told[0]
     mesh.close()
-    assert not graph._recorded
+    assert not graph._graphs
 
 
 class Waiting:

@@ -2,7 +2,7 @@
 
 Tensors keep their names: weights have those of their parameters, optimizer state is
 `optimizer.KIND/PARAMETER`. The rest of a checkpoint, step and run state, is stored in the folder as
-one text, so exporting and importing gives the same checkpoint. Tensors are streamed, a few pieces
+one text, so exporting and importing gives the same checkpoint. Tensors are streamed, a few boxes
 in memory at a time, so any machine can do it.
 """
 
@@ -48,7 +48,7 @@ from megaframe.checkpoint.train_state import initial_train_state
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.io.untrusted import parse_json
-from megaframe.pipeline_parallel.stage import model_specs
+from megaframe.model.model_chunk import model_specs
 
 RUN_STATE_NAME = "megaframe.state"
 """Name of the entry whose text contains the step and the state of a run."""
@@ -204,12 +204,12 @@ def import_checkpoint(
 
 
 class _ChunkReader:
-    """Reads the bytes of pieces.
+    """Reads the bytes of file entries.
 
     One file is open at a time.
 
     Args:
-        origin: The DCP chunk that contains each piece, by tensor name and offset of the piece.
+        origin: The DCP chunk that contains each entry, by tensor name and offset of the entry.
     """
 
     def __init__(self, folder: Path, origin: Mapping[tuple[str, Shape], StoredChunk]) -> None:

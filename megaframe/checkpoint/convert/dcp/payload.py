@@ -1,4 +1,4 @@
-"""Reads tensors that torch.save wrote into parts of a file, piece by piece.
+"""Reads tensors that torch.save wrote into parts of a file, box by box.
 
 Each part is a zip archive with the tensor's storage, uncompressed, and a pickle that describes how
 the tensor is laid out in the storage. The pickle is parsed, not executed (see `pickle_parser`), and

@@ -59,7 +59,7 @@ def parse_pickle(data: bytes, expected: Collection[GlobalName]) -> Any:
                 raise ValueError(f"it has more than {MAX_INSTRUCTIONS:,} instructions")
             if code.name == "STOP":
                 return machine.pop()
-            machine.follow(code.name, argument)
+            machine.execute(code.name, argument)
     except (IndexError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"it is not a pickle: {type(error).__name__}") from None
     raise ValueError("it is not a pickle: it has no end")
@@ -85,7 +85,7 @@ class _PickleParser:
     stack: list[Any] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
 
-    def follow(self, code: str, argument: Any) -> None:
+    def execute(self, code: str, argument: Any) -> None:
         if code in _VALUES:
             self.stack.append(argument)
         elif code in _CONSTANTS:
@@ -105,7 +105,7 @@ class _PickleParser:
             raise ValueError("it is not a pickle: a mark in place of a value")
         return value
 
-    def _since_mark(self) -> list[Any]:
+    def _pop_to_mark(self) -> list[Any]:
         position = len(self.stack) - 1
         while self.stack[position] is not _StackMark:
             position -= 1
@@ -125,7 +125,7 @@ class _PickleParser:
             raise ValueError("it is not a pickle: something is added to what is not a list")
         target.extend(items)
 
-    def _set(self, items: list[Any]) -> None:
+    def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not dict or len(items) % 2:
             raise ValueError("it is not a pickle: something is put into what is not a dict")
@@ -135,7 +135,7 @@ class _PickleParser:
                 raise ValueError("it has keys that are neither text nor records")
             target[key] = value
 
-    def _named(self, module: Any, name: Any) -> None:
+    def _push_global(self, module: Any, name: Any) -> None:
         global_name = GlobalName(str(module), str(name))
         if global_name not in self.expected:
             raise ValueError(f"it names {str(global_name)[:80]!r}, which is not allowed")
@@ -145,7 +145,7 @@ class _PickleParser:
         name, module = self.pop(), self.pop()
         if not isinstance(name, str) or not isinstance(module, str):
             raise ValueError("it names something that is not text")
-        self._named(module, name)
+        self._push_global(module, name)
 
     def _call(self, _: Any) -> None:
         arguments, what = self.pop(), self.pop()
@@ -165,15 +165,15 @@ _HANDLERS: dict[str, Callable[[_PickleParser, Any], None]] = {
     "EMPTY_DICT": lambda machine, _: machine.stack.append({}),
     "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
     "MEMOIZE": lambda machine, _: machine.memo.update({len(machine.memo): machine.stack[-1]}),
-    "TUPLE": lambda machine, _: machine.stack.append(tuple(machine._since_mark())),
+    "TUPLE": lambda machine, _: machine.stack.append(tuple(machine._pop_to_mark())),
     "TUPLE1": lambda machine, _: machine._tuple(1),
     "TUPLE2": lambda machine, _: machine._tuple(2),
     "TUPLE3": lambda machine, _: machine._tuple(3),
     "APPEND": lambda machine, _: machine._append([machine.pop()]),
-    "APPENDS": lambda machine, _: machine._append(machine._since_mark()),
-    "SETITEM": lambda machine, _: machine._set([machine.pop(), machine.pop()][::-1]),
-    "SETITEMS": lambda machine, _: machine._set(machine._since_mark()),
-    "GLOBAL": lambda machine, argument: machine._named(*argument.split(" ", 1)),
+    "APPENDS": lambda machine, _: machine._append(machine._pop_to_mark()),
+    "SETITEM": lambda machine, _: machine._set_items([machine.pop(), machine.pop()][::-1]),
+    "SETITEMS": lambda machine, _: machine._set_items(machine._pop_to_mark()),
+    "GLOBAL": lambda machine, argument: machine._push_global(*argument.split(" ", 1)),
     "STACK_GLOBAL": _PickleParser._stack_global,
     "REDUCE": _PickleParser._call,
     "NEWOBJ": _PickleParser._call,

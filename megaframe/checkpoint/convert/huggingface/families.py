@@ -243,26 +243,28 @@ def _read_sliding(config: Mapping[str, Any]) -> Keys:
     return {**_read_attention(config), "window": window}
 
 
-def _read_layer_types(config: Mapping[str, Any], window: int | None, full: int) -> Keys:
+def _read_layer_types(config: Mapping[str, Any], window: int | None, num_full: int) -> Keys:
     """Read the config of a family whose layers can differ.
 
     Args:
         window: The window of layers that have one.
-        full: Number of first layers without a window, used if the config has no `layer_types`.
+        num_full: Number of first layers without a window, used if the config has no `layer_types`.
     """
-    layers, kinds = config["num_hidden_layers"], config.get("layer_types")
-    if kinds is None:
-        kinds = [_FULL if window is None or n < full else _SLIDING for n in range(layers)]
-    if len(kinds) != layers:
-        raise UserError(f"layer_types has {len(kinds)} layers, and num_hidden_layers is {layers}")
-    for kind in kinds:
+    layers, layer_types = config["num_hidden_layers"], config.get("layer_types")
+    if layer_types is None:
+        layer_types = [_FULL if window is None or n < num_full else _SLIDING for n in range(layers)]
+    if len(layer_types) != layers:
+        raise UserError(
+            f"layer_types has {len(layer_types)} layers, and num_hidden_layers is {layers}"
+        )
+    for kind in layer_types:
         if kind not in (_FULL, _SLIDING):
             raise UserError(f"layer_types: {reprlib.repr(kind)} is none of {_FULL}, {_SLIDING}")
-    if window is None and _SLIDING in kinds:
+    if window is None and _SLIDING in layer_types:
         raise UserError(
             f"layer_types has {_SLIDING} layers, and there is no sliding_window for them"
         )
-    windows = [window if kind == _SLIDING else None for kind in kinds]
+    windows = [window if kind == _SLIDING else None for kind in layer_types]
     return {**_read_attention(config), "window": _shortest_pattern(windows)}
 
 
@@ -336,20 +338,20 @@ def _first_window(model: ModelConfig) -> int | None:
 
 
 def _read_rope_scaling(rope: Mapping[str, Any]) -> Keys:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
         return {}
-    if kind not in ("llama3", "yarn"):
-        raise UserError(f"rope_type {reprlib.repr(kind)} is not one of default, llama3, yarn")
-    needed = ["factor", "original_max_position_embeddings"]
-    needed += ["low_freq_factor", "high_freq_factor"] if kind == "llama3" else []
-    if missing := [key for key in needed if key not in rope]:
-        raise UserError(f"rope_type {kind!r} needs {', '.join(missing)}")
+    if rope_type not in ("llama3", "yarn"):
+        raise UserError(f"rope_type {reprlib.repr(rope_type)} is not one of default, llama3, yarn")
+    required = ["factor", "original_max_position_embeddings"]
+    required += ["low_freq_factor", "high_freq_factor"] if rope_type == "llama3" else []
+    if missing := [key for key in required if key not in rope]:
+        raise UserError(f"rope_type {rope_type!r} needs {', '.join(missing)}")
     shared = {"factor": rope["factor"], "original_length": rope["original_max_position_embeddings"]}
-    if kind == "llama3":
+    if rope_type == "llama3":
         frequencies = {name: rope[f"{name}_freq_factor"] for name in ("low", "high")}
-        named = {f"{name}_frequency": value for name, value in frequencies.items()}
-        return {"kind": "llama3", **shared, **named}
+        renamed = {f"{name}_frequency": value for name, value in frequencies.items()}
+        return {"kind": "llama3", **shared, **renamed}
     return {
         **{"kind": "yarn", **shared, "mscale": rope.get("mscale", 1.0)},
         "mscale_all_dim": rope.get("mscale_all_dim", 0.0),

@@ -44,8 +44,8 @@ from megaframe.checkpoint.slices import Box, index_within, split_into_runs
 from megaframe.checkpoint.train_state import initial_train_state, read_train_state
 from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.errors import UserError
+from megaframe.model.model_chunk import model_specs
 from megaframe.parameters.spec import Constant, ParamSpec
-from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.validate.run import find_mistakes
 
 _Origin = tuple[HuggingFaceTensor | ParamSpec, int]
@@ -239,7 +239,7 @@ class _BoxReader:
 
     def __init__(self, headers: Mapping[str, TensorHeader], source: _Origins) -> None:
         self._headers, self._source = headers, source
-        self._held: HuggingFaceTensor | None = None
+        self._last_tensor: HuggingFaceTensor | None = None
         self._parts: list[Tensor] = []
 
     def bytes_of(self, entry: FileEntry) -> memoryview:
@@ -247,8 +247,8 @@ class _BoxReader:
         if isinstance(origin, ParamSpec):
             assert isinstance(origin.init, Constant)
             return as_bytes(torch.full(entry.shape, origin.init.value))
-        if origin is not self._held:
-            self._held, self._parts = origin, []
+        if origin is not self._last_tensor:
+            self._last_tensor, self._parts = origin, []
             whole = read_tensor(origin.name, self._headers[origin.name])
             self._parts = [box for _, box in origin.split(whole)]
         box = origin.parts[part_index].box

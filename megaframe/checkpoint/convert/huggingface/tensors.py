@@ -49,14 +49,14 @@ class TensorPart:
     def _inputs(self) -> int:
         return self.spec.inputs if self.spec.role in ("matrix", "embedding", "head") else 0
 
-    def theirs(self, ours: Tensor) -> Tensor:
+    def to_hugging_face(self, ours: Tensor) -> Tensor:
         """Convert the contents of the box to their layout: [O, I], or [O] for a vector."""
         flat = ours.reshape(self.rows, -1) if self._inputs else ours.reshape(-1)
         if self.pairs:
             flat = flat.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
         return flat
 
-    def ours(self, theirs: Tensor) -> Tensor:
+    def from_hugging_face(self, theirs: Tensor) -> Tensor:
         """Convert rows in their layout to the contents of the box."""
         if self.pairs:
             theirs = theirs.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
@@ -82,7 +82,7 @@ class HuggingFaceTensor:
 
     def join(self, boxes: Sequence[Tensor]) -> Tensor:
         """Build their tensor from the contents of our boxes, in the order of the parts."""
-        rows = [part.theirs(box) for part, box in zip(self.parts, boxes, strict=True)]
+        rows = [part.to_hugging_face(box) for part, box in zip(self.parts, boxes, strict=True)]
         whole = torch.cat(rows) if len(rows) > 1 else rows[0]
         return (whole.t() if self.transposed else whole).contiguous()
 
@@ -90,9 +90,9 @@ class HuggingFaceTensor:
         """Split their tensor into the contents of our boxes. Its number of rows must match the
         parts; otherwise torch raises RuntimeError."""
         rows = whole.t() if self.transposed else whole
-        pieces = rows.split([part.rows for part in self.parts])
-        for part, piece in zip(self.parts, pieces, strict=True):
-            yield part, part.ours(piece)
+        row_blocks = rows.split([part.rows for part in self.parts])
+        for part, rows_of_part in zip(self.parts, row_blocks, strict=True):
+            yield part, part.from_hugging_face(rows_of_part)
 
 
 def map_tensors(model: ModelConfig, specs: Iterable[ParamSpec]) -> Iterator[HuggingFaceTensor]:

@@ -81,8 +81,8 @@ def export_tokenizer(name: str | None, vocab: int, positions: int) -> ExportedTo
         UserError: If the name or its file is not a tokenizer, or not one of this model.
     """
     if name is None or name == NO_TOKENIZER:
-        why = "the run has none" if name is None else "left out"
-        line = f"tokenizer: {why}, so bos_token_id and eos_token_id are null"
+        reason = "the run has none" if name is None else "left out"
+        line = f"tokenizer: {reason}, so bos_token_id and eos_token_id are null"
         return ExportedTokenizer(notes=[line])
     tokenizer = load_tokenizer(name)
     if tokenizer.vocab_size > vocab:
@@ -90,12 +90,12 @@ def export_tokenizer(name: str | None, vocab: int, positions: int) -> ExportedTo
             f"tokenizer {name} has {tokenizer.vocab_size} ids and the model {vocab}; use the one "
             f"that it was trained with"
         )
-    files, end, notes = _convert(name, tokenizer)
+    files, eod_text, notes = _convert(name, tokenizer)
     if "tokenizer.json" in files:
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": end,
-            "eos_token": end,
+            "bos_token": eod_text,
+            "eos_token": eod_text,
             "model_max_length": positions,
             "clean_up_tokenization_spaces": False,
         }
@@ -229,12 +229,12 @@ def _unigram_from_pieces(model: SentencePieceModel) -> Description:
     normal = [piece.score for _, piece in model.of_type(PieceType.NORMAL)]
     best, worst = max(normal, default=0.0), min(normal, default=0.0)
     longest = max(len(piece.text) for piece in _unmatchable_pieces(model))
-    never = (min(worst, 0.0) - 1.0) * (longest + 1)
+    unreachable_score = (min(worst, 0.0) - 1.0) * (longest + 1)
 
     def score(piece: TextPiece) -> float:
         if piece.type == PieceType.USER_DEFINED:
             return len(piece.text.encode()) * best - 0.1
-        return piece.score if piece.type == PieceType.NORMAL else never
+        return piece.score if piece.type == PieceType.NORMAL else unreachable_score
 
     return {
         "type": "Unigram",

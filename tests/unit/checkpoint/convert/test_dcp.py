@@ -35,7 +35,7 @@ from megaframe.checkpoint.manifest import DTYPES  # noqa: E402
 from megaframe.checkpoint.train_state import read_train_state  # noqa: E402
 from megaframe.config import RunConfig  # noqa: E402
 from megaframe.errors import UserError  # noqa: E402
-from megaframe.pipeline_parallel.stage import model_specs  # noqa: E402
+from megaframe.model.model_chunk import model_specs  # noqa: E402
 
 warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
 

@@ -111,12 +111,9 @@ def learn(built, steps):
         start, by = torch.randint(0, 61, (2, 8, 1), generator=generator)
         words = (start + (1 + by % 4) * torch.arange(17)) % 61
         batch = Microbatch(words[:, :-1], words[:, 1:], torch.arange(8) + 8 * step)
-        built.optimizer.start_step()
-        losses.append(float(built.stage.forward(0, batch, scale)) / 128)
-        built.stage.backward(0)
-        for unit in built.stage.units:
-            built.optimizer.reduce(unit)
-        built.optimizer.reduce_vectors(0)
-        built.optimizer.wait()
+        built.sharded_parameters.start_step()
+        losses.append(float(built.stage.forward(0, batch, scale, last=True)) / 128)
+        built.stage.backward(0, last=True)
+        built.sharded_parameters.wait_for_gradients()
         built.optimizer.update()
     return sum(losses[-5:]) / 5

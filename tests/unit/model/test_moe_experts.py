@@ -24,7 +24,7 @@ def test_one_product_of_all_experts_is_the_loop_over_them(activation, build, mak
         microbatch = make_microbatch(built.config)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(experts, "can_group", lambda *_, at_once=at_once: at_once)
-            built.optimizer.start_step()
+            built.sharded_parameters.start_step()
             for number in range(2):  # the second adds to the first one's gradients
                 built.stage.forward(number, microbatch, torch.ones((), dtype=torch.float64))
                 built.stage.backward(number)

@@ -10,7 +10,7 @@ from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.planner.parameter_counts import count_parameters
 from megaframe.training.meta_step.meta_tensors import MetaTensorMode
-from megaframe.training.train_step import Pipeline
+from megaframe.training.train_step import TrainStep
 
 LAYERS = 8
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "ffn": 200}
@@ -21,9 +21,9 @@ def groups_of(config, layout, rank):
     """Return the blocks that have buckets of a rank in common, without the predictors'."""
     with MetaTensorMode():
         mesh = Mesh(layout, alone=rank)
-        pipeline = Pipeline(config, mesh, StepTimer().time)
+        train_step = TrainStep(config, mesh, StepTimer().time)
     found = set()
-    for bucket in pipeline.optimizer.buckets:
+    for bucket in train_step.sharded_parameters.buckets:
         if bucket.parameters[0].spec.role == "matrix":
             names = [p.spec.name.split(".") for p in bucket.parameters]
             blocks = {int(name[1]) for name in names if name[0] == "blocks"}

@@ -1,0 +1,96 @@
+"""ReducerConfig: which reducer the config selects for the gradients of a bucket over a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from megaframe.config.parallel import ParallelConfig
+from megaframe.data_parallel.buffers import BufferPool
+from megaframe.data_parallel.compression import Bf16Codec, Int8Codec, TopKCodec
+from megaframe.data_parallel.gradient_reducer import (
+    CompressedReducer,
+    GradientReducer,
+    part_length,
+)
+from megaframe.data_parallel.powersgd import PowerSGDReducer, Views
+from megaframe.distributed.collectives import Group
+
+
+@dataclass(frozen=True)
+class ReducerConfig:
+    """How gradients travel while they are summed.
+
+    Attributes:
+        precision: Type of gradients that are not compressed.
+        compress: How gradients are compressed that travel over slow links.
+        share: Share of elements that topk sends.
+        rank: Columns of the factors of powersgd.
+    """
+
+    precision: Literal["master", "bf16"] = "master"
+    compress: Literal["none", "int8", "topk", "powersgd"] = "none"
+    share: float = 0.01
+    rank: int = 4
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, *, compress: bool) -> ReducerConfig:
+        """Return what a config selects. compress: False if compression is not worth it."""
+        reducer = cls(parallel.reduce_precision, parallel.compress if compress else "none")
+        keep = parallel.compress_keep
+        if keep is None:
+            return reducer
+        if parallel.compress == "powersgd":
+            return replace(reducer, rank=int(keep))
+        return replace(reducer, share=keep)
+
+    @property
+    def uncompressed(self) -> bool:
+        """Whether all gradients travel unchanged."""
+        return self.precision == "master" and self.compress == "none"
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that goes into the names of residuals in checkpoints, so it must never change."""
+        return (
+            f"Wiring(precision={self.precision!r}, compress={self.compress!r}, "
+            f"share={self.share!r}, rank={self.rank!r})"
+        )
+
+    def build(
+        self,
+        group: Group,
+        length: int,
+        dtype: torch.dtype,
+        buffers: BufferPool,
+        slow_views: Views | None = None,
+    ) -> GradientReducer:
+        """Return what sums spans of gradients over a group.
+
+        Args:
+            group: The ranks that sum.
+            length: Elements of a span.
+            dtype: Type of gradients and of residuals.
+            buffers: Lends memory for residuals and for what arrives.
+            slow_views: Given if the group's links are slow. Returns what a span has of each
+                parameter.
+        """
+        if group.size == 1:
+            return GradientReducer(group)
+        if slow_views is None or self.compress == "none":
+            if self.precision == "master":
+                return GradientReducer(group, buffers)
+            return CompressedReducer(group, Bf16Codec())
+        if self.compress == "powersgd":
+            residual = buffers.borrow(length, dtype).zero_()
+            return PowerSGDReducer(group, residual, slow_views, self.rank)
+        padded = group.size * part_length(length, group.size)
+        residual = buffers.borrow(padded, dtype).zero_()
+        codec = Int8Codec() if self.compress == "int8" else TopKCodec(self.share)
+        return CompressedReducer(group, codec, residual)
+
+
+UNCOMPRESSED = ReducerConfig()
+"""All gradients travel unchanged."""

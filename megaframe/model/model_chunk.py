@@ -1,0 +1,87 @@
+"""ModelChunk: the layers of one pipeline stage, without what runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megaframe.architecture.stages import StagePlan
+from megaframe.config import RunConfig
+from megaframe.model.block import EmulatedBlock, TransformerBlock
+from megaframe.model.embedding import Embedding
+from megaframe.model.forward_context import RunContext, make_run_context
+from megaframe.model.output_head import PostProcess
+from megaframe.parameters.parameter import Module, Parameter
+from megaframe.parameters.spec import ParamSpec
+
+
+class ModelChunk:
+    """The blocks of `plan`, plus the embedding on the first stage, and the predictors and the head
+    on the last.
+
+    Attributes:
+        plan: Which part of the model this is.
+        embedding: The embedding; None except on the first stage.
+        blocks: The blocks, in order.
+        post_process: What follows the last block; None except on the last stage.
+        units: The parts whose parameters are reduced, updated and gathered together, in the order
+            of the forward pass.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: StagePlan,
+        run: RunContext,
+        embedding: Embedding | None = None,
+    ) -> None:
+        """Make the layers. Their parameters have no memory yet.
+
+        Args:
+            config: The run.
+            plan: Which part of the model this is.
+            run: What the run fixes for the layers.
+            embedding: The embedding of another stage on this rank, for the head and the predictors.
+        """
+        self.plan = plan
+        self.embedding = Embedding(config, run) if plan.first else None
+        emulate = config.model.emulate
+        self.blocks: list[TransformerBlock | EmulatedBlock] = [
+            TransformerBlock(config.model, layer, run)
+            if emulate is None
+            else EmulatedBlock(emulate)
+            for layer in plan.blocks
+        ]
+        self.post_process = (
+            PostProcess(config, self.embedding or embedding, run) if plan.last else None
+        )
+        first = [] if self.embedding is None else [self.embedding]
+        last = [] if self.post_process is None else self.post_process.units
+        self.units: list[Module] = [*first, *self.blocks, *last]
+
+    def parameters(self) -> list[Parameter]:
+        """Return all parameters in order, without repeating those that units share."""
+        return list({p: None for unit in self.units for p in unit.parameters()})
+
+
+def build_chunks(
+    config: RunConfig, plans: Iterable[StagePlan], run: RunContext
+) -> dict[int, ModelChunk]:
+    """Return the chunks of one rank by the number of their stage. If the first and the last stage
+    are both on this rank, the last one uses the first one's embedding."""
+    chunks: dict[int, ModelChunk] = {}
+    for plan in sorted(plans, key=lambda plan: plan.number):
+        embedding = chunks[0].embedding if 0 in chunks else None
+        chunks[plan.number] = ModelChunk(config, plan, run, embedding)
+    return chunks
+
+
+def whole_model_chunk(config: RunConfig, run: RunContext | None = None) -> ModelChunk:
+    """Return the whole model as one chunk; by default, as it is on a single rank."""
+    recomputed = config.model.layers if config.train.recompute == "full" else 0
+    plan = StagePlan(0, 1, range(config.model.layers), recomputed)
+    return ModelChunk(config, plan, run or make_run_context(config))
+
+
+def model_specs(config: RunConfig) -> list[ParamSpec]:
+    """Return the specs of all parameters of the whole model, in order. Allocates nothing."""
+    return [parameter.spec for parameter in whole_model_chunk(config).parameters()]

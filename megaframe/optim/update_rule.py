@@ -1,0 +1,154 @@
+"""UpdateRule: how gradients change one flat span of weights, and what it remembers between steps.
+
+The optimizer has one `OptimizerShard` per bucket: the rule and its state over the part of the
+bucket whose master weights this rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaframe.data_parallel.bucket import Bucket
+from megaframe.parameters.spec import Box, ParamSpec
+
+
+@dataclass(frozen=True)
+class UpdateStep:
+    """The numbers of one update.
+
+    Attributes:
+        number: Counted from 1.
+        lr: The learning rate.
+        divisor: Scalar in master precision by which to divide gradients.
+        skip: fp32 scalar; if it is 1, nothing changes.
+    """
+
+    number: int
+    lr: float
+    divisor: Tensor
+    skip: Tensor
+
+    def constant(self, value: float, skipped: float) -> Tensor:
+        """Return a scalar in master precision: `value`, or `skipped` in a skipped step."""
+        full = torch.full_like(self.divisor, value)
+        return torch.where(self.skip.bool(), torch.full_like(self.divisor, skipped), full)
+
+    def gradients(self, sums: Tensor) -> Tensor:
+        """Divide `sums` in place and return them; zero in a skipped step, even if not finite."""
+        # A product with zero would keep what is not finite.
+        return sums.div_(self.divisor).masked_fill_(self.skip.bool(), 0.0)
+
+
+class UpdateRule:
+    """Base of the rules that update one flat span of weights in master precision.
+
+    An update has three phases, so that a rule can work together with other ranks: the transfers of
+    several rules are in flight at once. A rule that needs no other rank does everything in the
+    first one. By default a rule has no state.
+    """
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """All state, as it is stored in memory."""
+        return {}
+
+    def initialize_state(self, weights: Tensor) -> None:
+        """Begin a run: the weights have their initial values."""
+
+    def update(
+        self, weights: Tensor, grads: Tensor, step: UpdateStep, rounded: Tensor | None = None
+    ) -> None:
+        """Change the weights, or start to.
+
+        Args:
+            weights: On the device or, if `rounded` is given, where the state is stored.
+            grads: On the device; may be changed as is convenient.
+            step: The numbers of the update.
+            rounded: Receives the weights in its own type, on the device.
+        """
+        raise NotImplementedError
+
+    def continue_update(self) -> None:
+        """Do what comes between two transfers, and start the second one."""
+
+    def finish_update(self) -> None:
+        """Wait for the last transfer, and change the weights."""
+
+    def checkpoint_state(self, *, to_load: bool = False) -> Mapping[str, Tensor]:
+        """Return the state for a checkpoint.
+
+        Args:
+            to_load: The caller may change the tensors; `load_checkpoint_state` then takes them
+                back.
+
+        Returns:
+            Tensors as long as the weights, by name.
+        """
+        return {}
+
+    def load_checkpoint_state(self) -> None:
+        """Take back the tensors that `checkpoint_state` returned, which have been changed."""
+
+
+class OptimizerShard:
+    """The rule and its state for the weights of a bucket that this rank has. rule: None if the
+    bucket is frozen."""
+
+    def __init__(self, bucket: Bucket, rule: UpdateRule | None) -> None:
+        self.bucket, self.rule = bucket, rule
+
+    def begin(self) -> None:
+        """Begin a run with the weights as they are."""
+        if self.rule is not None:
+            self.rule.initialize_state(self.bucket.weights)
+        self.bucket.publish_weights()
+
+    def start_update(self, step: UpdateStep) -> None:
+        """Run the first phase of the rule."""
+        if self.rule is not None:
+            bucket = self.bucket
+            bucket.wait_for_gather()  # it sends the weights that are about to change
+            self.rule.update(bucket.weights, bucket.grad_sums, step, bucket.rounded)
+
+    def continue_update(self) -> None:
+        """Run the second phase of the rule."""
+        if self.rule is not None:
+            self.rule.continue_update()
+
+    def finish_update(self) -> None:
+        """Run the last phase of the rule."""
+        if self.rule is not None:
+            self.rule.finish_update()
+
+    def load(self) -> None:
+        """Continue with weights and state that were loaded into the tensors of `tensors`."""
+        if self.rule is not None:
+            self.rule.load_checkpoint_state()
+        self.bucket.publish_weights()
+
+    def tensors(self, *, owned: bool) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
+        """Yield what a checkpoint holds of this bucket.
+
+        Args:
+            owned: Only this rank's part, which no other rank of its copy saves; else all that this
+                rank has, to load it.
+
+        Yields:
+            Key, spec, box and piece.
+        """
+        bucket = self.bucket
+        if bucket.replica and owned:
+            return
+        span = bucket.owned_span if owned else bucket.master_span
+        start = bucket.master_span.start
+        state = {} if self.rule is None else self.rule.checkpoint_state(to_load=not owned)
+        for prefix, tensor in (("", bucket.weights), *state.items()):
+            flat = tensor[span.start - start : span.stop - start]
+            for parameter, box, piece in bucket.pieces(flat, span):
+                name = parameter.spec.name
+                key = f"optimizer.{prefix}/{name}" if prefix else name
+                yield key, parameter.spec, box, piece

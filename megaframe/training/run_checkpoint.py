@@ -1,0 +1,175 @@
+"""What a run saves in its checkpoints, and how it starts from one or without one.
+
+A checkpoint has this rank's pieces of weights and optimizer state, what gradient compression keeps
+from step to step, and a `TrainState` with everything that is no tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaframe.checkpoint import (
+    Checkpoint,
+    Slice,
+    find_checkpoint,
+    locate_checkpoint,
+    open_checkpoint,
+)
+from megaframe.checkpoint.manager import CheckpointManager
+from megaframe.checkpoint.train_state import (
+    TrainState,
+    check_same_run,
+    describe_missing_state,
+    describe_resumption,
+    read_train_state,
+    select_saved,
+)
+from megaframe.config import RunConfig
+from megaframe.data.loader import Loader
+from megaframe.data_parallel.bucket import COMPRESSION_PREFIX
+from megaframe.errors import UnreadableFile, UserError
+from megaframe.io.run_files import METRICS_FILE
+from megaframe.resilience.downtime import last_saved
+from megaframe.training.initialize_from import match_weights
+from megaframe.training.train_step import TrainStep
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was loaded from a checkpoint. notes: lines to log, on what differs from it."""
+
+    step: int
+    state: TrainState
+    notes: tuple[str, ...]
+
+
+class RunCheckpoint:
+    """The state of a run on this rank, as checkpoints have it.
+
+    Args:
+        config: of the run.
+        checkpointer: the checkpoints of the run.
+        train_step: has the parameters and the optimizer.
+        loader: the training data.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        checkpointer: CheckpointManager,
+        train_step: TrainStep,
+        loader: Loader,
+    ) -> None:
+        self._config, self._checkpointer, self._loader = config, checkpointer, loader
+        self._parameters, self._optimizer = train_step.sharded_parameters, train_step.optimizer
+        self._folder = Path(config.run.dir)
+
+    def restore_or_initialize(self, source: Checkpoint | None) -> Restored | None:
+        """Continue from a checkpoint, or draw the initial weights if there is none. Raises
+        `UserError` if the run must not start without one."""
+        if source is not None:
+            return self.restore(source)
+        if self._config.checkpoint.resume is None:
+            self._refuse_to_overwrite()
+        else:
+            self._refuse_to_begin_again()
+        self._parameters.initialize_weights(self._config.run.seed)
+        self._load_initial_weights()
+        self._optimizer.begin()
+        return None
+
+    def restore(self, source: Checkpoint) -> Restored:
+        """Continue from a checkpoint, at the start or in the middle of a run. If a rank cannot read
+        it, all ranks use the newest earlier one that all can read."""
+        self._parameters.wait_for_values()
+        error_text = ""
+        try:
+            restored = self._load(source)
+        except UnreadableFile as error:
+            error_text = str(error)
+        error_text = self._checkpointer.agree_on_error(error_text)
+        if error_text:
+            return self.restore(self._checkpointer.open_previous(source, error_text))
+        self._optimizer.load_state(restored.state.optimizer)
+        data_notes = self._loader.load(restored.state.data)
+        return Restored(restored.step, restored.state, (*restored.notes, *data_notes))
+
+    def slices(self, *, owned_only: bool) -> list[Slice]:
+        """Return this rank's pieces of weights and optimizer state in a checkpoint. owned_only:
+        only those that this rank saves."""
+        return [
+            Slice(name, spec.shape, box.offset, tensor)
+            for name, spec, box, tensor in self._optimizer.tensors(owned=owned_only)
+        ]
+
+    def compression_slices(self) -> list[Slice]:
+        """Return what gradient compression on this rank keeps from step to step."""
+        return [
+            Slice(name, tuple(tensor.shape), (0,), tensor)
+            for name, tensor in self._parameters.compression_state()
+        ]
+
+    def _load(self, source: Checkpoint) -> Restored:
+        """Load this rank's tensors, and read the rest of the state. Raises `UnreadableFile` if this
+        rank cannot read the checkpoint, and `UserError` if it is of another run."""
+        config = self._config
+        with source as checkpoint:
+            state = read_train_state(checkpoint)
+            check_same_run(state.config, config, checkpoint.path)
+            slices = self.slices(owned_only=False)
+            saved = checkpoint.tensors
+            residuals = [part for part in self.compression_slices() if part.name in saved]
+            owned = {(part.name, part.box) for part in self.slices(owned_only=True)}
+            checkpoint.load([*select_saved(slices, saved), *residuals], owned)
+            notes = [
+                *describe_resumption(state.config, config, checkpoint.step, str(checkpoint)),
+                *describe_missing_state(slices, saved),
+            ]
+            if not residuals and any(name.startswith(COMPRESSION_PREFIX) for name in saved):
+                text = "the residual of gradient compression is dropped: it belongs to another "
+                notes.insert(0, text + "layout")
+            return Restored(checkpoint.step, state, tuple(notes))
+
+    def _load_initial_weights(self) -> None:
+        """Load the weights of `checkpoint.weights`, if it is set, over the initial ones."""
+        location = self._config.checkpoint.weights
+        if not location:
+            return
+        with open_checkpoint(locate_checkpoint(location, "checkpoint.weights")) as checkpoint:
+            saved = read_train_state(checkpoint).config
+            # Optimizer state has names of its own; only the master weights bear the spec's.
+            weights = (piece for piece in self._optimizer.tensors() if piece[0] == piece[1].name)
+            checkpoint.load(match_weights(weights, checkpoint, saved, self._config))
+
+    def _refuse_to_begin_again(self) -> None:
+        """Raise `UserError` if this run has saved a checkpoint, because none was found to resume
+        from. Only a run that never saved one, for example because it was killed before, may start
+        from scratch."""
+        reached_and_saved = last_saved(self._folder)
+        if reached_and_saved is not None:
+            reached, saved = reached_and_saved
+            folder = self._folder
+            raise UserError(
+                f"run.dir={folder} holds a run up to step {reached} whose last checkpoint was "
+                f"of step {saved}, and there is none in {self._checkpointer.root}: bring its "
+                f"checkpoints back there, give another run.dir, or delete {folder} to start "
+                "from scratch"
+            )
+
+    def _refuse_to_overwrite(self) -> None:
+        """Raise `UserError` if a fresh start would overwrite another run's records or
+        checkpoints."""
+        settings = self._config.checkpoint
+        if (self._folder / METRICS_FILE).exists():
+            raise UserError(
+                f"run.dir={self._folder} already holds a run; continue it with "
+                "checkpoint.resume=latest, or give another run.dir"
+            )
+        root = self._checkpointer.root
+        saves = settings.folder is not None and settings.every
+        if saves and find_checkpoint(root, "latest") is not None:
+            raise UserError(
+                f"checkpoint.folder={root} already holds checkpoints; continue from them with "
+                "checkpoint.resume=latest, or give another folder"
+            )

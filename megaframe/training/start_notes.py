@@ -1,0 +1,69 @@
+"""What a run logs when it starts, after its first lines: schedule, notes and warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaframe.architecture.pipeline import summarize_pipeline
+from megaframe.config import RunConfig
+from megaframe.distributed.mesh import Mesh, ranks_on_this_node
+from megaframe.metrics import MetricsLogger
+from megaframe.schedule import Schedule
+from megaframe.validate.invariance import layout_dependence_note
+from megaframe.validate.run import find_warnings
+
+
+def log_start(
+    logger: MetricsLogger,
+    config: RunConfig,
+    mesh: Mesh,
+    schedule: Schedule,
+    *,
+    step: int,
+    notes: Sequence[str] = (),
+    details: Sequence[str] = (),
+    old_metrics: tuple[Path, int] | None = None,
+    restored_notes: Sequence[str] = (),
+) -> None:
+    """Log the start of a run.
+
+    Args:
+        logger: of the run.
+        config: of the run.
+        mesh: of the run.
+        schedule: of a training step.
+        step: number of steps that the run has already done.
+        notes: lines about choices that were made before.
+        details: lines for the run log only.
+        old_metrics: where the lines of a previous start are, and how many, if it saved nothing.
+        restored_notes: lines about the checkpoint that the run continues from.
+    """
+    summary = [*summarize_pipeline(config, schedule)]
+    for line in (*summary[:1], *notes):
+        logger.note(line)
+    settings = mesh.nccl_settings if mesh.layout.world > 1 else None
+    for line in (*summary[1:], *details, *(settings.lines if settings else ())):
+        logger.detail(line)
+    for line in settings.warnings if settings else ():
+        logger.note(line)
+    if old_metrics is not None:
+        path, lines = old_metrics
+        logger.note(
+            f"started from scratch, because no checkpoint had been saved; the {lines} lines of "
+            f"the previous start are in {path}"
+        )
+    for line in restored_notes:
+        logger.note(line)
+    if step >= config.train.steps:
+        logger.note(
+            f"the run is finished: step {step} of train.steps={config.train.steps}; to "
+            "train longer, raise train.steps"
+        )
+    if config.optim.offload and mesh.device.type == "cpu":
+        logger.note("optim.offload=true has no effect on a CPU")
+    if config.train.offload and mesh.device.type == "cpu":
+        logger.note("train.offload=true only copies on a CPU")
+    node = config.parallel.node_size or ranks_on_this_node()
+    for line in (*find_warnings(config, mesh.layout, node), *layout_dependence_note(config)):
+        logger.note(line)

@@ -1,0 +1,107 @@
+"""Evaluation during training: the loss on the validation split, over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaframe.config import RunConfig
+from megaframe.data.loader import Loader
+from megaframe.data.microbatch import IGNORE, Microbatch
+from megaframe.data.tokenizer import load_tokenizer
+from megaframe.distributed.collectives import all_reduce
+from megaframe.distributed.device import copy_to_device
+from megaframe.distributed.mesh import Mesh
+from megaframe.metrics import MetricsLogger
+
+
+class Validator:
+    """Evaluates a run on its validation split. All ranks call it at the same steps.
+
+    Args:
+        config: of the run.
+        mesh: of the run.
+        loader: gives the batches of the validation split.
+        compute_nats: runs forward passes; returns the summed loss of each microbatch [M], zero on
+            ranks that do not have the loss.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        loader: Loader,
+        compute_nats: Callable[[Sequence[Microbatch]], Tensor],
+    ) -> None:
+        self._samples, self._mesh, self._loader = config.train.eval_samples, mesh, loader
+        self._compute_nats = compute_nats
+        self._token_bytes = _count_token_bytes(config, mesh.device)
+
+    def evaluate(self, logger: MetricsLogger, step: int) -> None:
+        """Record loss, perplexity and bits per byte on the validation split, and the loss of each
+        source if there are several."""
+        batches = [*self._loader.evaluation(self._samples)]
+        totals_M3 = self._sum_totals([batch for _, batch in batches])
+        nats, tokens, size = totals_M3.sum(0).tolist()
+        if not tokens:
+            logger.note(
+                f"step {step}: no evaluation token has a label (data.mask_eod masks those at "
+                "which a document begins); nothing is recorded"
+            )
+            return
+        logger.record("eval_loss", nats / tokens, "last")
+        # exp(700) is close to the largest number of fp64.
+        logger.record("eval_perplexity", math.exp(min(nats / tokens, 700.0)), "last")
+        if size:
+            logger.record("eval_bits_per_byte", nats / math.log(2) / size, "last")
+        totals_of_source: dict[str, Tensor] = {}
+        for (source, _), totals in zip(batches, totals_M3, strict=True):
+            before = totals_of_source.get(source)
+            totals_of_source[source] = totals if before is None else before + totals
+        for source, totals in totals_of_source.items() if len(totals_of_source) > 1 else ():
+            nats, tokens, _ = totals.tolist()
+            if tokens:
+                logger.record(f"eval_losses/{source}", nats / tokens, "last")
+
+    def _sum_totals(self, batches: Sequence[Microbatch]) -> Tensor:
+        """Return nats, tokens with a label and bytes of text of each microbatch, over all ranks:
+        fp64 [M, 3] on the host."""
+        device = self._mesh.device
+        microbatches = [move_to_device(microbatch, device) for microbatch in batches]
+        totals_M3 = torch.zeros(len(batches), 3, dtype=torch.float64, device=device)
+        totals_M3[:, 0] = self._compute_nats(microbatches)
+        coordinate = self._mesh.coordinate
+        # The ranks of these axes have the same samples, so only one of them counts.
+        if coordinate["pipeline"] == coordinate["context"] == coordinate["tensor"] == 0:
+            for microbatch, totals in zip(microbatches, totals_M3, strict=True):
+                valid = microbatch.labels_BS != IGNORE
+                totals[1] = valid.sum()
+                if self._token_bytes is not None:
+                    totals[2] = self._token_bytes[microbatch.labels_BS[valid]].sum()
+        return all_reduce(totals_M3, self._mesh.world).wait().cpu()
+
+
+def move_to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
+    """Return the microbatch with its tensors on a device."""
+    tensors: dict[str, Any] = {
+        name: copy_to_device(value, device)
+        for name, value in vars(microbatch).items()
+        if isinstance(value, Tensor)
+    }
+    return replace(microbatch, **tensors)
+
+
+def _count_token_bytes(config: RunConfig, device: torch.device) -> Tensor | None:
+    """Return the bytes of text that each token represents, int64 [vocab]. None without a tokenizer
+    or without evaluations."""
+    if config.data.tokenizer is None or not config.train.eval_every:
+        return None
+    counts = torch.from_numpy(load_tokenizer(config.data.tokenizer).token_bytes())
+    table = torch.zeros(config.model.vocab or len(counts), dtype=torch.int64)
+    table[: len(counts)] = counts
+    return table.to(device)
