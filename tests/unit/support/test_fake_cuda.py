@@ -221,7 +221,7 @@ def test_expert_ranks(both):
     """The host must know how many tokens come, and how many each expert has in plain code."""
     both(
         2,
-        ("_owners", "_direct", "_grouped", "into"),
+        ("_expert_owners", "_route_all_to_all", "_grouped", "into"),
         model__moe="{experts: 4, top_k: 2, ffn: 32}",
         parallel__expert=2,
         kernels__experts="reference",
@@ -363,9 +363,9 @@ LEFT_OUT = [
     ("activations", "take", "wait_event", "race"),
     ("activations", "_free_outgoing", "wait_event", "lifetime"),
     ("activations", "_copy_in", "wait_stream", "race"),
-    ("landing", "land", "wait_stream", "race"),
-    ("landing", "land", "record_stream", "lifetime"),
-    ("landing", "landed", "synchronize", None),
+    ("landing", "copy_to_host", "wait_stream", "race"),
+    ("landing", "copy_to_host", "record_stream", "lifetime"),
+    ("landing", "wait_for_copies", "synchronize", None),
     ("optimizer_state", "wait_for_fetched", "wait_stream", "race"),
     ("optimizer_state", "write_back", "wait_stream", "race"),
     ("optimizer_state", "_copy_in", "wait_event", "race"),
