@@ -31,10 +31,10 @@ class BuildWithKernels(build_py):
         if not WITH_KERNELS:
             return
         sys.path.insert(0, str(HERE / "kernels"))
-        from megaframe_kernels.cuda_build import CHIPS, build, prebuilt
+        from megaframe_kernels.cuda_build import CHIPS, build, prebuilt_path
 
         whole = HERE / "kernels" if self.editable_mode else Path(self.build_lib)
-        build(whole / "megaframe_kernels" / prebuilt().name, CHIPS)
+        build(whole / "megaframe_kernels" / prebuilt_path().name, CHIPS)
 
 
 class WithKernels(Distribution):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, file_name, machine, processor
+from harness import ROOT, describe_machine, describe_processor, machine_file_name
 
 RESULTS = ROOT / "benchmarks/results"
 PAGE, PICTURE = ROOT / "docs/reference/peers.md", ROOT / "docs/images/peers.svg"
@@ -59,7 +59,7 @@ NANOGPT, HUGGINGFACE = "nanogpt", "huggingface_python"
 TRAINING = Comparison(
     "One process, two threads",
     "cpu/train_cpu.py",
-    f"train_cpu_{file_name(machine())}.json",
+    f"train_cpu_{machine_file_name(describe_machine())}.json",
     "../../README.md",
     (NANOGPT, MEGATRON, HUGGINGFACE),
 )
@@ -124,7 +124,7 @@ COMPARISONS = (
 )
 
 
-def shown() -> list[Comparison]:
+def list_measured() -> list[Comparison]:
     """Return the comparisons that have been measured, and training on every processor on which it
     was."""
     files = sorted(path.name for path in RESULTS.glob("train_cpu_*.json"))
@@ -132,19 +132,19 @@ def shown() -> list[Comparison]:
     return [one for one in every if one.file.exists()]
 
 
-def tables(comparison: Comparison) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def read_tables(comparison: Comparison) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield the cases of a comparison, each with its contenders in order."""
     for case, part in json.loads(comparison.file.read_text(encoding="utf-8"))["results"].items():
         yield case, part["summary"]
 
 
-def best_of(rows: Sequence[dict[str, Any]], *, ours: bool) -> dict[str, Any]:
+def find_fastest(rows: Sequence[dict[str, Any]], *, ours: bool) -> dict[str, Any]:
     """Return the fastest row of ours, or of the others."""
     chosen = [row for row in rows if row["name"].startswith(OURS) == ours]
     return max(chosen, key=lambda row: float(row["speed"]["median"]))
 
 
-def page() -> str:
+def format_page() -> str:
     """Return the page as Markdown."""
     parts = [
         "# Compared with other trainers",
@@ -157,19 +157,19 @@ def page() -> str:
         "column is the speed of the nearest megaframe row above, divided by that of the peer.",
         "![megaframe's fastest variant and the fastest peer](../images/peers.svg)",
     ]
-    for comparison in shown():
+    for comparison in list_measured():
         document = json.loads(comparison.file.read_text(encoding="utf-8"))
-        cores = f"{document['machine']['cores']} of {processor(document)}"
+        cores = f"{document['machine']['cores']} of {describe_processor(document)}"
         parts.append(
             f"## {comparison.title}\n\nCommit {document['commit'][:8]}, {document['date'][:10]}, "
             f"rounds: {document['config']['rounds']}, threads per process: {document['threads']}, "
-            f"cores: {cores}, {versions(document)}. [More]({comparison.guide})"
+            f"cores: {cores}, {list_versions(document)}. [More]({comparison.guide})"
         )
-        parts.extend(table(case, rows) for case, rows in tables(comparison))
+        parts.extend(format_table(case, rows) for case, rows in read_tables(comparison))
     return "\n\n".join(parts) + "\n"
 
 
-def versions(document: dict[str, Any]) -> str:
+def list_versions(document: dict[str, Any]) -> str:
     """Return the versions of everything that took part."""
     found: dict[str, str] = {}
     for part in document["results"].values():
@@ -179,10 +179,10 @@ def versions(document: dict[str, Any]) -> str:
     return ", ".join(f"{name} {version[:12]}" for name, version in sorted(found.items()))
 
 
-def table(case: str, rows: Sequence[dict[str, Any]]) -> str:
+def format_table(case: str, rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of one case. The last column of a peer is the speed of the row of ours above
     it over the peer's."""
-    beside = float(best_of(rows, ours=True)["speed"]["median"])
+    beside = float(find_fastest(rows, ours=True)["speed"]["median"])
     lines = [
         f"| {case} | tokens/s | range | peak GB | megaframe / peer |",
         "|---|---|---|---|---|",
@@ -208,9 +208,9 @@ def draw(out: Path) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = OURS  # the same numbers give the same file
     bars = []
-    for comparison in shown():
-        for case, rows in tables(comparison):
-            ours, peer = (best_of(rows, ours=mine) for mine in (True, False))
+    for comparison in list_measured():
+        for case, rows in read_tables(comparison):
+            ours, peer = (find_fastest(rows, ours=mine) for mine in (True, False))
             ratio = ours["speed"]["median"] / peer["speed"]["median"]
             what = comparison.title.partition(" (")[0].partition(",")[0]
             bars.append((f"{what}: {case} (peer: {peer['name']})", ratio))
@@ -247,7 +247,7 @@ def main() -> None:
                 print("skipped: emulated hosts need root")
                 continue
             subprocess.run(comparison.command(given), cwd=ROOT, check=True)
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(format_page(), encoding="utf-8")
     draw(PICTURE)
     print(f"wrote {PAGE} and {PICTURE}")
 

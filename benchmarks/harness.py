@@ -90,7 +90,7 @@ class ContenderSummary:
     loss: float
 
 
-def common_arguments(description: str | None) -> argparse.ArgumentParser:
+def add_common_arguments(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the arguments of every comparison."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender")
@@ -181,7 +181,7 @@ def summarise(
     return lines
 
 
-def table(lines: Sequence[ContenderSummary]) -> str:
+def format_table(lines: Sequence[ContenderSummary]) -> str:
     """Format the lines as aligned text: medians, with smallest and largest in brackets. `best` is
     the fastest step of all rounds."""
     head = f"{'':<20}{'tokens/s':>10}{'':>16}{'best':>8}"
@@ -197,7 +197,7 @@ def table(lines: Sequence[ContenderSummary]) -> str:
     return "\n".join(rows)
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Return the processor and its matrix instructions, the settings that leave out some of them,
     the cores that this process may use, and the memory in bytes."""
     info = Path("/proc/cpuinfo")
@@ -215,7 +215,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def processor(document: Mapping[str, Any]) -> str:
+def describe_processor(document: Mapping[str, Any]) -> str:
     """Return the processor of a file of measurements in words: its name as the system gives it, its
     matrix instructions, and what was left out of them."""
     here = document["machine"]
@@ -224,14 +224,14 @@ def processor(document: Mapping[str, Any]) -> str:
     return " ".join([*words, *(["with", *settings] if settings else ())])
 
 
-def file_name(here: Mapping[str, Any]) -> str:
+def machine_file_name(here: Mapping[str, Any]) -> str:
     """Return a part of a file's name for a machine: its processor, the widest of its matrix
     instructions, and what was left out of them."""
     parts = [here["cpu"], *here["instructions"][-1:], *here["settings"].values()]
     return re.sub(r"[^a-z0-9]+", "_", " ".join(parts).lower()).strip("_")
 
 
-def commit() -> str:
+def read_commit() -> str:
     """Return the commit that is measured; `+` marks files that differ from it."""
     described = subprocess.run(
         ("git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"),
@@ -243,7 +243,7 @@ def commit() -> str:
     return described.stdout.strip() or "unknown"
 
 
-def write(
+def write_results(
     path: Path,
     config: Mapping[str, Any],
     threads: int,
@@ -257,9 +257,9 @@ def write(
     left out, because they contain paths of one machine.
     """
     document = {
-        "commit": commit(),
+        "commit": read_commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
+        "machine": describe_machine(),
         "threads": threads,
         "config": dict(config),
         "results": {

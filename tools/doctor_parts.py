@@ -104,7 +104,7 @@ class Doctor:
 
     def mesh(self, **sizes: int) -> Mesh:
         """Return a mesh of all ranks, whose watch ends and names what hangs."""
-        # Twice the time, so that the watch, which says more than a transfer, ends what hangs.
+        # Twice the time, so that the watchdog, which says more than a transfer, ends what hangs.
         layout, limit = Layout(**sizes), 2 * self.timeout
         mesh = Mesh(layout, device=self.device, timeout=limit, nccl=self.nccl)
         mesh.watch_steps(self.timeout, self.folder)

@@ -189,10 +189,10 @@ def begins_with_verb(name: str) -> bool:
     """Return whether a function's name begins with a verb.
 
     This looks the first word up in `VERBS` and `PREFIXES`; the name of a special method, of a
-    collective, or without a word is as it has to be.
+    collective, of `main`, or without a word is as it has to be.
     """
     words = name.strip("_").lower()
-    if name.startswith("__") or not words or words.startswith(COLLECTIVES):
+    if name.startswith("__") or words in ("", "main") or words.startswith(COLLECTIVES):
         return True
     first = words.partition("_")[0]
     return first in VERBS or first in PREFIXES

@@ -233,7 +233,7 @@ def _parse_options() -> argparse.Namespace:
         "share per microbatch, and of a transfer (default: %(default)s)")  # fmt: skip
     add("--memory-limit", type=_parse_memory_limit, metavar="X", help="search: most activations, "
         "in units of one microbatch on one rank (default: P)")  # fmt: skip
-    add("--lowered", action="store_true", help="print the engine's lists instead of the grid")
+    add("--lowered", action="store_true", help="print the executor's lists instead of the grid")
     add("--json", action="store_true", help="print one object (with --compare: a list of them)")
     add("--svg", metavar="FILE", help="draw it as SVG")
     add("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")

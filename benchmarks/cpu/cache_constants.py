@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import Spread, commit, machine
+from harness import Spread, describe_machine, read_commit
 
 from megaframe.architecture import output_head
 from megaframe.distributed.collectives import ALONE
@@ -172,7 +172,12 @@ def main() -> None:
             by_factor = {f"{factor:g}": asdict(ratio) for factor, ratio in ratios.items()}
             found.setdefault(precision, {})[name] = by_factor
     if given.write:
-        document = {"commit": commit(), "machine": machine(), "threads": given.threads, **found}
+        document = {
+            "commit": read_commit(),
+            "machine": describe_machine(),
+            "threads": given.threads,
+            **found,
+        }
         given.write.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import ROOT, Spread, commit, machine
+from harness import ROOT, Spread, describe_machine, read_commit
 
 RANKS = 2
 TENSORS, ROWS, COLUMNS = 32, 4096, 2048
@@ -71,9 +71,9 @@ def main() -> None:
     show(seconds)
     if given.write:
         document = {
-            "commit": commit(),
+            "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": machine(),
+            "machine": describe_machine(),
             "config": {"ranks": RANKS, "bytes": BYTES, "rounds": given.rounds},
             "summary": {name: asdict(Spread.of(values)) for name, values in seconds.items()},
             "ratios": {name: asdict(ratio(seconds, *pair)) for name, pair in RATIOS.items()},

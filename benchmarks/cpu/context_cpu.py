@@ -21,12 +21,12 @@ from context_workload import ATTENTION
 from harness import (
     PEERS,
     Contender,
+    add_common_arguments,
     alternate,
     check_losses,
-    common_arguments,
+    format_table,
     summarise,
-    table,
-    write,
+    write_results,
 )
 
 CASES = ("2x4096", "2x8192", "4x4096", "4x8192")
@@ -35,7 +35,7 @@ TOLERANCE = 0.02
 """Relative tolerance of the sum of squares that every contender returns; bf16 rounds."""
 
 
-def contenders(given: argparse.Namespace, ranks: str, seq: str) -> list[Contender]:
+def make_contenders(given: argparse.Namespace, ranks: str, seq: str) -> list[Contender]:
     """Return the commands of ours and of PyTorch's ring in both variants."""
 
     def contender(name: str, script: str, *more: str, ours: bool = False) -> Contender:
@@ -51,9 +51,9 @@ def contenders(given: argparse.Namespace, ranks: str, seq: str) -> list[Contende
     ]
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = common_arguments(__doc__)
+    parser = add_common_arguments(__doc__)
     parser.set_defaults(threads=1)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--steps", type=int, default=5, help="timed passes of each run")
@@ -62,22 +62,22 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = arguments()
+    given = parse_arguments()
     results = {}
     for case in given.cases:
         ranks, seq = case.split("x")
         print(f"\n{ranks} ranks, {seq} tokens")
-        chosen = contenders(given, ranks, seq)
+        chosen = make_contenders(given, ranks, seq)
         outcomes = alternate(chosen, given.rounds, given.threads)
         expected = statistics.median(run.loss for runs in outcomes.values() for run in runs)
         check_losses(outcomes, expected, TOLERANCE * expected)
         lines = summarise(chosen, outcomes)
-        print(table(lines))
+        print(format_table(lines))
         results[case] = (lines, outcomes)
     if given.write:
         config = {**asdict(ATTENTION), "precision": given.precision}
         config |= {"steps": given.steps, "rounds": given.rounds}
-        write(given.write, config, given.threads, results)
+        write_results(given.write, config, given.threads, results)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 from harness import (
     PEERS,
     Contender,
+    add_common_arguments,
     alternate,
     check_losses,
-    common_arguments,
+    format_table,
     summarise,
-    table,
-    write,
+    write_results,
 )
 from workload import WORKLOAD
 
@@ -35,7 +35,7 @@ OURS = ("train.recompute_blocks=0",)
 TORCH = {"DDP": "ddp", "FSDP2 2": "fsdp2", "FSDP2 3": "fsdp3"}
 
 
-def contenders(given: argparse.Namespace, ranks: int, precision: str) -> list[Contender]:
+def make_contenders(given: argparse.Namespace, ranks: int, precision: str) -> list[Contender]:
     """Return the commands of ours and the peers, grouped by ZeRO stage."""
 
     def contender(
@@ -62,9 +62,9 @@ def contenders(given: argparse.Namespace, ranks: int, precision: str) -> list[Co
     return chosen
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = common_arguments(__doc__)
+    parser = add_common_arguments(__doc__)
     parser.set_defaults(threads=1)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each run")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
@@ -74,7 +74,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = arguments()
+    given = parse_arguments()
     for peer in ("megatron", "deepspeed"):
         if getattr(given, f"{peer}_python") is None:
             print(f"{peer} is left out: --{peer}-python PATH gives an interpreter that has it")
@@ -82,15 +82,15 @@ def main() -> None:
     for case in given.cases:
         ranks, precision = case.split("x")
         print(f"\n{ranks} ranks, {precision}")
-        chosen = contenders(given, int(ranks), precision)
+        chosen = make_contenders(given, int(ranks), precision)
         outcomes = alternate(chosen, given.rounds, given.threads)
         check_losses(outcomes, math.log(WORKLOAD.vocab))
         lines = summarise(chosen, outcomes)
-        print(table(lines))
+        print(format_table(lines))
         results[case] = (lines, outcomes)
     if given.write:
         config = {**asdict(WORKLOAD), "steps": given.steps, "rounds": given.rounds, "ours": OURS}
-        write(given.write, config, given.threads, results)
+        write_results(given.write, config, given.threads, results)
 
 
 if __name__ == "__main__":

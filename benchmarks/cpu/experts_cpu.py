@@ -22,12 +22,12 @@ from experts_workload import SHAPES
 from harness import (
     PEERS,
     Contender,
+    add_common_arguments,
     alternate,
     check_losses,
-    common_arguments,
+    format_table,
     summarise,
-    table,
-    write,
+    write_results,
 )
 
 CASES = tuple(f"{shape}-{precision}" for shape in SHAPES for precision in ("fp32", "bf16"))
@@ -35,7 +35,7 @@ TOLERANCE = 0.02
 """Relative tolerance of the sum of mean squares that every contender returns; bf16 rounds."""
 
 
-def contenders(given: argparse.Namespace, shape: str, precision: str) -> list[Contender]:
+def make_contenders(given: argparse.Namespace, shape: str, precision: str) -> list[Contender]:
     """Return the commands of ours and the others."""
 
     def contender(name: str, script: str, *more: str, ours: bool = False) -> Contender:
@@ -52,9 +52,9 @@ def contenders(given: argparse.Namespace, shape: str, precision: str) -> list[Co
     return found
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = common_arguments(__doc__)
+    parser = add_common_arguments(__doc__)
     parser.add_argument("--steps", type=int, default=5, help="timed passes of each run")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument(
@@ -64,24 +64,24 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = arguments()
+    given = parse_arguments()
     results = {}
     for case in given.cases:
         shape, _, precision = case.rpartition("-")
         print(f"\n{shape}, {precision}: {SHAPES[shape]}")
-        chosen = contenders(given, shape, precision)
+        chosen = make_contenders(given, shape, precision)
         outcomes = alternate(chosen, given.rounds, given.threads)
         expected = statistics.median(run.loss for runs in outcomes.values() for run in runs)
         check_losses(outcomes, expected, TOLERANCE * expected)
         lines = summarise(chosen, outcomes)
-        print(table(lines))
+        print(format_table(lines))
         overheads = [run.overhead for run in outcomes["megaframe"] if run.overhead is not None]
         print(f"overhead of routing beside the experts: {statistics.median(overheads):.1%}")
         results[case] = (lines, outcomes)
     if given.write:
         config = {"shapes": {name: asdict(shape) for name, shape in SHAPES.items()}}
         config |= {"steps": given.steps, "rounds": given.rounds}
-        write(given.write, config, given.threads, results)
+        write_results(given.write, config, given.threads, results)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import ROOT, commit, machine
+from harness import ROOT, describe_machine, read_commit
 
 sys.path.insert(0, str(ROOT))
 
@@ -72,7 +72,12 @@ def main() -> None:
         shares = ", ".join(f"{name} {share:.4%}" for name, share in one["shares"].items())
         print(f"rank {rank}: step {one['step_seconds']:.4f} s; {shares}; all {one['all']:.3%}")
     if arguments.write:
-        document = {"commit": commit(), "machine": machine(), "keys": KEYS, "ranks": found}
+        document = {
+            "commit": read_commit(),
+            "machine": describe_machine(),
+            "keys": KEYS,
+            "ranks": found,
+        }
         arguments.write.write_text(json.dumps(document, indent=2) + "\n")
 
 

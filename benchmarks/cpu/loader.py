@@ -24,7 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import PEERS, ROOT, Spread, commit, machine
+from harness import PEERS, ROOT, Spread, describe_machine, read_commit
 
 from megaframe.data.gpt_dataset import GPTDataset
 from megaframe.data.indexed_dataset import HEADER, MAGIC, VERSION, dtype_code
@@ -170,9 +170,9 @@ def main() -> None:
     summary = summarise(outcomes)
     if given.write:
         document = {
-            "commit": commit(),
+            "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": machine(),
+            "machine": describe_machine(),
             "config": {"seq": SEQ, "tokens": given.tokens, "seconds": given.seconds},
             "order": order,
             "summary": summary,

@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 from harness import (
     PEERS,
     Contender,
+    add_common_arguments,
     alternate,
     check_losses,
-    common_arguments,
+    format_table,
     summarise,
-    table,
-    write,
+    write_results,
 )
 from pipeline_workload import MICROBATCHES
 from workload import WORKLOAD
@@ -52,7 +52,7 @@ FIRST_LOSS_TOLERANCE = 0.4
 ln(vocab)."""
 
 
-def contenders(given: argparse.Namespace, stages: int, vocab: int) -> list[Contender]:
+def make_contenders(given: argparse.Namespace, stages: int, vocab: int) -> list[Contender]:
     """Return the commands of ours and the peers."""
 
     def contender(
@@ -74,9 +74,9 @@ def contenders(given: argparse.Namespace, stages: int, vocab: int) -> list[Conte
     return chosen
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = common_arguments(__doc__)
+    parser = add_common_arguments(__doc__)
     parser.set_defaults(threads=1)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each run")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
@@ -85,22 +85,22 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = arguments()
+    given = parse_arguments()
     results = {}
     for case in given.cases:
         stages, vocab = map(int, case.split("x"))
         print(f"\n{stages} stages, vocabulary {vocab}")
-        chosen = contenders(given, stages, vocab)
+        chosen = make_contenders(given, stages, vocab)
         outcomes = alternate(chosen, given.rounds, given.threads)
         check_losses(outcomes, math.log(vocab), FIRST_LOSS_TOLERANCE)
         lines = summarise(chosen, outcomes)
-        print(table(lines))
+        print(format_table(lines))
         results[case] = (lines, outcomes)
     if given.write:
         config = {**asdict(WORKLOAD), "microbatches": MICROBATCHES, "ours": OURS}
         config |= {"steps": given.steps, "rounds": given.rounds}
         config.pop("vocab")  # each case has its own
-        write(given.write, config, given.threads, results)
+        write_results(given.write, config, given.threads, results)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import ROOT, Spread, commit, machine
+from harness import ROOT, Spread, describe_machine, read_commit
 
 from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.data.preprocessing.input_shards import CorpusFormat
@@ -230,9 +230,9 @@ def main() -> None:
             print("megatron-core is left out: --megatron-python PATH names one that has it")
     if given.write:
         document = {
-            "commit": commit(),
+            "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": machine(),
+            "machine": describe_machine(),
             "versions": {library: version(library) for library in LIBRARIES},
             "config": {"documents": len(texts), "megabytes": megabytes, "vocab": VOCAB},
             "summary": summary,

@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import ROOT, Spread, commit, machine
+from harness import ROOT, Spread, describe_machine, read_commit
 
 WORLDS = (64, 512, 1024, 2048, 4096)
 CONFIG = "llama3-8b.yaml"
@@ -57,9 +57,9 @@ def main() -> None:
     show(lines)
     if given.write:
         document = {
-            "commit": commit(),
+            "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": machine(),
+            "machine": describe_machine(),
             "config": {"model": CONFIG, "tensor": TENSOR, "pipeline": PIPELINE, "zero": 1},
             "worlds": {
                 world: {name: asdict(spread) for name, spread in line.items()}

@@ -15,14 +15,22 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 
-from harness import PEERS, Contender, alternate, common_arguments, summarise, table, write
+from harness import (
+    PEERS,
+    Contender,
+    add_common_arguments,
+    alternate,
+    format_table,
+    summarise,
+    write_results,
+)
 from shakespeare_settings import SETTINGS
 
 PUBLISHED_LOSS = 1.88
 TITLE = "tinyshakespeare"
 
 
-def contenders(given: argparse.Namespace) -> list[Contender]:
+def make_contenders(given: argparse.Namespace) -> list[Contender]:
     """Return ours, as nanoGPT's model and with our default positions, and nanoGPT if it was
     given."""
     common = ("--text", str(given.text.resolve()), "--steps", str(given.steps))
@@ -43,9 +51,9 @@ def contenders(given: argparse.Namespace) -> list[Contender]:
     return chosen
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = common_arguments(__doc__)
+    parser = add_common_arguments(__doc__)
     parser.add_argument("--text", type=Path, required=True, help="tinyshakespeare's input.txt")
     parser.add_argument("--steps", type=int, default=SETTINGS.steps, help="training steps")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
@@ -54,20 +62,20 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = arguments()
-    chosen = contenders(given)
+    given = parse_arguments()
+    chosen = make_contenders(given)
     if not chosen:
         sys.exit("nothing to run: give --nanogpt PATH, or leave out --without-ours")
     outcomes = alternate(chosen, given.rounds, given.threads)
     lines = summarise(chosen, outcomes)
-    print(table(lines))
+    print(format_table(lines))
     print(f"nanoGPT's README reports a validation loss of {PUBLISHED_LOSS}")
     for line in lines:
         seconds = given.steps * SETTINGS.tokens_per_step / line.speed.median
         print(f"{line.name}: {seconds:.1f} s for {given.steps} steps")
     if given.write:
         config = {**asdict(SETTINGS), "steps": given.steps, "rounds": given.rounds}
-        write(given.write, config, given.threads, {TITLE: (lines, outcomes)})
+        write_results(given.write, config, given.threads, {TITLE: (lines, outcomes)})
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import commit, machine
+from harness import describe_machine, read_commit
 from torch.distributed import PrefixStore, Store
 
 from megaframe.distributed import rendezvous
@@ -113,9 +113,9 @@ def main() -> int:
     )
     if given.write:
         document = {
-            "commit": commit(),
+            "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": machine(),
+            "machine": describe_machine(),
             "clients": given.clients,
             "timeout": given.timeout,
             "outcomes": [asdict(outcome) for outcome in outcomes],

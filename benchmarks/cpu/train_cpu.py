@@ -28,13 +28,13 @@ from harness import (
     Contender,
     ContenderSummary,
     Spread,
+    add_common_arguments,
     alternate,
     check_losses,
-    common_arguments,
-    processor,
+    describe_processor,
+    format_table,
     summarise,
-    table,
-    write,
+    write_results,
 )
 from workload import WORKLOAD
 
@@ -45,7 +45,7 @@ GOAL, GOAL_OF_LIMIT = 1.10, 0.92
 whichever is less."""
 
 
-def contenders(given: argparse.Namespace, precision: str) -> list[Contender]:
+def make_contenders(given: argparse.Namespace, precision: str) -> list[Contender]:
     """Return the commands of ours and of the peers that were given."""
 
     def contender(
@@ -99,7 +99,7 @@ def readme_table() -> str:
             best = rows.get(OURS) or rows[f"{OURS}, recompute"]
             ratio = f"{best['speed']['median'] / peer['speed']['median']:.2f}"
             named = f"{_cell(peer)}, {peer['name']}"
-            row = [processor(document), precision, *cells, named, limit, ratio]
+            row = [describe_processor(document), precision, *cells, named, limit, ratio]
             lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
@@ -110,9 +110,9 @@ def _cell(row: dict[str, Any] | None) -> str:
     return f"{row['speed']['median']:,.0f}, {row['peak_rss_bytes'] / 1e9:.2f} GB"
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = common_arguments(__doc__)
+    parser = add_common_arguments(__doc__)
     parser.add_argument("--precision", choices=("fp32", "bf16", "both"), default="both")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each run")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
@@ -124,19 +124,19 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = arguments()
+    given = parse_arguments()
     if given.table:
         print(readme_table())
         return
     results, limits = {}, {}
     for precision in ("fp32", "bf16") if given.precision == "both" else (given.precision,):
         print(f"\n{precision}")
-        chosen = contenders(given, precision)
+        chosen = make_contenders(given, precision)
         outcomes = alternate(chosen, given.rounds, given.threads)
         check_losses(outcomes, math.log(WORKLOAD.vocab))
         limit = [run.tokens_per_second for run in outcomes.pop(chosen.pop().name)]
         lines = summarise(chosen, outcomes)
-        print(table(lines))
+        print(format_table(lines))
         for name, runs in outcomes.items():
             if all(run.overhead is not None for run in runs):
                 share = max(run.overhead or 0.0 for run in runs)
@@ -145,7 +145,7 @@ def main() -> None:
         print(judged(lines, limit))
     if given.write:
         config = {**asdict(WORKLOAD), "steps": given.steps, "rounds": given.rounds}
-        write(given.write, config, given.threads, results, limits)
+        write_results(given.write, config, given.threads, results, limits)
 
 
 def judged(lines: Sequence[ContenderSummary], limit: Sequence[float]) -> str:

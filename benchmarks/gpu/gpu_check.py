@@ -28,9 +28,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 import training_gpu  # noqa: E402
-from gpu_goals import chosen_over_best, goals, order_of, table  # noqa: E402
+from gpu_goals import compare_chosen_with_best, evaluate_goals, format_table, order_of  # noqa: E402
 from kernel_bench import Measurement  # noqa: E402
-from time_limit import LAST, run_limited, told, write_json  # noqa: E402
+from time_limit import LAST, parse_object, run_limited, write_json  # noqa: E402
 
 _MINUTES = 7.8
 _OF_TRAINING = 0.5
@@ -115,16 +115,16 @@ def run_tests(command: Sequence[str], seconds: float) -> dict[str, Any]:
     }
 
 
-def cell(found: dict[str, Any] | None) -> str:
+def format_cell(found: dict[str, Any] | None) -> str:
     """Format a pass: its time and its share of the ceiling that binds."""
     return "-" if found is None else f"{1e6 * found['seconds']:,.0f} us{100 * found['share']:5.0f}%"
 
 
-def line_of(m: dict[str, Any]) -> str:
+def format_line(m: dict[str, Any]) -> str:
     """Format a measurement."""
     row = f"{m['kernel']:<22}{m['case']:<47}{m['implementation']:<13}"
     if m["forward"]:
-        row += f"{cell(m['forward']):>18}{cell(m['backward']):>18}"
+        row += f"{format_cell(m['forward']):>18}{format_cell(m['backward']):>18}"
     if m["error"] is not None:
         row += f"  error {m['error']:.1e}"
     return f"{row}  {m['trouble']}" if m["trouble"] else row
@@ -169,14 +169,14 @@ class Results:
         self.known["order"] = {
             k: order_of([m for m in measured if m["kernel"] == k]) for k in kernels
         }
-        self.known["chosen_over_best"] = chosen_over_best(self.known)
-        self.known["goals"] = goals(self.known)
+        self.known["chosen_over_best"] = compare_chosen_with_best(self.known)
+        self.known["goals"] = evaluate_goals(self.known)
         if self.path is not None:
             write_json(self.path, self.known)
 
     def hear(self, line: str) -> None:
         """Process a line of output of `kernel_bench.py`."""
-        found = told(line) or {}
+        found = parse_object(line) or {}
         if "todo" in found:
             self.todo = found["todo"]
         elif "begun" in found:
@@ -193,7 +193,7 @@ class Results:
     def measured(self, one: dict[str, Any]) -> None:
         """Add a measurement."""
         self.running = False
-        print(line_of(one), flush=True)
+        print(format_line(one), flush=True)
         self.add(measurements=[*self.known["measurements"], one])
 
     def leave_out(self, what: Sequence[str]) -> None:
@@ -271,7 +271,7 @@ def check_training(results: Results, only: Sequence[str], until: float, dry: boo
     traces = results.path.with_suffix("") if results.path and not dry else None
     rows = {row["row"]: row for row in results.known["training"]}
     for row in training_gpu.measure(dry, only, until, traces):
-        print(training_gpu.line_of(row), flush=True)
+        print(training_gpu.format_line(row), flush=True)
         if "trouble" not in row or row["row"] not in rows:
             rows[row["row"]] = row
         results.add(training=training_gpu.with_ratios(list(rows.values())))
@@ -348,7 +348,7 @@ def main() -> int:
     results.add(seconds=time.monotonic() - begun)
     for left in results.known["left_out_for_time"]:
         print(f"left out for time: {left}")
-    print(table(results.known["goals"]))
+    print(format_table(results.known["goals"]))
     print(f"{f'wrote {path}' if path else 'done'} after {results.known['seconds']:.0f} s")
     if given.choose:
         choose(results.known, TABLE)

@@ -34,13 +34,13 @@ class Goal:
         return self.measured <= self.reach if self.most else self.measured >= self.reach
 
 
-def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
+def evaluate_goals(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return every goal as it is written into the result."""
     found = [*_of_kernels(result), *_of_steps(result["training"])]
     return [{**asdict(goal), "met": goal.met} for goal in found]
 
 
-def table(found: Sequence[dict[str, Any]]) -> str:
+def format_table(found: Sequence[dict[str, Any]]) -> str:
     """Format goals as a table."""
     rows = [f"{'goal':<58}{'to reach':>12}{'measured':>12}  met?"]
     for goal in found:
@@ -76,7 +76,7 @@ def order_of(measurements: Sequence[Measured]) -> list[str]:
     return sorted(slowness, key=lambda name: sum(slowness[name]) / len(slowness[name]))
 
 
-def chosen_over_best(result: dict[str, Any]) -> list[dict[str, Any]]:
+def compare_chosen_with_best(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return for each case the speed of the implementation that a run uses over that of the
     fastest."""
     found = []

@@ -111,7 +111,7 @@ def run_limited(
     return TimedResult(None if late.is_set() else code, lines, written, passed)
 
 
-def told(line: str) -> dict[str, Any] | None:
+def parse_object(line: str) -> dict[str, Any] | None:
     """Return the JSON object in a line, or None if it is something else: libraries print too."""
     if not line.startswith("{"):
         return None

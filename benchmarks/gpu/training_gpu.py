@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
-from time_limit import run_limited, told, write_json  # noqa: E402
+from time_limit import parse_object, run_limited, write_json  # noqa: E402
 
 PEERS = ROOT / "benchmarks" / "peers"
 _MINUTES = 9.5
@@ -101,7 +101,7 @@ def contender(
     ours = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(ours)}
     done = run_limited([*command, *row.arguments(dry)], seconds, environment)
-    found = next(filter(None, map(told, reversed(done.lines))), None)
+    found = next(filter(None, map(parse_object, reversed(done.lines))), None)
     if done.code == 0 and found is not None:
         return found
     trouble = done.trouble() if done.code != 0 else "it printed no result"
@@ -161,10 +161,10 @@ def measure(
                 found[name] = shares(row, said, dry)
             except Exception as broken:
                 found[name] = {**said, "incomplete": f"{type(broken).__name__}: {broken}"}
-        yield {**found, **compared(found)}
+        yield {**found, **compare_contenders(found)}
 
 
-def compared(found: dict[str, Any]) -> dict[str, Any]:
+def compare_contenders(found: dict[str, Any]) -> dict[str, Any]:
     """Compare ours with plain, if both were measured."""
     ours, plain = found["ours"], found.get("plain", {})
     if "tokens_per_second" not in ours or "tokens_per_second" not in plain:
@@ -186,7 +186,7 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, **gain(row["row"])} for row in rows]
 
 
-def line_of(row: dict[str, Any]) -> str:
+def format_line(row: dict[str, Any]) -> str:
     """Format a row."""
     parts = [f"{row['row']:<20}"]
     if "trouble" in row:
@@ -231,7 +231,7 @@ def main() -> int:
     traces = given.write.with_suffix("") if given.write and not given.dry else None
     for row in measure(given.dry, given.only, begun + 60 * given.minutes, traces):
         rows.append(row)
-        print(line_of(row), flush=True)
+        print(format_line(row), flush=True)
         if given.write:
             write_json(given.write, with_ratios(rows))
     return 0

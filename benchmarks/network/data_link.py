@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 
-from harness import Spread, commit, machine
-from lab_ranks import LIMIT, Host, hosts, start_ranks
+from harness import Spread, describe_machine, read_commit
+from lab_ranks import LIMIT, Host, open_hosts, start_ranks
 from workload import WORKLOAD, Workload
 
 from megaframe.config import EmulationConfig
@@ -80,19 +80,19 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that hosts are removed
     results = {}
     for rate in given.rates:
-        with hosts(RANKS, rate) as both:
-            results[rate] = in_world(both, given)
+        with open_hosts(RANKS, rate) as both:
+            results[rate] = run_in_world(both, given)
         show(rate, results[rate])
     if given.write:
         document = {
-            "commit": commit(),
+            "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": machine(),
-            "config": {**asdict(shape_of(given)), "ranks": RANKS, "precision": "fp32"}
+            "machine": describe_machine(),
+            "config": {**asdict(make_shape(given)), "ranks": RANKS, "precision": "fp32"}
             | {"threads of a rank": 1, "steps": given.steps, "rounds": given.rounds}
             | {"blocks": given.blocks, "compute core": given.compute_core}
             | ({**WAITS.model_dump(), "late": LATE} if given.blocks == "wait" else {}),
-            "summary": {rate: summary(measured) for rate, measured in results.items()},
+            "summary": {rate: summarize(measured) for rate, measured in results.items()},
             "seconds": results,
         }
         given.write.parent.mkdir(parents=True, exist_ok=True)
@@ -100,12 +100,12 @@ def main() -> None:
         print(f"wrote {given.write}")
 
 
-def shape_of(given: argparse.Namespace) -> Workload:
+def make_shape(given: argparse.Namespace) -> Workload:
     """Return the workload that is trained."""
     return replace(SHAPE, layers=given.layers, batch=given.batch)
 
 
-def in_world(both: Sequence[Host], given: argparse.Namespace) -> Measured:
+def run_in_world(both: Sequence[Host], given: argparse.Namespace) -> Measured:
     """Run one rank on each host and return what they measured: in each round, the slower one's
     time."""
     options = ("blocks", "layers", "batch", "beside", "steps", "rounds")
@@ -129,13 +129,13 @@ def measure(given: argparse.Namespace) -> Measured:
     mesh = Mesh(Layout(data=RANKS), device="cpu", timeout=LIMIT)
     turns: list[list[Callable[[], dict[str, float]]]] = []
     for stage in STAGES:
-        ours = MegaframeRank(mesh, stage, shape_of(given))
+        ours = MegaframeRank(mesh, stage, make_shape(given))
         if given.blocks == "wait":
             ours.let_blocks_wait()
         turns.append([ours.step, ours.compute, ours.communicate])
     peers = given.beside == "fsdp2" and given.blocks == "compute"
     for way in ("fsdp2", "fsdp3") if peers else ():
-        turns.append([timed(f"FSDP2 {way[-1]}", step_of(shape_of(given), way, "fp32", RANKS))])
+        turns.append([timed(f"FSDP2 {way[-1]}", step_of(make_shape(given), way, "fp32", RANKS))])
     if given.compute_core is not None:  # only this thread: those that send were started before
         os.sched_setaffinity(0, {given.compute_core})
     seconds: Measured = {}
@@ -171,7 +171,7 @@ class MegaframeRank:
         import torch
         import torch.distributed as dist
         import torch.testing._internal.distributed.fake_pg  # registers the backend
-        from ours import overrides_of
+        from ours import make_overrides
 
         from megaframe.config import load
         from megaframe.training.train_step import TrainStep
@@ -184,7 +184,7 @@ class MegaframeRank:
             f"parallel.zero={zero}",
             "train.recompute_blocks=0",
         )
-        config = load(None, [*overrides_of("fp32", 1, Path("no-data")), *settings])
+        config = load(None, [*make_overrides("fp32", 1, Path("no-data")), *settings])
         self.mesh, self.zero, self.shape, self._backward = mesh, zero, shape, 0.0
         self.train_step = TrainStep(config, mesh, lambda part: nullcontext())
         self.optimizer, self.stage = self.train_step.optimizer, self.train_step.stages[0]
@@ -296,7 +296,7 @@ class MegaframeRank:
             self._pass(unit, None)
 
 
-def summary(measured: Measured) -> dict[str, dict[str, float | dict[str, float]]]:
+def summarize(measured: Measured) -> dict[str, dict[str, float | dict[str, float]]]:
     """Return by stage: medians, the step's time over the longer one of compute and communication,
     and the peer's step time over ours, with its range over rounds."""
     found: dict[str, dict[str, float | dict[str, float]]] = {}
@@ -321,7 +321,7 @@ def show(rate: str, measured: Measured) -> None:
     heads = ["step", "compute", "backward", "commun.", "over longer"]
     heads += ["FSDP2", "times it"] if BESIDE[STAGES[0]] in measured else []
     print(f"\n{rate:<12}" + "".join(f"{head:>13}" for head in heads))
-    for stage, line in summary(measured).items():
+    for stage, line in summarize(measured).items():
         numbers = [value for value in line.values() if isinstance(value, float)]
         cells = [f"{1e3 * value:.0f} ms" for value in numbers[:4]] + [f"{numbers[4]:.3f}"]
         if len(numbers) > 5:

@@ -23,8 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import Spread, commit, machine
-from lab_ranks import LIMIT, hosts, start_ranks
+from harness import Spread, describe_machine, read_commit
+from lab_ranks import LIMIT, open_hosts, start_ranks
 
 RANKS, SCHEDULE = 4, "dualpipe-v"
 SHAPE: Mapping[str, Any] = {
@@ -52,11 +52,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that hosts are removed
     results: dict[str, dict[str, Any]] = {}
     for rate in given.rates:
-        with hosts(RANKS, rate) as all_hosts:
+        with open_hosts(RANKS, rate) as all_hosts:
             answers = start_ranks(all_hosts, (__file__, f"--rounds={given.rounds}"))
         found = [json.loads(answer.splitlines()[-1]) for answer in answers]
         seconds = {way: [*map(max, *(one[way] for one in found))] for way in WAYS}
-        results[rate] = {"seconds": seconds, "summary": summary(seconds)}
+        results[rate] = {"seconds": seconds, "summary": summarize(seconds)}
         before, now = (statistics.median(seconds[way]) for way in WAYS)
         speedup = results[rate]["summary"]["speedup in rounds"]
         print(
@@ -66,9 +66,9 @@ def main() -> None:
         )
     if given.write:
         document = {
-            "commit": commit(),
+            "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": machine(),
+            "machine": describe_machine(),
             "config": {"model": {**SHAPE, "moe": MOE}, "schedule": SCHEDULE, "seq": SEQ}
             | {"microbatches": MICROBATCHES, "threads of a rank": 1, "rounds": given.rounds},
             "results": results,
@@ -78,7 +78,7 @@ def main() -> None:
         print(f"wrote {given.write}")
 
 
-def summary(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+def summarize(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Return the spreads of both variants, and of the speedup within rounds."""
     before, now = (seconds[way] for way in WAYS)
     speedups = [one / other for one, other in zip(before, now, strict=True)]

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 from harness import ROOT
 from network_lab import Host, Link, emulate_hosts
 
-__all__ = ["LIMIT", "Host", "hosts", "start_ranks"]
+__all__ = ["LIMIT", "Host", "open_hosts", "start_ranks"]
 
 PORT = 29500
 LIMIT = 600.0
@@ -27,7 +27,7 @@ LIMIT = 600.0
 
 
 @contextmanager
-def hosts(count: int, rate: str) -> Iterator[list[Host]]:
+def open_hosts(count: int, rate: str) -> Iterator[list[Host]]:
     """Create this many hosts, each with a link of `rate` (in the syntax of `tc`, such as 500mbit)
     in each direction."""
     with emulate_hosts([Link(rate)] * count) as emulated:

@@ -23,18 +23,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 
 from data_cpu import OURS
-from data_cpu import contenders as contenders_of
+from data_cpu import make_contenders as contenders_of
 from harness import (
     PEERS,
     Contender,
+    add_common_arguments,
     alternate,
     check_losses,
-    common_arguments,
+    format_table,
     summarise,
-    table,
-    write,
+    write_results,
 )
-from lab_ranks import hosts
+from lab_ranks import open_hosts
 from ranks import PLACES
 from workload import WORKLOAD
 
@@ -43,7 +43,7 @@ REPLICATED = (1, 3)
 """Stages at which ours also runs sharded within a host only."""
 
 
-def contenders(given: argparse.Namespace) -> list[Contender]:
+def make_contenders(given: argparse.Namespace) -> list[Contender]:
     """Return the contenders of `data_cpu.py`, and ours with replicas."""
     chosen = contenders_of(given, RANKS, given.precision)
     for stage in REPLICATED:
@@ -55,7 +55,7 @@ def contenders(given: argparse.Namespace) -> list[Contender]:
 
 
 def main() -> None:
-    parser = common_arguments(__doc__)
+    parser = add_common_arguments(__doc__)
     parser.set_defaults(threads=1, rounds=2)
     parser.add_argument("--rates", nargs="+", default=["800mbit"], help="of each host's link")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
@@ -67,18 +67,18 @@ def main() -> None:
     results = {}
     for rate in given.rates:
         print(f"\n{HOSTS} hosts of {RANKS // HOSTS} ranks, links of {rate}")
-        chosen = contenders(given)
-        with hosts(HOSTS, rate) as made:
+        chosen = make_contenders(given)
+        with open_hosts(HOSTS, rate) as made:
             os.environ[PLACES] = json.dumps([made[0].address, [host.command for host in made]])
             outcomes = alternate(chosen, given.rounds, given.threads)
             del os.environ[PLACES]
         check_losses(outcomes, math.log(WORKLOAD.vocab))
         lines = summarise(chosen, outcomes)
-        print(table(lines))
+        print(format_table(lines))
         results[f"{HOSTS}x{RANKS // HOSTS}, {rate}"] = (lines, outcomes)
     if given.write:
         config = {**asdict(WORKLOAD), "steps": given.steps, "rounds": given.rounds}
-        write(given.write, config, given.threads, results)
+        write_results(given.write, config, given.threads, results)
 
 
 if __name__ == "__main__":

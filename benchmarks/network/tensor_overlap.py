@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import Spread, commit, machine
-from lab_ranks import LIMIT, Host, hosts, start_ranks
+from harness import Spread, describe_machine, read_commit
+from lab_ranks import LIMIT, Host, open_hosts, start_ranks
 
 if TYPE_CHECKING:
     from megaframe.tensor_parallel.context import TensorParallel
@@ -68,17 +68,17 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that hosts are removed
     results = {}
     for rate in given.rates:
-        with hosts(RANKS, rate) as both:
-            results[rate] = in_world(both, given)
+        with open_hosts(RANKS, rate) as both:
+            results[rate] = run_in_world(both, given)
         show(rate, results[rate])
     if given.write:
         document = {
-            "commit": commit(),
+            "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": machine(),
+            "machine": describe_machine(),
             "config": {"ranks": RANKS, "precision": "fp32", "threads of a rank": 1}
             | {name: getattr(given, name) for name in ("rows", "hidden", "ffn", "rounds")},
-            "summary": {rate: summary(seconds) for rate, seconds in results.items()},
+            "summary": {rate: summarize(seconds) for rate, seconds in results.items()},
             "seconds": results,
         }
         given.write.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def main() -> None:
         print(f"wrote {given.write}")
 
 
-def in_world(both: Sequence[Host], given: argparse.Namespace) -> Seconds:
+def run_in_world(both: Sequence[Host], given: argparse.Namespace) -> Seconds:
     """Run one rank on each host and return what they measured: in each round, the slower one's
     time."""
     shape = [f"--{name}={getattr(given, name)}" for name in ("rows", "hidden", "ffn", "rounds")]
@@ -174,7 +174,7 @@ def passes(module: Linear, given: argparse.Namespace, group: Any) -> tuple[float
     return forward, time.perf_counter() - start
 
 
-def summary(seconds: Seconds) -> dict[str, dict[str, Any]]:
+def summarize(seconds: Seconds) -> dict[str, dict[str, Any]]:
     """Compare each way with compute alone, by pass and for the sum of both linears' passes."""
     found: dict[str, dict[str, Any]] = {}
     for name, summed in {**{name: (name,) for name in PASSES}, **SUMS}.items():
@@ -182,11 +182,11 @@ def summary(seconds: Seconds) -> dict[str, dict[str, Any]]:
             way: [sum(parts) for parts in zip(*(seconds[way][one] for one in summed), strict=True)]
             for way in WAYS
         }
-        found[name] = {way: asdict(exposed(rounds, way)) for way in WAYS}
+        found[name] = {way: asdict(compute_exposed(rounds, way)) for way in WAYS}
     return found
 
 
-def exposed(rounds: dict[str, list[float]], way: str) -> ExposedTime:
+def compute_exposed(rounds: dict[str, list[float]], way: str) -> ExposedTime:
     """Return one way of one pass, given the seconds of every round."""
     median = {name: statistics.median(values) for name, values in rounds.items()}
     ratios = [
@@ -201,7 +201,7 @@ def exposed(rounds: dict[str, list[float]], way: str) -> ExposedTime:
 def show(rate: str, seconds: Seconds) -> None:
     """Print one rate as a table: milliseconds, exposed milliseconds, and their ratio to serial."""
     print(f"\n{rate:<18}" + "".join(f"{way:>20}" for way in WAYS))
-    for name, ways in summary(seconds).items():
+    for name, ways in summarize(seconds).items():
         cells = [f"{1e3 * ways[ALONE]['seconds']['median']:.0f} ms"]
         for way in WAYS[1:]:
             one = ways[way]

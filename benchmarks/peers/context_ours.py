@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from context_workload import answer, own_parts, parser
+from context_workload import answer, draw_own_parts, make_parser
 from ranks import measure, run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -24,7 +24,7 @@ def train(given: argparse.Namespace) -> None:
     mesh = Mesh(Layout(context=given.ranks), device="cpu")
     _, ring = mesh.divide_context(1)
     ring_mask = RingMask(ring, given.seq // given.ranks, AttentionMask(None, None), None)
-    *qkv, d_out = own_parts(given, torch.distributed.get_rank())
+    *qkv, d_out = draw_own_parts(given, torch.distributed.get_rank())
     query, key, value = leaves = [part.requires_grad_() for part in qkv]
 
     def step() -> float:
@@ -36,5 +36,5 @@ def train(given: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    given = parser(__doc__).parse_args()
+    given = make_parser(__doc__).parse_args()
     run(train, given, given.ranks)

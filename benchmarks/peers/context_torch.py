@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from context_workload import answer, own_parts, parser
+from context_workload import answer, draw_own_parts, make_parser
 from ranks import measure, run
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -77,7 +77,7 @@ class TorchRing(torch.autograd.Function):
 def train(given: argparse.Namespace) -> None:
     """Run one rank."""
     torch.distributed.init_process_group("gloo")
-    parts = own_parts(given, torch.distributed.get_rank())
+    parts = draw_own_parts(given, torch.distributed.get_rank())
     *qkv, d_out = (part.transpose(1, SEQ).contiguous() for part in parts)
     leaves = [part.requires_grad_() for part in qkv]
     if given.as_is:
@@ -97,7 +97,7 @@ def train(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--rotate", choices=("allgather", "alltoall"), default="allgather")
     arguments.add_argument("--as-is", action="store_true", help="show what it says on a CPU")
     given = arguments.parse_args()

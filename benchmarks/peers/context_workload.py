@@ -28,7 +28,7 @@ class AttentionShape:
 ATTENTION = AttentionShape()
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that every contender takes; a contender may add its own."""
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--ranks", type=int, required=True, help="context ranks")
@@ -38,7 +38,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return arguments
 
 
-def own_parts(given: argparse.Namespace, rank: int) -> list[Tensor]:
+def draw_own_parts(given: argparse.Namespace, rank: int) -> list[Tensor]:
     """Return the queries, keys, values and output gradient of a rank's tokens, [1, S, heads,
     width]."""
     import torch

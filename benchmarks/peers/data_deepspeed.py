@@ -16,13 +16,13 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
 import torch
-from data_workload import draw, parser
-from plain import PlainGPT, optimizer_of
+from data_workload import draw, make_parser
+from plain import PlainGPT, make_optimizer
 from ranks import measure, run
 from workload import WORKLOAD
 
 
-def settings(given: argparse.Namespace) -> dict[str, Any]:
+def make_settings(given: argparse.Namespace) -> dict[str, Any]:
     """Return DeepSpeed's configuration."""
     return {
         "train_micro_batch_size_per_gpu": WORKLOAD.batch // given.ranks,
@@ -41,7 +41,7 @@ def train(given: argparse.Namespace) -> None:
     torch.manual_seed(WORKLOAD.seed)
     model = PlainGPT(WORKLOAD)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer_of(model, WORKLOAD), config=settings(given)
+        model=model, optimizer=make_optimizer(model, WORKLOAD), config=make_settings(given)
     )
     torch.manual_seed(WORKLOAD.seed + 1 + torch.distributed.get_rank())
 
@@ -58,7 +58,7 @@ def train(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--stage", type=int, choices=(1, 2, 3), required=True)
     given = arguments.parse_args()
     run(train, given, given.ranks)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from data_workload import draw, parser
+from data_workload import draw, make_parser
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -85,7 +85,7 @@ def train(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    given = parser(__doc__).parse_args()
+    given = make_parser(__doc__).parse_args()
     run(train, given, given.ranks)
 
 

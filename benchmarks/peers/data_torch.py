@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed
-from data_workload import draw, parser
-from plain import PlainGPT, optimizer_of
+from data_workload import draw, make_parser
+from plain import PlainGPT, make_optimizer
 from ranks import measure, run
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -43,7 +43,7 @@ def step_of(shape: Workload, way: str, precision: str, ranks: int) -> Callable[[
     """Return a step: it draws a batch, trains on it and returns its loss on this rank."""
     torch.manual_seed(shape.seed)
     model = divide(PlainGPT(shape), way, precision)
-    optimizer = optimizer_of(model, shape)
+    optimizer = make_optimizer(model, shape)
     torch.manual_seed(shape.seed + 1 + torch.distributed.get_rank())
 
     def lowered() -> AbstractContextManager[object]:
@@ -82,7 +82,7 @@ def train(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--way", choices=WAYS, required=True)
     given = arguments.parse_args()
     run(train, given, given.ranks)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that every contender takes; a contender may add its own."""
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--ranks", type=int, required=True, help="data ranks")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from importlib.metadata import version
 
 import torch
-from experts_workload import SHAPES, answer, parser, peak, report, seconds_of, tensors
+from experts_workload import SHAPES, answer, make_parser, measure_seconds, peak, report, tensors
 from torch import Tensor
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--implementation", help="of the experts: eager, batched_mm, grouped_mm")
     given = arguments.parse_args()
     shape = SHAPES[given.shape]
@@ -39,7 +39,7 @@ def main() -> None:
         out.backward(numbers.d_out[None])
         return out.detach()
 
-    seconds = seconds_of(step, given.steps)
+    seconds = measure_seconds(step, given.steps)
     peak_bytes = peak()
     out = step()
     experts = layer.experts

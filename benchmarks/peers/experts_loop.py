@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import torch
 import torch.nn.functional as F
-from experts_workload import SHAPES, answer, parser, peak, report, seconds_of, tensors
+from experts_workload import SHAPES, answer, make_parser, measure_seconds, peak, report, tensors
 from torch import Tensor, nn
 
 
@@ -45,7 +45,7 @@ class Layer(nn.Module):
 
 
 def main() -> None:
-    given = parser(__doc__).parse_args()
+    given = make_parser(__doc__).parse_args()
     shape = SHAPES[given.shape]
     numbers = tensors(shape, given.precision)
     layer = Layer(shape.hidden, shape.width, shape.experts, shape.top_k).to(numbers.x.dtype)
@@ -66,7 +66,7 @@ def main() -> None:
         out.backward(numbers.d_out)
         return out.detach()
 
-    seconds = seconds_of(step, given.steps)
+    seconds = measure_seconds(step, given.steps)
     peak_bytes = peak()
     out = step()
     gate, up, down = (

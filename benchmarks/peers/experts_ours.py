@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from experts_workload import SHAPES, answer, parser, peak, report, seconds_of, tensors
+from experts_workload import SHAPES, answer, make_parser, measure_seconds, peak, report, tensors
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -46,7 +46,7 @@ def bind(module: Module, precision: str) -> None:
 
 def main() -> None:
     tune_host_allocator()  # as at the start of a run
-    given = parser(__doc__).parse_args()
+    given = make_parser(__doc__).parse_args()
     shape = SHAPES[given.shape]
     numbers = tensors(shape, given.precision)
     moe = MoEConfig(
@@ -97,7 +97,7 @@ def main() -> None:
             parameter.finish()
         return out.detach()
 
-    whole = seconds_of(step, given.steps)
+    whole = measure_seconds(step, given.steps)
     peak_bytes = peak()
 
     chosen, _ = layer.router(x.detach(), context, state)
@@ -113,10 +113,10 @@ def main() -> None:
         rows.grad = gates.grad = None
         experts(rows, gates, order, expert_rows, state).backward(d_rows)
 
-    bare = seconds_of(alone, given.steps)
+    bare = measure_seconds(alone, given.steps)
     for _ in range(_ROUNDS - 1):
-        whole += seconds_of(step, given.steps)
-        bare += seconds_of(alone, given.steps)
+        whole += measure_seconds(step, given.steps)
+        bare += measure_seconds(alone, given.steps)
     overhead = statistics.median(whole) / statistics.median(bare) - 1
     out = step()
     loss = answer(out, x.grad, *(parameter.grad for parameter in trained))

@@ -39,7 +39,7 @@ SHAPES = {
 _STD = 0.03
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that every contender takes."""
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--shape", choices=SHAPES, required=True)
@@ -95,7 +95,7 @@ def answer(*results: Tensor | None) -> float:
     return math.fsum(squares)
 
 
-def seconds_of(work: Callable[[], object], passes: int) -> list[float]:
+def measure_seconds(work: Callable[[], object], passes: int) -> list[float]:
     """Return the times of this many passes, after two that are not counted."""
     work(), work()
     found = []

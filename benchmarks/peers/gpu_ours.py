@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 import torch
-from gpu_workload import batches, profiled, read, run
+from gpu_workload import make_batches, profile_steps, read, run
 from torch import Tensor
 
 from megaframe.config import RunConfig
@@ -38,7 +38,7 @@ class Training:
                 else:
                     weights.fill_(init.value)
         train_step.optimizer.begin()
-        self._make = batches(config, device)
+        self._make = make_batches(config, device)
         self._tokens = train.global_batch * train.seq
         self._microbatches = train.global_batch // train.microbatch
         self._samples = torch.arange(train.microbatch, device=device)
@@ -71,7 +71,7 @@ def main() -> None:
         training.step()
     found["parts"] = training.parts()
     print(json.dumps(found), flush=True)
-    print(json.dumps({**found, **profiled(training.step, device, trace)}))
+    print(json.dumps({**found, **profile_steps(training.step, device, trace)}))
     training.mesh.close()
 
 

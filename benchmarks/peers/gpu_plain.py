@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 import torch
-from gpu_workload import batches, read, run
+from gpu_workload import make_batches, read, run
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -182,7 +182,7 @@ def main() -> None:
     ]
     betas, decay = (optim.beta1, optim.beta2), optim.weight_decay
     adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=betas, weight_decay=decay, fused=True)
-    make, count = batches(config, device), train.global_batch // train.microbatch
+    make, count = make_batches(config, device), train.global_batch // train.microbatch
 
     def step() -> Tensor:
         losses = []

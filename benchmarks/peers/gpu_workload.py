@@ -50,7 +50,7 @@ def read() -> tuple[RunConfig, torch.device, Path | None]:
     return load(given.config, given.overrides), device, given.trace
 
 
-def batches(config: RunConfig, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
+def make_batches(config: RunConfig, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
     """Return a function that gives the next microbatch of random tokens [B, S] and their
     successors. They are drawn in advance, so that a step's host time does not include a loader's
     work."""
@@ -116,7 +116,9 @@ def waiting(device: torch.device) -> Callable[[], None]:
     return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
-def profiled(step: Callable[[], Tensor], device: torch.device, keep: Path | None) -> dict[str, Any]:
+def profile_steps(
+    step: Callable[[], Tensor], device: torch.device, keep: Path | None
+) -> dict[str, Any]:
     """Profile two steps, the second launched while the first runs. Return the shares of time in
     which the GPU does nothing or only communicates, and where most of the time goes; nothing
     without a GPU. keep: where to write the trace, if it is small."""

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils.data import Dataset
-from workload import WARMUP_STEPS, WORKLOAD, Workload, emit, parser, peak_rss_bytes
+from workload import WARMUP_STEPS, WORKLOAD, Workload, emit, make_parser, peak_rss_bytes
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
@@ -48,7 +48,7 @@ class StepClock(transformers.TrainerCallback):
             self.losses.append(logs["loss"])
 
 
-def model_of(shape: Workload) -> torch.nn.Module:
+def make_model(shape: Workload) -> torch.nn.Module:
     """Return their GPT-2 in the workload's shape, with the attention that torch chooses."""
     config = transformers.GPT2Config(
         vocab_size=shape.vocab,
@@ -68,7 +68,7 @@ def model_of(shape: Workload) -> torch.nn.Module:
 
 
 def main() -> None:
-    given = parser(__doc__).parse_args()
+    given = make_parser(__doc__).parse_args()
     shape, steps = WORKLOAD, WARMUP_STEPS + given.steps
     torch.manual_seed(shape.seed)
     clock = StepClock()
@@ -91,7 +91,7 @@ def main() -> None:
         seed=shape.seed,
     )
     transformers.Trainer(
-        model_of(shape),
+        make_model(shape),
         arguments,
         train_dataset=Tokens(shape, steps * shape.batch),
         callbacks=[clock],

@@ -24,7 +24,7 @@ from megatron.core.transformer import transformer_block
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
-from workload import WORKLOAD, Workload, parser, run
+from workload import WORKLOAD, Workload, make_parser, run
 
 
 class FusedAttention(nn.Module):
@@ -158,7 +158,7 @@ class MainWeights:
 
 
 def main() -> None:
-    arguments = parser(__doc__).parse_args()
+    arguments = make_parser(__doc__).parse_args()
     warnings.filterwarnings("ignore", module="megatron")
     shape = WORKLOAD
     torch.manual_seed(shape.seed)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nanogpt_checkout import import_model, revision
+from nanogpt_checkout import import_model, read_revision
 from torch import nn
-from workload import WORKLOAD, parser, run
+from workload import WORKLOAD, make_parser, run
 
 
 def build(checkout: Path) -> Any:
@@ -32,7 +32,7 @@ def build(checkout: Path) -> Any:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
     given = arguments.parse_args()
     shape = WORKLOAD
@@ -53,7 +53,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
-    run(step, given.steps, {"torch": torch.__version__, "nanogpt": revision(given.nanogpt)})
+    run(step, given.steps, {"torch": torch.__version__, "nanogpt": read_revision(given.nanogpt)})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ def import_model(checkout: Path) -> ModuleType:
     return importlib.import_module("model")
 
 
-def revision(checkout: Path) -> str:
+def read_revision(checkout: Path) -> str:
     """Return the commit of the checkout, or `unknown` if it is not a git checkout."""
     command = ("git", "-C", str(checkout), "rev-parse", "HEAD")
     result = subprocess.run(command, capture_output=True, text=True, check=False)

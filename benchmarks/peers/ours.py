@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from workload import WARMUP_STEPS, WORKLOAD, emit, parser, peak_rss_bytes
+from workload import WARMUP_STEPS, WORKLOAD, emit, make_parser, peak_rss_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -50,7 +50,7 @@ RECOMPUTE = ("train.recompute=selective", "train.recompute_blocks=2")
 """Less memory for a few percent of the speed: norms, activations and the first two blocks."""
 
 
-def overrides_of(precision: str, steps: int, prefix: Path) -> list[str]:
+def make_overrides(precision: str, steps: int, prefix: Path) -> list[str]:
     """Return the workload as keys of the config; everything else is at its default."""
     shape = WORKLOAD
     return [
@@ -84,7 +84,7 @@ def overrides_of(precision: str, steps: int, prefix: Path) -> list[str]:
 
 
 def main() -> None:
-    command = parser(__doc__)
+    command = make_parser(__doc__)
     command.add_argument("--recompute", action="store_true", help="recompute activations")
     arguments = command.parse_args()
     shape = WORKLOAD
@@ -94,7 +94,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_documents(folder / "tokens", [tokens], shape.vocab)
-        keys = overrides_of(arguments.precision, steps, folder / "tokens")
+        keys = make_overrides(arguments.precision, steps, folder / "tokens")
         metrics = pretrain(folder, [*keys, *(RECOMPUTE if arguments.recompute else ())])
     timed = metrics[WARMUP_STEPS:]
     speeds = [line["tokens_per_second"] for line in timed]

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from ours import ROOT, overrides_of, write_documents
+from ours import ROOT, make_overrides, write_documents
 from ranks import WARMUP_STEPS, start_ranks
 from workload import Workload, emit, peak_rss_bytes
 
@@ -31,7 +31,7 @@ def train(
         prefix, run = Path(name) / "tokens", Path(name) / "run"
         write_documents(prefix, [tokens], shape.vocab)
         entry = (sys.executable, str(ROOT / "pretrain_gpt.py"), f"run.dir={run}")
-        start_ranks((*entry, *overrides_of(precision, steps, prefix), *settings), ranks)
+        start_ranks((*entry, *make_overrides(precision, steps, prefix), *settings), ranks)
         with open(run / "metrics.jsonl", encoding="utf-8") as lines:
             metrics = [json.loads(line) for line in lines]
     speeds = [line["tokens_per_second"] for line in metrics[WARMUP_STEPS:]]

@@ -21,8 +21,8 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 from megatron_core import build, replace_cuda
-from pipeline_workload import MICROBATCHES, clip, parser, shape_of
-from plain import optimizer_of
+from pipeline_workload import MICROBATCHES, clip, make_parser, make_shape
+from plain import make_optimizer
 from ranks import measure, run
 from torch import Tensor, nn
 from workload import Workload
@@ -63,10 +63,10 @@ def train(given: argparse.Namespace) -> None:
     replace_cuda()
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=given.stages)
-    shape = shape_of(given)
+    shape = make_shape(given)
     torch.manual_seed(shape.seed)
     model = build_stage(shape, given.stages)
-    optimizer = optimizer_of(model, shape)
+    optimizer = make_optimizer(model, shape)
     generator = torch.Generator().manual_seed(shape.seed)
     samples = shape.batch // MICROBATCHES
     positions = torch.arange(shape.seq).expand(samples, -1)
@@ -99,5 +99,5 @@ def train(given: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    given = parser(__doc__).parse_args()
+    given = make_parser(__doc__).parse_args()
     run(train, given, given.stages)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from ours_on_ranks import train
-from pipeline_workload import MICROBATCHES, parser, shape_of
+from pipeline_workload import MICROBATCHES, make_parser, make_shape
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--schedule", default="1f1b")
     arguments.add_argument("--chunks", type=int, default=1)
     arguments.add_argument("settings", nargs="*", metavar="section.key=value")
     given = arguments.parse_args()
-    shape = shape_of(given)
+    shape = make_shape(given)
     settings = [
         f"model.vocab={shape.vocab}",
         "model.tie_embeddings=false",

@@ -11,8 +11,8 @@ import math
 
 import torch
 import torch.distributed
-from pipeline_workload import MICROBATCHES, clip, parser, shape_of
-from plain import PlainBlock, optimizer_of
+from pipeline_workload import MICROBATCHES, clip, make_parser, make_shape
+from plain import PlainBlock, make_optimizer
 from ranks import measure, run
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -63,7 +63,7 @@ class StageModule(nn.Module):
         return self.head(self.norm(x)) if self.last else x
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+def compute_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross entropy of one microbatch; torch divides gradients by the number of
     microbatches."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -73,7 +73,7 @@ def train(given: argparse.Namespace) -> None:
     """Run one rank."""
     torch.distributed.init_process_group("gloo")
     rank, ranks = torch.distributed.get_rank(), given.stages
-    shape = shape_of(given)
+    shape = make_shape(given)
     chunks = CHUNKS[given.schedule]
     total = ranks * chunks
     numbers = [rank + ranks * chunk for chunk in range(chunks)]
@@ -87,8 +87,8 @@ def train(given: argparse.Namespace) -> None:
         for part, number in zip(parts, numbers, strict=True)
     ]
     kind = getattr(schedules, f"Schedule{given.schedule}")
-    schedule = kind(stages if chunks > 1 else stages[0], MICROBATCHES, loss_fn=loss_of)
-    optimizer = optimizer_of(parts, shape)
+    schedule = kind(stages if chunks > 1 else stages[0], MICROBATCHES, loss_fn=compute_loss)
+    optimizer = make_optimizer(parts, shape)
     generator = torch.Generator().manual_seed(shape.seed)
 
     def step() -> float | None:
@@ -109,7 +109,7 @@ def train(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--schedule", choices=tuple(CHUNKS), required=True)
     given = arguments.parse_args()
     run(train, given, given.stages)

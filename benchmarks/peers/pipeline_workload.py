@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MICROBATCHES = 4
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that every contender takes; a contender may add its own."""
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--stages", type=int, required=True, help="pipeline ranks")
@@ -23,7 +23,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return arguments
 
 
-def shape_of(given: argparse.Namespace) -> Workload:
+def make_shape(given: argparse.Namespace) -> Workload:
     """Return the model with the requested vocabulary."""
     return replace(WORKLOAD, vocab=given.vocab)
 

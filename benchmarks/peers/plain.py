@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from workload import WORKLOAD, Workload, parser, run
+from workload import WORKLOAD, Workload, make_parser, run
 
 
 class PlainBlock(nn.Module):
@@ -61,7 +61,7 @@ class PlainGPT(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def optimizer_of(model: nn.Module, shape: Workload) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, shape: Workload) -> torch.optim.Optimizer:
     """Return a fused AdamW that decays matrices and embeddings, but not norms."""
     parameters = list(model.parameters())
     groups = [
@@ -73,13 +73,13 @@ def optimizer_of(model: nn.Module, shape: Workload) -> torch.optim.Optimizer:
 
 
 def main() -> None:
-    command = parser(__doc__)
+    command = make_parser(__doc__)
     command.add_argument("--compile", action="store_true", help="by torch.compile")
     arguments = command.parse_args()
     shape = WORKLOAD
     torch.manual_seed(shape.seed)
     model = PlainGPT(shape)
-    optimizer = optimizer_of(model, shape)
+    optimizer = make_optimizer(model, shape)
     loss_of = torch.compile(model) if arguments.compile else model
 
     def step() -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from workload import WORKLOAD, Workload, emit, parser, peak_rss_bytes
+from workload import WORKLOAD, Workload, emit, make_parser, peak_rss_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -55,7 +55,7 @@ def candidates(left: Tensor, right: Tensor) -> Iterator[Callable[[], object]]:
         yield lambda operands=operands, plain=plain: matmul._multiply_by(plain, *operands)  # type: ignore[misc]
 
 
-def seconds_of(left: Tensor, right: Tensor, rounds: int) -> float:
+def measure_seconds(left: Tensor, right: Tensor, rounds: int) -> float:
     """Return the median seconds of the fastest routine."""
     every: list[float] = []
     for run in candidates(left, right):
@@ -72,12 +72,12 @@ def seconds_of(left: Tensor, right: Tensor, rounds: int) -> float:
 
 
 def main() -> None:
-    given = parser(__doc__).parse_args()
+    given = make_parser(__doc__).parse_args()
     dtype, total = _TYPES[given.precision], 0.0
     for heads, rows, inner, columns, times in shapes(WORKLOAD):
         left = torch.randn(heads, rows, inner).to(dtype)
         right = torch.randn(heads, columns, inner).to(dtype).mT
-        total += times * seconds_of(left, right, given.steps)
+        total += times * measure_seconds(left, right, given.steps)
     speed = WORKLOAD.tokens_per_step / total
     emit(
         tokens_per_second=speed,

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from nanogpt_checkout import import_model, revision
-from shakespeare_settings import SETTINGS, Text, parser, read_text
+from nanogpt_checkout import import_model, read_revision
+from shakespeare_settings import SETTINGS, Text, make_parser, read_text
 from workload import emit, peak_rss_bytes
 
 ITERATION = re.compile(r"^iter (\d+): loss [\d.]+, time ([\d.]+)ms", re.MULTILINE)
@@ -91,7 +91,7 @@ def validation_loss(checkpoint: Path, checkout: Path, text: Text) -> float:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
     given = arguments.parse_args()
     text = read_text(given.text)
@@ -107,7 +107,7 @@ def main() -> None:
         best_tokens_per_second=SETTINGS.tokens_per_step / min(seconds),
         peak_rss_bytes=peak,
         loss=loss,
-        versions={"torch": version("torch"), "nanogpt": revision(given.nanogpt)},
+        versions={"torch": version("torch"), "nanogpt": read_revision(given.nanogpt)},
     )
 
 

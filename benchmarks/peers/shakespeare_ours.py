@@ -13,11 +13,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ours import pretrain, write_documents
-from shakespeare_settings import SETTINGS, Text, parser, read_text
+from shakespeare_settings import SETTINGS, Text, make_parser, read_text
 from workload import emit, peak_rss_bytes
 
 
-def overrides_of(prefix: Path, text: Text, steps: int, position: str) -> list[str]:
+def make_overrides(prefix: Path, text: Text, steps: int, position: str) -> list[str]:
     """Return nanoGPT's settings as keys of the config. nanoGPT's own `position` is learned."""
     shape = SETTINGS
     return [
@@ -52,14 +52,14 @@ def overrides_of(prefix: Path, text: Text, steps: int, position: str) -> list[st
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--position", choices=("learned", "rotary"), default="learned")
     given = arguments.parse_args()
     text = read_text(given.text)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_documents(folder / "tokens", [text.training, text.validation], text.vocab)
-        overrides = overrides_of(folder / "tokens", text, given.steps, given.position)
+        overrides = make_overrides(folder / "tokens", text, given.steps, given.position)
         metrics = pretrain(folder, overrides)
     seconds = [line["seconds"] for line in metrics[1:-1]]
     emit(

@@ -70,7 +70,7 @@ def read_text(path: Path) -> Text:
     return Text(narrow[:cut], narrow[cut:], alphabet.size)
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the arguments of both contenders."""
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--text", type=Path, required=True, help="tinyshakespeare's input.txt")

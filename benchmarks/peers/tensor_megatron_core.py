@@ -16,7 +16,7 @@ import torch.distributed
 from megatron.core import parallel_state
 from megatron_core import MainWeights, build, replace_cuda
 from ranks import measure, run
-from tensor_workload import clip, parser
+from tensor_workload import clip, make_parser
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from workload import WORKLOAD
@@ -77,7 +77,7 @@ def train(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--sequence", action="store_true", help="sequence parallel")
     given = arguments.parse_args()
     run(train, given, given.ranks)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ours_on_ranks import train
-from tensor_workload import parser
+from tensor_workload import make_parser
 from workload import WORKLOAD
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("settings", nargs="*", metavar="section.key=value")
     given = arguments.parse_args()
     settings = [f"parallel.tensor={given.ranks}", *given.settings]

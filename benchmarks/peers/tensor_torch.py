@@ -12,9 +12,9 @@ import argparse
 
 import torch
 import torch.distributed
-from plain import PlainGPT, optimizer_of
+from plain import PlainGPT, make_optimizer
 from ranks import measure, run
-from tensor_workload import clip, parser
+from tensor_workload import clip, make_parser
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -104,7 +104,7 @@ def train(given: argparse.Namespace) -> None:
     model = DividedGPT(WORKLOAD)
     model.divide(init_device_mesh("cpu", (given.ranks,)), given.sequence)
     parts = OwnParts(model)
-    optimizer = optimizer_of(parts, WORKLOAD)
+    optimizer = make_optimizer(parts, WORKLOAD)
 
     def step() -> float:
         ids = torch.randint(WORKLOAD.vocab, (WORKLOAD.batch, WORKLOAD.seq + 1))
@@ -122,7 +122,7 @@ def train(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = make_parser(__doc__)
     arguments.add_argument("--sequence", action="store_true", help="sequence parallel")
     given = arguments.parse_args()
     run(train, given, given.ranks)

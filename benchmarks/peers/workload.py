@@ -48,7 +48,7 @@ class Workload:
 WORKLOAD = Workload()
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that every contender takes; a contender may add its own."""
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--precision", choices=("fp32", "bf16"), required=True)

@@ -60,10 +60,10 @@ class StagePass(NamedTuple):
     live: int
 
 
-def in_world(task: Callable[..., Any], config: RunConfig, *given: Any) -> list[Any]:
+def run_in_world(task: Callable[..., Any], config: RunConfig, *given: Any) -> list[Any]:
     """Run task(mesh, train_step, config, *given) on every rank of a new world and return the
     results by rank. Ends the program if a rank fails."""
-    ranks = world_of(config)
+    ranks = make_world(config)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "megaframe.training.train_step", "megaframe.metrics"])
     with closing(socket.socket()) as found:
@@ -87,7 +87,7 @@ def in_world(task: Callable[..., Any], config: RunConfig, *given: Any) -> list[A
     return results
 
 
-def world_of(config: RunConfig) -> int:
+def make_world(config: RunConfig) -> int:
     """Return the number of ranks of the config's pipelines."""
     return config.parallel.pipeline * (config.parallel.data or 1)
 
@@ -106,7 +106,7 @@ def _play(
 
     torch.set_num_threads(1)
     ctypes.CDLL(None).prctl(TIMER_SLACK, 1)
-    world = world_of(config)
+    world = make_world(config)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )

@@ -19,11 +19,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from emulated_ranks import Steps, in_world, run_steps, transfer_seconds
+from emulated_ranks import Steps, run_in_world, run_steps, transfer_seconds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import commit, machine
+from harness import describe_machine, read_commit
 
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import stage_costs, stage_plans
@@ -85,7 +85,7 @@ class EmulatedSchedule:
     memory_neutral: bool
 
 
-def config_of(
+def make_config(
     name: str, ranks: int, chunks: int, microbatches: int, seconds: float, data: int = 1
 ) -> RunConfig:
     """Return the config of a tiny model with one block per stage, whose F, B and W take `seconds`
@@ -114,7 +114,7 @@ def config_of(
     )
 
 
-def simulated(config: RunConfig, comm: float) -> tuple[Schedule, Timeline]:
+def simulate_schedule(config: RunConfig, comm: float) -> tuple[Schedule, Timeline]:
     """Return the schedule of a step of `config`, and its simulation with the emulated times."""
     schedule = build_step_schedule(config, config.train.global_batch)
     costs = replace(stage_costs(config, stage_plans(config)), comm=comm)
@@ -127,15 +127,15 @@ def play(config: RunConfig, schedule: Schedule, steps: int) -> list[Steps]:
         path = Path(folder) / "schedule.txt"
         path.write_text(str(schedule), encoding="utf-8")
         parallel = config.parallel.model_copy(update={"schedule": f"file:{path}"})
-        return in_world(run_steps, config.model_copy(update={"parallel": parallel}), steps)
+        return run_in_world(run_steps, config.model_copy(update={"parallel": parallel}), steps)
 
 
 def measure(
     name: str, chunks: int, microbatches: int, given: argparse.Namespace, comm: float
 ) -> EmulatedSchedule:
     """Measure and simulate one schedule."""
-    config = config_of(name, given.ranks, chunks, microbatches, given.milliseconds / 1e3)
-    schedule, expected = simulated(config, comm)
+    config = make_config(name, given.ranks, chunks, microbatches, given.milliseconds / 1e3)
+    schedule, expected = simulate_schedule(config, comm)
     seen = play(config, schedule, given.steps)
     times = [max(ends) - min(starts) for starts, ends in zip(*_across(seen), strict=True)]
     step, predicted = statistics.median(times), float(expected.time)
@@ -182,7 +182,7 @@ HEAD = (
 )
 
 
-def row(line: EmulatedSchedule) -> str:
+def format_row(line: EmulatedSchedule) -> str:
     """Format a line as aligned text under `HEAD`."""
     return (
         f"{line.schedule:<14}{line.chunks:>7}{line.microbatches:>6}{line.measured:>9.3f}"
@@ -192,12 +192,12 @@ def row(line: EmulatedSchedule) -> str:
     )
 
 
-def overheads() -> Iterator[dict[str, Any]]:
+def measure_overheads() -> Iterator[dict[str, Any]]:
     """Yield the microseconds of processor time per action if blocks take no time, of the thread
     that runs the engine, in its least disturbed step. The two ranks with the embedding and the
     head, which are real, are reported apart from the others."""
     for name, ranks, chunks, microbatches in OVERHEAD:
-        config = config_of(name, ranks, chunks, microbatches, 0.0)
+        config = make_config(name, ranks, chunks, microbatches, 0.0)
         schedule = build_step_schedule(config, microbatches)
         actions = [len(rank) for rank in lower(schedule).ranks]
         each = [
@@ -223,7 +223,7 @@ def overheads() -> Iterator[dict[str, Any]]:
         }
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=8)
@@ -236,23 +236,23 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = arguments()
-    idle = config_of("1f1b", given.ranks, 1, given.ranks, 0.0)
-    comm = max(in_world(transfer_seconds, idle))
+    given = parse_arguments()
+    idle = make_config("1f1b", given.ranks, 1, given.ranks, 0.0)
+    comm = max(run_in_world(transfer_seconds, idle))
     print(f"{given.ranks} ranks, passes of {given.milliseconds:g} ms, transfer {comm * 1e6:.0f} us")
     print(HEAD)
     lines = []
     for name, chunks, each in RUNS:
         if name in given.schedules:
             lines.append(measure(name, chunks, each * given.ranks, given, comm))
-            print(row(lines[-1]), flush=True)
-    found = list(overheads())
+            print(format_row(lines[-1]), flush=True)
+    found = list(measure_overheads())
     if given.write:
         settings = ("ranks", "milliseconds", "steps")
         document = {
-            "commit": commit(),
+            "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": machine(),
+            "machine": describe_machine(),
             "config": {name: getattr(given, name) for name in settings},
             "transfer_seconds": comm,
             "schedules": [asdict(line) for line in lines],

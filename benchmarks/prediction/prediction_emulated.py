@@ -14,12 +14,12 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from emulated_ranks import in_world, run_steps, transfer_seconds
+from emulated_ranks import run_in_world, run_steps, transfer_seconds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import commit, machine
-from pipeline_emulated import config_of
+from harness import describe_machine, read_commit
+from pipeline_emulated import make_config
 
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import Cluster, load_cluster
@@ -53,21 +53,21 @@ class PredictedWorld:
         return self.predicted / self.measured - 1
 
 
-def cluster_here() -> Cluster:
+def describe_cluster() -> Cluster:
     """Return a cluster of ranks on this machine, with the measured latency between ranks."""
-    comm = in_world(transfer_seconds, config_of("1f1b", 2, 1, 4, 0.01))[1]
+    comm = run_in_world(transfer_seconds, make_config("1f1b", 2, 1, 4, 0.01))[1]
     cluster = load_cluster("cpu")
     return replace(cluster, tiers=(replace(cluster.tiers[0], latency=comm),), jitter=0.0)
 
 
-def seconds_of(
+def measure_seconds(
     config: RunConfig, layout: Layout, steps: int, cluster: Cluster
 ) -> tuple[float, float]:
     """Return the measured (median) and the predicted seconds of a step of blocks that wait."""
     constants = constants_of("cpu")
     quiet = replace(constants, software=replace(constants.software, step_kernels=0.0))
     expected = predict(config, layout, cluster, quiet)
-    seen = in_world(run_steps, config, steps)
+    seen = run_in_world(run_steps, config, steps)
     starts = zip(*(rank.starts for rank in seen), strict=True)
     ends = zip(*(rank.ends for rank in seen), strict=True)
     times = [max(end) - min(start) for start, end in zip(starts, ends, strict=True)]
@@ -77,8 +77,8 @@ def seconds_of(
 def measure(run: tuple[str, int, int, int, float], steps: int, cluster: Cluster) -> PredictedWorld:
     """Measure and predict one run."""
     name, ranks, chunks, microbatches, seconds = run
-    config = config_of(name, ranks, chunks, microbatches, seconds)
-    step, expected = seconds_of(config, Layout(pipeline=ranks), steps, cluster)
+    config = make_config(name, ranks, chunks, microbatches, seconds)
+    step, expected = measure_seconds(config, Layout(pipeline=ranks), steps, cluster)
     return PredictedWorld(name, ranks, chunks, microbatches, step, expected)
 
 
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="timed steps, after one that is not")
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
-    cluster = cluster_here()
+    cluster = describe_cluster()
     lines = []
     for run in RUNS:
         if run[1] in given.ranks:
@@ -103,8 +103,8 @@ def main() -> None:
             )
     if given.write:
         result = {
-            "commit": commit(),
-            "machine": machine(),
+            "commit": read_commit(),
+            "machine": describe_machine(),
             "transfer_seconds": cluster.tiers[0].latency,
             "lines": [{**asdict(line), "deviation": line.deviation} for line in lines],
         }

@@ -68,7 +68,7 @@ class PublishedPrediction:
 
 
 @lru_cache
-def cluster_of(name: str) -> Cluster:
+def find_cluster(name: str) -> Cluster:
     """Return a cluster; it is read once."""
     return load_cluster(name)
 
@@ -82,7 +82,7 @@ def predict_run(
     published, tuned run, and the minimum of so many predictions would be too low. The mean of them
     is therefore predicted. known: constants by family, in place of the shipped ones.
     """
-    cluster = cluster_of(row.cluster)
+    cluster = find_cluster(row.cluster)
     constants = known[cluster.chip.family] if known else constants_of(cluster.chip.family)
     constants = replace(constants, software=row.software)
     made = []
@@ -109,7 +109,7 @@ def predict_table(name: str) -> tuple[PublishedPrediction, ...]:
     return tuple(predict_run(row) for row in TABLES[name].rows())
 
 
-def null_model_errors(rows: Sequence[PublishedRun]) -> list[float]:
+def compute_null_errors(rows: Sequence[PublishedRun]) -> list[float]:
     """Return the errors of a null model, which every planner must beat: the best constant rate for
     each chip, with whichever count of operations gives the smallest errors (causal attention as
     half or whole, with or without recompute)."""
@@ -167,18 +167,18 @@ class ErrorSummary:
 def summarize_errors(lines: Sequence[PublishedPrediction]) -> ErrorSummary:
     """Return the errors of the rows of a table."""
     errors = np.abs([line.error for line in lines])
-    null = np.abs(null_model_errors([line.row for line in lines]))
+    null = np.abs(compute_null_errors([line.row for line in lines]))
     return ErrorSummary(
         mean=float(errors.mean()),
         most=float(errors.max()),
         fitted=float(errors[::2].mean()),
         held_out=float(errors[1::2].mean()),
         null=float(null.mean()),
-        lost=max(choice_losses(lines), default=None),
+        lost=max(compute_choice_losses(lines), default=None),
     )
 
 
-def choice_losses(lines: Sequence[PublishedPrediction]) -> Iterator[float]:
+def compute_choice_losses(lines: Sequence[PublishedPrediction]) -> Iterator[float]:
     """Yield, for each set of rivals, what the predicted best loses to the true best."""
     rivals: dict[str, list[PublishedPrediction]] = {}
     for line in lines:
@@ -197,7 +197,7 @@ def fit(family: str, rounds: int = 6) -> Constants:
     start = constants_of(family)
     rows: list[tuple[PublishedRun, float]] = []
     for name, table in TABLES.items():
-        own = [r for r in list(table.rows())[::2] if cluster_of(r.cluster).chip.family == family]
+        own = [r for r in list(table.rows())[::2] if find_cluster(r.cluster).chip.family == family]
         own = own[:: max(1, len(own) // MOST_ROWS)]
         weight = (2.0 if name in DOUBLE_WEIGHT else 1.0) / max(1, len(own))
         rows += [(replace(r, configs=predict_run(r).near), weight) for r in own]

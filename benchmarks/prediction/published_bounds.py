@@ -41,7 +41,7 @@ class LayerCost:
         return self.layers * self.microbatch / self.tensor
 
 
-def layer_costs(rows: Sequence[PublishedRun], hidden: int) -> list[LayerCost]:
+def compute_layer_costs(rows: Sequence[PublishedRun], hidden: int) -> list[LayerCost]:
     """Return the costs of the rows of one width that ran 1F1B."""
     found = []
     for row in rows:
@@ -80,7 +80,7 @@ def find_contradictions(
             yield one, other
 
 
-def least_error(known: Sequence[LayerCost], apart: float) -> float:
+def bound_error(known: Sequence[LayerCost], apart: float) -> float:
     """Return the sum of errors (logarithms) on these pairs of any prediction in which more tensor
     ranks and smaller microbatches are not cheaper."""
     return sum(
@@ -95,7 +95,7 @@ def half_microbatch_cost(known: Sequence[LayerCost], microbatch: int) -> float:
     return own[microbatch // 2] / own[microbatch]
 
 
-def most_seconds(known: Sequence[LayerCost], of: LayerCost, dearer: float) -> float:
+def bound_seconds(known: Sequence[LayerCost], of: LayerCost, dearer: float) -> float:
     """Return the most time that `of` can be predicted to take if the extra cost of tensor ranks
     grows at least in proportion to their number minus one.
 
@@ -114,14 +114,14 @@ def _ends(known: Sequence[LayerCost]) -> tuple[float, int, float]:
     return alone, most, max(cost.seconds for cost in known if cost.tensor == most)
 
 
-def least_loss(known: Sequence[LayerCost], dearer: float) -> float:
+def bound_loss(known: Sequence[LayerCost], dearer: float) -> float:
     """Return the least that such a prediction's choice loses if it is right about all rows with
     tensor sizes other than 2."""
     fastest = min(cost.row.seconds for cost in known)
     chosen = [
         cost.row.seconds
         for cost in known
-        if cost.tensor == 2 and most_seconds(known, cost, dearer) < fastest
+        if cost.tensor == 2 and bound_seconds(known, cost, dearer) < fastest
     ]
     return min(chosen, default=fastest) / fastest - 1
 
@@ -134,8 +134,8 @@ ALIKE = (4, 6)
 
 def describe_bounds(rows: Sequence[PublishedRun]) -> str:
     """Return these bounds in words, for the page."""
-    known = layer_costs(rows, WIDTH)
-    mean, order = _mean_told(known, len(rows)), _order_told(known, layer_costs(rows, 3072))
+    known = compute_layer_costs(rows, WIDTH)
+    mean, order = _mean_told(known, len(rows)), _order_told(known, compute_layer_costs(rows, 3072))
     return f"  - Mean: {mean}\n  - Order: {order}"
 
 
@@ -151,7 +151,7 @@ def _mean_told(known: Sequence[LayerCost], rows: int) -> str:
         f"steadily with the number of layers run one after the other: {took}. In {len(pairs)} "
         f"pairs of rows a layer and sample costs over {APART - 1:.0%} more although it has no more "
         "tensor ranks and no smaller microbatches. Any prediction that knows no reason for this "
-        f"has a mean error of at least {least_error(known, APART) / rows:.1%} "
+        f"has a mean error of at least {bound_error(known, APART) / rows:.1%} "
         "(`benchmarks/prediction/published_bounds.py`). Six rows of 39.1 billion parameters with "
         "tensor 2 and 4 make up more than half of the error."
     )
@@ -163,7 +163,7 @@ def _order_told(known: Sequence[LayerCost], thin: Sequence[LayerCost]) -> str:
     fastest = min(cost.row.seconds for cost in known)
     two = min((cost for cost in known if cost.tensor == 2), key=lambda cost: cost.bubble)
     dearer = half_microbatch_cost(thin, 4)
-    adds = (most_seconds(known, two, dearer) / two.bubble / alone) - 1
+    adds = (bound_seconds(known, two, dearer) / two.bubble / alone) - 1
     price = {(cost.tensor, cost.microbatch): cost.seconds for cost in thin}
     narrow = price[2, 2] / price[1, 2] - 1
     return (
@@ -178,5 +178,5 @@ def _order_told(known: Sequence[LayerCost], thin: Sequence[LayerCost]) -> str:
         f"({dearest / alone - 1:.0%} at most) grows with the number of ranks minus one, and "
         f"{narrow * 3072 / WIDTH:.0%} if the {narrow:.0%} of width 3072 fall with the width. The "
         f"row took {two.row.seconds:.1f} s: any prediction that is right about tensor 1 and {most} "
-        f"chooses it or a slower one, and loses {least_loss(known, dearer):.1%} or more."
+        f"chooses it or a slower one, and loses {bound_loss(known, dearer):.1%} or more."
     )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from published import (
     ErrorSummary,
     PublishedPrediction,
-    choice_losses,
+    compute_choice_losses,
     predict_run,
     summarize_errors,
 )
@@ -208,7 +208,7 @@ def _absent_told(lines: Sequence[PublishedPrediction]) -> str:
 def _notes(made: Mapping[str, Sequence[PublishedPrediction]]) -> str:
     """Return what is not reached, with what can be computed about it from the available tables."""
     single, several = made.get("vtrain_single", ()), made.get("vtrain_multi", ())
-    lost = list(choice_losses(single))
+    lost = list(compute_choice_losses(single))
     aim = TABLES["vtrain_multi"].mean
     over = several and aim is not None and summarize_errors(several).mean > aim
     return _NOTES.format(

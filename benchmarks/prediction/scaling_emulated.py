@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import commit, machine
-from pipeline_emulated import config_of
-from prediction_emulated import cluster_here, seconds_of
+from harness import describe_machine, read_commit
+from pipeline_emulated import make_config
+from prediction_emulated import describe_cluster, measure_seconds
 
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
@@ -50,9 +50,9 @@ def measure(kind: str, given: argparse.Namespace, cluster: Cluster) -> list[Scal
     first = (0.0, 0.0)
     for data in given.data:
         own = WEAK if kind == "weak" else STRONG // data
-        config = config_of("1f1b", STAGES, 1, own, given.milliseconds / 1e3, data)
+        config = make_config("1f1b", STAGES, 1, own, given.milliseconds / 1e3, data)
         layout = Layout(pipeline=STAGES, data=data)
-        step, expected = seconds_of(config, layout, given.steps, cluster)
+        step, expected = measure_seconds(config, layout, given.steps, cluster)
         first = first if lines else (own / step, own / expected)
         ranks = STAGES * data
         rates = (own / step / first[0], own / expected / first[1])
@@ -74,12 +74,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="timed steps, after one that is not")
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
-    cluster = cluster_here()
+    cluster = describe_cluster()
     lines = [line for kind in given.kinds for line in measure(kind, given, cluster)]
     if given.write:
         result = {
-            "commit": commit(),
-            "machine": machine(),
+            "commit": read_commit(),
+            "machine": describe_machine(),
             "config": {"stages": STAGES, "milliseconds": given.milliseconds, "steps": given.steps},
             "transfer_seconds": cluster.tiers[0].latency,
             "lines": [asdict(line) for line in lines],

@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megaframe_kernels.device import INTERPRETED, Launch, captured
+from megaframe_kernels.device import INTERPRETED, Launch, capture_launches
 from megaframe_kernels.examples import EXAMPLES, Example
 
 CHIPS = (80, 90, 100)
@@ -80,7 +80,7 @@ class Usage:
 def compile_example(example: Example, chip: int) -> Iterator[Usage]:
     """Compile every kernel that an example launches, for one chip."""
     launches: list[Launch] = []
-    with captured(launches.append, chip):
+    with capture_launches(launches.append, chip):
         example.call()
     for one in launches:
         yield _compile(one, example.name, chip)
@@ -130,25 +130,25 @@ def _read(kernel: str, example: str, chip: int, compiled: Any, report: str) -> U
         kernel,
         example,
         chip,
-        _number(r"Used (\d+) registers", report),
-        _number(r"(\d+) bytes stack frame", report),
+        _parse_number(r"Used (\d+) registers", report),
+        _parse_number(r"(\d+) bytes stack frame", report),
         compiled.metadata.shared,
-        _number(r"(\d+) bytes spill stores", report),
-        _number(r"(\d+) bytes spill loads", report),
+        _parse_number(r"(\d+) bytes spill stores", report),
+        _parse_number(r"(\d+) bytes spill loads", report),
         matrix[0] if matrix else "",
         "instructions are serialized" in report,
         getattr(compiled.metadata, "tmem_size", 0),
     )
 
 
-def _number(pattern: str, text: str) -> int:
+def _parse_number(pattern: str, text: str) -> int:
     found = re.search(pattern, text)
     if found is None:
         raise RuntimeError(f"the assembler's report has no {pattern!r}:\n{text}")
     return int(found.group(1))
 
 
-def table(usages: Iterable[Usage]) -> str:
+def format_table(usages: Iterable[Usage]) -> str:
     """Format the usages as aligned text; those that are not clean are marked."""
     rows = [f"{'kernel':<24}{'example':<34}{'sm':>4}{'regs':>6}{'shared':>8}{'spills':>8}  matrix"]
     for u in usages:
@@ -178,7 +178,7 @@ def main(examples: Mapping[str, Callable[[], Iterable[Example]]] = EXAMPLES) -> 
         if chip >= example.least_chip
         for usage in compile_example(example, chip)
     ]
-    print(table(usages))
+    print(format_table(usages))
     return 0 if all(usage.clean for usage in usages) else 1
 
 

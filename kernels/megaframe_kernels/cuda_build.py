@@ -26,7 +26,7 @@ class BuildError(RuntimeError):
     """The library could not be built or loaded; the text gives the reason in one line."""
 
 
-def sources() -> list[Path]:
+def list_sources() -> list[Path]:
     """Return the .cu files, which are beside the package in a checkout and inside it when
     installed."""
     for folder in (_HERE / "cuda", _HERE.parent / "cuda"):
@@ -35,10 +35,10 @@ def sources() -> list[Path]:
     raise BuildError("the CUDA sources are not installed")
 
 
-def digest(compiler: str = "") -> str:
+def hash_sources(compiler: str = "") -> str:
     """Return a digest of the sources, of `compiler`, and of the type of this machine's
     processor."""
-    files = sources()
+    files = list_sources()
     whole = hashlib.sha256(f"{platform.machine()}\0{compiler}\0".encode())
     for file in (*files, *sorted(files[0].parent.glob("*.cuh"))):
         whole.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -57,7 +57,7 @@ def find_nvcc() -> str:
     return found
 
 
-def nvcc_version() -> str:
+def read_nvcc_version() -> str:
     """Return what `nvcc --version` prints."""
     command = [find_nvcc(), "--version"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
@@ -70,7 +70,7 @@ def build(library: Path, chips: Sequence[int]) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder, library.name)
         options = ("-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden")
-        command = [find_nvcc(), *options, *targets, *map(str, sources()), "-o", str(made)]
+        command = [find_nvcc(), *options, *targets, *map(str, list_sources()), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = (done.stderr + done.stdout).splitlines()
@@ -81,15 +81,15 @@ def build(library: Path, chips: Sequence[int]) -> None:
         made.replace(library)
 
 
-def prebuilt() -> Path:
+def prebuilt_path() -> Path:
     """Return where a build ahead is. Its name contains the digest of its sources, so a stale one is
     not found."""
-    return _HERE / f"_cuda-{digest()}.so"
+    return _HERE / f"_cuda-{hash_sources()}.so"
 
 
-def cached(chip: int) -> Path:
+def cached_path(chip: int) -> Path:
     """Return where a build at first use is. There is one for each compiler and machine type,
     because a driver may be too old for a newer compiler's code, and different machines may share a
     home."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "megaframe_kernels" / f"cuda-{digest(nvcc_version())}-sm{chip}.so"
+    return home / "megaframe_kernels" / f"cuda-{hash_sources(read_nvcc_version())}-sm{chip}.so"

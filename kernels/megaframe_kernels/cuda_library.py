@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaframe_kernels.cuda_build import CHIPS, BuildError, build, cached, prebuilt
+from megaframe_kernels.cuda_build import CHIPS, BuildError, build, cached_path, prebuilt_path
 
 _POINTER, _LENGTH = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES = {
@@ -49,7 +49,7 @@ def _find() -> ctypes.CDLL | str:
     major, minor = torch.cuda.get_device_capability()
     chip = 10 * major + minor
     try:
-        path = prebuilt() if prebuilt().is_file() and chip in CHIPS else cached(chip)
+        path = prebuilt_path() if prebuilt_path().is_file() and chip in CHIPS else cached_path(chip)
         if not path.is_file():
             build(path, (chip,))
         loaded = load(path)

@@ -1,8 +1,9 @@
 """Launching Triton kernels: on a GPU, in Triton's interpreter, or for a compiler without a GPU.
 
-Every launch goes through `launch`, so that `captured` can collect what a wrapper would launch for
-given shapes. The ahead-of-time compiler thus compiles exactly what a GPU would run, with the types,
-block sizes and warps that the wrapper chose; there is no second list of signatures to maintain.
+Every launch goes through `launch`, so that `capture_launches` can collect what a wrapper would
+launch for given shapes. The ahead-of-time compiler thus compiles exactly what a GPU would run, with
+the types, block sizes and warps that the wrapper chose; there is no second list of signatures to
+maintain.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 if INTERPRETED:
     from megaframe_kernels import interpreter
 
-    interpreter.remember()
+    interpreter.patch_interpreter()
 _INTERPRETED_PROCESSORS = 3
 _TYPICAL_PROCESSORS = 132
 
@@ -73,7 +74,7 @@ def launch(
 
 
 @contextmanager
-def captured(take: Callable[[Launch], None], chip: int) -> Iterator[None]:
+def capture_launches(take: Callable[[Launch], None], chip: int) -> Iterator[None]:
     """Pass launches for a chip (its compute capability, such as 90) to `take` instead of running
     them."""
     token = _CAPTURE.set(_Capture(take, chip))
@@ -102,7 +103,7 @@ def shared_memory(index: int) -> int:
 
 
 @functools.lru_cache
-def _count_processors(index: int) -> int:
+def _count_gpu_processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
@@ -110,7 +111,7 @@ def processors(tensor: Tensor) -> int:
     """Return the number of multiprocessors of the tensor's GPU; for a meta tensor, that of an
     H200."""
     if tensor.device.type == "cuda":
-        return _count_processors(tensor.device.index)
+        return _count_gpu_processors(tensor.device.index)
     return _INTERPRETED_PROCESSORS if tensor.device.type == "cpu" else _TYPICAL_PROCESSORS
 
 
@@ -130,7 +131,7 @@ def ceil_div(number: int, by: int) -> int:
     return -(-number // by)
 
 
-def rows_of(x: Tensor) -> Tensor:
+def flatten_rows(x: Tensor) -> Tensor:
     """Return x as rows [rows, width] with adjacent elements. It is copied only if necessary."""
     flat = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(0, 0)
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()

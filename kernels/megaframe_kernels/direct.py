@@ -17,7 +17,7 @@ Keep = Callable[[Any, tuple[Any, ...], Any], None]
 Differentiate = Callable[..., tuple[Tensor | None, ...]]
 
 
-def direct(
+def bypass_dispatcher(
     operator: Callable[..., Any],
     function: Callable[..., Any],
     keep: Keep | None = None,
@@ -27,20 +27,20 @@ def direct(
     behind it. keep, differentiate: as registered with the operator, if it has a gradient."""
     plain = function
     if keep is not None and differentiate is not None:
-        plain = _function(function, keep, differentiate)
+        plain = _make_function(function, keep, differentiate)
 
     def call(*arguments: Any) -> Any:
-        return (operator if traced() else plain)(*arguments)
+        return (operator if is_traced() else plain)(*arguments)
 
     return call
 
 
-def traced() -> bool:
+def is_traced() -> bool:
     """Return whether operator calls are observed, by a compiler or by a dispatch mode."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _function(
+def _make_function(
     function: Callable[..., Any], keep: Keep, differentiate: Differentiate
 ) -> Callable[..., Any]:
     """Return the function with its gradient. If no argument requires a gradient, it is called as it

@@ -30,13 +30,13 @@ class Example:
     least_chip: int = 80
 
 
-def _shaped(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def _make_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _norms() -> Iterator[Example]:
     def call(width: int, center: bool, added: bool, dtype: torch.dtype = torch.bfloat16) -> None:
-        x, gain = _shaped(8192, width, dtype=dtype), _shaped(width, dtype=torch.float32)
+        x, gain = _make_tensor(8192, width, dtype=dtype), _make_tensor(width, dtype=torch.float32)
         bias = gain if center else None
         y, total, means, scales = norm.launch_forward(
             x, x if added else None, gain, bias, center, 1e-5
@@ -56,7 +56,7 @@ def _norms() -> Iterator[Example]:
 
 def _activations() -> Iterator[Example]:
     def call(kind: str) -> None:
-        x = _shaped(8192, 2 * 14336 if kind == "swiglu" else 16384)
+        x = _make_tensor(8192, 2 * 14336 if kind == "swiglu" else 16384)
         activation.launch_backward(activation.launch_forward(x, kind), x, kind)
 
     for kind in activation.KINDS:
@@ -65,7 +65,7 @@ def _activations() -> Iterator[Example]:
 
 def _rotary() -> Iterator[Example]:
     def call(half: int) -> None:
-        x, table = _shaped(2, 8192, 32, 128), _shaped(8192, half, dtype=torch.float32)
+        x, table = _make_tensor(2, 8192, 32, 128), _make_tensor(8192, half, dtype=torch.float32)
         rotary.launch_turn(x, table, table, False)
 
     yield Example("32 heads of 128", partial(call, 64))
@@ -74,7 +74,7 @@ def _rotary() -> Iterator[Example]:
 
 def _loss() -> Iterator[Example]:
     def call(smoothing: float, softcap: float | None) -> None:
-        logits, labels = _shaped(8192, 128256), _shaped(8192, dtype=torch.int64)
+        logits, labels = _make_tensor(8192, 128256), _make_tensor(8192, dtype=torch.int64)
         given = (0, 128256, smoothing, softcap)
         partition, label = loss.launch_forward(logits, labels, *given)
         loss.launch_backward(partition, label, logits, labels, partition, logits, *given)
@@ -85,9 +85,9 @@ def _loss() -> Iterator[Example]:
 
 def _adamw() -> Iterator[Example]:
     def call(weights: torch.dtype, grads: torch.dtype, seed: int | None) -> None:
-        w, g = _shaped(2**27, dtype=weights), _shaped(2**27, dtype=grads)
-        scalar = _shaped(dtype=torch.float32)
-        copy = _shaped(2**27) if weights == torch.float32 else None
+        w, g = _make_tensor(2**27, dtype=weights), _make_tensor(2**27, dtype=grads)
+        scalar = _make_tensor(dtype=torch.float32)
+        copy = _make_tensor(2**27) if weights == torch.float32 else None
         numbers = (1e-3, 0.9, 0.95, 1e-8, 0.1, 5, seed, 0)
         adamw.launch_step(w, g, w, w, copy, scalar, scalar, *numbers)
 
@@ -97,7 +97,7 @@ def _adamw() -> Iterator[Example]:
 
 def _square_sum() -> Iterator[Example]:
     def call(dtype: torch.dtype) -> None:
-        square_sum.launch_sum(_shaped(2**27, dtype=dtype))
+        square_sum.launch_sum(_make_tensor(2**27, dtype=dtype))
 
     yield Example("fp32", partial(call, torch.float32))
     yield Example("bf16", partial(call, torch.bfloat16))
@@ -107,10 +107,13 @@ def _attention() -> Iterator[Example]:
     def call(
         width: int, dtype: torch.dtype, softcap: float | None, sinks: bool, fused: bool = False
     ) -> None:
-        q, k = _shaped(1, 8192, 32, width, dtype=dtype), _shaped(1, 8192, 8, width, dtype=dtype)
-        ends = _shaped(1, 8192, dtype=torch.int32)
-        sink = _shaped(32) if sinks else None
-        out, lse = q, _shaped(1, 32, 8192, dtype=torch.float32)
+        q, k = (
+            _make_tensor(1, 8192, 32, width, dtype=dtype),
+            _make_tensor(1, 8192, 8, width, dtype=dtype),
+        )
+        ends = _make_tensor(1, 8192, dtype=torch.int32)
+        sink = _make_tensor(32) if sinks else None
+        out, lse = q, _make_tensor(1, 32, 8192, dtype=torch.float32)
         if not fused:  # forward is the same
             out, lse = launches.launch_forward(q, k, k, ends, ends, sink, None, softcap)
         spans = ends, ends, ends, ends
@@ -130,8 +133,8 @@ def _attention() -> Iterator[Example]:
 
 def _router() -> Iterator[Example]:
     def call(experts: int, sigmoid: bool) -> None:
-        logits = _shaped(8192, experts, dtype=torch.float32)
-        bias = _shaped(experts, dtype=torch.float32) if sigmoid else None
+        logits = _make_tensor(8192, experts, dtype=torch.float32)
+        bias = _make_tensor(experts, dtype=torch.float32) if sigmoid else None
         weights, chosen = router.launch_forward(logits, 8, bias, sigmoid, True)
         router.launch_backward(weights, logits, weights, chosen, sigmoid, True)
 
@@ -141,9 +144,9 @@ def _router() -> Iterator[Example]:
 
 def _permutation() -> Iterator[Example]:
     def call(experts: int) -> None:
-        chosen = _shaped(8192, 8, dtype=torch.int32)
+        chosen = _make_tensor(8192, 8, dtype=torch.int32)
         order, places, _ = permute.launch_order(chosen, experts)
-        x, weights = _shaped(8192, 4096), _shaped(8192, 8, dtype=torch.float32)
+        x, weights = _make_tensor(8192, 4096), _make_tensor(8192, 8, dtype=torch.float32)
         rows = permute.launch_gather(x, order, None, 8)
         permute.launch_gather(x, order, weights, 8)
         permute.launch_combine(rows, weights, places)
@@ -154,16 +157,19 @@ def _permutation() -> Iterator[Example]:
 
 def _grouped() -> Iterator[Example]:
     def call(dtype: torch.dtype, moved: bool) -> None:
-        order = _shaped(16384, dtype=torch.int32)
-        x = _shaped(8192 if moved else 16384, 4096, dtype=dtype)
-        weights, ends = _shaped(8, 14336, 4096, dtype=dtype), _shaped(8, dtype=torch.int32)
+        order = _make_tensor(16384, dtype=torch.int32)
+        x = _make_tensor(8192 if moved else 16384, 4096, dtype=dtype)
+        weights, ends = (
+            _make_tensor(8, 14336, 4096, dtype=dtype),
+            _make_tensor(8, dtype=torch.int32),
+        )
         given = (ends, order, order, 2) if moved else (ends, None, None)
         y = grouped_product.launch_multiply(x, weights, *given)
         grouped_product.launch_clear(y, ends)
         grouped_product.launch_multiply(y, weights.transpose(1, 2), ends, order, None)
-        rows = _shaped(16384, 4096, dtype=dtype)
+        rows = _make_tensor(16384, 4096, dtype=dtype)
         grouped_product.launch_weight_gradient(y, rows, weights, ends)
-        into = _shaped(8, 14336, 4096, dtype=torch.float32)
+        into = _make_tensor(8, 14336, 4096, dtype=torch.float32)
         grouped_product.launch_weight_gradient_into(into, y, rows, ends, add=True)
 
     yield Example("8 experts", partial(call, torch.bfloat16, False))
@@ -172,7 +178,7 @@ def _grouped() -> Iterator[Example]:
 
 def _quantise() -> Iterator[Example]:
     def call(width: int, block: tuple[int, int]) -> None:
-        quantize.launch_quantise(_shaped(8192, width), torch.float8_e4m3fn, *block, False)
+        quantize.launch_quantise(_make_tensor(8192, width), torch.float8_e4m3fn, *block, False)
 
     for name, block in (("tensor", (0, 0)), ("row", (1, 0)), ("1 x 128", (1, 128))):
         yield Example(name, partial(call, 4096, block), least_chip=90)
@@ -183,11 +189,14 @@ def _quantise() -> Iterator[Example]:
 def _grouped_in_eight_bits() -> Iterator[Example]:
     def call(sharing: str, other: torch.dtype = torch.float8_e4m3fn) -> None:
         def scales(*shape: int) -> Tensor:
-            return _shaped(*shape, dtype=torch.float32)
+            return _make_tensor(*shape, dtype=torch.float32)
 
-        ends = _shaped(8, dtype=torch.int32)
-        x, dy = _shaped(16384, 4096), _shaped(16384, 14336)
-        a, b = _shaped(16384, 4096, dtype=other), _shaped(8, 14336, 4096, dtype=quantize.TYPES[0])
+        ends = _make_tensor(8, dtype=torch.int32)
+        x, dy = _make_tensor(16384, 4096), _make_tensor(16384, 14336)
+        a, b = (
+            _make_tensor(16384, 4096, dtype=other),
+            _make_tensor(8, 14336, 4096, dtype=quantize.TYPES[0]),
+        )
         by = (scales(16384, 1), scales(8, 14336, 1))
         if sharing == "block":
             by = (scales(16384, 32), scales(8, 112, 32))

@@ -24,7 +24,7 @@ _TO_ZERO = ir.ROUNDING_MODE.RTZ
 _NAN = 0x7FC0
 
 
-def remember() -> None:
+def patch_interpreter() -> None:
     """Let the interpreter of this process reuse what it has already worked out, and round."""
     _replace_language_once_per_launch()
     _look_types_up()

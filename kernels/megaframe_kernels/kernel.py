@@ -76,7 +76,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Types that Triton kernels take; fp64 is left to the references."""
 
 
-def never(*_: Any, **__: Any) -> None:
+def refuse_nothing(*_: Any, **__: Any) -> None:
     """Refuse nothing."""
 
 

@@ -85,11 +85,11 @@ def cross_entropy(
     whole = vocab or logits_TV.shape[1]
     parts = reference_parts(logits_TV, labels_T, start, whole, label_smoothing, softcap)
     if join is not None:
-        parts = joined(*parts, join)
+        parts = join_parts(*parts, join)
     return token_losses(*parts, labels_T, z_loss)
 
 
-class _Joined(torch.autograd.Function):
+class _JoinedParts(torch.autograd.Function):
     """Calls `join`. All ranks have the same losses and the same gradient of them, so the backward
     pass needs no communication."""
 
@@ -105,9 +105,9 @@ class _Joined(torch.autograd.Function):
         return gradients[0] * (partition - whole).exp(), gradients[1], None
 
 
-def joined(partition_T: Tensor, label_T: Tensor, join: Join) -> tuple[Tensor, Tensor]:
+def join_parts(partition_T: Tensor, label_T: Tensor, join: Join) -> tuple[Tensor, Tensor]:
     """Apply `join` to this rank's numbers, with gradients."""
-    return _Joined.apply(partition_T, label_T, join)
+    return _JoinedParts.apply(partition_T, label_T, join)
 
 
 def reference(

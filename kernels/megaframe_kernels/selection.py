@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from megaframe_kernels.kernel import REFERENCE, Implementation, Kernel, KernelError, never
+from megaframe_kernels.kernel import REFERENCE, Implementation, Kernel, KernelError, refuse_nothing
 
 TABLE = Path(__file__).with_name("choices.json")
 UNMEASURED = "unmeasured"
 """Entry of the table for chips that have none of their own."""
 
 
-Told = Callable[[str, str, str], None]
+OnRefusal = Callable[[str, str, str], None]
 """Takes the names of an implementation that refused arguments and of the next one to try, and the
 reason in between: (implementation, reason, next)."""
 
@@ -37,15 +37,15 @@ class KernelChoice:
 
     order: implementations available on this machine, best first. absent: the preferred ones that
     are not used, each with the reason. named: whether the implementation was requested by name.
-    told: is called for every implementation that refuses arguments, unless it was requested by
-    name.
+    on_refusal: is called for every implementation that refuses arguments, unless it was requested
+    by name.
     """
 
     kernel: Kernel
     order: tuple[Implementation, ...]
     absent: Mapping[str, str]
     named: bool = False
-    told: Told = never
+    on_refusal: OnRefusal = refuse_nothing
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Compute the kernel; the arguments are those of its reference."""
@@ -62,7 +62,8 @@ class KernelChoice:
                 asked = f"{self.kernel.name}={implementation.name}"
                 raise KernelError(f"{asked} cannot run here: {reason}")
             following = self.order[number + 1 : number + 2]
-            self.told(implementation.name, reason, following[0].name if following else REFERENCE)
+            instead = following[0].name if following else REFERENCE
+            self.on_refusal(implementation.name, reason, instead)
         return self.kernel.reference
 
     def refusal(self, *arguments: Any, **options: Any) -> str | None:

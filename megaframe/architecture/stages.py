@@ -238,7 +238,8 @@ def _fits_limit(ends: Sequence[float], head: float, stages: int, limit: float) -
 
 
 def _value_for_stage(value: int | tuple[int, ...] | Literal["auto"], stage: int) -> int:
-    """Return the number for a stage; "auto", not settled yet (`again.settled`), counts as 0."""
+    """Return the number for a stage; "auto", which the planner has not resolved yet, counts as
+    0."""
     if value == "auto":
         return 0
     return value if isinstance(value, int) else value[stage]

@@ -1,10 +1,10 @@
-"""Wires: how gradients travel while they are summed over a group of ranks.
+"""GradientReducer: how gradients travel while they are summed over a group of ranks.
 
-A plain wire sends them unchanged. A coded wire sends each part as a message to its owner, the rank
-that sums it in master precision, and the sum as a message to all. For any number of ranks this is 2
-(ranks - 1) / ranks of a bucket's messages, and every rank ends with the same bits. A rank never
-encodes its own part. What a message leaves out is added to the next one (error feedback, Seide et
-al. 2014); for the sum, its owner keeps what was left out.
+The plain reducer sends them unchanged. A compressed reducer sends each part as a message to its
+owner, the rank that sums it in master precision, and the sum as a message to all. For any number of
+ranks this is 2 (ranks - 1) / ranks of a bucket's messages, and every rank ends with the same bits.
+A rank never encodes its own part. What a message leaves out is added to the next one (error
+feedback, Seide et al. 2014); for the sum, its owner keeps what was left out.
 
 In a group that exchanges in steps (`Group.steps`), parts are summed among neighbours first and
 these sums among the groups of neighbours, in as many bytes and far fewer messages. Each number is
@@ -37,13 +37,17 @@ Transfers = Generator[Pending[Tensor], None, None]
 
 
 class GradientReducer:
-    """Sums over `group`, in place. This wire sends gradients unchanged. buffers: lend room for what
-    arrives on a CPU."""
+    """Sums over a group in place, and sends gradients unchanged.
+
+    Attributes:
+        group: The ranks that sum.
+        state: What the next sum depends on, by name: specific to this rank and layout.
+    """
 
     def __init__(self, group: Group, buffers: BufferPool | None = None) -> None:
+        """Prepare sums. buffers: lends memory for what arrives on a CPU."""
         self.group, self._buffers = group, buffers
         self.state: dict[str, Tensor] = {}
-        """What the next sum depends on, by name: specific to this rank and layout."""
 
     def sum(self, flat: Tensor) -> Transfers:
         """Replace all of `flat` by its sum over the ranks."""
@@ -55,9 +59,9 @@ class GradientReducer:
             yield reduce_scatter_(flat, self.group)
             return
         others = len(flat) - len(flat) // self.group.size
-        room = self._buffers.borrow_receive_buffer(others, flat.dtype)
-        yield reduce_scatter_(flat, self.group, room)
-        self._buffers.give_back(room)
+        received = self._buffers.borrow_receive_buffer(others, flat.dtype)
+        yield reduce_scatter_(flat, self.group, received)
+        self._buffers.give_back(received)
 
     def spread(self, flat: Tensor) -> Transfers:
         """Replace every part by that of its rank."""
@@ -65,10 +69,11 @@ class GradientReducer:
 
 
 class CompressedReducer(GradientReducer):
-    """Sends messages. residual: zeros, one `part_length` of the span per rank; without it there is
-    no error feedback."""
+    """Sends messages of a codec."""
 
     def __init__(self, group: Group, codec: GradientCodec, residual: Tensor | None = None) -> None:
+        """Prepare sums. residual: zeros, one `part_length` of the span per rank; without it there
+        is no error feedback."""
         super().__init__(group)
         self.codec, self.residual = codec, residual
         if residual is not None:
@@ -99,24 +104,24 @@ class CompressedReducer(GradientReducer):
     def _exchange(self, rows: Tensor, group: Group) -> Generator[Pending[Tensor], None, Tensor]:
         """Sum rows [parts, ranks, part] over a group. Returns the sums that this rank gets, [parts,
         part], in the memory of its own rows."""
-        here, codec = group.index, self.codec
-        others = [rows[:, rank] for rank in range(group.size) if rank != here]
+        own, codec = group.index, self.codec
+        others = [rows[:, rank] for rank in range(group.size) if rank != own]
         messages = torch.stack([codec.encode(other.reshape(-1)) for other in others])
-        coming = exchange_messages(messages, group)
+        received = exchange_messages(messages, group)
         for other, message in zip(others, messages, strict=True):
-            self._leave(other, message)
-        yield coming
-        total = rows[:, here]
-        for message in coming.wait():
+            self._save_residual(other, message)
+        yield received
+        total = rows[:, own]
+        for message in received.wait():
             total.add_(codec.decode(message, total.numel(), total.dtype).view_as(total))
         return total
 
     def _gather(self, total: Tensor, flat: Tensor) -> Transfers:
         message = self.codec.encode(total)
         messages = message.repeat(self.group.size)
-        coming = all_gather_(messages, self.group)
-        self._leave(total, message)
-        yield coming
+        received = all_gather_(messages, self.group)
+        self._save_residual(total, message)
+        yield received
         parts = flat.split(len(total))  # the last one may be shorter, and there may be fewer
         for into, message in zip(parts, messages.view(self.group.size, -1), strict=False):
             into.copy_(self.codec.decode(message, len(total), flat.dtype)[: len(into)])
@@ -130,7 +135,7 @@ class CompressedReducer(GradientReducer):
         self.residual[: len(flat)].add_(flat)
         return self.residual.view(ranks, -1)
 
-    def _leave(self, row: Tensor, message: Tensor) -> None:
+    def _save_residual(self, row: Tensor, message: Tensor) -> None:
         """Keep what the message leaves out of `row`, but nothing that is not finite, because a
         skipped step must not pass it on."""
         if self.residual is not None:

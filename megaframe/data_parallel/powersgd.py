@@ -46,10 +46,10 @@ class PowerSGDReducer(GradientReducer):
         left = [matrix @ right for matrix, right in zip(owed, self._right, strict=True)]
         first = _Packed([*left, *owed_rest], flat)
         yield all_reduce(first.flat, self.group)
-        bases = [torch.linalg.qr(one).Q for one in first.parts[: len(left)]]
-        mine = [matrix.t() @ base for matrix, base in zip(owed, bases, strict=True)]
-        second = _Packed(mine, flat)
-        if mine:
+        bases = [torch.linalg.qr(factor).Q for factor in first.parts[: len(left)]]
+        own_right = [matrix.t() @ base for matrix, base in zip(owed, bases, strict=True)]
+        second = _Packed(own_right, flat)
+        if own_right:
             yield all_reduce(second.flat, self.group)
         for into, rest, total in zip(sums_rest, owed_rest, first.parts[len(left) :], strict=True):
             into.copy_(total)
@@ -57,10 +57,10 @@ class PowerSGDReducer(GradientReducer):
         for number, base in enumerate(bases):
             right = second.parts[number]
             torch.mm(base, right.t(), out=sums[number])
-            owed[number].sub_(base @ mine[number].t())
+            owed[number].sub_(base @ own_right[number].t())
             # A step that is not finite is skipped, and its directions must not be kept.
-            kept = torch.where(right.isfinite().all(), right, self._right[number])
-            self._right[number].copy_(kept)
+            next_right = torch.where(right.isfinite().all(), right, self._right[number])
+            self._right[number].copy_(next_right)
         self._residual.nan_to_num_(0.0, 0.0, 0.0)
 
     def sum_part(self, flat: Tensor) -> Transfers:
@@ -69,10 +69,10 @@ class PowerSGDReducer(GradientReducer):
     def _split(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return the boxes of a span that are compressed, as matrices, and the others."""
         matrices = [as_matrix(box) for box in self._views(flat)]
-        small = [sent_whole(matrix.shape, self._rank) for matrix in matrices]
+        uncompressed = [fits_uncompressed(matrix.shape, self._rank) for matrix in matrices]
         return (
-            [matrix for matrix, whole in zip(matrices, small, strict=True) if not whole],
-            [matrix for matrix, whole in zip(matrices, small, strict=True) if whole],
+            [matrix for matrix, whole in zip(matrices, uncompressed, strict=True) if not whole],
+            [matrix for matrix, whole in zip(matrices, uncompressed, strict=True) if whole],
         )
 
 
@@ -81,10 +81,10 @@ class _Packed:
     shapes of the tensors."""
 
     def __init__(self, tensors: Sequence[Tensor], like: Tensor) -> None:
-        flat = [one.flatten() for one in tensors]
+        flat = [tensor.flatten() for tensor in tensors]
         self.flat = torch.cat(flat) if flat else like.new_empty(0)
-        split = self.flat.split([one.numel() for one in tensors])
-        self.parts = [one.view(like.shape) for one, like in zip(split, tensors, strict=False)]
+        split = self.flat.split([tensor.numel() for tensor in tensors])
+        self.parts = [x.view(tensor.shape) for x, tensor in zip(split, tensors, strict=False)]
 
 
 def as_matrix(box: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def as_matrix(box: Tensor) -> Tensor:
     return box.view(min(splits, key=sum))
 
 
-def sent_whole(shape: Sequence[int], rank: int) -> bool:
+def fits_uncompressed(shape: Sequence[int], rank: int) -> bool:
     """Return whether two factors of `rank` columns are no smaller than a matrix of this shape."""
     rows, columns = shape
     return rank * (rows + columns) >= rows * columns

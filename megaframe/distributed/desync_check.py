@@ -1,4 +1,4 @@
-"""Order: compares everything that ranks start on a group with what the other ranks start.
+"""Desync check: compares everything that ranks start on a group with what the other ranks start.
 
 The n-th collective that a rank starts on a group must be the n-th one of every other member, and
 the n-th message that a rank sends to another one must be the n-th that this one receives from it.

@@ -1,7 +1,7 @@
-"""Start: finds a part of the launcher's store that no earlier start of the run has written to.
+"""Rendezvous: finds a part of the launcher's store that no earlier start of the run has written to.
 
 A launcher that restarts ranks keeps its store, with everything that dead ranks have left in it:
-verdicts of the watch, addresses of process groups. It counts restarts on each node separately, so
+verdicts of watchdogs, addresses of process groups. It counts restarts on each node separately, so
 there is no restart number that all ranks know. They agree on a random name instead.
 """
 

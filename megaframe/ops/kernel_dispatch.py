@@ -71,7 +71,7 @@ class Kernels:
         tell: Callable[[str], None] = print,
     ) -> None:
         self._choices = {
-            name: replace(choice, told=partial(self._report_refusal, name))
+            name: replace(choice, on_refusal=partial(self._report_refusal, name))
             for name, choice in (choices or {}).items()
         }
         self._plain, self._tell = plain or {}, tell

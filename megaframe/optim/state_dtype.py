@@ -1,8 +1,8 @@
-"""Codes: the types in which running averages are kept, from the master type down to 8 bits.
+"""StateCodec: the types in which running averages are stored, from the master type down to 8 bits.
 
 With few bits, a value is rounded up or down by chance, so that its expectation is exact. With
-rounding to nearest, an average that moves by less than half a code in a step would never move. The
-chance is a function of element and step, so that two runs are equal whatever their layouts.
+rounding to nearest, an average that moves by less than half a step of its type would never move.
+What is drawn is a function of element and step, so that two runs are equal whatever their layouts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from torch import Tensor
 BLOCK = 256
 """Elements that share a scale."""
 _SIGNED_FLOOR, _SQUARE_FLOOR = 1e-6, 1e-10
-"""Smallest magnitude that can be kept, relative to the largest one of its block."""
+"""Smallest magnitude that can be stored, relative to the largest one of its block."""
 _MIXERS = 0x9E3779B1, 0xB7E15163
 """About 2^32 / golden ratio, and 2^32 (e - 2): multiples of either fill [0, 2^32) evenly."""
 
 
 class StateCodec(Protocol):
-    """Keeps flat spans of values as one or several flat tensors. exact: values are kept unchanged.
-    together: this many neighbours, counted from the start, share something."""
+    """Stores flat spans of values as one or several flat tensors.
+
+    Attributes:
+        exact: Values are stored unchanged.
+        block_size: This many neighbours, counted from the start, share something.
+    """
 
     exact: bool
     block_size: int
@@ -32,62 +36,67 @@ class StateCodec(Protocol):
         """Return memory for `length` values of the master type `dtype`, all zero."""
         ...
 
-    def part(self, kept: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
-        """Return what keeps the values of `span`, which starts at a multiple of `BLOCK`, as
+    def part(self, stored: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
+        """Return what stores the values of `span`, which starts at a multiple of `BLOCK`, as
         views."""
         ...
 
-    def decode(self, kept: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
-        """Return the values, `length` of them; for an exact code the kept tensor itself."""
+    def decode(self, stored: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
+        """Return the values, `length` of them; for an exact codec the stored tensor itself."""
         ...
 
-    def encode(self, values: Tensor, chance: Tensor) -> tuple[Tensor, ...]:
-        """Return the values as they are kept. chance: of each value, in [0, 1); decides between
-        rounding up and down so that the expectation is exact. 0.5 rounds to nearest."""
+    def encode(self, values: Tensor, draws: Tensor) -> tuple[Tensor, ...]:
+        """Return the values as they are stored.
+
+        Args:
+            values: In master precision.
+            draws: One for each value, in [0, 1); decides between rounding up and down so that the
+                expectation is exact. 0.5 rounds to nearest.
+        """
         ...
 
 
 class MasterCodec:
-    """Keeps values unchanged."""
+    """Stores values unchanged."""
 
     exact, block_size = True, 1
 
     def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         return (torch.zeros(length, dtype=dtype, device=device),)
 
-    def part(self, kept: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
-        return (kept[0][span],)
+    def part(self, stored: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
+        return (stored[0][span],)
 
-    def decode(self, kept: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
-        return kept[0]
+    def decode(self, stored: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
+        return stored[0]
 
-    def encode(self, values: Tensor, chance: Tensor) -> tuple[Tensor, ...]:
+    def encode(self, values: Tensor, draws: Tensor) -> tuple[Tensor, ...]:
         return (values,)
 
 
 class Bfloat16Codec:
-    """Keeps the upper 16 bits of fp32."""
+    """Stores the upper 16 bits of fp32."""
 
     exact, block_size = False, 1
 
     def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         return (torch.zeros(length, dtype=torch.bfloat16, device=device),)
 
-    def part(self, kept: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
-        return (kept[0][span],)
+    def part(self, stored: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
+        return (stored[0][span],)
 
-    def decode(self, kept: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
-        return kept[0].to(dtype)
+    def decode(self, stored: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
+        return stored[0].to(dtype)
 
-    def encode(self, values: Tensor, chance: Tensor) -> tuple[Tensor, ...]:
+    def encode(self, values: Tensor, draws: Tensor) -> tuple[Tensor, ...]:
         # The larger the value of the bits that are cut off, the more often they carry upwards.
-        carry = (chance * 0x10000).to(torch.int32)
+        carry = (draws * 0x10000).to(torch.int32)
         bits = values.float().view(torch.int32) + carry
         return (bits.bitwise_and_(-0x10000).view(torch.float32).bfloat16(),)
 
 
 class BlockwiseCodec:
-    """Keeps blocks of values as 8-bit indices into a table, with the block's largest magnitude in
+    """Stores blocks of values as 8-bit indices into a table, with the block's largest magnitude in
     fp32 (Dettmers et al. 2022).
 
     The table is geometric, so that every magnitude, also a small one, has the same relative error.
@@ -110,16 +119,16 @@ class BlockwiseCodec:
         rows = torch.full((blocks * BLOCK,), self._zero, dtype=torch.uint8, device=device)
         return rows, torch.zeros(blocks, device=device)
 
-    def part(self, kept: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
+    def part(self, stored: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
         first, last = span.start // BLOCK, -(-span.stop // BLOCK)
-        return kept[0][first * BLOCK : last * BLOCK], kept[1][first:last]
+        return stored[0][first * BLOCK : last * BLOCK], stored[1][first:last]
 
-    def decode(self, kept: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
-        rows, scales = kept
+    def decode(self, stored: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
+        rows, scales = stored
         values = self._table_on(rows)[rows.int()].view(-1, BLOCK).mul_(scales[:, None])
         return values.view(-1)[:length].to(dtype)
 
-    def encode(self, values: Tensor, chance: Tensor) -> tuple[Tensor, ...]:
+    def encode(self, values: Tensor, draws: Tensor) -> tuple[Tensor, ...]:
         short = -len(values) % BLOCK
         blocks = F.pad(values.float(), (0, short)).view(-1, BLOCK)
         scales = blocks.abs().amax(1)
@@ -129,7 +138,7 @@ class BlockwiseCodec:
             within = torch.where(within > 0, within.clamp_min(_SQUARE_FLOOR), within)
         above = torch.bucketize(within, table).clamp_(1, len(table) - 1)
         low, high = table[above - 1], table[above]
-        up = F.pad(chance, (0, short)) < (within - low) / (high - low)
+        up = F.pad(draws, (0, short)) < (within - low) / (high - low)
         return (above - 1 + up).to(torch.uint8), scales
 
     def _table_on(self, other: Tensor) -> Tensor:
@@ -138,16 +147,16 @@ class BlockwiseCodec:
 
 
 def rounding_draws(elements: Tensor, number: int) -> Tensor:
-    """Return the chances of the elements with these numbers at draw `number`, fp32 in [0, 1). They
-    are fractional parts of multiples of irrational numbers, which are spread as evenly as possible
-    over elements and over draws."""
+    """Return the draws of the elements with these ids for rounding number `number`, fp32 in [0, 1).
+    They are fractional parts of multiples of irrational numbers, which are spread as evenly as
+    possible over elements and over roundings."""
     element, draw = _MIXERS
     mixed = elements.mul(element).add_(number * draw)
     return mixed.bitwise_and_(0xFFFFFFFF).bitwise_right_shift_(8).float().mul_(2.0**-24)
 
 
 def state_codecs(how: str) -> tuple[StateCodec, StateCodec]:
-    """Return the codes for `optim.state`: for averages of values, and for those of squares."""
+    """Return the codecs for `optim.state`: for averages of values, and for those of squares."""
     if how == "int8":
         return BlockwiseCodec(square=False), BlockwiseCodec(square=True)
     return (Bfloat16Codec(), Bfloat16Codec()) if how == "bf16" else (MasterCodec(), MasterCodec())

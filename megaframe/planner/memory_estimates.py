@@ -63,20 +63,31 @@ def _has_schedule(schedule: Array, *names: str) -> Array:
 
 
 class _ActivationCounts(NamedTuple):
-    """The most that a rank holds at once, in activations of one microbatch on one stage: `kept`
-    for backward passes, `left` by backward passes for weight passes, and `either`, each of which
-    counts as the larger of the two."""
+    """The most that a rank holds at once, in activations of one microbatch on one stage.
 
-    kept: Array
-    left: Array
+    Attributes:
+        backward: those that wait for a backward pass.
+        weight_pass: those that a backward pass left for a weight pass.
+        either: those that wait for one of the two; each counts as the larger.
+    """
+
+    backward: Array
+    weight_pass: Array
     either: Array
 
 
 @dataclass(frozen=True)
 class _PipelineRank:
-    """One rank of each candidate. first, last: whether it has the first and the last stage. full:
-    whether it has as many blocks as the fullest rank; otherwise as many as the rank with the last
-    stage."""
+    """One rank of each candidate.
+
+    Attributes:
+        c: the sizes of the candidates.
+        blocks: what a block of each candidate has.
+        counts: activations that the rank holds.
+        first, last: whether it has the first and the last stage.
+        full: whether it has as many blocks as the fullest rank; otherwise as many as the rank with
+            the last stage.
+    """
 
     c: LayoutSizes
     blocks: _BlockTable
@@ -121,9 +132,9 @@ class _BlockTable:
                     "whole": sum(parameters.whole),
                     "shared": sum(parameters.shared),
                     "experts": sum(parameters.experts),
-                    "keeps": 0 if recompute == 2 else block_bytes(sizes, layer),
-                    "left": weight_pass_bytes(sizes, [layer]),
-                    "again": block_bytes(sizes, layer) if recompute == 2 else 0,
+                    "kept": 0 if recompute == 2 else block_bytes(sizes, layer),
+                    "weight_pass": weight_pass_bytes(sizes, [layer]),
+                    "recomputed": block_bytes(sizes, layer) if recompute == 2 else 0,
                     "copies": parameters.copies,
                 }
                 for name, value in quantities.items():
@@ -151,6 +162,7 @@ class _BlockTable:
 
 
 def _rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> Array:
+    """Return the bytes of one rank of each candidate."""
     c, blocks, full = rank.c, rank.blocks, rank.full
     model, train = config.model, config.train
     width = DTYPE_BYTES[train.precision]
@@ -171,13 +183,11 @@ def _rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> Array:
     saved_shard, shard = shard - vectors / ranks, np.where(c.zero > 0, shard, total)
     block = sum(blocks.largest(name) for name in names[1:])
     bucket_size = config.parallel.bucket_size
-    blocks_per_bucket = np.ceil(
-        (1 if bucket_size == "auto" else bucket_size) / np.maximum(block, 1)
-    )
-    blocks_per_bucket = np.clip(
-        blocks_per_bucket, 1.0, np.maximum(1.0, blocks.per_rank[full] / c.chunks)
-    )
-    borrowed = 2 * blocks_per_bucket * block + blocks.table
+    least = 1 if bucket_size == "auto" else bucket_size
+    blocks_of_stage = np.maximum(1.0, blocks.per_rank[full] / c.chunks)
+    bucket_blocks = np.clip(np.ceil(least / np.maximum(block, 1)), 1.0, blocks_of_stage)
+    # Buffers of whole values or gradients: those of two buckets, and of one table.
+    borrowed = 2 * bucket_blocks * block + blocks.table
     values = np.where(c.zero == 3, vectors + borrowed, total)
     master_and_state = master + state_bytes_per_element(config.optim, master)
     if width == master:
@@ -185,15 +195,13 @@ def _rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> Array:
     if config.optim.offload and not chip.is_host:
         master_and_state = float(master if width == master else 0)
         values = values + np.where((c.zero == 3) & (width < master), shard, 0.0)
-    table_between_microbatches = blocks.table * (both & (c.microbatches > 1))
-    gradients = np.where(
-        c.zero >= 2, vectors + borrowed + table_between_microbatches + shard, total
-    )
+    second_table = blocks.table * (both & (c.microbatches > 1))
+    gradients = np.where(c.zero >= 2, vectors + borrowed + second_table + shard, total)
     if config.parallel.compress != "none":
         gradients = gradients + np.where(c.data_replicate > 1, saved_shard, total - vectors)
     static = shard * master_and_state + values * width + gradients * master
-    passing = _transient_bytes(config, rank, max_logits_per_chunk(host=chip.is_host))
-    return static + passing + overhead_bytes(chip)
+    transient = _transient_bytes(config, rank, max_logits_per_chunk(host=chip.is_host))
+    return static + transient + overhead_bytes(chip)
 
 
 def _transient_bytes(config: RunConfig, rank: _PipelineRank, max_logits: int) -> Array:
@@ -206,7 +214,7 @@ def _transient_bytes(config: RunConfig, rank: _PipelineRank, max_logits: int) ->
     stream = rows * model.hidden * width
     backward, weight_pass = (
         blocks.total(name, rank.full) * c.microbatch / c.chunks + blocks.rotary * c.tensor
-        for name in ("keeps", "left")
+        for name in ("kept", "weight_pass")
     )
     if not train.offload:  # which moves the inputs of all blocks to the host
         backward = backward + blocks.per_rank[rank.full] / c.chunks * stream
@@ -218,15 +226,11 @@ def _transient_bytes(config: RunConfig, rank: _PipelineRank, max_logits: int) ->
     messages = np.where(c.pipeline > 1, 2 * stream / activation_ranks, 0.0)
     inputs = 2 * stream * (last + train.offload)
     counts = rank.counts
-    held_between_passes = (
-        counts.kept * backward
-        + counts.left * weight_pass
-        + counts.either * np.maximum(backward, weight_pass)
-    )
-    activation_bytes = (
-        held_between_passes + blocks.largest("again") * c.microbatch + inputs
-    ) / activation_ranks
-    return activation_bytes + messages + logits * last + temporaries
+    between_passes = counts.backward * backward + counts.weight_pass * weight_pass
+    between_passes = between_passes + counts.either * np.maximum(backward, weight_pass)
+    recomputed = blocks.largest("recomputed") * c.microbatch
+    activations = (between_passes + recomputed + inputs) / activation_ranks
+    return activations + messages + logits * last + temporaries
 
 
 def _count_on_first_rank(c: LayoutSizes, schedule: Array) -> _ActivationCounts:
@@ -260,11 +264,11 @@ def _count_on_last_rank(
     p, v, m = c.pipeline, c.chunks, c.microbatches
     holds_weight_passes = _has_schedule(schedule, "zb-h1", "zb-h2") & (p > 1)
     interleaved = np.minimum(m * v, (v - 1) * p + 1)
-    kept = {"gpipe": m, "interleaved": interleaved, "breadth-first": m * v}
+    in_flight = {"gpipe": m, "interleaved": interleaved, "breadth-first": m * v}
     return _ActivationCounts(
-        _select_by_schedule(c, schedule, kept) * ~holds_weight_passes,
-        first.kept * holds_weight_passes,
-        holds_weight_passes * 1,
+        backward=_select_by_schedule(c, schedule, in_flight) * ~holds_weight_passes,
+        weight_pass=first.backward * holds_weight_passes,
+        either=holds_weight_passes * 1,
     )
 
 
@@ -275,10 +279,10 @@ def _count_on_inner_rank(
     one under zb-v and dualpipe-v, whose stages are V-shaped. Under other schedules inner ranks hold
     less than the first one, and count as nothing. first: what the first rank holds."""
     p = c.pipeline
-    round_about = _has_schedule(schedule, "zb-h1", "zb-h2") & (p > 2)
+    zb_h = _has_schedule(schedule, "zb-h1", "zb-h2") & (p > 2)
     zb_v, dualpipe_v = (_has_schedule(schedule, name) & (p > 1) for name in ("zb-v", "dualpipe-v"))
-    left = (first.kept - 1) * round_about + (2 * p - 2) * zb_v + (p - 1) * dualpipe_v
-    return _ActivationCounts(round_about * 1, left, round_about | zb_v | dualpipe_v)
+    weight_pass = (first.backward - 1) * zb_h + (2 * p - 2) * zb_v + (p - 1) * dualpipe_v
+    return _ActivationCounts(zb_h * 1, weight_pass, zb_h | zb_v | dualpipe_v)
 
 
 def _select_by_schedule(c: LayoutSizes, schedule: Array, by_name: Mapping[str, Array]) -> Array:

@@ -1,8 +1,9 @@
 """Check: proves that a schedule runs to its end and computes each gradient once, or says why not.
 
 It accepts compute-only and lowered schedules. It proves that there is no deadlock by simulating the
-partial order itself, in which a send needs no posted receive. The proof also holds for the engine,
-where a transfer does need one: both ends of an edge use the same order and a receive comes before
+partial order itself, in which a send needs no posted receive. The proof also holds for the
+executor, where a transfer does need one: both ends of an edge use the same order and a receive
+    comes before
 its consumer, so when a rank reaches a consumer, its receive and all earlier ones of the edge are
 posted.
 """

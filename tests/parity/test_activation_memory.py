@@ -64,7 +64,7 @@ def kept(layers, recompute, tensor, dropout):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scale = torch.ones((), dtype=torch.float64)
         stage.forward(0, Microbatch(tokens, tokens, torch.arange(BATCH)), scale)
-    for leaf in stage._flights[0].inputs:
+    for leaf in stage._activations[0].inputs:
         keep(leaf)
     for bucket in train_step.sharded_parameters.buckets:
         found.pop(bucket.parameters[0].value.untyped_storage().data_ptr(), None)

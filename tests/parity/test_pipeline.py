@@ -117,7 +117,7 @@ def watched(schedule, chunks):
         def counted(*arguments):
             nonlocal most
             made = forward(*arguments)
-            most = max(most, sum(len(stage._flights) for stage in stages))
+            most = max(most, sum(len(stage._activations) for stage in stages))
             return made
 
         return counted
@@ -127,7 +127,7 @@ def watched(schedule, chunks):
     whole = global_batch(config, 0)
     train_step.train(share(whole, 1, 0, 1, ragged=False), 0, 1.0)
     sent = mesh.link(mesh.rank, 1 - mesh.rank).traffic.bytes
-    left = sum(len(stage._flights) for stage in stages)
+    left = sum(len(stage._activations) for stage in stages)
     mesh.close()
     return most, left, sent
 

@@ -110,7 +110,7 @@ def moved(model, train, parallel, axes):
     train_step.train(mine, 1, 0.01)
     found = mesh.take_traffic()
     buckets = [
-        (bucket.length, bucket.sharing.stage, bucket.parameters[0].spec)
+        (bucket.length, bucket.sharding.stage, bucket.parameters[0].spec)
         for bucket in train_step.sharded_parameters.buckets
     ]
     elements = sum(parameter.spec.size for parameter in train_step.stages[0].parameters())

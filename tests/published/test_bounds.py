@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import published
 import pytest
-from published import PAGE, choice_losses
+from published import PAGE, compute_choice_losses
 from published_bounds import (
     APART,
     WIDTH,
+    bound_error,
+    bound_loss,
+    bound_seconds,
+    compute_layer_costs,
     describe_bounds,
     find_contradictions,
     half_microbatch_cost,
-    layer_costs,
-    least_error,
-    least_loss,
-    most_seconds,
 )
 from published_page import predict_unread_run
 from published_tables import TABLES, gpt
@@ -62,11 +62,11 @@ def made(cost, layers=8, samples=64, ranks=64):
 def test_a_consistent_table_is_within_its_bounds():
     """A cost that grows with tensor ranks and falls with the microbatch has no contradictions, and
     no row takes longer than its bound."""
-    known = layer_costs(list(made(lambda t, b: 1 + 0.02 * (t - 1) + 0.01 / b)), 512)
-    assert not list(find_contradictions(known, 1.0)) and least_error(known, 1.0) == 0
+    known = compute_layer_costs(list(made(lambda t, b: 1 + 0.02 * (t - 1) + 0.01 / b)), 512)
+    assert not list(find_contradictions(known, 1.0)) and bound_error(known, 1.0) == 0
     for cost in known:
         assert cost.seconds == pytest.approx(1 + 0.02 * (cost.tensor - 1) + 0.01 / cost.microbatch)
-        assert cost.row.seconds <= most_seconds(known, cost, 1.0) * (1 + 1e-9)
+        assert cost.row.seconds <= bound_seconds(known, cost, 1.0) * (1 + 1e-9)
     assert half_microbatch_cost(known, 2) == pytest.approx(1.01 / 1.005)
 
 
@@ -74,24 +74,26 @@ def test_a_row_that_is_too_dear_is_found():
     def cost(tensor, microbatch):
         return (1 + 0.02 * (tensor - 1)) * (1.5 if (tensor, microbatch) == (2, 2) else 1.0)
 
-    known = layer_costs(list(made(cost)), 512)
+    known = compute_layer_costs(list(made(cost)), 512)
     pairs = list(find_contradictions(known, 1.1))
     assert {(one.tensor, one.microbatch) for one, _ in pairs} == {(2, 2)}
     names = [cost.row.label for pair in pairs for cost in pair]
     assert len(set(names)) == len(names) == 4
     # However it is shared between its two rows, the error of a pair is at least their distance.
-    assert least_error(known, 1.1) == pytest.approx(2 * math.log(1.02 * 1.5 / 1.02 / 1.1))
+    assert bound_error(known, 1.1) == pytest.approx(2 * math.log(1.02 * 1.5 / 1.02 / 1.1))
 
 
 def test_the_right_choice_is_beyond_a_price_for_tensor_ranks():
     """The page's claim: a prediction that is right about tensor 1 and 8, and charges tensor ranks
     for what they add, chooses a row that loses as much as the planner's choice."""
-    known = layer_costs(rows(), WIDTH)
-    dearer = half_microbatch_cost(layer_costs(rows(), 3072), 4)
+    known = compute_layer_costs(rows(), WIDTH)
+    dearer = half_microbatch_cost(compute_layer_costs(rows(), 3072), 4)
     assert len(list(find_contradictions(known, APART))) == 5
-    loss = least_loss(known, dearer)
-    assert loss == pytest.approx(max(choice_losses(published.predict_table("vtrain_multi"))))
-    assert least_loss(known, dearer * 1.02) == loss > least_loss(known, dearer * 1.05) == 0
+    loss = bound_loss(known, dearer)
+    assert loss == pytest.approx(
+        max(compute_choice_losses(published.predict_table("vtrain_multi")))
+    )
+    assert bound_loss(known, dearer * 1.02) == loss > bound_loss(known, dearer * 1.05) == 0
 
 
 def test_the_fastest_row_that_is_not_read_is_predicted_to_be_the_fastest():
@@ -113,5 +115,5 @@ def test_the_page_tells_the_bounds():
 def test_links_have_what_nccl_was_seen_to_reach(family):
     """Rings over eight GPUs of a node reach 232 and 367 GB/s, as reported in issues of NCCL."""
     inside, bandwidth = {"a100": (232e9, 300e9), "h100": (367e9, 450e9)}[family]
-    assert CONSTANTS[family].link(0) * bandwidth == pytest.approx(inside, rel=0.01)
-    assert CONSTANTS[family].link(1) == CONSTANTS[family].link(2) == 0.9
+    assert CONSTANTS[family].link_efficiency(0) * bandwidth == pytest.approx(inside, rel=0.01)
+    assert CONSTANTS[family].link_efficiency(1) == CONSTANTS[family].link_efficiency(2) == 0.9

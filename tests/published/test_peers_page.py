@@ -7,10 +7,10 @@ import train_cpu
 
 
 def test_the_page_is_made_of_the_results_that_are_there():
-    assert {one.script for one in compare_peers.shown()} == {
+    assert {one.script for one in compare_peers.list_measured()} == {
         one.script for one in compare_peers.COMPARISONS
     }
-    assert compare_peers.PAGE.read_text(encoding="utf-8") == compare_peers.page()
+    assert compare_peers.PAGE.read_text(encoding="utf-8") == compare_peers.format_page()
 
 
 def test_the_table_of_the_readme_is_made_of_all_processors():
@@ -25,9 +25,9 @@ def test_a_peer_is_compared_with_the_one_of_ours_above_it():
         return {"name": name, "speed": spread, "peak_rss_bytes": 1e9}
 
     rows = [row("megaframe 1", 300.0), row("one", 200.0), row("megaframe 2", 90.0), row("two", 100)]
-    lines = compare_peers.table("2xfp32", rows).splitlines()
+    lines = compare_peers.format_table("2xfp32", rows).splitlines()
     assert [line.split("|")[-2].strip() for line in lines[2:]] == ["", "1.50", "", "0.90"]
-    assert compare_peers.best_of(rows, ours=False)["name"] == "one"
+    assert compare_peers.find_fastest(rows, ours=False)["name"] == "one"
 
 
 def test_each_comparison_is_called_with_the_peers_that_it_takes():

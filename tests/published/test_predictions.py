@@ -6,7 +6,7 @@ import sys
 import published
 import published_tables
 import pytest
-from published import FITTED, PAGE, PLOT, choice_losses, summarize_errors
+from published import FITTED, PAGE, PLOT, compute_choice_losses, summarize_errors
 from published_page import format_section
 from published_tables import TABLES
 
@@ -150,7 +150,7 @@ def test_rows_of_vtrain_on_one_node_are_computed():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["korthikanti", "zero_bubble"])
 def test_the_best_of_the_alternatives_is_found(name):
-    assert max(choice_losses(lines(name))) == 0
+    assert max(compute_choice_losses(lines(name))) == 0
 
 
 @pytest.mark.parametrize(

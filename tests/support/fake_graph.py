@@ -79,7 +79,7 @@ def record(compute, order):
 def written(tape):
     """Return a context in which a tape also gets transfers and kernels, which torch's dispatcher
     does not see."""
-    started, finish, launch = pending.start_pending, Pending._finish, device.launch
+    started, finish, launch = pending.start_pending, Pending._wait_for_all, device.launch
     numbers = {}
 
     def begin(number, start):
@@ -113,7 +113,7 @@ def written(tape):
         raise AssertionError("a graph cannot tell what has arrived")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pending, "_finish", finish_one)
+        patch.setattr(Pending, "_wait_for_all", finish_one)
         patch.setattr(Pending, "is_complete", asked)
         for name, module in list(sys.modules.items()):
             if name.startswith("megaframe") and getattr(module, "start_pending", None) is started:

@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megaframe_kernels.attention.launches import launch_backward, launch_forward, scale_or_default
 from megaframe_kernels.attention.spans import Spans
 from megaframe_kernels.device import shared_memory
-from megaframe_kernels.direct import direct
+from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.installed import missing_cuda, missing_flash_attention, missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
@@ -154,8 +154,8 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_keep)
-_direct_forward = direct(_forward_op, _forward, _keep, _differentiate)
-_direct_backward = direct(_backward_op, _backward)
+_direct_forward = bypass_dispatcher(_forward_op, _forward, _keep, _differentiate)
+_direct_backward = bypass_dispatcher(_backward_op, _backward)
 
 
 def reference_backward(

@@ -84,7 +84,7 @@ def choose_blocks(table: Table, x: Tensor, wide_numbers: Tiling = WIDE_NUMBERS) 
     return table[min(wide for wide in table if wide >= x.shape[-1])]
 
 
-def _options(x: Tensor, scale: float | None, softcap: float | None) -> dict[str, Any]:
+def _choose_constants(x: Tensor, scale: float | None, softcap: float | None) -> dict[str, Any]:
     width = power_of_2(max(x.shape[-1], 16))
     return {
         "CAP": softcap is not None,
@@ -94,11 +94,11 @@ def _options(x: Tensor, scale: float | None, softcap: float | None) -> dict[str,
     }
 
 
-def _adjacent(x: Tensor) -> Tensor:
+def _make_adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _together(pairs: int, rows: Tensor, shared: float) -> int:
+def _count_together(pairs: int, rows: Tensor, shared: float) -> int:
     """Return how many pairs of a head and a sample start together. shared: how many pairs read the
     same head of `rows` [B, length, heads, D] and of a second tensor of this shape; below 1 if a
     pair reads several heads."""
@@ -119,7 +119,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out [B, Q, N, D] and the log-sum-exp, fp32 [B, N, Q]. blocks: by default those of
     `FORWARD`."""
-    query, key, value = _adjacent(query), _adjacent(key), _adjacent(value)
+    query, key, value = _make_adjacent(query), _make_adjacent(key), _make_adjacent(value)
     batch, queries, heads, width = query.shape
     per_group = heads // key.shape[2]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -138,7 +138,7 @@ def launch_forward(
         lse,
         queries,
         key.shape[1],
-        _together(heads * batch, key, per_group),
+        _count_together(heads * batch, key, per_group),
         heads,
         per_group,
         width,
@@ -153,7 +153,7 @@ def launch_forward(
         N=blocks.keys,
         warps=blocks.warps,
         stages=blocks.stages,
-        **_options(query, scale, softcap),
+        **_choose_constants(query, scale, softcap),
     )
     return out, lse
 
@@ -180,7 +180,7 @@ def launch_backward(
 
     In a ring, `out` and `lse` are those over all keys, and `key` and `value` are a part of them.
     """
-    query, key, value, d_out = (_adjacent(x) for x in (query, key, value, d_out))
+    query, key, value, d_out = (_make_adjacent(x) for x in (query, key, value, d_out))
     batch, queries, heads, width = query.shape
     shift, delta = _prepare(d_out, d_lse, out, lse)
     groups, per_group = key.shape[2], heads // key.shape[2]
@@ -190,9 +190,9 @@ def launch_backward(
     d_query, d_key, d_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
-    options = _options(query, scale, softcap)
+    options = _choose_constants(query, scale, softcap)
     saved = (query, key, value, d_out, shift, delta)
-    by_key = _key_blocks(query, softcap, fused)
+    by_key = _choose_key_blocks(query, softcap, fused)
     sums = None
     if fused:
         sums = lse.new_zeros(max(delta.numel(), 1), options["WIDTH"])
@@ -207,7 +207,7 @@ def launch_backward(
             stops,
             d_query,
             *lengths,
-            _together(heads * batch, key, per_group),
+            _count_together(heads * batch, key, per_group),
             *numbers,
             M=by_query.queries,
             N=by_query.keys,
@@ -227,7 +227,7 @@ def launch_backward(
         d_value,
         TensorDescriptor.from_tensor(sums, [by_key.queries, options["WIDTH"]]) if bulk else sums,
         *lengths,
-        _together(groups * batch, query, 1 / per_group),
+        _count_together(groups * batch, query, 1 / per_group),
         *numbers,
         BULK=bulk,
         M=by_key.queries,
@@ -274,7 +274,7 @@ def _prepare(
     return shift, delta
 
 
-def _key_blocks(query: Tensor, softcap: float | None, fused: bool) -> Tiling:
+def _choose_key_blocks(query: Tensor, softcap: float | None, fused: bool) -> Tiling:
     tables = BACKWARD_KEYS
     if fused:
         tables = BACKWARD_FUSED if softcap is None else BACKWARD_FUSED_CAPPED

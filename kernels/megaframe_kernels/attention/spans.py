@@ -77,10 +77,10 @@ def find_spans(
         stops = stops.minimum(torch.searchsorted(theirs, mine, right=True))
     given = (query_places, key_places, query_documents, key_documents)
     plain = causal and queries == keys and all(g is None for g in given)
-    return spans_from(starts, stops, keys, plain, window)
+    return make_spans(starts, stops, keys, plain, window)
 
 
-def spans_from(
+def make_spans(
     starts: Tensor, stops: Tensor, keys: int, plain: bool = False, window: int | None = None
 ) -> Spans:
     """Return the spans, given the runs of keys that queries see, both ends ascending [B, Q]."""

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels.device import ceil_div, launch, power_of_2, rows_of
-from megaframe_kernels.direct import direct
+from megaframe_kernels.device import ceil_div, flatten_rows, launch, power_of_2
+from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.installed import missing_liger, missing_nothing
-from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
+from megaframe_kernels.kernel import Implementation, Kernel, refuse_nothing, refuse_types
 
 KINDS = ("swiglu", "gelu", "gelu_tanh", "relu2")
 _TILE = 2048
@@ -121,7 +121,7 @@ def _backward(
     tl.store(at, result.to(d_x.dtype.element_ty), mask=inside)
 
 
-def _shape(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
+def _choose_grid(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
     """Return the grid and the tile sizes."""
     columns = min(power_of_2(max(width, 16)), _COLUMNS)
     tall = _TILE // columns
@@ -131,20 +131,20 @@ def _shape(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
 
 def launch_forward(x: Tensor, kind: str) -> Tensor:
     """Return the activation of x."""
-    flat = rows_of(x)
+    flat = flatten_rows(x)
     width = flat.shape[1] // 2 if kind == "swiglu" else flat.shape[1]
     y = x.new_empty(*x.shape[:-1], width)
-    grid, tile = _shape(flat.shape[0], width)
+    grid, tile = _choose_grid(flat.shape[0], width)
     launch(_forward, grid, flat, y, flat.shape[0], width, flat.stride(0), KIND=kind, **tile)
     return y
 
 
 def launch_backward(d_y: Tensor, x: Tensor, kind: str) -> Tensor:
     """Return the gradient of x."""
-    flat, d_flat = rows_of(x), rows_of(d_y)
+    flat, d_flat = flatten_rows(x), flatten_rows(d_y)
     d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, width = d_flat.shape
-    grid, tile = _shape(rows, width)
+    grid, tile = _choose_grid(rows, width)
     strides = d_flat.stride(0), flat.stride(0)
     launch(_backward, grid, d_flat, flat, d_x, rows, width, *strides, KIND=kind, **tile)
     return d_x
@@ -176,8 +176,8 @@ def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_keep)
-_direct_forward = direct(_forward_op, launch_forward, _keep, _differentiate)
-_direct_backward = direct(_backward_op, launch_backward)
+_direct_forward = bypass_dispatcher(_forward_op, launch_forward, _keep, _differentiate)
+_direct_backward = bypass_dispatcher(_backward_op, launch_backward)
 
 
 def run_triton(x: Tensor, kind: str = "swiglu") -> Tensor:
@@ -209,7 +209,7 @@ KERNEL = Kernel(
     reference,
     {
         "triton": Implementation("triton", run_triton, missing_nothing, _refuses),
-        "torch": Implementation("torch", reference, missing_nothing, never),
+        "torch": Implementation("torch", reference, missing_nothing, refuse_nothing),
         "liger": Implementation("liger", run_liger, missing_liger, _liger_refuses),
     },
     # Arguments of exponentials reach 10 where the result matters, and their rounding grows with it.

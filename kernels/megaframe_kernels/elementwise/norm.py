@@ -16,15 +16,15 @@ from torch import Tensor
 
 from megaframe_kernels.device import (
     ceil_div,
+    flatten_rows,
     launch,
     power_of_2,
     processors,
-    rows_of,
 )
-from megaframe_kernels.direct import direct
+from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.elementwise import norm_device
 from megaframe_kernels.installed import missing_liger, missing_nothing
-from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
+from megaframe_kernels.kernel import Implementation, Kernel, refuse_nothing, refuse_types
 
 _WIDEST = 16384
 _WHOLE = 8192
@@ -57,7 +57,7 @@ def reference(
     return y.to(total.dtype), total
 
 
-def _shape(x: Tensor) -> tuple[int, int, int]:
+def _choose_tile(x: Tensor) -> tuple[int, int, int]:
     """Return the rows and width of a tile of x [rows, width], and its number of warps, for 16 to 32
     elements per thread."""
     padded = power_of_2(max(x.shape[1], 16))
@@ -73,14 +73,14 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return y, total (empty without a residual), means (empty for rmsnorm) and scales, fp32
     [rows]."""
-    flat = rows_of(x)
+    flat = flatten_rows(x)
     rows, width = flat.shape
-    added = None if residual is None else rows_of(residual)
+    added = None if residual is None else flatten_rows(residual)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = x.new_empty(0) if added is None else torch.empty_like(y)
     scales = x.new_empty(rows, dtype=torch.float32)
     means = torch.empty_like(scales) if center else scales.new_empty(0)
-    tile_rows, tile_width, warps = _shape(flat)
+    tile_rows, tile_width, warps = _choose_tile(flat)
     launch(
         norm_device.forward,
         (ceil_div(rows, tile_rows),),
@@ -115,10 +115,10 @@ def launch_backward(
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of total, gain and bias (empty without a bias)."""
-    flat, d_flat = rows_of(total), rows_of(d_y)
-    d_added = None if d_total is None else rows_of(d_total)
+    flat, d_flat = flatten_rows(total), flatten_rows(d_y)
+    d_added = None if d_total is None else flatten_rows(d_total)
     rows, width = flat.shape
-    tile_rows, tile_width, warps = _shape(flat)
+    tile_rows, tile_width, warps = _choose_tile(flat)
     wide = tile_width > _WHOLE
     programs = min(processors(total) * max(1, 16 // warps), max(1, ceil_div(rows, tile_rows)))
     d_x = torch.empty_like(total, memory_format=torch.contiguous_format)
@@ -207,8 +207,8 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_keep)
-_direct_forward = direct(_forward_op, launch_forward, _keep, _differentiate)
-_direct_backward = direct(_backward_op, launch_backward)
+_direct_forward = bypass_dispatcher(_forward_op, launch_forward, _keep, _differentiate)
+_direct_backward = bypass_dispatcher(_backward_op, launch_backward)
 
 
 def run_triton(
@@ -286,7 +286,7 @@ KERNEL = Kernel(
     reference,
     {
         "triton": Implementation("triton", run_triton, missing_nothing, _refuses),
-        "torch": Implementation("torch", run_torch, missing_nothing, never),
+        "torch": Implementation("torch", run_torch, missing_nothing, refuse_nothing),
         "liger": Implementation("liger", run_liger, missing_liger, _liger_refuses),
     },
 )

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels.device import ceil_div, launch, power_of_2
-from megaframe_kernels.direct import direct
+from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.installed import missing_nothing
-from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
+from megaframe_kernels.kernel import Implementation, Kernel, refuse_nothing, refuse_types
 
 _TILE = 2048
 """Pairs that a program rotates."""
@@ -136,7 +136,7 @@ def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, No
 
 
 _turn_op.register_autograd(_differentiate, setup_context=_keep)
-_direct_turn = direct(_turn_op, launch_turn, _keep, _differentiate)
+_direct_turn = bypass_dispatcher(_turn_op, launch_turn, _keep, _differentiate)
 
 
 def run_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -149,6 +149,6 @@ KERNEL = Kernel(
     reference,
     {
         "triton": Implementation("triton", run_triton, missing_nothing, refuse_types),
-        "torch": Implementation("torch", reference, missing_nothing, never),
+        "torch": Implementation("torch", reference, missing_nothing, refuse_nothing),
     },
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megaframe_kernels.device import capability, ceil_div, generation, launch, power_of_2
 from megaframe_kernels.device_math import product
-from megaframe_kernels.direct import direct
+from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.experts import permute
 from megaframe_kernels.experts.tiles import find_tile, walk
 from megaframe_kernels.installed import missing_cuda, missing_triton
@@ -209,7 +209,7 @@ def _choose(x: Tensor, tiles: Tiles | None) -> tuple[Tiles, str]:
     return tiles or chosen, "ieee" if wide else "tf32"
 
 
-def _adjacent(x: Tensor) -> Tensor:
+def _make_adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -224,7 +224,7 @@ def launch_multiply(
 ) -> Tensor:
     """Return y [P, N]. Place p reads row gather[p] // chosen and writes row scatter[p]. The weights
     may be a transposed view."""
-    x = _adjacent(x)
+    x = _make_adjacent(x)
     places = x.shape[0] if gather_P is None else gather_P.shape[0]
     experts, outputs, inputs = weights_ENH.shape
     out = x.new_empty(places, outputs)
@@ -287,7 +287,7 @@ def launch_weight_gradient_into(
     tiles: Tiles | None = None,
 ) -> None:
     """Write the gradient of the weights to `d_weights`, or add it, in the type of `d_weights`."""
-    d_y, x = _adjacent(d_y), _adjacent(x)
+    d_y, x = _make_adjacent(d_y), _make_adjacent(x)
     experts, outputs, inputs = d_weights.shape
     if add and tiles is None and x.dtype != torch.float32:
         # The old values take as many registers as the sums, so tiles are narrower.
@@ -359,8 +359,8 @@ def _(d_y: Tensor, x: Tensor, weights_ENH: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(weights_ENH, memory_format=torch.contiguous_format)
 
 
-_direct_multiply = direct(_multiply_op, launch_multiply)
-_direct_weight = direct(_weight_op, launch_weight_gradient)
+_direct_multiply = bypass_dispatcher(_multiply_op, launch_multiply)
+_direct_weight = bypass_dispatcher(_weight_op, launch_weight_gradient)
 
 
 class _Product(torch.autograd.Function):

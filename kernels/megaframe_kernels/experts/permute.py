@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megaframe_kernels import cuda_library
 from megaframe_kernels.device import ceil_div, launch, power_of_2
-from megaframe_kernels.direct import direct
+from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.installed import missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refuse_types
 
@@ -290,11 +290,11 @@ def _(d_out_TH: Tensor, y_PH: Tensor, places_TK: Tensor, like: Tensor) -> Tensor
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-gather = direct(_gather_op, launch_gather)
-combine = direct(_combine_op, launch_combine)
-_direct_inner = direct(_inner_op, launch_inner)
-_direct_order = direct(_order_op, launch_order)
-_direct_order_cuda = direct(_order_cuda_op, launch_order_cuda)
+gather = bypass_dispatcher(_gather_op, launch_gather)
+combine = bypass_dispatcher(_combine_op, launch_combine)
+_direct_inner = bypass_dispatcher(_inner_op, launch_inner)
+_direct_order = bypass_dispatcher(_order_op, launch_order)
+_direct_order_cuda = bypass_dispatcher(_order_cuda_op, launch_order_cuda)
 
 
 class _Permute(torch.autograd.Function):

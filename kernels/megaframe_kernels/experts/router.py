@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels.device import ceil_div, launch, power_of_2
-from megaframe_kernels.direct import direct
+from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.installed import missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
@@ -151,7 +151,7 @@ def _backward(
     tl.store(d_logits + at, result.to(d_logits.dtype.element_ty), mask=inside)
 
 
-def _shape(tokens: int, experts: int) -> tuple[tuple[int], dict[str, int]]:
+def _choose_tile(tokens: int, experts: int) -> tuple[tuple[int], dict[str, int]]:
     padded = power_of_2(max(experts, 16))
     tall = max(1, _TILE // padded)
     return (ceil_div(tokens, tall),), {"TOKENS": tall, "EXPERTS": padded}
@@ -165,7 +165,7 @@ def launch_forward(
     tokens, count = flat.shape
     weights = flat.new_empty(tokens, k, dtype=torch.float32)
     experts = flat.new_empty(tokens, k, dtype=torch.int32)
-    grid, tile = _shape(tokens, count)
+    grid, tile = _choose_tile(tokens, count)
     bias = None if bias_E is None else bias_E.contiguous()
     options = {"SIGMOID": sigmoid, "NORMALISE": normalise, "CHOSEN": power_of_2(k), **tile}
     given = (flat, bias, weights, experts, tokens, count, k, flat.stride(0))
@@ -185,7 +185,7 @@ def launch_backward(
     flat = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
     tokens, count = flat.shape
     d_logits = torch.empty_like(flat, memory_format=torch.contiguous_format)
-    grid, tile = _shape(tokens, count)
+    grid, tile = _choose_tile(tokens, count)
     launch(
         _backward,
         grid,
@@ -237,8 +237,8 @@ def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_keep)
-_direct_forward = direct(_forward_op, launch_forward, _keep, _differentiate)
-_direct_backward = direct(_backward_op, launch_backward)
+_direct_forward = bypass_dispatcher(_forward_op, launch_forward, _keep, _differentiate)
+_direct_backward = bypass_dispatcher(_backward_op, launch_backward)
 
 
 def run_triton(

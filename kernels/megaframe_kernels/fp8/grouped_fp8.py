@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megaframe_kernels.device import capability, ceil_div, generation, launch, power_of_2
 from megaframe_kernels.device_math import INTERPRETED
-from megaframe_kernels.direct import direct
+from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.experts import grouped_product
 from megaframe_kernels.experts.grouped_product import Tiles
 from megaframe_kernels.experts.tiles import find_tile, tiles_of, walk
@@ -535,10 +535,10 @@ def _(
     return a_PK.new_empty(a_PK.shape[0], b_ENK.shape[1], dtype=dtype)
 
 
-_direct_experts = direct(_experts_op, launch_experts)
-_direct_columns = direct(_columns_op, launch_columns)
-_direct_multiply = direct(_multiply_op, launch_multiply)
-_direct_gradient = direct(_gradient_op, launch_gradient)
+_direct_experts = bypass_dispatcher(_experts_op, launch_experts)
+_direct_columns = bypass_dispatcher(_columns_op, launch_columns)
+_direct_multiply = bypass_dispatcher(_multiply_op, launch_multiply)
+_direct_gradient = bypass_dispatcher(_gradient_op, launch_gradient)
 
 
 def run_experts(

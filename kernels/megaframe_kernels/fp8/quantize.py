@@ -205,7 +205,7 @@ def launch_largest(x_RC: Tensor, parts: int) -> Tensor:
     height, width = x_RC.shape
     found = x_RC.new_zeros(parts, dtype=torch.float32)
     grid = (min(height, parts) if width else 0,)
-    tile = {"BLOCK": _part(width)}
+    tile = {"BLOCK": _elements_per_program(width)}
     launch(largest_of_rows, grid, x_RC, found, height, width, x_RC.stride(0), **tile)
     return found
 
@@ -222,7 +222,7 @@ def launch_quantise_by(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     out = torch.empty(height, width, dtype=dtype, device=x_RC.device)
     launch(
         quantise_by,
-        (height * ceil_div(width, _part(width)),),
+        (height * ceil_div(width, _elements_per_program(width)),),
         x_RC,
         out,
         scales,
@@ -230,12 +230,12 @@ def launch_quantise_by(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
         x_RC.stride(0),
         0 if len(scales) == 1 else 1,
         MOST=torch.finfo(dtype).max,
-        BLOCK=_part(width),
+        BLOCK=_elements_per_program(width),
     )
     return out
 
 
-def _part(width: int) -> int:
+def _elements_per_program(width: int) -> int:
     """Return how many elements of a row one program takes at a time."""
     return min(_TILE, power_of_2(max(width, 16)))
 
@@ -272,11 +272,11 @@ def refuse_chip(x: Tensor) -> str | None:
     if x.is_cuda and torch.version.hip:
         return "8-bit floats of these types are NVIDIA's"
     if x.is_cuda and capability(x.device.index) < (8, 9):
-        return f"8-bit floats need compute capability 8.9, and this GPU has {_capability_of(x)}"
+        return f"8-bit floats need compute capability 8.9, and this GPU has {_format_capability(x)}"
     return None
 
 
-def _capability_of(x: Tensor) -> str:
+def _format_capability(x: Tensor) -> str:
     return ".".join(map(str, capability(x.device.index)))
 
 
@@ -321,11 +321,11 @@ def reference_product(
     elements of a row ([M, ceil(K / 128)]). In the last case 128 rows of b may share them.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    a, b = (_restored(x, s, wide) for x, s in ((a_MK, a_scales), (b_NK, b_scales)))
+    a, b = (_dequantize(x, s, wide) for x, s in ((a_MK, a_scales), (b_NK, b_scales)))
     return (a @ b.t()).to(dtype)
 
 
-def _restored(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def _dequantize(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     by = scales.to(dtype)
     if scales.shape[0] not in (1, x_RC.shape[0]):
         by = by.repeat_interleave(SHARED, 0)[: x_RC.shape[0]]
@@ -370,7 +370,7 @@ def _product_refuses(
         if capability(a_MK.device.index)[0] != 9:
             return (
                 "torch's scaled product takes scales of 128 on compute capability 9.0, and this "
-                f"GPU has {_capability_of(a_MK)}"
+                f"GPU has {_format_capability(a_MK)}"
             )
         if _cuda_version() < (12, 9):  # whose cuBLASLt is the first that has them
             return "torch's scaled product takes scales of 128 from CUDA 12.9 on"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megaframe_kernels.device import ceil_div, launch, processors
 from megaframe_kernels.installed import missing_nothing
-from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
+from megaframe_kernels.kernel import Implementation, Kernel, refuse_nothing, refuse_types
 
 _BLOCK = 4096
 _PROGRAMS = 4
@@ -66,6 +66,6 @@ KERNEL = Kernel(
     reference,
     {
         "triton": Implementation("triton", _sum_op, missing_nothing, refuse_types),
-        "torch": Implementation("torch", run_torch, missing_nothing, never),
+        "torch": Implementation("torch", run_torch, missing_nothing, refuse_nothing),
     },
 )

@@ -285,12 +285,12 @@ def background_far_behind():
 def saved_in_background(changed):
     x, found = torch.zeros(1000, device="cuda").add_(5), []
 
-    def work(planned, copy):
-        found.extend(bytes(copy.take(piece)) for piece in planned)
+    def work(entries, copy):
+        found.extend(bytes(copy.wait_for_entry(entry)) for entry in entries)
 
     own = BackgroundCopier()
     own.start([Slice("x", (1000,), (0,), x)], work)
-    own.copied()
+    own.wait_for_copy()
     x.zero_()
     changed()
     own.wait()

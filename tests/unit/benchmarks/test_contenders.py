@@ -32,7 +32,7 @@ import pipeline_cpu  # noqa: E402
 import shakespeare  # noqa: E402
 import tensor_cpu  # noqa: E402
 import train_cpu  # noqa: E402
-from context_workload import own_parts  # noqa: E402
+from context_workload import draw_own_parts  # noqa: E402
 from experts_workload import SHAPES, ExpertsShape  # noqa: E402
 
 
@@ -69,7 +69,7 @@ def answer_of_a_ring(ranks, seq):
 
 def test_a_ring_gives_the_answer_of_whole_attention(pool):
     ranks, seq = 2, 64
-    parts = own_parts(Namespace(ranks=1, seq=seq, precision="fp32"), 0)
+    parts = draw_own_parts(Namespace(ranks=1, seq=seq, precision="fp32"), 0)
     *qkv, d_out = (part.double().transpose(1, 2) for part in parts)
     query, key, value = leaves = [part.requires_grad_() for part in qkv]
     out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -101,11 +101,11 @@ def whole_runs(tmp_path):
     given = Namespace(steps=2, precision="bf16", text=text, without_ours=False)
     for peer in ("nanogpt", "megatron_python", "deepspeed_python", "huggingface_python"):
         setattr(given, peer, None)
-    yield from shakespeare.contenders(given)
-    yield from train_cpu.contenders(given, "bf16")
-    yield from netlab_peers.contenders(given)
+    yield from shakespeare.make_contenders(given)
+    yield from train_cpu.make_contenders(given, "bf16")
+    yield from netlab_peers.make_contenders(given)
     for script, kind in ((data_cpu, "bf16"), (tensor_cpu, "fp32"), (pipeline_cpu, 2048)):
-        yield from script.contenders(given, 4, kind)
+        yield from script.make_contenders(given, 4, kind)
 
 
 def test_each_command_has_a_config_that_a_run_takes(tmp_path, monkeypatch):

@@ -20,11 +20,11 @@ import gpu_check  # noqa: E402
 import kernel_bench  # noqa: E402
 import time_limit  # noqa: E402
 import training_gpu  # noqa: E402
-from gpu_goals import goals, order_of, table  # noqa: E402
+from gpu_goals import evaluate_goals, format_table, order_of  # noqa: E402
 from kernel_bench import Ceilings, Measurement, PassResult, Timing, error_of, pass_of, share  # noqa: E402
 from kernel_cases import MIDDLE, REAL, TINY, KernelCase, LeastWork, cases  # noqa: E402
 from megaframe_kernels.registry import KERNELS  # noqa: E402
-from time_limit import run_limited, told, write_json  # noqa: E402
+from time_limit import parse_object, run_limited, write_json  # noqa: E402
 
 
 def command(*arguments):
@@ -259,7 +259,7 @@ def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
     assert reached["moe-slice: mfu_causal"]["met"] is None
     (first, *_) = (one for one in result.known["chosen_over_best"] if one["case"] == "a")
     assert (first["chosen"], first["best"], first["ratio"]) == ("triton", "torch", 0.5)
-    assert "llama-8b-slice: mfu_causal" in table(goals(result.known))
+    assert "llama-8b-slice: mfu_causal" in format_table(evaluate_goals(result.known))
     broken = measured("a", "triton", None, trouble="CUDA error") | {"details": "Traceback"}
     result.add(measurements=[broken, found[1]])
     assert not result.known["chosen_over_best"]
@@ -366,8 +366,8 @@ def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
 
 
 def test_a_line_is_an_object_or_nothing():
-    assert told('{"a": 1}') == {"a": 1}
-    assert [told(line) for line in ("warning", "{broken", "[1]", "")] == [None] * 4
+    assert parse_object('{"a": 1}') == {"a": 1}
+    assert [parse_object(line) for line in ("warning", "{broken", "[1]", "")] == [None] * 4
 
 
 def test_the_commit_is_told_also_without_git(monkeypatch):

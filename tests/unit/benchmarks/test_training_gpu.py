@@ -95,7 +95,7 @@ def test_a_contender_that_breaks_says_why_and_keeps_what_it_had(tmp_path, monkey
 def test_rows_without_time_are_left_out():
     rows = list(training_gpu.measure(dry=True, until=time.monotonic() + 1))
     assert [row["trouble"] for row in rows] == ["left out for time"] * len(training_gpu.ROWS)
-    assert all(map(training_gpu.line_of, rows))
+    assert all(map(training_gpu.format_line, rows))
 
 
 def test_a_profile_says_how_long_the_gpu_does_nothing(tmp_path, monkeypatch):
@@ -115,15 +115,15 @@ def test_a_profile_says_how_long_the_gpu_does_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     steps, kept = [], tmp_path / "results" / "h200-row.json.gz"
     given = partial(steps.append, 1), torch.device("cuda")
-    found = gpu_workload.profiled(*given, kept)
+    found = gpu_workload.profile_steps(*given, kept)
     assert len(steps) == 2 and kept.exists()
     assert found["gpu_idle"] == pytest.approx(0.2) and found["gpu_exposed_communication"] == 0
     assert found["gpu_gaps"][0]["after"] == "norm"
     assert [one["name"] for one in found["gpu_kernels"]] == ["gemm", "norm"]
     monkeypatch.setattr(gpu_workload, "_MOST_TRACE", 1)
-    gpu_workload.profiled(*given, tmp_path / "large.json.gz")
+    gpu_workload.profile_steps(*given, tmp_path / "large.json.gz")
     assert not (tmp_path / "large.json.gz").exists()
-    assert gpu_workload.profiled(given[0], torch.device("cpu"), kept) == {}
+    assert gpu_workload.profile_steps(given[0], torch.device("cpu"), kept) == {}
 
 
 def test_the_longest_kernels_of_a_trace(tmp_path):

@@ -7,7 +7,7 @@ from megaframe_kernels.attention import attention, launches
 from megaframe_kernels.attention.attention import FUSED, KERNEL
 from megaframe_kernels.attention.launches import launch_backward, launch_forward
 from megaframe_kernels.attention.spans import Spans, find_spans
-from megaframe_kernels.device import captured
+from megaframe_kernels.device import capture_launches
 from megaframe_kernels.kernel import KernelError
 from megaframe_kernels.registry import KERNELS
 from megaframe_kernels.selection import KernelChoice, select
@@ -118,8 +118,8 @@ def test_heads_that_start_one_after_the_other(name, tensors, by_head, by_group, 
     """In 2 samples there are 12 pairs of a head and a sample, and 6 of a group of 2 heads and a
     sample."""
     monkeypatch.setattr(launches, "_CACHED", tensors * 70 * 16 * 4)
-    assert launches._together(12, heads(70)[1], 2) == by_head
-    assert launches._together(6, heads(70)[0], 1 / 2) == by_group
+    assert launches._count_together(12, heads(70)[1], 2) == by_head
+    assert launches._count_together(6, heads(70)[0], 1 / 2) == by_group
     given = heads(70, batch=2, n=6, g=3)
     hold(name, given, find_spans(2, 70, 70, DEVICE), need_lse=True)
 
@@ -235,7 +235,7 @@ def test_gradients_are_bitwise_repeatable():
 def test_the_passes_of_backward(name, passes, chip):
     """Uses tensors without memory. The copy engine adds from Hopper on."""
     launches = []
-    with captured(launches.append, chip), torch.device("meta"):
+    with capture_launches(launches.append, chip), torch.device("meta"):
         ends = torch.empty(1, 256, dtype=torch.int32)
         given = (torch.empty(1, 256, n, 64).bfloat16().requires_grad_() for n in (4, 2, 2))
         out, _ = KERNEL.implementations[name].run(*given, Spans(ends, ends, ends, ends))

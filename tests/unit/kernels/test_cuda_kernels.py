@@ -8,7 +8,14 @@ import pytest
 import torch
 from kernel_exactness import DEVICE, deterministic, generator
 from megaframe_kernels import cuda_library
-from megaframe_kernels.cuda_build import CHIPS, BuildError, build, cached, find_nvcc, sources
+from megaframe_kernels.cuda_build import (
+    CHIPS,
+    BuildError,
+    build,
+    cached_path,
+    find_nvcc,
+    list_sources,
+)
 from megaframe_kernels.experts import permute
 
 try:
@@ -25,7 +32,7 @@ def emulated(tmp_path_factory):
     """Compile the same sources for the CPU, with `emulated_gpu.h` in place of CUDA's runtime."""
     folder = tmp_path_factory.mktemp("emulated")
     everything, library = folder / "all.cc", folder / "kernels.so"
-    everything.write_text("\n".join(f'#include "{s}"' for s in sources() if s.stem != "probe"))
+    everything.write_text("\n".join(f'#include "{s}"' for s in list_sources() if s.stem != "probe"))
     command = [NVCC, "-std=c++20", "-O1", "-shared", "-Xcompiler=-fPIC,-pthread", "-x", "c++"]
     command += ["-include", str(EMULATED_GPU), str(everything)]
     subprocess.run([*command, "-o", str(library)], check=True)
@@ -45,7 +52,7 @@ def library(request, monkeypatch):
 def test_compiles_without_spills(chip, tmp_path):
     target = f"-gencode=arch=compute_{chip},code=sm_{chip}"
     everything = tmp_path / "all.cu"
-    everything.write_text("\n".join(f'#include "{source}"' for source in sources()))
+    everything.write_text("\n".join(f'#include "{source}"' for source in list_sources()))
     command = [NVCC, "-std=c++17", "-O3", "-Xptxas=-v", target, "-cubin", str(everything)]
     done = subprocess.run([*command, "-o", str(tmp_path / "cubin")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -91,7 +98,7 @@ def test_a_build_is_of_its_compiler_and_of_its_processor(tmp_path, monkeypatch):
         monkeypatch.setenv("CUDA_HOME", compiler(tmp_path / version, version))
         for processor in ("x86_64", "aarch64"):
             monkeypatch.setattr("platform.machine", lambda name=processor: name)
-            found.add(cached(90))
+            found.add(cached_path(90))
     assert len(found) == 4
 
 

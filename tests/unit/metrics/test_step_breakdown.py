@@ -33,8 +33,8 @@ PLACES = {
     "evaluation": (TrainStep, "evaluate"),
     "checkpoint": (Trainer, "_save"),
     "other": (Trainer, "_due"),
-    "communication/data": (Pending, "_finish"),
-    "communication/tensor": (Pending, "_finish"),
+    "communication/data": (Pending, "_wait_for_all"),
+    "communication/tensor": (Pending, "_wait_for_all"),
 }
 LAST = FIRST + len(PLACES)
 
@@ -76,7 +76,7 @@ class Delays:
 
     def delayed(self, plain, step, axes):
         def call(it, *args, **kwargs):
-            here = axes is None or getattr(it._waits, "_axes", None) == axes
+            here = axes is None or getattr(it._timer, "_axes", None) == axes
             if here and self.left and self.step == step:
                 self.left = False
                 self.clock.delay(DELAY)

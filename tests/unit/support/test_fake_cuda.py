@@ -30,10 +30,10 @@ if (reason := obstacle()) is not None:
 
 ROOT = Path(__file__).resolve().parents[3]
 MAY_WAIT = {
-    "draw": "initial weights are drawn on the host",
+    "initialize_weights": "initial weights are drawn on the host",
     "begin": "optimizer state is made at the start",
     "_frequencies_on": "rotary frequencies are computed on the host, once",
-    "_sums_wide": "tries a product, once",
+    "_can_accumulate_wide": "tries a product, once",
     "_check_size": "the ranks of a communicator, when it is made",
     "_sum_totals": "the totals of an evaluation",
     "_compare_with_before": "the first loss after a load",
@@ -221,7 +221,7 @@ def test_expert_ranks(both):
     """The host must know how many tokens come, and how many each expert has in plain code."""
     both(
         2,
-        ("_owners", "_direct", "_grouped", "into"),
+        ("_expert_owners", "_route_all_to_all", "_grouped", "into"),
         model__moe="{experts: 4, top_k: 2, ffn: 32}",
         parallel__expert=2,
         kernels__experts="reference",
@@ -363,9 +363,9 @@ LEFT_OUT = [
     ("activations", "take", "wait_event", "race"),
     ("activations", "_free_outgoing", "wait_event", "lifetime"),
     ("activations", "_copy_in", "wait_stream", "race"),
-    ("landing", "land", "wait_stream", "race"),
-    ("landing", "land", "record_stream", "lifetime"),
-    ("landing", "landed", "synchronize", None),
+    ("landing", "copy_to_host", "wait_stream", "race"),
+    ("landing", "copy_to_host", "record_stream", "lifetime"),
+    ("landing", "wait_for_copies", "synchronize", None),
     ("optimizer_state", "wait_for_fetched", "wait_stream", "race"),
     ("optimizer_state", "write_back", "wait_stream", "race"),
     ("optimizer_state", "_copy_in", "wait_event", "race"),
@@ -374,9 +374,9 @@ LEFT_OUT = [
     ("optimizer_state", "synchronize", "synchronize", None),
     ("background", "_copy_from_device", "wait_event", "race"),
     ("background", "_copy_from_device", "synchronize", None),
-    ("background_far_behind", "copied", "wait_event", "race"),
+    ("background_far_behind", "wait_for_copy", "wait_event", "race"),
     ("clock", "__call__", "is_current_stream_capturing", "capture"),
-    ("transfer", "_finish", "wait", "race"),
+    ("transfer", "_wait_for_all", "wait", "race"),
 ]
 """A wait or a note of the project's own code, and what is reported without it; None: nothing, but
 the result is wrong."""
