@@ -114,9 +114,9 @@ def watched(schedule, chunks):
     most = 0
 
     def counting(forward):
-        def counted(*arguments):
+        def counted(*arguments, **options):
             nonlocal most
-            made = forward(*arguments)
+            made = forward(*arguments, **options)
             most = max(most, sum(len(stage._activations) for stage in stages))
             return made
 

@@ -68,7 +68,7 @@ def search():
 pytestmark = pytest.mark.skipif(refused() is not None, reason=str(refused()))
 
 
-class Cluster:
+class SlurmCluster:
     """A cluster with its files in one folder and its daemons as child processes."""
 
     def __init__(self, folder):
@@ -180,7 +180,7 @@ def until(there, said=str, seconds=180):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    made = Cluster(tmp_path_factory.mktemp("slurm"))
+    made = SlurmCluster(tmp_path_factory.mktemp("slurm"))
     try:
         made.begin()
         yield made

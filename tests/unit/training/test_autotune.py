@@ -214,7 +214,7 @@ def test_threads_that_have_no_processor_are_noticed():
     """Two threads on one processor wait for each other; one alone need not."""
     code = (
         "import os, threading, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from megaframe.training.autotune import waited\n"
+        "from megaframe.training.autotune import time_waited as waited\n"
         "def spin():\n    end = time.thread_time() + 0.3\n"
         "    while time.thread_time() < end: sum(range(20_000))\n"
         "before = waited(); one = threading.Thread(target=spin); one.start(); child = os.fork()\n"
