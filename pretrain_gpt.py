@@ -41,9 +41,9 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Imported objects are never freed; collecting garbage during imports is 1/7 of the start time.
     gc.disable()
+    from megaframe.architecture.cuda_streams import count_streams
     from megaframe.distributed.mesh import global_rank, world_size
     from megaframe.distributed.nccl_settings import configure_nccl
-    from megaframe.planner.cuda_streams import count_streams
     from megaframe.resilience.signals import enable_flight_recorder
     from megaframe.training.auto_layout import (
         choose_bucket_size,

@@ -114,7 +114,7 @@ class ModelConfig(Section):
         default_factory=lambda given: max(1, given["hidden"] // given["heads"])
     )
     """Width of one head. Default: hidden / heads."""
-    ffn: Positive = Field(default_factory=lambda given: 4 * given["hidden"])
+    ffn: Positive = Field(default_factory=lambda given: 4 * given["hidden"], validate_default=True)
     """Inner width of the MLP. Default: 4 * hidden."""
     vocab: Positive | None = None
     """Vocabulary size. Default: that of `data.tokenizer`."""

@@ -51,23 +51,36 @@ class ContextParallel:
     def scatter_heads(
         self, query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange heads for tokens. Return the tokens of all neighbours, in sample order, for N /
-        U query heads and for the key/value heads that these use: G / U of them, or one if there are
-        fewer heads than ranks."""
+        """Exchange heads for tokens.
+
+        Args:
+            query_BSND: Queries of this rank's tokens.
+            key_BSGD: Their keys.
+            value_BSGV: Their values, [B, S, G, V].
+
+        Returns:
+            Queries, keys and values of the U * S tokens of all neighbours, in sample order, for N /
+            U query heads and for the key/value heads that these use: G / U of them, or one if there
+            are fewer heads than ranks.
+        """
         ranks = self.heads.size
         if ranks == 1:
             return query_BSND, key_BSGD, value_BSGV
+        # With fewer key/value heads than ranks, several ranks get a copy of the same head.
         copies = max(1, ranks // key_BSGD.shape[2])
         heads = [
             query_BSND,
             key_BSGD.repeat_interleave(copies, 2),
             value_BSGV.repeat_interleave(copies, 2),
         ]
+        # [B, S, U, heads of one rank * width] each, so that all three travel in one exchange.
         parts = [head.unflatten(2, (ranks, -1)).flatten(3) for head in heads]
         sizes = [part.shape[3] for part in parts]
+        # To [U, B, S, ...]: by receiving rank before, by sending rank after.
         exchanged = _AllToAll.apply(torch.cat(parts, 3).movedim(2, 0), self.heads)
         # By rank, first pieces ascend in the sample and second pieces descend.
         first, second = exchanged.chunk(2, 2)
+        # [2U, B, S / 2, ...], piece after piece, and then [B, U * S, ...].
         ordered = torch.cat((first, second.flip(0))).movedim(0, 1).flatten(1, 2)
         query, key, value = (
             part.unflatten(2, (-1, head.shape[3]))
@@ -76,11 +89,18 @@ class ContextParallel:
         return query, key, value
 
     def gather_heads(self, out_BSND: Tensor) -> Tensor:
-        """Undo the exchange: turn some heads of all neighbours' tokens into all heads of this
-        rank's tokens."""
+        """Undo the exchange of heads.
+
+        Args:
+            out_BSND: Outputs of this rank's N / U heads for the U * S tokens of all neighbours.
+
+        Returns:
+            Outputs of all heads for this rank's tokens, [B, S, N, V].
+        """
         ranks = self.heads.size
         if ranks == 1:
             return out_BSND
+        # The inverse of the order above: piece u and piece 2U - 1 - u go back to rank u.
         first, second = out_BSND.unflatten(1, (2 * ranks, -1)).movedim(1, 0).chunk(2)
         exchanged = _AllToAll.apply(torch.cat((first, second.flip(0)), 2), self.heads)
         return exchanged.movedim(0, 2).flatten(2, 3)
@@ -97,4 +117,6 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        # An all-to-all of equal parts is a permutation that is its own inverse, so also its
+        # transpose.
         return all_to_all(gradients[0], ctx.group).wait(), None

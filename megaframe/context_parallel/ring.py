@@ -2,15 +2,13 @@
 
 Each rank keeps its queries. While it works on the keys and values of one rank, those of the next
 one are already in transit. The backward pass sends them around again together with their gradients,
-to which each rank adds its part before they return to their owner. A rank keeps only its own
-queries, keys and values, the output, and one log-sum-exp per query. The tiles follow from the
-zigzag division (`microbatch.zigzag`): rank r of R has pieces r and 2R - 1 - r of 2R. Under a causal
-mask all ranks therefore compute the same amount, and all tiles except those of a rank's own keys
-are rectangles that need no mask.
+to which each rank adds its part before they return to their owner. The tiles follow from the zigzag
+division (`microbatch.zigzag`): rank r of R has pieces r and 2R - 1 - r of 2R. Under a causal mask
+all ranks therefore compute the same amount, and all tiles except those of a rank's own keys are
+rectangles that need no mask.
 
-Ranks after r see nothing of r's second piece. Keys therefore travel backwards, first to the ranks
-before r, and after these only their first half travels on. Gradients of keys travel forwards, and
-begin with the first half.
+Shape legend: B samples, S tokens of this rank, N query heads, G key/value heads, D width of a query
+or key head, V width of a value head.
 """
 
 from __future__ import annotations
@@ -40,9 +38,16 @@ DocumentEnds = list[list[list[int]]]
 
 
 def document_ends(documents_BS: Tensor | None, length: int) -> DocumentEnds | None:
-    """Return the document numbers at which the pieces of samples begin and end, or None without
-    documents. length: tokens of two pieces. This waits for the device, so it is called once for the
-    circles of all windows."""
+    """Return the document numbers at which the pieces of samples begin and end. This waits for the
+    device, so it is called once for the rings of all windows.
+
+    Args:
+        documents_BS: Document number of each token of whole samples; None without documents.
+        length: Tokens of two pieces.
+
+    Returns:
+        Least and greatest number by sample and piece, or None without documents.
+    """
     if documents_BS is None:
         return None
     pieces = documents_BS.unflatten(1, (-1, length // 2))
@@ -85,6 +90,8 @@ class RingMask:
     def num_tokens_seen(self, source: int, ranks: Iterable[int]) -> int:
         """Return how many tokens of ring rank `source`, counted from its first, any of these ranks
         may see."""
+        # Ranks before `source` see both of its pieces. Ranks after it have queries between the two,
+        # and see nothing of the second one.
         return self.length if any(rank < source for rank in ranks) else self.piece
 
     def dense_tile(self, tile: Tile, source: int, device: torch.device) -> Tensor | None:
@@ -149,12 +156,14 @@ class RingMask:
     def _make_tiles(self, source: int) -> list[Tile]:
         own = self.ring.index
         if own == source and not self.attention_mask.narrow:
+            # Both pieces at once: the order of its own tokens is the order of the sample.
             return [Tile(self._piece_slice((0, 1)), self._piece_slice((0, 1)), "causal")]
         seen = [
             [self._visibility(query, key) for key in self._pieces(source)]
             for query in self._pieces(own)
         ]
         keys = [tuple(k for k in (0, 1) if row[k] != "nothing") for row in seen]
+        # One tile where both pieces of queries see the same keys: a larger product, and one merge.
         rows: list[tuple[int, ...]] = [(0, 1)] if keys[0] == keys[1] else [(0,), (1,)]
         return [
             Tile(
@@ -173,14 +182,18 @@ class RingMask:
     def _visibility(self, query: int, key: int) -> Literal["all", "some", "nothing"]:
         """Return how much of piece `key` piece `query` sees. Both are numbers of pieces in the
         sample."""
+        # Tokens between the starts of the pieces. Distances of single tokens lie within `last` of
+        # it.
         distance, last = (query - key) * self.piece, self.piece - 1
         if distance < 0 or distance - last >= self._window:
             return "nothing"
         everything = distance > 0 and distance + last < self._window
         if self._ends is not None:
             pairs = [(sample[query], sample[key]) for sample in self._ends]
+            # No document number in common, in any sample of the microbatch.
             if all(q[1] < k[0] or k[1] < q[0] for q, k in pairs):
                 return "nothing"
+            # Both pieces lie in one and the same document.
             everything &= all(q == k and k[0] == k[1] for q, k in pairs)
         return "all" if everything else "some"
 
@@ -192,10 +205,21 @@ def ring_attention(
     mask: RingMask,
     scale: float | None = None,
 ) -> Tensor:
-    """Attend from this rank's queries to the keys of all ranks of the ring; returns [B, S, N, V].
-    scale: of the scores, by default 1 / sqrt(D)."""
+    """Attend from this rank's queries to the keys of all ranks of the ring.
+
+    Args:
+        query_BSND: This rank's queries.
+        key_BSGD: Its keys.
+        value_BSGV: Its values.
+        mask: What this rank computes.
+        scale: Of the scores, by default 1 / sqrt(D).
+
+    Returns:
+        The outputs for this rank's queries, [B, S, N, V].
+    """
     if scale is None:
         scale = 1.0 / math.sqrt(query_BSND.shape[3])
+    # One tensor, so one message per step. Autograd splits its gradient again.
     kv = torch.cat((key_BSGD, value_BSGV), -1)
     return _RingAttention.apply(query_BSND, kv, mask, scale)
 
@@ -207,15 +231,21 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, kv: Tensor, mask: RingMask, scale: float) -> Tensor:
         batch, length, heads, width = query.shape
         wide = torch.promote_types(query.dtype, torch.float32)
+        # Accumulated in at least fp32 and rounded once, after the last tile.
         out = query.new_zeros((batch, length, heads, kv.shape[3] - width), dtype=wide)
+        # The log-sum-exp of no scores; see `attention_tiles.merge`.
         lse = out.new_full((batch, heads, length), -math.inf)
+        # Keys travel backwards, first to the ranks before their own, and after these only their
+        # first half travels on, because the ranks after see nothing of the second one.
         for source, _, source_kv in _ring_steps(kv, mask, back=True):
             for tile in mask.tiles(source):
                 rows = tile.queries
                 key, value = _split_kv(source_kv[:, tile.keys], width)
                 part = mask.attend(tile, source, query[:, rows], key, value, scale)
+                # In place, through views: out = (e^lse out + e^lse' out') / (e^lse + e^lse').
                 merge(out[:, rows], lse[:, :, rows], *part)
         out = out.to(query.dtype)
+        # Only this rank's own queries, keys and values, the output, and one log-sum-exp per query.
         ctx.save_for_backward(query, kv, out, lse)
         ctx.mask, ctx.scale = mask, scale
         return out
@@ -224,8 +254,11 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         query, kv, out, lse = ctx.saved_tensors
         mask, d_out, width = ctx.mask, gradients[0], query.shape[3]
+        # Gradients are summed over tiles and ranks in at least fp32, and travel in it.
         d_query = torch.zeros_like(query, dtype=lse.dtype, memory_format=torch.contiguous_format)
         own, arriving = kv.new_empty(0), None
+        # Keys travel forwards here, as their gradients do: ranks after r add to the first half of
+        # r's gradient before ranks before r add to all of it.
         for source, step, source_kv in _ring_steps(kv, mask, back=False):
             d_kv = _allocate_kv(
                 kv, _tokens_with_gradient(mask, source, step) if step else mask.length, lse.dtype
@@ -233,6 +266,7 @@ class _RingAttention(torch.autograd.Function):
             d_kv.zero_()
             for tile in mask.tiles(source):
                 rows = tile.queries
+                # `out` and `lse` are those over all tiles, so each tile's probabilities are final.
                 d_rows, d_key, d_value = mask.attend_backward(
                     tile,
                     source,
@@ -244,18 +278,24 @@ class _RingAttention(torch.autograd.Function):
                     scale=ctx.scale,
                 )
                 d_query[:, rows] += d_rows
+                # Views: adding to them adds to `d_kv`.
                 into_key, into_value = _split_kv(d_kv[:, tile.keys], width)
                 into_key += d_key
                 into_value += d_value
             if arriving is not None:
+                # What the ranks before added has travelled while this rank computed its own part.
+                # It may be shorter, if they see only the first piece.
                 _add_to_start(arriving.wait(), d_kv)
             if step:
+                # The rank before this one holds the gradient of the next source, which arrives at
+                # the next step.
                 before = (source - 1) % mask.ring.size
                 into = _allocate_kv(kv, _tokens_with_gradient(mask, before, step), lse.dtype)
                 arriving = shift_ring(d_kv, into, mask.ring)
             else:
                 own = d_kv
         assert arriving is not None
+        # The gradient of this rank's own keys comes home last, from all other ranks.
         _add_to_start(arriving.wait(), own)
         return d_query.to(query.dtype), own.to(kv.dtype), None, None
 
@@ -267,22 +307,20 @@ def _split_kv(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 def _ring_steps(kv: Tensor, mask: RingMask, *, back: bool) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (ring rank, step, its keys and values) for every rank of the ring, starting with this
-    one.
-
-    The ranks before this one follow, nearest first, or with `back` the ranks after it. Only as many
-    tokens arrive as this rank, or a rank that they still travel to, may see. A rank's own keys come
-    first because every query sees itself, so no sum of exponentials is 0.
-    """
+    one. The ranks before this one follow, nearest first, or with `back` the ranks after it."""
     ring, direction = mask.ring, -1 if back else 1
     size = ring.size
 
+    # Only as many tokens as a rank that they still travel to may see.
     def tokens_to_send(source: int, step: int) -> int:
         ahead = ((source + direction * i) % size for i in range(step, size))
         return mask.num_tokens_seen(source, ahead)
 
     for step in range(size):
+        # A rank's own keys come first: every query sees itself, so no sum of exponentials is 0.
         source, following = ((ring.index - direction * i) % size for i in (step, step + 1))
         arriving = None
+        # The transfer starts before the caller computes with the keys at hand.
         if step + 1 < size:
             into = _allocate_kv(kv, tokens_to_send(following, step + 1), kv.dtype)
             arriving = shift_ring(kv[:, : tokens_to_send(source, step + 1)], into, ring, back=back)

@@ -2,9 +2,8 @@
 
 Every collective returns a `Pending`, whose tensor can be reached only through `wait()`. A group of
 one rank communicates nothing, so callers need no special case for it. On a CPU, all-gather and
-reduce-scatter consist of sends and receives between all pairs of ranks, and each rank sums what it
-gets in the order of ranks. Gloo's own collectives take up to three times as long, use more of the
-processor (docs/log.md), and add in low precision.
+reduce-scatter consist of sends and receives between all pairs of ranks. Gloo's own collectives take
+up to three times as long, use more of the processor (docs/log.md), and add in low precision.
 """
 
 from __future__ import annotations
@@ -54,9 +53,19 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 def all_reduce(tensor: Tensor, group: Group, how: Reduction = "sum") -> Pending[Tensor]:
-    """Reduce `tensor` in place over the group. The bytes counted are those of a ring."""
+    """Reduce a tensor in place over the group.
+
+    Args:
+        tensor: Of the same shape on all ranks; overwritten.
+        group: The ranks.
+        how: The operation.
+
+    Returns:
+        The same tensor.
+    """
     if group.handle is None:
         return Pending(tensor)
+    # The bytes of a ring: a reduce-scatter and an all-gather.
     group.traffic.count(2 * tensor.nbytes * (group.size - 1) // group.size)
     operation = _OPERATIONS[how]
     return start_collective(
@@ -75,6 +84,7 @@ def all_gather(tensor: Tensor, group: Group) -> Pending[Tensor]:
     out = tensor.new_empty((group.size * tensor.shape[0], *tensor.shape[1:]))
     group.traffic.count(tensor.nbytes * (group.size - 1))
     if group.sends_pairwise(tensor):
+        # Views of the result: what arrives needs no copy.
         parts = out.view(group.size, *tensor.shape)
         parts[group.index].copy_(tensor)
         return exchange_pairwise(
@@ -98,7 +108,9 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Pending[Tensor]:
     if group.sends_pairwise(tensor):
         leaving = tensor.view(group.size, *out.shape)
         coming = list(torch.empty_like(leaving))
+        # This rank's own part takes its place among the others, without being sent.
         coming[group.index] = leaving[group.index]
+        # Called after all parts have arrived, so that each rank sums them in the order of ranks.
         add = partial(sum_into, out, coming)
         return exchange_pairwise(out, leaving, coming, group, add, kind="reduce_scatter", like=out)
     return start_collective(
@@ -127,6 +139,7 @@ def all_to_all(tensor: Tensor, group: Group) -> Pending[Tensor]:
 
 def sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
     """Write the sum of all parts, in order, into `out`. Adds in fp32 at least and rounds once."""
+    # A copy even if it has this type already: parts[0] may be the caller's tensor.
     total = parts[0].to(torch.promote_types(out.dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part
@@ -144,16 +157,25 @@ def exchange_pairwise(
     like: Tensor | None = None,
 ) -> Pending[Tensor]:
     """Send leaving[i] to rank i of the group and receive coming[i] from it, for all other ranks.
-    Each rank starts with the ranks after it, so that they do not all send to the same one. Empty
-    tensors are not sent.
 
-    out: the result, ready after all transfers and the call of `finish`.
-    kind: name of the collective.
-    like: a tensor whose type and shape are the same on all ranks, for `Group.check_collective`.
+    Args:
+        out: The result, ready after all transfers and the call of `finish`.
+        leaving: A tensor for each rank. They must not change until all transfers are done.
+        coming: Where to receive from each rank.
+        group: The ranks.
+        finish: Computes the result from what has arrived; None if `coming` are parts of it.
+        kind: Name of the collective.
+        like: A tensor whose type and shape are the same on all ranks, for
+            `Group.check_collective`.
+
+    Returns:
+        `out`.
     """
     group.check_collective(kind, like)
     size = group.traffic.take_latest()
+    # Each rank starts with the ranks after it, so that they do not all send to the same one.
     peers = [(group.index + step) % group.size for step in range(1, group.size)]
+    # Empty tensors are neither sent nor received; both ends know the sizes.
     receives = [(peer, coming[peer]) for peer in reversed(peers) if coming[peer].numel()]
     sends = [(peer, leaving[peer]) for peer in peers if leaving[peer].numel()]
     messages = _start_batched(out, group, receives, sends, kind)
@@ -175,10 +197,8 @@ def _start_batched(
     """Start receives from and sends to ranks of a group, each given as (rank, tensor), as one
     operation. Returns None if there are none.
 
-    Over NCCL they must be one group of calls. The calls of a communicator otherwise run one after
-    the other, and the host waits in the first one to a rank until that rank makes the matching
-    call. Ranks in a ring that all send first would wait for each other forever. Gloo's calls do
-    not wait, so there they are started one by one.
+    What is sent must not change, and what is received must not be read, until the result has been
+    waited for.
     """
     starts: list[Callable[[], dist.Work | None]] = [
         partial(dist.irecv, tensor, group=group.handle, group_src=rank) for rank, tensor in receives
@@ -187,9 +207,14 @@ def _start_batched(
         partial(dist.isend, tensor, group=group.handle, group_dst=rank) for rank, tensor in sends
     ]
     pending: Pending[Tensor] | None = None
+    # Over NCCL they must be one group of calls. The calls of a communicator otherwise run one after
+    # the other, and the host waits in the first one to a rank until that rank makes the matching
+    # call. Ranks in a ring that all send first would wait for each other forever. Gloo's calls do
+    # not wait, so there they are started one by one.
     if starts and group.batches_messages(out):
         starts = [partial(_batched_work, starts, group, out.device)]
     for start in starts:
+        # Each one waits for those before it too, so waiting for the last waits for all.
         pending = start_pending(out, group, start, kind, pending)
     return pending
 
@@ -214,11 +239,17 @@ def start_collective(
     *,
     uneven: bool = False,
 ) -> Pending[Tensor]:
-    """Start a collective over a group by calling `start`.
+    """Start a collective over a group.
 
-    out: its result.
-    kind: its name.
-    uneven: the shape of `out` differs between ranks.
+    Args:
+        out: Its result.
+        group: The ranks.
+        start: Starts it and returns torch's work.
+        kind: Its name.
+        uneven: Whether the shape of `out` differs between ranks.
+
+    Returns:
+        `out`. In a serial group it is complete when this returns.
     """
     group.check_collective(kind, None if uneven else out)
     traffic = group.traffic
@@ -260,6 +291,7 @@ def shift_ring(tensor: Tensor, into: Tensor, ring: Ring, *, back: bool = False) 
     group.check_message(tensor, group.index, to)
     group.check_message(into, source, group.index)
     group.traffic.count(tensor.nbytes)
+    # Sent and received as one operation, because every rank of the ring does both.
     messages = _start_batched(into, group, [(source, into)], [(to, tensor)], "shift_ring")
     pending = Pending(into, before=messages, timer=group.traffic.collective_timer, size=into.nbytes)
     if group.serial:
@@ -282,11 +314,17 @@ def own_part(flat: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter_(flat: Tensor, group: Group, buffer: Tensor | None = None) -> Pending[Tensor]:
-    """Reduce-scatter in place: this rank's part becomes its sum over the ranks, and is the result.
-    The content of the other parts becomes undefined.
+    """Reduce-scatter in place: this rank's part becomes its sum over the ranks.
 
-    buffer: for the parts that arrive on a CPU, with the length of all parts but one; None to
-    allocate it.
+    Args:
+        flat: Parts of equal length for all ranks, rank after rank. The content of the other parts
+            becomes undefined.
+        group: The ranks.
+        buffer: For the parts that arrive on a CPU, with the length of all parts but one; None to
+            allocate it.
+
+    Returns:
+        This rank's part, a view of `flat`.
     """
     own = own_part(flat, group)
     if group.handle is None:
@@ -303,6 +341,7 @@ def reduce_scatter_(flat: Tensor, group: Group, buffer: Tensor | None = None) ->
     arriving = list(torch.empty_like(parts[1:]) if buffer is None else buffer.view_as(parts[1:]))
 
     def add() -> None:
+        # In the order of ranks after this one's own part, which is already in place.
         for other in arriving:
             own.add_(other)
 
@@ -333,6 +372,7 @@ def exchange_messages(messages: Tensor, group: Group) -> Pending[Tensor]:
     if group.handle is None:
         return Pending(messages)
     out = torch.empty_like(messages)
+    # One row to and from every rank but this one.
     splits = [int(other != group.index) for other in range(group.size)]
     group.traffic.count(messages.nbytes)
     return start_collective(
@@ -348,12 +388,22 @@ def exchange_messages(messages: Tensor, group: Group) -> Pending[Tensor]:
 def all_to_all_uneven(
     parts: Tensor, leaving: Sequence[int], coming: Sequence[int], group: Group
 ) -> Pending[Tensor]:
-    """Exchange parts of any sizes: the first leaving[0] rows of `parts` go to rank 0 of the group,
-    and so on. The first coming[0] rows of the result come from rank 0, and so on."""
+    """Exchange parts of any sizes.
+
+    Args:
+        parts: Rows for all ranks, rank after rank, [sum(leaving), ...].
+        leaving: How many rows go to each rank.
+        coming: How many rows come from each rank.
+        group: The ranks.
+
+    Returns:
+        The rows from all ranks, rank after rank, [sum(coming), ...].
+    """
     if group.handle is None:
         return Pending(parts)
     parts = parts.contiguous()
     out = parts.new_empty((sum(coming), *parts.shape[1:]))
+    # Bytes of a row. What a rank keeps for itself is not counted.
     size = parts.nbytes // max(1, len(parts))
     group.traffic.count((len(parts) - leaving[group.index]) * size)
     group.check_parts(parts, leaving, coming)
@@ -374,6 +424,7 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pen
         return Pending(tensor)
     tensor = tensor.contiguous()
     out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
+    # Views of the result, of uneven sizes.
     parts = list(out.split(list(sizes)))
     group.traffic.count(tensor.nbytes * (group.size - 1))
     if not group.sends_pairwise(tensor):

@@ -29,9 +29,12 @@ _READY, _ALL_READY = "left", "all left"
 class FailureVerdict:
     """Who is at fault and what to say about it; the same on every rank that can reach the store.
 
-    late: the fault is that something took too long.
-    restart: all ranks restart in their processes.
-    silent: those at fault that did not answer, for whom nobody waits.
+    Attributes:
+        ranks: The ranks at fault; empty if none is.
+        text: The message.
+        late: Whether the fault is that something took too long.
+        restart: Whether all ranks restart in their processes.
+        silent: Those at fault that did not answer, for whom nobody waits.
     """
 
     ranks: tuple[int, ...]
@@ -66,6 +69,7 @@ class FailureReports:
         lost: dict[int, Collection[int]] = {}
         for line in self.losses.splitlines():
             rank, runs = json.loads(line)
+            # Members of a group report the same runs, which are decoded only once.
             text = str(runs)
             if text not in decoded:
                 decoded[text] = decode_ranks(runs)
@@ -81,12 +85,16 @@ class FailureReports:
 def blame_for_loss(
     lost: Mapping[int, Collection[int]], answered: Collection[int]
 ) -> tuple[int, ...]:
-    """Return the ranks to blame, ascending: those that some rank lost and that reported no loss
-    themselves. If any of these do not answer, only those. Empty if all lost ranks reported losses
-    too, as in a network that is cut in two.
+    """Return the ranks to blame for a loss.
 
-    lost: the ranks that each reporting rank lost.
-    answered: ranks whose watch is alive.
+    Args:
+        lost: The ranks that each reporting rank lost.
+        answered: Ranks whose watchdog is alive.
+
+    Returns:
+        The ranks that some rank lost and that reported no loss themselves, ascending. If any of
+        these do not answer, only those. Empty if all lost ranks reported losses too, as in a
+        network that is cut in two.
     """
     # Members of a group lose the same ranks, and share one collection of them.
     distinct = {id(ranks): ranks for ranks in lost.values()}.values()
@@ -101,8 +109,8 @@ def polling_interval(seconds: float, requests: int) -> float:
 
 
 def encode_ranks(ranks: Iterable[int]) -> list[list[int]]:
-    """Return ranks in ascending order as runs [first, step, number]. The groups of a layout have
-    few runs, however many ranks they have."""
+    """Return ranks in ascending order as runs [first, step, number]."""
+    # The groups of a layout have few runs, however many ranks they have.
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         first, step, number = runs[-1] if runs else (0, 0, 0)
@@ -123,12 +131,10 @@ def decode_ranks(runs: Iterable[Iterable[int]]) -> tuple[int, ...]:
 
 
 class FailureStore:
-    """One rank's access to what the ranks tell each other through the store.
-
-    store: used by nothing else, because others may block on theirs.
-    """
+    """One rank's access to what the ranks write to each other in the store."""
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
+        # The store is used by nothing else, because others may block on theirs.
         self._store, self._rank, self._world = store, rank, world
 
     def is_alarmed(self) -> bool:
@@ -153,6 +159,7 @@ class FailureStore:
     def try_become_judge(self, number: int) -> bool:
         """Return whether this rank judges in a round: it is the first to ask. Each rank may ask
         once per round."""
+        # The store counts; only the first rank to ask gets 1.
         return self._store.add(f"judge/{number}", 1) == 1
 
     def read_reports(self) -> FailureReports:
@@ -167,18 +174,21 @@ class FailureStore:
     def publish_verdict(self, mine: FailureVerdict) -> FailureVerdict:
         """Publish a verdict unless there is one. Returns the one that was published first."""
         text = mine.encode()
+        # Atomic: of two judges the first one publishes, and both return its verdict.
         first = self._store.compare_set(_VERDICT, "", text).decode()
         return FailureVerdict.decode(first)
 
     def announce_exit(self, verdict: FailureVerdict) -> int:
         """Say that this rank is ready to end because of a verdict. Returns how many ranks are."""
         ready = self._store.add(_READY, int(self._rank not in verdict.silent))
+        # The last one to be ready sets a key of its own, so that looking costs one request.
         if ready == self._world - len(verdict.silent):
             self._store.set(_ALL_READY, "")
         return ready
 
     def count_ready(self) -> int:
         """Return how many ranks are ready to end. For rank 0."""
+        # Adding 0 returns the count.
         return self._store.add(_READY, 0)
 
     def are_all_ready(self) -> bool:

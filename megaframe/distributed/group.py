@@ -21,16 +21,21 @@ scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class Group:
     """The ranks that share this rank's coordinate on every axis but `axes`.
 
-    index: this rank's position in `ranks`.
-    handle: torch's process group, None if the group is this rank alone.
-    serial: finish every collective before its call returns.
-    traffic: counts bytes, and says what waits are charged to.
-    progress: records every wait.
-    desync_check: compares what the ranks start; None to compare nothing.
-    host_staged: the handle is a `HostStagedGroup`, which has the collectives of GPUs for host
-    tensors too.
-    control: for small values. A rank connects to few of the others, and only when it sends to them.
-    steps: the groups over which these ranks exchange parts one after the other; empty: all at once.
+    Attributes:
+        axes: Names of the axes along which the ranks lie.
+        ranks: Their numbers in the world.
+        index: This rank's position in `ranks`.
+        handle: Torch's process group, None if the group is this rank alone.
+        serial: Whether every collective is finished before its call returns.
+        traffic: Counts bytes, and says what waits are charged to.
+        progress: Records every wait.
+        desync_check: Compares what the ranks start; None to compare nothing.
+        host_staged: Whether the handle is a `HostStagedGroup`, which has the collectives of GPUs
+            for host tensors too.
+        control: Whether it is for small values. A rank then connects to few of the others, and
+            only when it sends to them.
+        steps: The groups over which these ranks exchange parts one after the other; empty for all
+            at once.
     """
 
     axes: tuple[str, ...]
@@ -58,6 +63,7 @@ class Group:
     def sends_pairwise(self, tensor: Tensor) -> bool:
         """Return whether all-gather and reduce-scatter of this tensor are made of messages between
         all pairs of ranks."""
+        # Gloo's own collectives are slower and add in low precision (`collectives.py`).
         return tensor.device.type == "cpu" and not self.host_staged and not self.control
 
     def batches_messages(self, tensor: Tensor) -> bool:
@@ -68,9 +74,13 @@ class Group:
     def check_collective(self, kind: str, tensor: Tensor | None) -> None:
         """Call before starting a collective, so that ranks can be compared.
 
-        kind: its name.
-        tensor: a tensor whose type and shape must be the same on all ranks; None for any shape.
-        Raises `CollectiveMismatch` if ranks are compared and differ.
+        Args:
+            kind: Its name.
+            tensor: A tensor whose type and shape must be the same on all ranks; None for any
+                shape.
+
+        Raises:
+            CollectiveMismatch: Ranks are compared and differ.
         """
         if self.desync_check is not None and self.handle is not None:
             self.desync_check.check_collective(
@@ -80,9 +90,13 @@ class Group:
     def check_message(self, tensor: Tensor, source: int, target: int) -> None:
         """Call before starting a send or a receive, so that both ends can be compared.
 
-        tensor: what is sent, or where it is received; type and shape must be the same.
-        source, target: indices of the ranks, one of which is this rank.
-        Raises `CollectiveMismatch` if ranks are compared and differ.
+        Args:
+            tensor: What is sent, or where it is received; type and shape must be the same.
+            source: Index of the sending rank.
+            target: Index of the receiving rank; one of the two is this rank.
+
+        Raises:
+            CollectiveMismatch: Ranks are compared and differ.
         """
         if self.desync_check is not None and self.handle is not None:
             ends = self.ranks[source], self.ranks[target]
@@ -93,14 +107,19 @@ class Group:
         """Call before starting an exchange of parts of any sizes, so that both ends of each part
         can be compared.
 
-        tensor: has the type of all parts, and their shape but for the number of rows.
-        leaving, coming: rows of the part to and from each rank.
-        Raises `CollectiveMismatch` if ranks are compared and differ.
+        Args:
+            tensor: Has the type of all parts, and their shape but for the number of rows.
+            leaving: Rows of the part to each rank.
+            coming: Rows of the part from each rank.
+
+        Raises:
+            CollectiveMismatch: Ranks are compared and differ.
         """
         if self.desync_check is None or self.handle is None:
             return
         me, name = self.ranks[self.index], self.handle.group_name
         for other, out, home in zip(self.ranks, leaving, coming, strict=True):
+            # Each part as a message of its own, so that both its ends can be named.
             for rows, ends in ((out, (me, other)), (home, (other, me))):
                 what = describe_tensor(tensor.dtype, (rows, *tensor.shape[1:]))
                 if other != me:
@@ -117,8 +136,14 @@ ALONE = Group((), (0,), 0, None)
 
 @dataclass(frozen=True)
 class Ring:
-    """A ring of ranks: this rank's index, their number, and the group of all of them, which is
-    one group because a rank sends and receives in one operation (`shift_ring`)."""
+    """A ring of ranks.
+
+    Attributes:
+        index: This rank's index.
+        size: Number of ranks.
+        group: All of them. It is one group because a rank sends and receives in one operation
+            (`shift_ring`).
+    """
 
     index: int = 0
     size: int = 1

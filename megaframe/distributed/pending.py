@@ -1,9 +1,7 @@
 """Pending: a result still in flight, and the only place where a rank waits for others.
 
 Everything that records waits is called from here, so no layer needs a timer. Waits are recorded
-twice. `RankProgress` records them by the host's clock, because a hang is explained by where the
-ranks were. The timers of the traffic record them by the clock of the computing device, which may
-wait while the host does not.
+twice: in `RankProgress` and by the timers of the traffic.
 """
 
 from __future__ import annotations
@@ -72,7 +70,9 @@ class Pending(Generic[T]):
         """Wait for the result and return it. Raises `LostRanks` if the transfer fails."""
         if self._work is self._before is self._finish_result is None:
             return self._value
+        # Asked before the wait, because afterwards everything has arrived.
         late = not (self._timer.checks_arrival and self.is_complete())
+        # By the clock of the computing device, which may wait while the host does not.
         with self._timer:
             self._wait_for_all()
         self._timer.record_arrival(self._started, self._size, late)
@@ -82,21 +82,27 @@ class Pending(Generic[T]):
         if self._work is not None:
             assert self._group is not None, "work belongs to a group"
             progress = self._group.progress
+            # By the host's clock, because a hang is explained by where the ranks were.
             begun = progress.begin_wait(self)
             try:
                 self._work.wait()
             except RuntimeError as error:
                 raise _lost_ranks(self._group, error) from error
             progress.end_wait(begun)
+            # A transfer that was ended for a restart may return like a complete one, with unusable
+            # content.
             progress.check_not_ended()
+            # Not `self`: that would keep the result's memory until the device has passed the wait.
             progress.record_device_wait(
                 _DeviceWait(self._kind, self._group), self._work.is_completed
             )
+            # Drops torch's work, and with it what it holds. A second `wait()` has nothing to do.
             self._work = None
         if self._before is not None:
             self._before.wait()
             self._before = None
         if self._finish_result is not None:
+            # After all transfers: this reads what has arrived.
             self._finish_result()
             self._finish_result = None
 
@@ -133,9 +139,19 @@ def start_pending(
     timer: WaitTimer = NO_WAIT_TIMER,
     size: int = 0,
 ) -> Pending[T]:
-    """Start an operation on a group by calling `start`, and return its pending result.
+    """Start an operation on a group.
 
-    For the other arguments see `Pending`.
+    Args:
+        value: The result, valid after `wait()`.
+        group: The ranks.
+        start: Starts the operation and returns torch's work, None if there is none to wait for.
+        kind: Name of the operation.
+        before: Another pending result that `wait()` also waits for.
+        timer: What the wait is charged to.
+        size: Bytes that the wait is for.
+
+    Returns:
+        The pending result.
 
     Raises:
         LostRanks: It fails at once, for example over a connection that is known to be broken, or
@@ -167,15 +183,21 @@ def _lost_ranks(group: Group, error: RuntimeError) -> LostRanks:
 def copy_to_host(
     pending: Sequence[Pending[Tensor]], device: torch.device
 ) -> Callable[[], list[Tensor]]:
-    """Start copying tensors to the host as soon as they are ready. Returns a function that waits
-    for the copies and returns them.
+    """Start copying tensors to the host as soon as they are ready.
 
-    On a GPU the copies run on a separate stream. Waiting for a copy on the compute stream could
-    also mean waiting for the next step, which is queued there.
+    Args:
+        pending: The tensors.
+        device: The device that they are on.
+
+    Returns:
+        A function that waits for the copies and returns them.
     """
     if device.type != "cuda":
         return lambda: [result.wait() for result in pending]
+    # A separate stream. Waiting for a copy on the compute stream could also mean waiting for the
+    # next step, which is queued there.
     stream = _stream(device)
+    # The copies start only after the work queued so far, which computes the tensors.
     stream.wait_stream(torch.cuda.current_stream(device))
     copies = []
     with torch.cuda.stream(stream):
@@ -187,6 +209,7 @@ def copy_to_host(
         event = stream.record_event()
 
     def wait_for_copies() -> list[Tensor]:
+        # The host waits for the copies alone. Until then their content is undefined.
         event.synchronize()
         return copies
 

@@ -76,22 +76,17 @@ ENDED_FILE = "ended.jsonl"
 
 
 class Watchdog:
-    """The watchdog of one rank.
+    """The watchdog of one rank. Its attributes may be set after it was made.
 
-    timeout: seconds that the rank may continue after the store is gone, and that its device may
-    wait for other ranks in one part of a step.
-    progress: where the rank is in its work.
-    end_transfers: ends every wait of this rank for others. Returns why this process cannot restart,
-    empty if it can.
-
-    May be set:
-    communicator_error: returns what the device's communicators report, empty if nothing.
-    write_flight_record: writes the flight record into a folder and returns what to say about it.
-    rank_of_stage: pipeline coordinate of each stage, by number, for messages.
-    limit: seconds that the activity recorded in `progress` may take, 0 for no limit.
-    folder: where verdicts and stacks are written.
-    may_restart: asked before a verdict that all ranks restart in their processes.
-    before_exit: called before the process ends, for at most a few seconds.
+    Attributes:
+        communicator_error: Returns what the device's communicators report, empty if nothing.
+        write_flight_record: Writes the flight record into a folder and returns what to say about
+            it.
+        rank_of_stage: Pipeline coordinate of each stage, by number, for messages.
+        limit: Seconds that the activity recorded in `progress` may take, 0 for no limit.
+        folder: Where verdicts and stacks are written.
+        may_restart: Asked before a verdict that all ranks restart in their processes.
+        before_exit: Called before the process ends, for at most a few seconds.
     """
 
     def __init__(
@@ -103,6 +98,18 @@ class Watchdog:
         progress: RankProgress,
         end_transfers: Callable[[], str],
     ) -> None:
+        """Start the thread that watches.
+
+        Args:
+            store: The run's store; the watchdog makes a connection of its own to it.
+            layout: Where each rank lies.
+            rank: This rank.
+            timeout: Seconds that the rank may continue after the store is gone, and that its
+                device may wait for other ranks in one part of a step.
+            progress: Where the rank is in its work.
+            end_transfers: Ends every wait of this rank for others. Returns why this process cannot
+                restart, empty if it can.
+        """
         # A separate connection, because other threads may block on the given one. (`clone` is not
         # in torch's stubs.)
         self._failure_store = FailureStore(store.clone(), rank, layout.world)  # type: ignore[attr-defined]
@@ -165,6 +172,7 @@ class Watchdog:
                     or self._progress.device_stalled(self._timeout)
                     or bool(self.communicator_error())
                 )
+                # Raised once: from then on every rank answers, this one too.
                 if late and self._answered_waiting is None:
                     self._failure_store.raise_alarm()
                 if self._answered_waiting is None and (late or self._failure_store.is_alarmed()):
@@ -179,6 +187,7 @@ class Watchdog:
                 if verdict is not None and verdict.restart:
                     self._cut_waits(verdict)
                     return
+                # Only one thread ends the process; the working thread may have begun to leave.
                 if verdict is not None and self._leaving.acquire(blocking=False):
                     self._exit(verdict)
         except RuntimeError:
@@ -304,8 +313,10 @@ class Watchdog:
             now = time.monotonic()
             if verdict is None and is_judge:
                 reports, before = self._failure_store.read_reports(), reports
+                # The judge waits for reports as long as new ones arrive.
                 news = now if reports != before else news
                 over = now > begun + self._answer_seconds and now > news + self._poll
+                # An end even if reports keep arriving.
                 over |= now > begun + 3 * self._answer_seconds
                 own_verdict = judge(reports, number, over)
                 verdict = None if own_verdict is None else self._publish(own_verdict)
@@ -327,6 +338,7 @@ class Watchdog:
             return FailureVerdict((), f"{self._describe_loss((), False)}; {lost}", restart=True)
         ranks = blame_for_loss(reports.decode_losses(), statuses.keys())
         silent = tuple(rank for rank in ranks if rank not in statuses)
+        # All suspects answer, so they may still report a loss: wait for one more round.
         if number == 0 and not silent:
             return None
         text = self._describe_loss(ranks, bool(ranks) and not silent)
@@ -369,9 +381,7 @@ class Watchdog:
         return f"rank {rank} ({text})"
 
     def _exit(self, verdict: FailureVerdict, lost: LostRanks | None = None) -> NoReturn:
-        """Print the verdict and end the process at once. Destroying process groups, or ending
-        threads that wait in them or in the store, could take until their timeout when the other end
-        is gone."""
+        """Print the verdict and end the process at once."""
         text = verdict.text
         # After a hang, a rank also loses those that have already left because of it. That would
         # add nothing to the message.
@@ -385,6 +395,8 @@ class Watchdog:
         if self._reachable:
             _call_with_timeout(_VERDICT_SECONDS, lambda: self._wait_for_others(verdict))
         _call_with_timeout(_ANSWER_SECONDS, self.before_exit)
+        # At once: destroying process groups, or ending threads that wait in them or in the store,
+        # could take until their timeout when the other end is gone.
         os._exit(EXIT_LOST_RANKS)
 
     def _dump_stacks(self, verdict: FailureVerdict) -> None:
@@ -410,21 +422,23 @@ class Watchdog:
     def _wait_for_others(self, verdict: FailureVerdict) -> None:
         """Announce that this rank is ready to leave. Rank 0, which may hold the store, also waits
         until all others are ready, except ranks at fault that do not answer. If something took too
-        long, every rank waits for this: a rank that leaves ends the waits of others, whose stacks
-        would then no longer show where they waited. Rank 0 stays longer while others still leave:
-        very many need their time to see the verdict, and without a store they would blame it."""
+        long, every rank waits for this."""
         left = self._failure_store.announce_exit(verdict)
+        # After a hang every rank stays: one that leaves ends the waits of others, whose stacks
+        # would then no longer show where they waited.
         stays, last = self._rank == 0 or verdict.late, time.monotonic()
         while stays and not self._failure_store.are_all_ready():
             time.sleep(self._fast_poll)
+            # Rank 0 stays longer while others still leave: very many need their time to see the
+            # verdict, and without a store they would blame it.
             if self._rank == 0 and left != (left := self._failure_store.count_ready()):
                 last = time.monotonic()
             stays = time.monotonic() < last + _EXIT_SECONDS
 
 
 def _call_with_timeout(seconds: float, ask: Callable[[], T]) -> T | None:
-    """Return the result of `ask`, or None if the store fails in it or it takes more than `seconds`.
-    Without this limit, a store in a stopped process would block the caller forever."""
+    """Return the result of `ask`, or None if the store fails in it or it takes more than
+    `seconds`."""
     box: SimpleQueue[T | None] = SimpleQueue()
 
     def run() -> None:
@@ -433,6 +447,8 @@ def _call_with_timeout(seconds: float, ask: Callable[[], T]) -> T | None:
         except RuntimeError:
             box.put(None)
 
+    # In a thread, because a store in a stopped process would block the caller forever. Nobody ends
+    # the thread; a daemon does not keep the process alive.
     threading.Thread(target=run, daemon=True).start()
     try:
         return box.get(timeout=seconds)

@@ -86,10 +86,14 @@ def route_tokens(
         experts: Number of experts, E.
         parallel: Which ranks have them.
         kernels: `NO_KERNELS` if choices may be dropped.
+
+    Returns:
+        The route; the way back is its transpose.
     """
     if parallel.axis.size == 1 and parallel.tensor.size == 1:
         chosen = chosen_RK.int()
         if run := kernels.find("expert_order", chosen, experts):
+            # The kernel sorts on the device, so the host need not know how many rows an expert has.
             order_P, places_RK, ends_E = run(chosen, experts)
             return _route_locally(order_P, places_RK, ends_E, kernels)
     return _METHODS[parallel.method](_Assignment(chosen_RK, experts, parallel))
@@ -150,6 +154,8 @@ def _route_all_to_all(choice: _Assignment) -> TokenRoute:
     """Send each pair of a row and a choice directly to the rank of its expert."""
     axis = choice.parallel.axis
     order_P, load_E = _sort_by_expert(choice.chosen_RK.flatten(), choice.experts)
+    # Every rank learns how many rows each rank has for each expert: what it sends and what it
+    # receives.
     loads_XE = all_gather(load_E[None], axis).wait()
     loads = loads_XE.tolist()  # the only time that the host waits
     own_load, arriving = loads[axis.index], [row[choice.mine] for row in loads]
@@ -165,6 +171,7 @@ def _route_all_gather(choice: _Assignment) -> TokenRoute:
     axis, chosen = choice.parallel.axis, choice.chosen_RK
     sizes = all_gather(_to_device((choice.rows,), chosen.device), axis).wait().tolist()
     all_chosen = all_gather_uneven(chosen, sizes, axis).wait()
+    # No message says which rows are for whom: each rank finds its own among the choices of all.
     is_mine = _is_within(all_chosen, choice.mine)
     local = torch.where(is_mine, all_chosen - choice.mine.start, DROPPED)
     order_P, load = _sort_by_expert(local.flatten(), choice.mine.stop - choice.mine.start)
@@ -189,8 +196,10 @@ def _route_hierarchical(choice: _Assignment) -> TokenRoute:
     ).argsort()
     rank_E = order_E.argsort()
     chosen = choice.chosen_RK.flatten()
+    # Sorted by the rank's index in its node first, pairs for one neighbour lie together.
     ranked = torch.where(chosen < 0, chosen, rank_E[chosen.clamp_min(0)])
     order_P, load = _sort_by_expert(ranked, choice.experts)
+    # Back in the order of experts, as all ranks count them.
     loads_XE = all_gather(load[rank_E][None], axis).wait()
     loads = loads_XE.tolist()
     by_node = [loads[start : start + near.size] for start in range(0, axis.size, near.size)]
@@ -208,6 +217,7 @@ def _route_hierarchical(choice: _Assignment) -> TokenRoute:
     grid = loads_XE.view(far.size, near.size, -1)  # loads by node and index in the node
     experts = tuple(expert for span in relayed for expert in range(span.start, span.stop))
     received_loads = grid[far.index].index_select(1, _to_device(experts, loads_XE.device))
+    # From neighbour by neighbour to node by node, so that what goes to one node lies together.
     regroup = _transpose_order(received_loads, sum(map(sum, received)))
     mine = [[row[choice.mine] for row in rows] for rows in by_node]
     across = AllToAllRows(
@@ -229,6 +239,7 @@ def _route_deduplicated(choice: _Assignment) -> TokenRoute:
     near, far = choice.parallel.within_node, choice.parallel.across_nodes
     chosen, device = choice.chosen_RK, choice.chosen_RK.device
     node_E = choice.owner_E // near.size
+    # Dropped choices go to a node that does not exist, whose column is cut off below.
     node_RK = torch.where(chosen < 0, far.size, node_E[chosen.clamp_min(0)])
     goes_to_node = torch.zeros(choice.rows, far.size + 1, dtype=torch.bool, device=device)
     goes_to_node.scatter_(1, node_RK, True)
@@ -236,9 +247,11 @@ def _route_deduplicated(choice: _Assignment) -> TokenRoute:
     matrix = all_gather(count_occurrences(node, far.size)[None], far).wait().tolist()
     across = AllToAllRows(far, matrix[far.index], [row[far.index] for row in matrix])
     first = SelectRows(row, choice.rows)
+    # The choices travel along with the rows, because the pairs are made at the other end.
     arrived = across.forward(chosen.index_select(0, row)).wait()
     spans = choice.spans[far.index * near.size :][: near.size]  # of this node's ranks
     start, stop = spans[0].start, spans[-1].stop
+    # Choices of experts on other nodes are dropped here: a copy of the row has gone there.
     local = torch.where(_is_within(arrived, slice(start, stop)), arrived - start, DROPPED)
     order_P, load = _sort_by_expert(local.flatten(), stop - start)
     loads_SL = all_gather(load[None], near).wait()
@@ -292,6 +305,7 @@ def _finish_route(
     tensor = choice.parallel.tensor
     if tensor.size > 1:
         sources = len(arrivals_SL)
+        # Each of these ranks needs the rows of all, because it has a part of every matrix.
         arrivals_SL = all_gather(arrivals_SL, tensor).wait()
         numbers = arrivals_SL.tolist()
         parts = [numbers[start : start + sources] for start in range(0, len(numbers), sources)]
@@ -302,6 +316,7 @@ def _finish_route(
         order = _transpose_order(arrivals_SL, sum(counts))
         rows = [*rows, SelectRows(order, len(order))]
         gates = [*gates, SelectRows(order, len(order))]
+    # The last step is local. The experts compute it slice by slice, next to their products.
     *rows, last = rows
     assert isinstance(last, SelectRows), "what comes from one source alone was selected here"
     ends_L = arrivals_SL.sum(0).cumsum(0, dtype=torch.int32)
@@ -311,11 +326,13 @@ def _finish_route(
 def _sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Return the indices of all choices, first of those that are dropped and then expert after
     expert, and the number of choices of each expert."""
+    # Stable, so that the rows of an expert keep their order and sums do not depend on the sort.
     return chosen.argsort(stable=True), count_occurrences(chosen + 1, experts + 1)[1:]
 
 
 def _drop_unsent(order_P: Tensor, numbers: Sequence[int]) -> Tensor:
     """Return those choices of a sorted order that are sent, given how many each expert has."""
+    # Dropped choices are numbered -1 and were sorted to the front.
     return order_P[len(order_P) - sum(numbers) :]
 
 
@@ -328,5 +345,6 @@ def _transpose_order(arrivals_SL: Tensor, rows: int) -> Tensor:
     within each, to label after label."""
     labels = torch.arange(arrivals_SL.shape[1], device=arrivals_SL.device)
     labels = labels.repeat(len(arrivals_SL))
+    # With `output_size` the host does not wait for the sum of the counts.
     label = labels.repeat_interleave(arrivals_SL.flatten(), output_size=rows)
     return label.argsort(stable=True)

@@ -82,6 +82,8 @@ class SelectRows:
 
     def __init__(self, index: Tensor, rows: int) -> None:
         self.index, self.rows = index, rows
+        # The transpose, prepared once: the places of each row's copies, row after row, in a fixed
+        # order.
         self._order = index.argsort(stable=True)
         self._ends = F.pad(count_occurrences(index, rows).cumsum(0), (1, 0))
 
@@ -94,6 +96,7 @@ class SelectRows:
     def transpose(self, y: Tensor) -> Pending[Tensor]:
         if not len(y):
             return Pending(y.new_zeros((self.rows, *y.shape[1:])))
+        # A sum over bags adds in a fixed order. Atomic additions of a scatter on a GPU would not.
         sums = F.embedding_bag(
             self._order, y.reshape(len(y), -1), self._ends, mode="sum", include_last_offset=True
         )
@@ -123,6 +126,7 @@ class SortByExpert:
         arguments = y, None, self._order, self._places
         if kernel := self._kernels.find("unpermute", *arguments):
             return Pending(kernel(*arguments))
+        # Summed over the choices of a row, in the order of its choices.
         return Pending(y[self._places].sum(1))
 
 
@@ -139,6 +143,7 @@ class SelectGates:
         return Pending(x.flatten().index_select(0, self.index))
 
     def transpose(self, y: Tensor) -> Pending[Tensor]:
+        # Choices that are not sent get a gradient of zero.
         x = y.new_zeros(self._shape)
         x.view(-1).index_copy_(0, self.index, y)
         return Pending(x)
@@ -161,6 +166,7 @@ class AllToAllRows:
         return all_to_all_uneven(x, self.sent, self.received, self.group)
 
     def transpose(self, y: Tensor) -> Pending[Tensor]:
+        # Back the same way: what was received is sent, and the other way round.
         return all_to_all_uneven(y, self.received, self.sent, self.group)
 
 
@@ -239,6 +245,7 @@ class TokenTransfer:
 
     def wait(self) -> Tensor:
         """Finish what is in flight, rows or gradients, and return it."""
+        # Lets other work compute while this waits, at a point that does not depend on timing.
         if any(communicates for communicates, _ in self.moves):
             self._interleave_hook.hand_over()
         return self.in_flight.finish()
@@ -246,14 +253,15 @@ class TokenTransfer:
 
 class _InFlight:
     """Rows in transit. Creation starts the first collective, with the steps before it; `finish`
-    does the rest. Where it stops does not depend on what has arrived, so all ranks start their
-    collectives in the same order."""
+    does the rest."""
 
     def __init__(self, moves: Sequence[_Move], x: Tensor) -> None:
         self._rows, self._rest = x, iter(moves)
         self._pending: Pending[Tensor] | None = None
         for communicates, move in self._rest:
             pending = move(self._rows)
+            # Stops after the first collective, whatever has arrived, so that all ranks start their
+            # collectives in the same order.
             if communicates:
                 self._pending = pending
                 return
@@ -277,10 +285,14 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, transfer: TokenTransfer) -> Tensor:
         ctx.transfer = transfer
         transfer.in_flight = _InFlight(transfer.moves, x.detach())
+        # Stands for the rows until they arrive. Its gradient is empty too, and carries only the
+        # order.
         return x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        # Gradients that `_Finish.backward` sent off: they travel while autograd runs what lies
+        # between.
         return ctx.transfer.wait(), None
 
 

@@ -93,14 +93,18 @@ class Attention(Module):
         qkv = context.rows.remove_padding(self.qkv(x, state.deferred, norm)).view(
             batch, length, -1, self.per_group + 2, self.width
         )
+        # Views of one product: B, S, then this rank's groups, each with R queries, a key and a
+        # value.
         query, key_BSG1D, value_BSG1D = qkv.split((self.per_group, 1, 1), dim=3)
         tensor = self.run.tensor.group
         if self.groups < tensor.size:
             # Neighbouring ranks share a group; each has some of its query heads.
             sharing = tensor.size // self.groups
             query = query.chunk(sharing, 3)[tensor.index % sharing]
+        # Query heads of one group stay adjacent, as grouped-query attention expects them.
         query_BSND = query.reshape(batch, length, -1, self.width)
         key_BSGD, value_BSGD = key_BSG1D.squeeze(3), value_BSG1D.squeeze(3)
+        # Before the rotation: the gains of two dims that are rotated against each other differ.
         if self.query_norm is not None and self.key_norm is not None:
             query_BSND = self.query_norm(query_BSND, self.run.kernels)
             key_BSGD = self.key_norm(key_BSGD, self.run.kernels)
@@ -110,6 +114,7 @@ class Attention(Module):
             value_BSGD = value_BSGD.contiguous()
         mask, scale = context.masks[self.window], 1.0 / math.sqrt(self.width)
         heads_TV = attend_heads(query_BSND, key_BSGD, value_BSGD, mask, scale, self.run)
+        # The product of a row linear is reduce-scattered in equal parts, so the padding comes back.
         return self.output(context.rows.pad(heads_TV), state.deferred)
 
 
@@ -135,6 +140,8 @@ def attend_heads(
     Returns:
         The outputs of the heads, [B * S, N * V].
     """
+    # The two ways of context parallelism nest: heads are exchanged within a group of neighbours,
+    # and the ring passes keys around between groups.
     shared = run.context.scatter_heads(query_BSND, key_BSGD, value_BSGV)
     if isinstance(mask, RingMask):
         out_BSNV = ring_attention(*shared, mask, scale)
@@ -161,6 +168,7 @@ def _attend_locally(
         key_BSGD.transpose(1, 2),
         value_BSGV.transpose(1, 2),
         attn_mask=mask.dense,
+        # A dense mask already hides what is after a query.
         is_causal=mask.dense is None,
         scale=scale,
         enable_gqa=query_BSND.shape[2] > key_BSGD.shape[2],
@@ -188,6 +196,7 @@ class _Tiles(torch.autograd.Function):
             )
             for tile in mask.tiles
         ]
+        # Tiles of a sequence have disjoint queries, so their outputs are concatenated, not merged.
         out, lse = parts[0]
         if len(parts) > 1:
             out = torch.cat([part for part, _ in parts], 1)
@@ -218,6 +227,8 @@ class _Tiles(torch.autograd.Function):
         )
         if len(tiles) == 1:
             return *next(by_tile), None, None
+        # Several tiles share keys. Their gradients are summed in the type of the log-sum-exp, which
+        # is at least fp32, and rounded once.
         sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
         for tile, parts in zip(tiles, by_tile, strict=True):
             for whole, part, rows in zip(

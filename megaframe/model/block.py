@@ -64,6 +64,8 @@ class TransformerBlock(Module):
         branch = self.attention(x, self.attention_norm, context, state)
         if context.dropout is not None:
             branch = context.dropout(branch, f"{self.name}.attention")
+        # Between the halves: the values of the MLP are waited for here, and in the backward pass
+        # its gradients are complete here.
         branch = state.boundary.cross(branch, self.mlp)
         kernels = self.run.kernels
         if kernels.fuses and not self.run.recompute:
@@ -102,6 +104,7 @@ class _Wait(torch.autograd.Function):
         ctx: Any, x: Tensor, start: float, times: EmulationConfig, deferred: DeferredGradients
     ) -> Tensor:
         ctx.times, ctx.deferred = times, deferred
+        # The copy counts as emulated time: `start` was taken before it.
         y = x.clone()
         _wait_until(start + times.forward)
         return y
@@ -109,6 +112,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         _wait(ctx.times.backward)
+        # A separate wait, so that a schedule can defer it as it defers real weight gradients.
         ctx.deferred.add(partial(_wait, ctx.times.weight))
         return gradients[0], None, None, None
 

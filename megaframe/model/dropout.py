@@ -2,8 +2,7 @@
 
 There is no random state, so no layout, microbatch size, order of execution or recompute can change
 a mask. The random bits are a hash of a counter, as in counter-based generators (Salmon et al.
-2011); the hash is the 64-bit finalizer of MurmurHash3. The backward pass computes its mask again,
-so none is kept.
+2011).
 """
 
 from __future__ import annotations
@@ -80,11 +79,14 @@ class Dropout:
 
     def factors(self, like_TC: Tensor, place: str) -> Tensor:
         """Return the dropout factors, 0 or 1 / (1 - rate), for a tensor of the shape of `like`."""
+        # Compared as integers, so the mask does not depend on the type of the activations.
         keep = self._bits(like_TC, place) >= int(self.rate * (1 << _BITS))
+        # Scaled up, so that the expected value stays the same.
         return keep.to(like_TC.dtype) / (1.0 - self.rate)
 
     def _bits(self, like_TC: Tensor, place: str) -> Tensor:
         channel = torch.arange(like_TC.shape[-1], device=like_TC.device)
+        # The first hash is one per row, [T, 1]; the second one per element, [T, C].
         token = _mix(self._token_T1 ^ self._keys.get(place, like_TC.device))
         return _mix(token + channel) & ((1 << _BITS) - 1)
 
@@ -97,6 +99,7 @@ class _Drop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        # The mask is computed again, so none is kept.
         return gradients[0] * ctx.dropout.factors(gradients[0], ctx.place), None, None
 
 
@@ -106,6 +109,8 @@ def _hash(text: str) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
+    # The 64-bit finalizer of MurmurHash3. Its constants as signed integers, whose products wrap
+    # around as those of unsigned ones do.
     for constant in (-49064778989728563, -4265267296055464877):
         x = (x ^ _shift(x)) * constant
     return x ^ _shift(x)

@@ -34,6 +34,7 @@ class Embedding(Module):
         x = self.tokens(tokens_BS.flatten(), context.rows)
         if self.position == "learned":
             positions = token_positions(microbatch).expand_as(tokens_BS)
+            # Every rank has the whole table of positions and looks up only its own rows.
             x = x + self.positions(positions.flatten(), context.rows)
         return x if context.dropout is None else context.dropout(x, "embedding")
 

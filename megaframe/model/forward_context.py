@@ -151,6 +151,8 @@ def make_microbatch_context(
         rotary = Rotary(model, token_positions(microbatch), dtype, run.kernels)
     if dropout_keys is not None:
         positions = run.context.positions(length, microbatch.tokens_BS.device)
+        # The number of each token in the run, whatever the layout: dropout masks are a function of
+        # it.
         whole = microbatch.whole or length
         token_T = (microbatch.samples_B[:, None] * whole + positions).flatten()
         dropout = Dropout(model.dropout, dropout_keys, rows.select(token_T))
@@ -169,6 +171,7 @@ def make_microbatch_context(
 def token_positions(microbatch: Microbatch) -> Tensor:
     """Return the position of each token, int64 [B, S] or a shape that broadcasts to it: [S] when
     the microbatch has no positions of its own."""
+    # Parts of samples, as context ranks have them, bring positions of their own.
     if microbatch.positions_BS is not None:
         return microbatch.positions_BS
     tokens = microbatch.tokens_BS
@@ -178,21 +181,24 @@ def token_positions(microbatch: Microbatch) -> Tensor:
 def _make_masks(
     model: ModelConfig, microbatch: Microbatch, run: RunContext
 ) -> Mapping[int | None, SequenceMask | RingMask]:
-    """Return what tokens attend to through each window of the model. Padding after the end of
-    samples is a document of its own, with a number above all others."""
+    """Return what tokens attend to through each window of the model."""
     batch, length = microbatch.tokens_BS.shape
     context = run.context
     whole, documents = length * context.size, microbatch.documents_BS
     if documents is not None:
+        # Padding after the end of samples is a document of its own, with a number above all others.
         documents = F.pad(documents, (0, whole - documents.shape[1]), value=_PADDING)
     masks = {
+        # A window as long as the sample hides nothing, and no window is the faster case.
         window: AttentionMask(None if window is None or window >= whole else window, documents)
         for window in windows(model)
     }
     if context.ring.size == 1:
         device = microbatch.tokens_BS.device
         return {window: SequenceMask(mask, batch, whole, device) for window, mask in masks.items()}
+    # After the exchange of heads a rank has the tokens of all its neighbours.
     per_rank = length * context.heads.size
+    # Once for all windows, because the host waits for the device here.
     ends = document_ends(documents, per_rank)
     return {
         window: RingMask(context.ring, per_rank, mask, ends, run.kernels)

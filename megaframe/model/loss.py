@@ -6,10 +6,8 @@ multiplied into the gradients of the hidden state and the weight; then their buf
 gradient is therefore complete when the forward pass ends, and nothing is computed twice.
 
 The gradient of the loss with respect to the logits of one token is probability minus target, times
-a scale (1 / valid tokens, times the loss scale). The scale is a tensor, because only a number that
-the device reads can change from one run of a CUDA graph to the next. The logits' gradient is
-multiplied by it before it is rounded, so scaling costs no precision as long as the type has the
-range (which the loss scale ensures in fp16), and tokens without a label get zeros.
+a scale (1 / valid tokens, times the loss scale).
+
 Shape legend: T tokens of a chunk, V vocabulary, H hidden.
 """
 
@@ -84,15 +82,22 @@ def head_loss(
             computed.
         tensor: The ranks that divide rows and vocabulary.
         kernels: The kernels of the run.
+
+    Returns:
+        The loss, and the gradient of this rank's rows if there is a scale.
     """
+    # The ranks divide the vocabulary, so each computes its part of the logits for the rows of all.
     hidden_TH = all_gather(hidden_TH, tensor).wait()
     tokens, vocab = hidden_TH.shape[0], weight.value.shape[0]
     most = max_logits_per_chunk(host=hidden_TH.device.type == "cpu")
     rows = min(tokens, max(1, most // vocab))
+    # Memory for the logits of one chunk; every chunk overwrites those of the chunk before.
     buffer = hidden_TH.new_empty(rows, vocab)
     loss = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
     d_hidden = None if scale is None else torch.empty_like(hidden_TH)
     if scale is not None:
+        # The scale stays a tensor: only a number that the device reads can change from one run of a
+        # CUDA graph to the next.
         scale = scale.to(torch.promote_types(hidden_TH.dtype, torch.float32))
     part = _VocabularyPart(weight.box.offset[0], weight.spec.shape[0], tensor)
     for start in range(0, tokens, rows):
@@ -102,12 +107,17 @@ def head_loss(
         multiply_into(logits_TV, chunk_TH, weight.value.t(), add=False)
         # With a scale, the logits become their gradient in place.
         losses = _compute_losses(logits_TV, chunk_labels, part, options, scale, kernels)
+        # Summed in fp64, because many small terms are added to a large sum.
         loss += torch.where(chunk_labels == IGNORE, 0.0, losses).sum(dtype=torch.float64)
         if d_hidden is not None:
+            # Both products read the gradient of the logits before the next chunk reuses its memory.
             multiply_into(d_hidden[piece], logits_TV, weight.value, add=False)
             weight.add_product(logits_TV, chunk_TH)
     if d_hidden is not None:
+        # So far each rank has only what its part of the vocabulary adds to the gradient of all
+        # rows.
         d_hidden = reduce_scatter(d_hidden, tensor).wait()
+    # Every tensor rank has the same loss; it counts once in a sum over ranks.
     return HeadResult(loss if tensor.index == 0 else torch.zeros_like(loss), d_hidden)
 
 
@@ -150,19 +160,17 @@ def _compute_plain_losses(
     options: LossOptions,
     scale: Tensor | None,
 ) -> Tensor:
-    """Compute `_compute_losses` in plain code, in at least fp32 and a few rows at a time.
-
-    If a target's probability is near 1, rounding it would lose its loss and its gradient. So the
-    probabilities are rounded when they replace the logits, but the gradient of the target's logit
-    is computed from unrounded numbers and rounded once, at the end.
-    """
+    """Compute `_compute_losses` in plain code, in at least fp32 and a few rows at a time."""
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     cap, smooth = options.softcap, options.label_smoothing
+    # IGNORE is negative and becomes word 0: its loss is meaningless, and its weight below is 0.
     local_T = labels_T.clamp_min(0) - part.start
     inside_T = (local_T >= 0) & (local_T < logits_TV.shape[1])
+    # Labels in another rank's part read the first logit here, and are masked out with `inside_T`.
     local_T = local_T.masked_fill(~inside_T, 0)
     own_T, label_T, hit_T = (torch.empty_like(labels_T, dtype=wide) for _ in range(3))
     weight_T = None if scale is None else torch.where(labels_T == IGNORE, 0.0, scale)
+    # The derivative of the softcap, 1 - tanh^2, for the last step of the chain rule.
     slope_TV = None if weight_T is None or cap is None else torch.empty_like(logits_TV)
     for rows, x in _iterate_wide(logits_TV, wide):
         if cap is not None:
@@ -171,26 +179,39 @@ def _compute_plain_losses(
                 slope_TV[rows] = 1.0 - x.square()
             x.mul_(cap)
         at_target = torch.arange(len(x), device=x.device), local_T[rows]
+        # Logit times target, before the softmax overwrites x. The target is 1 - smooth at the label
+        # plus smooth / vocab at every word.
         label_T[rows] = x[at_target] * inside_T[rows] * (1.0 - smooth)
         if smooth:
             label_T[rows] += smooth / part.vocab * x.sum(-1)
         top = x.amax(-1)
+        # Over this rank's part only; `factor_T` below turns it into the softmax over all parts.
         torch.softmax(x, -1, out=x)
         # The largest probability is exp(0) / sum, so its logarithm gives the sum.
         own_T[rows] = top - x.amax(-1).log()
+        # Kept before it is rounded; see the last lines of this function.
         hit_T[rows] = x[at_target]
         if weight_T is not None:
+            # Scaled before it is rounded, so scaling costs no precision as long as the type has the
+            # range (which the loss scale ensures in fp16). The weight is 0 for tokens without a
+            # label. In fp32 x is these very rows.
             logits_TV[rows].copy_(x.mul_(weight_T[rows, None]))
     partition_T, label_T = _reduce_over_vocabulary(own_T, label_T, part.tensor)
+    # -log softmax(x)[label] = log-sum-exp(x) - x[label], plus the z-loss.
     losses = partition_T - label_T + options.z_loss * partition_T.square()
     if weight_T is None:
         return losses
     spread_T = smooth / part.vocab * weight_T
+    # exp(own - whole) makes the part's softmax the whole one. The derivative of z p^2 with respect
+    # to a logit is 2 z p times its probability, where p is the log-partition.
     factor_T = (own_T - partition_T).exp() * (1.0 + 2.0 * options.z_loss * partition_T)
+    # Otherwise the factor is 1 and nothing is subtracted: the rows are final already.
     if part.tensor.size > 1 or options.z_loss or smooth or slope_TV is not None:
         for rows, x in _iterate_wide(logits_TV, wide):
             x.mul_(factor_T[rows, None]).sub_(spread_T[rows, None])
             logits_TV[rows].copy_(x if slope_TV is None else x.mul_(slope_TV[rows]))
+    # If a target's probability is near 1, rounding it would lose its loss and its gradient. So the
+    # gradient of the target's logit is computed from unrounded numbers, and rounded once.
     hit_T = (hit_T * factor_T - smooth / part.vocab - (1.0 - smooth)) * weight_T
     at_target = torch.arange(len(local_T), device=local_T.device), local_T
     if slope_TV is not None:
@@ -221,6 +242,9 @@ def _reduce_over_vocabulary(
     rank's part, in two collectives."""
     if tensor.size == 1:
         return partition_T, target_T
+    # log-sum-exp of the parts, with the largest taken out so that no exponential overflows. The
+    # clone is needed because `all_reduce` works in place.
     top_T = all_reduce(partition_T.clone(), tensor, "max").wait()
+    # Both sums in one collective.
     sums = all_reduce(torch.stack(((partition_T - top_T).exp(), target_T)), tensor).wait()
     return top_T + sums[0].log(), sums[1]

@@ -48,9 +48,13 @@ class LatentAttention(Module):
         self.window, self.run = window, run
         self.latent, self.width = latent, latent.rotary_dim + latent.head_dim
         self.kv_width = latent.head_dim + latent.value_dim
+        # With YaRN, the scores have a factor of their own (DeepSeek-V2, section 3.1.4).
         self.scale = scores_factor(model) / math.sqrt(self.width)
         std, rank = model.init_std, latent.query_rank
+        # Latent of the queries (if there is one), latent of keys and values, rotated part of the
+        # keys.
         self.parts = (*([rank] if rank else []), latent.kv_rank, latent.rotary_dim)
+        # Not divided: every tensor rank makes the latents of its own rows, without communication.
         self.down = Linear(
             f"{name}.down",
             (model.hidden,),
@@ -99,6 +103,7 @@ class LatentAttention(Module):
         assert context.rotary is not None, "the config is refused without rotary positions"
         query_BSND = context.rotary(query)
         key_plain, value = kv.split((self.latent.head_dim, self.latent.value_dim), 3)
+        # One rotated key for all heads: a view without copies, until `cat` gives each head its own.
         rotated = context.rotary(key_rotary).expand(-1, -1, kv.shape[2], -1)
         key_BSND = torch.cat((rotated, key_plain), 3)
         # A copy, because a view would keep the unrotated keys alive beside it.
@@ -117,7 +122,10 @@ class LatentAttention(Module):
         """Return queries [B, S, N, D], the unrotated part of keys together with values [B, S, N, D
         - R + V], and the part of keys that will be rotated [B, S, 1, R]. Nothing has been rotated
         yet."""
+        # Views of one product, [rows, sum of parts].
         *query_latent, kv_latent, key_rotary = self.down(x, deferred, norm).split(self.parts, 1)
+        # Column linears gather what they multiply: the narrow latents, normalised by the rank that
+        # made them. Queries without a latent come from the stream itself.
         if self.query_norm is None:
             query = self.query(x, deferred, norm)
         else:
@@ -125,6 +133,7 @@ class LatentAttention(Module):
         kv = self.kv(kv_latent, deferred, self.kv_norm)
         tensor = self.run.tensor.group
         if tensor.size > 1:
+            # Not followed by a product, so no linear gathers it.
             key_rotary = _GatherRows.apply(key_rotary, tensor)
         widths = (query, self.width), (kv, self.kv_width), (key_rotary, self.latent.rotary_dim)
         query, kv, key_rotary = (
@@ -144,6 +153,8 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        # Each rank has the gradient from its own heads only. They are summed, and each keeps its
+        # rows.
         return reduce_scatter(gradients[0], ctx.tensor).wait(), None
 
 

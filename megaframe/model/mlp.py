@@ -33,6 +33,8 @@ class MLP(Module):
         """Declare the layers. width: inner width; None for `model.ffn`."""
         width = width or model.ffn
         self.activation = model.activation
+        # Gate and up as one weight, and so one product. They are separate along dim 0, so that a
+        # tensor shard of dim 1 has the same outputs of both.
         outputs = (2, width) if model.activation == "swiglu" else (width,)
         self.up = Linear(
             f"{name}.up",
@@ -74,10 +76,12 @@ def recompute_activation(
     """Compute `activate(kind, x)` again in a backward pass. Return it with a function that turns
     its gradient into the gradient of x, and that may be called only once."""
     run = _select_activation(kind, x, kernels)
+    # By hand: silu(gate) is computed once, for the activation and for its gradient.
     if kind == "swiglu" and run is _activate:
         gate, up = x.chunk(2, -1)
         silu = F.silu(gate)
         return silu * up, partial(_swiglu_backward, x, silu)
+    # A graph of its own, from x to y only; it lives until the returned function is called.
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         y = run(kind, x)
@@ -115,6 +119,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, -1)
+        # In place: `silu` returns new memory, so nothing that is kept changes.
         return F.silu(gate).mul_(up)
 
     @staticmethod
@@ -126,8 +131,11 @@ class _SwiGLU(torch.autograd.Function):
 def _swiglu_backward(gate_up: Tensor, silu: Tensor, dy: Tensor) -> Tensor:
     """Return the gradient of (gate, up). silu: silu(gate), which is overwritten."""
     gate, up = gate_up.chunk(2, -1)
+    # One tensor for both gradients, written through two views, as the product after it reads them.
     d_gate_up = torch.empty_like(gate_up)
     d_gate, d_up = d_gate_up.chunk(2, -1)
+    # First, because the next line overwrites `silu`.
     torch.mul(dy, silu, out=d_up)
+    # The buffer of `silu` takes dy * up, the gradient of silu(gate).
     torch.ops.aten.silu_backward(torch.mul(dy, up, out=silu), gate, grad_input=d_gate)
     return d_gate_up

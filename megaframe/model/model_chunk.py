@@ -60,6 +60,7 @@ class ModelChunk:
 
     def parameters(self) -> list[Parameter]:
         """Return all parameters in order, without repeating those that units share."""
+        # A tied head and its embedding share a parameter; a dict keeps the order.
         return list({p: None for unit in self.units for p in unit.parameters()})
 
 
@@ -70,6 +71,8 @@ def build_chunks(
     are both on this rank, the last one uses the first one's embedding."""
     chunks: dict[int, ModelChunk] = {}
     for plan in sorted(plans, key=lambda plan: plan.number):
+        # In order of stages, so that the first stage exists before the last one asks for its
+        # embedding.
         embedding = chunks[0].embedding if 0 in chunks else None
         chunks[plan.number] = ModelChunk(config, plan, run, embedding)
     return chunks

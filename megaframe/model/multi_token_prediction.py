@@ -42,6 +42,7 @@ class MultiTokenPredictor(Module):
         self.tokens, self.previous_norm = tokens, previous_norm
         self.stream_norm = make_norm(f"{self.name}.stream_norm", model)
         self.token_norm = make_norm(f"{self.name}.token_norm", model)
+        # Not divided over the tensor ranks: each multiplies its own rows.
         self.join = Linear(
             f"{self.name}.join",
             (2, model.hidden),
@@ -67,6 +68,9 @@ class MultiTokenPredictor(Module):
         if context.dropout is not None:
             ahead = context.dropout(ahead, self.name)
         kernels = self.run.kernels
+        # Twice normalised, as in the released code: by the head's norm of the previous depth and by
+        # its own.
         stream = self.stream_norm(self.previous_norm(x, kernels), kernels)
+        # [rows, 2 * hidden]: stream first, then token, as the weight of `join` has its two inputs.
         both = torch.cat((stream, self.token_norm(ahead, kernels)), 1)
         return self.block(self.join(both, state.deferred), context, state)

@@ -74,18 +74,25 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        # Statistics in at least fp32: a sum of many squares in bf16 would lose small terms.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = (torch.linalg.vecdot(wide, wide).unsqueeze(-1) / x.shape[-1] + eps).rsqrt()
+        # x itself and not its copy in fp32, which would take twice the memory; `scale` is one
+        # number a row.
         ctx.save_for_backward(x, gain, scale)
+        # Rounded to the type of x first, then multiplied by the gain in place.
         return (wide * scale).to(x.dtype).mul_(gain)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, gain, scale = ctx.saved_tensors
         wide, dy = x.to(scale.dtype), gradients[0].to(scale.dtype)
+        # Computed again: a kept copy would be as large as x.
         normed = wide * scale
+        # Summed over all rows in at least fp32.
         dgain = (dy * normed).flatten(0, -2).sum(0)
         inner = dy * gain
         mean = torch.linalg.vecdot(inner, normed).unsqueeze(-1) / x.shape[-1]
+        # In place: `inner` is read for the mean above and not needed again.
         dx = inner.addcmul_(normed, mean, value=-1.0).mul_(scale)
         return dx.to(x.dtype), dgain, None

@@ -1,9 +1,7 @@
 """The output head, and what else follows the last block (Megatron-LM's `post_process`): the
 predictors of tokens beyond the next one.
 
-One head computes all losses in the forward pass, each together with its gradient. The stream that
-leaves a block is therefore used twice, by the head and by the next predictor, and the gradients of
-both are added up in one leaf.
+One head computes all losses in the forward pass, each together with its gradient.
 """
 
 from __future__ import annotations
@@ -83,6 +81,7 @@ class OutputHead(Module):
         labels = context.rows.pad(labels_BS.flatten(), IGNORE)
         options = self.evaluation_options if scale is None else self.training_options
         tensor = self.run.tensor
+        # Detached: the head computes its own gradient, which `PostProcess.backward` passes on.
         return head_loss(
             y.detach(), labels, self.weight, options, scale, tensor.group, tensor.kernels
         )
@@ -162,13 +161,17 @@ class PostProcess:
             The loss of the next token summed over valid tokens (fp64 scalar), and what the backward
             pass needs.
         """
+        # A stream is used twice, by the head and by the next predictor. It is cut from its graph as
+        # a leaf, in whose `grad` autograd adds up the gradients of both.
         kept = PostProcessActivations(microbatch, context, state, [x.detach().requires_grad_()])
         for predictor, (tokens, _) in zip(self.predictors, microbatch.ahead, strict=True):
             with values(predictor), torch.set_grad_enabled(not self._recompute):
                 x = predictor(kept.leaves[-1], tokens, context, state)
+            # A graph edge instead of the stream itself: only its graph is needed later.
             kept.outputs.append(None if self._recompute else get_gradient_edge(x))
             kept.leaves.append(x.detach().requires_grad_())
         with values(self.head):
+            # All depths at once, so that the values of the head are brought to this rank once.
             loss, *ahead = self._compute_losses(kept, scale)
         if ahead:
             mean = torch.stack(ahead).mean()
@@ -186,6 +189,7 @@ class PostProcess:
             self.head.norms, kept.leaves, labels_by_depth, strict=True
         ):
             normed = norm(leaf, self.head.run.kernels)
+            # The first loss is that of the next token, whose weight is 1.
             depth_scale = scale * self._loss_weight if losses else scale
             result = self.head.loss(normed, labels_BS, depth_scale, kept.context)
             assert result.d_hidden is not None
@@ -200,6 +204,8 @@ class PostProcess:
         """Return the gradient of the stream after the last block. Calls `finish` with each
         predictor, in reverse order."""
         for index, predictor in reversed([*enumerate(self.predictors)]):
+            # In reverse order of depth. The leaf after this predictor has its whole gradient now:
+            # the predictor that follows has already added its part.
             gradient = self._backward_of_loss(kept)
             output = kept.outputs.pop()
             with values(predictor):
@@ -210,6 +216,7 @@ class PostProcess:
                         predictor(kept.leaves[-1], tokens, kept.context, kept.state)
                     )
                 backward(output, gradient)
+            # The graph has been used up: do not keep it while the next losses are backpropagated.
             del output
             finish(predictor)
         return self._backward_of_loss(kept)
@@ -217,6 +224,8 @@ class PostProcess:
     def _backward_of_loss(self, kept: PostProcessActivations) -> Tensor:
         """Backpropagate the last loss, and return the gradient of its leaf. A predictor after the
         leaf has already added its part."""
+        # Through the final norm only: the head has computed everything after it in the forward
+        # pass.
         backward(kept.normed.pop(), kept.d_normed.pop())
         gradient = kept.leaves.pop().grad
         assert gradient is not None

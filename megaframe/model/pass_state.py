@@ -51,6 +51,8 @@ class LayerStatistics:
 
 
 def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    # In fp64, because these are sums over all microbatches of a step. Detached, so that a sum keeps
+    # no graph alive.
     value = value.detach().double()
     sums[name] = sums[name] + value if name in sums else value
 
@@ -60,9 +62,7 @@ class BlockBoundary:
     one microbatch.
 
     In the forward pass the values of the second half are waited for here, and in the backward pass
-    its gradients are complete here. Autograd runs the backward pass of a block in one call, so the
-    graph itself signals the boundary: an identity node, whose backward runs once everything after
-    it in the block has been differentiated.
+    its gradients are complete here.
 
     Attributes:
         take: Returns when the values of a second half are on this rank; may be None.
@@ -79,6 +79,7 @@ class BlockBoundary:
         the backward pass report that it is done."""
         if self.take is not None:
             self.take(second_half)
+        # Without gradients there is no backward pass that could report anything.
         return _Boundary.apply(x, self, second_half) if torch.is_grad_enabled() else x
 
 
@@ -91,6 +92,9 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         if ctx.boundary.done is not None:
+            # Autograd runs the backward pass of a block in one call, so the graph itself signals
+            # the boundary: this node runs once everything after it in the block has been
+            # differentiated.
             ctx.boundary.done(ctx.second_half)
         return gradients[0], None, None
 

@@ -21,6 +21,8 @@ def frequencies(model: ModelConfig) -> tuple[Tensor, float]:
     """Return the angle per position of each rotated pair, fp64 [D/2], and the factor on queries and
     keys."""
     width = rotated_width(model)
+    # Pair i turns by base^(-2i/D) per position. In fp64, because an angle is a large position times
+    # a small rate.
     exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
     plain = model.rotary_base**-exponent
     scaling = model.rotary_scaling
@@ -63,8 +65,10 @@ def rotated_width(model: ModelConfig) -> int:
 
 def _llama3(plain: Tensor, scaling: RotaryScalingConfig) -> Tensor:
     """Keep short wavelengths, divide long ones by the factor, blend between (Llama 3.1)."""
+    # Turns that a pair makes within the original context length.
     turns = scaling.original_length * plain / (2 * math.pi)
     span = scaling.high_frequency - scaling.low_frequency
+    # 1 from `high_frequency` turns on, 0 below `low_frequency`, linear in between.
     keep = ((turns - scaling.low_frequency) / span).clamp(0.0, 1.0)
     return plain * (keep + (1.0 - keep) / scaling.factor)
 
@@ -81,6 +85,8 @@ def _yarn(plain: Tensor, scaling: RotaryScalingConfig, base: float) -> Tensor:
 
     low = max(math.floor(pair_with(scaling.high_frequency)), 0)
     high = min(math.ceil(pair_with(scaling.low_frequency)), 2 * pairs - 1)
+    # 0 up to pair `low` and 1 from pair `high` on. The bound keeps the slope finite if both are
+    # equal.
     ramp = (torch.arange(pairs, dtype=torch.float64) - low) / max(high - low, 1e-3)
     keep = 1.0 - ramp.clamp(0.0, 1.0)
     return plain * (keep + (1.0 - keep) / scaling.factor)
@@ -99,7 +105,9 @@ class Rotary:
         """positions: int64 [S] or [B, S]."""
         self._kernels = kernels
         rate, factor = _frequencies_on(model, positions.device)
+        # Angles, cosines and sines in fp64, rounded once to the type of the activations.
         angle = positions.to(torch.float64)[..., None] * rate
+        # [..., S, 1, D/2]: the same for all heads.
         self.cos = (angle.cos() * factor).to(dtype).unsqueeze(-2)
         self.sin = (angle.sin() * factor).to(dtype).unsqueeze(-2)
 
@@ -115,6 +123,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = 2 * cos.shape[-1]
     if width == x.shape[-1]:
         return _Rotate.apply(x, cos, sin)
+    # Partial rotary: only the leading dims of a head depend on its position.
     rotated, rest = x.split((width, x.shape[-1] - width), -1)
     return torch.cat((_Rotate.apply(rotated, cos, sin), rest), -1)
 
@@ -136,13 +145,18 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
+        # The transpose of a rotation is the rotation by the opposite angle. With a factor in both
+        # tables, it is still their transpose.
         return _apply_rotation(gradients[0], cos, -sin), None, None
 
 
 def _apply_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
+    # x may be a view of the joint product of queries, keys and values; the result has memory of its
+    # own.
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     half = first.shape[-1]
+    # Both halves are written in place, so no product of a half is allocated.
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1.0)
     torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
     return out

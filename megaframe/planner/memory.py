@@ -135,10 +135,12 @@ def compute_memory(
     weights_offloaded = is_offloaded and width < master  # rounded values stay on the device
     if weights_offloaded and zero == 3:
         values += shard
-    buffers, bucketed = 0, parameters.merge_into_buckets(config, plans)
+    buffers = 0
     if host:
+        bucketed = parameters.merge_into_buckets(config, plans)
         buffers = _receive_buffer_elements(bucketed, ranks, expert_ranks, zero) * master
     if is_offloaded:
+        bucketed = parameters.merge_into_buckets(config, plans)
         shard_ranks = (ranks, expert_ranks) if zero else (1, 1)
         chunk = min(OFFLOAD_CHUNK, bucketed.largest_bucket_shard(*shard_ranks))
         width_on_device = offload_bytes_per_element(config.optim, master, weights=weights_offloaded)

@@ -20,10 +20,15 @@ from megaframe.distributed.collectives import Group, Pending, all_gather, reduce
 
 
 def gather_chunks(x_RX: Tensor, group: Group, chunks: int) -> Iterator[Tensor]:
-    """Gather the rows of all ranks in parts [C, X].
+    """Gather the rows of all ranks in parts. The first part is in transit when this returns.
 
-    The first part is in transit when this returns, and each later one while the part before it is
-    used, so at most two gathered parts exist at a time.
+    Args:
+        x_RX: This rank's rows.
+        group: The ranks.
+        chunks: Number of parts; fewer if there are fewer rows.
+
+    Returns:
+        The parts [C, X], in order.
     """
     transfers = (all_gather(part[0], group) for part in _split(x_RX, 1, chunks))
     # Not a generator itself: the first transfer must start now, not when the caller first asks.
@@ -33,6 +38,8 @@ def gather_chunks(x_RX: Tensor, group: Group, chunks: int) -> Iterator[Tensor]:
 def _wait_one_behind(
     current: Pending[Tensor], following: Iterator[Pending[Tensor]]
 ) -> Iterator[Tensor]:
+    # The generator starts the next transfer before the current one is waited for. So each part is
+    # in transit while the one before it is used, and at most two gathered parts exist at a time.
     for transfer in following:
         yield current.wait()
         current = transfer
@@ -42,8 +49,18 @@ def _wait_one_behind(
 def scatter_chunks(
     x_TX: Tensor, compute: Callable[[Tensor], Tensor], group: Group, chunks: int
 ) -> list[Pending[Tensor]]:
-    """Apply `compute` to each part [C, X] of x, and start to reduce-scatter each result as soon as
-    it is computed. The results are the parts of this rank's rows."""
+    """Apply `compute` to each part of x, and start to reduce-scatter each result as soon as it is
+    computed.
+
+    Args:
+        x_TX: Rows of all ranks.
+        compute: Returns what is summed over the ranks, for the rows [C, X] of one part.
+        group: The ranks.
+        chunks: Number of parts; fewer if there are fewer rows.
+
+    Returns:
+        The parts of this rank's rows.
+    """
     return [
         reduce_scatter(compute(part.flatten(0, 1)), group)
         for part in _split(x_TX, group.size, chunks)
@@ -58,6 +75,7 @@ def wait_for_rows(scattered: list[Pending[Tensor]]) -> Tensor:
 
 
 def _split(x: Tensor, ranks: int, chunks: int) -> tuple[Tensor, ...]:
+    # [ranks, R, X], divided along R: each part has some rows of every rank.
     x = x.unflatten(0, (ranks, -1))
     return x.split(max(1, -(-x.shape[1] // chunks)), 1)
 
@@ -79,6 +97,7 @@ class RowAssembly:
             return
         if not self._filled:
             self.rows = part_CX.new_empty((self._total, part_CX.shape[1]))
+        # Some rows of each rank: they belong to as many places that do not touch.
         part = part_CX.unflatten(0, (self._ranks, -1))
         end = self._filled + part.shape[1]
         self.rows.unflatten(0, (self._ranks, -1))[:, self._filled : end] = part

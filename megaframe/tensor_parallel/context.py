@@ -57,6 +57,7 @@ class TensorParallel:
         if self.fp8 is None or not self.fp8.supports(dy_TO.shape[1], x_TI.shape[1]):
             weight.add_product(dy_TO, x_TI, of=of)
         elif not weight.frozen:
+            # Products in 8 bits return memory of their own, which is added to the gradient after.
             shape = weight.box.shape if of is None else weight.box.shape[1:]
             weight.add(self.fp8.weight_gradient(dy_TO, x_TI).view(shape), of)
 
@@ -67,8 +68,7 @@ class RowPartition:
     al. 2022).
 
     Outside of matrix products the stream is [rows, hidden]: the tokens of all samples, one sample
-    after the other, divided over the tensor ranks in equal parts. The last rows are padding that
-    nothing reads.
+    after the other, divided over the tensor ranks in equal parts.
 
     Attributes:
         tokens: Tokens of the microbatch on this context rank.
@@ -87,6 +87,7 @@ class RowPartition:
 
     def pad(self, x_T: Tensor, value: float = 0) -> Tensor:
         """Pad [tokens, ...] with `value` to [padded, ...]."""
+        # The last rows are padding that nothing reads; they only make the parts equal.
         missing = self.padded - self.tokens
         if not missing:
             return x_T
@@ -100,6 +101,7 @@ class RowPartition:
 
     def select(self, x_T: Tensor, value: float = 0) -> Tensor:
         """Return this rank's rows [rows, ...] of [tokens, ...], padded with `value`."""
+        # Without communication: every tensor rank has the ids and labels of all tokens.
         return self.pad(x_T, value).chunk(self.ranks)[self.index]
 
 

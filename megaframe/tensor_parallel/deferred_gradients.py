@@ -41,6 +41,7 @@ class DeferredGradients:
         elif fetch is None:
             compute()
         else:
+            # `fetch` may return a transfer that the layer started before.
             compute(fetch().wait())
 
     def take(self) -> list[DeferredGradient]:
@@ -60,6 +61,8 @@ class DeferredGradientQueue:
     def compute_next(self) -> None:
         """Compute the next gradient. There must be one."""
         assert self._next is not None
+        # The next transfer starts before the current gradient is computed, so that it travels
+        # meanwhile.
         (compute, operand), self._next = self._next, self._start_next()
         if operand is None:
             compute()

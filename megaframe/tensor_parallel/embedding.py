@@ -83,6 +83,8 @@ class _SplitLookup(torch.autograd.Function):
         local = local.masked_fill(outside, 0)
         ctx.save_for_backward(local, outside)
         ctx.weight, ctx.tensor = weight, tensor
+        # Exactly one rank has the row of a token and all others add zeros, so the sum rounds
+        # nothing.
         part = F.embedding(local, weight.value).masked_fill_(outside[:, None], 0)
         return reduce_scatter(part, tensor).wait()
 

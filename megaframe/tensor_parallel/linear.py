@@ -80,6 +80,7 @@ class Linear(Module):
         )
         self.bias: Parameter | None = None
         if bias:
+            # Only a column linear divides its bias: that of a row linear is added to complete sums.
             axes = {} if split is None or split >= len(outputs) else {split: "tensor"}
             spec = ParamSpec(f"{name}.bias", outputs, Constant(0.0), role="bias", axes=axes)
             self.bias = Parameter(spec)
@@ -103,6 +104,7 @@ class Linear(Module):
             [T, O of this rank] from a column linear, else this rank's rows [rows, O].
         """
         if before is not None and not self.tensor.recompute:
+            # Outside of `_Linear`, so that autograd keeps what its backward pass needs.
             x, before = before(x, self.tensor.kernels), None
         return _Linear.apply(x, self, deferred, before)
 
@@ -124,9 +126,8 @@ class _Linear(torch.autograd.Function):
     """The product, with its communication over the tensor axis.
 
     A column linear holds some of the outputs and first gathers the rows of all ranks. A row linear
-    holds some of the inputs, so its product is a partial sum: it is reduce-scattered over the rows,
-    and the bias is added once, after that. If rows travel in parts, the product of one part is
-    computed while another part travels.
+    holds some of the inputs, so its product is a partial sum, which is reduce-scattered over the
+    rows.
     """
 
     @staticmethod
@@ -137,6 +138,8 @@ class _Linear(torch.autograd.Function):
         deferred: DeferredGradients,
         before: Elementwise | None,
     ) -> Tensor:
+        # Nothing gathered, and of a recomputed norm or activation only the input. The backward
+        # pass gathers and computes the rest again.
         ctx.save_for_backward(x)
         ctx.linear, ctx.deferred, ctx.before = linear, deferred, before
         tensor, matrix, bias = linear.tensor, linear.matrix(), linear.flat_bias()
@@ -144,9 +147,11 @@ class _Linear(torch.autograd.Function):
         if linear.undivided:
             return tensor.forward_product(_apply(before, x, tensor), matrix, bias)
         if linear.column or group.size == 1:
+            # Before the rows are gathered, so that each rank normalises only its own.
             x = _apply(before, x, tensor)
             if not tensor.symmetric:
                 y_TO = RowAssembly(len(x) * group.size, group.size)
+                # The product of one part is computed while the next part travels.
                 for part in gather_chunks(x, group, tensor.chunks):
                     y_TO.add(tensor.forward_product(part, matrix, bias))
                 return y_TO.rows
@@ -158,7 +163,9 @@ class _Linear(torch.autograd.Function):
             def partial_sums(part: Tensor) -> Tensor:
                 return tensor.forward_product(_apply(before, part, tensor), matrix, None)
 
+            # The partial sums of one part travel while the product of the next part is computed.
             y = wait_for_rows(scatter_chunks(x, partial_sums, group, tensor.chunks))
+        # Once, after the sum over the ranks, and in place: y is new memory.
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -170,6 +177,7 @@ class _Linear(torch.autograd.Function):
         dy_parts = None if linear.undivided or linear.column else _gather_gradient(dy, tensor)
         operand = x
         if ctx.before is not None:
+            # A graph of its own for the norm or activation, from x to the operand of the product.
             x = x.detach().requires_grad_()
             with torch.enable_grad():
                 operand = ctx.before(x, tensor.kernels)
@@ -181,6 +189,7 @@ class _Linear(torch.autograd.Function):
         else:
             dx = _column_backward(linear, deferred, dy, operand.detach())
         if ctx.before is not None:
+            # dx is the gradient of the operand so far; this turns it into that of x.
             backward(operand, dx)
             dx = x.grad
         return dx, None, None, None
@@ -210,11 +219,11 @@ def _undivided_backward(
 
 
 def _column_backward(linear: Linear, deferred: DeferredGradients, dy: Tensor, x: Tensor) -> Tensor:
-    """Compute the gradients of a column linear. Each transfer overlaps with a product: the input is
-    gathered while its gradient is computed, and that gradient is reduce-scattered while the weight
-    gradient is computed."""
+    """Compute the gradients of a column linear, [rows, I] for its input. Each transfer overlaps
+    with a product."""
     tensor, group = linear.tensor, linear.tensor.group
     # A deferred gradient keeps only this rank's rows, and gathers the others when it is computed.
+    # Started first: the input travels while its gradient is computed.
     gathered = None if deferred.deferring else all_gather(x, group)
 
     def input_gradient(part: Tensor) -> Tensor:
@@ -226,6 +235,7 @@ def _column_backward(linear: Linear, deferred: DeferredGradients, dy: Tensor, x:
         tensor.add_weight_gradient(linear.weight, dy, rows_TI)
         linear.add_bias_gradient(dy)
 
+    # Unless deferred, it is computed here, while the gradient of the input is reduce-scattered.
     deferred.add(add_weight_gradient, lambda: gathered or all_gather(x, group))
     return wait_for_rows(scattered)
 
@@ -243,6 +253,8 @@ def _row_backward(
     total, deferring = len(dy) * group.size, deferred.deferring
     dy_TO, dx = RowAssembly(total, group.size), RowAssembly(total, group.size)
     for part in dy_parts:
+        # No communication after the product: each rank keeps the gradient of its own inputs, for
+        # all rows.
         dx.add(tensor.input_gradient(part, linear.matrix()))
         if not deferring:
             dy_TO.add(part)

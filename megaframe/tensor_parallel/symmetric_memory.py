@@ -30,6 +30,7 @@ def available(group: Group, node_size: int) -> bool:
 
     here, ranks = torch.cuda.current_device(), range(torch.cuda.device_count())
     return (
+        # One node: GPUs read each other's memory directly.
         len({rank // node_size for rank in group.ranks}) == 1
         and torch.cuda.get_device_capability() >= CAPABILITY
         and all(torch.cuda.can_device_access_peer(here, other) for other in ranks if other != here)
@@ -39,6 +40,7 @@ def available(group: Group, node_size: int) -> bool:
 def gather_product(x_RI: Tensor, right_IO: Tensor, group: Group) -> Tensor:
     """Gather the rows of all ranks and multiply them by `right`, [T, O]."""
     group.traffic.count(x_RI.nbytes * (group.size - 1))
+    # return_A=False: the gathered rows are not kept, because the backward pass gathers them again.
     _, (y_TO,) = torch.ops.symm_mem.fused_all_gather_matmul(
         x_RI, [right_IO], 0, _name(group), return_A=False
     )

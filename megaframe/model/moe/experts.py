@@ -1,8 +1,7 @@
 """Experts: many MLPs as one module, each over its own rows.
 
 Rows lie expert after expert, so each expert multiplies a slice of them; on a GPU all experts are
-one grouped product. An expert without rows only gives a gradient of zero. Gates are multiplied in
-before the second product. The outputs of experts then only have to be summed, and are not kept.
+one grouped product. An expert without rows only gives a gradient of zero.
 
 Shape legend: A rows as they arrive, N rows of all experts of this rank, n rows of a piece, I
 inputs, O outputs, F inner width.
@@ -46,6 +45,7 @@ class Experts(Module):
         gated = model.activation == "swiglu"
         self.activation = model.activation
         used = Fraction(moe.top_k, moe.experts)
+        # Along dim 0 the weight is one matrix per expert.
         every = {0: (1,) * moe.experts}
         self.up = Parameter(
             ParamSpec(
@@ -96,9 +96,8 @@ class Experts(Module):
 
 
 class _Experts(torch.autograd.Function):
-    """Computes slice by slice, from the rows of a slice to the gradients of its matrices, so that
-    intermediate results stay in cache. Keeps only the results of the first product, from which the
-    backward pass computes the rest again."""
+    """Computes slice by slice, from the rows of a slice to the gradients of its matrices. Keeps
+    only the results of the first product, from which the backward pass computes the rest again."""
 
     @staticmethod
     def forward(
@@ -114,9 +113,12 @@ class _Experts(torch.autograd.Function):
         slices = _divide(x_AH, up_EOH, down_EHF, expert_rows, experts.tensor)
         # In the workspace: `last.transpose` reads it before another layer asks for this memory.
         y_NH, ups = state.workspace.rows(len(gates_N), x_AH), []
+        # Slice by slice, so that intermediate results stay in cache.
         for piece in slices:
             up = piece.product(last.forward_slice(x_AH, piece.rows), up_EOH[piece.experts])
             active = activate(experts.activation, up, experts.tensor.kernels)
+            # Gates are multiplied in before the second product. The outputs of experts then only
+            # have to be summed, and are not kept.
             inner = active.mul_(gates_N[piece.rows, None])
             piece.product_into(y_NH[piece.rows], inner, down_EHF[piece.experts])
             ups.append(up)
@@ -129,6 +131,7 @@ class _Experts(torch.autograd.Function):
         (x_AH, gates_N, *ups), dy_AH = ctx.saved_tensors, gradients[0]
         experts, last, state = ctx.experts, ctx.last, ctx.state
         up_EOH, down_EHF = _matrices(experts.up), _matrices(experts.down)
+        # Valid until the next layer asks for this memory; `last.transpose` has read it by then.
         dx_NH = state.workspace.rows(len(gates_N), x_AH)
         dgates_N = torch.empty_like(gates_N)
         for piece, up in zip(ctx.slices, ups, strict=True):
@@ -141,9 +144,11 @@ class _Experts(torch.autograd.Function):
             # `d_inner` is not yet times the gates: its product with the output is their gradient.
             torch.linalg.vecdot(d_inner, active, out=dgates_N[rows])
             gates_n1 = gates_N[rows, None]
+            # In place: the gradient of the gates has been computed from `d_inner` above.
             d_up = activation_backward(d_inner.mul_(gates_n1))
             inner = active.mul_(gates_n1)
             piece.input_gradient_into(dx_NH[rows], d_up, up_EOH[piece.experts])
+            # Selected again: x is kept once, as it arrived, and not once per choice.
             x_nH = last.forward_slice(x_AH, rows)
             state.deferred.add(partial(piece.add_weight_gradient, experts.up, d_up, x_nH))
             state.deferred.add(partial(piece.add_weight_gradient, experts.down, dy_nH, inner))
@@ -186,6 +191,7 @@ class _ExpertSlice:
         if self.ends is None and self.tensor.fp8 is None:
             multiply_into(out_nO, x_nI, matrix.t(), add=False)
         else:
+            # Grouped products and those in 8 bits return memory of their own.
             out_nO.copy_(self.product(x_nI, matrix))
 
     def input_gradient(self, dy_nO: Tensor, matrix: Tensor) -> Tensor:
@@ -233,6 +239,7 @@ def _divide(
     if all(_at_once(x_AH, matrices, expert_rows.ends_E, tensor) for matrices in (up, down)):
         return [_ExpertSlice(tensor, slice(None), slice(None), expert_rows.ends_E)]
     slices, start = [], 0
+    # The host needs the counts, and may wait for them, only if experts are multiplied one by one.
     for expert, count in enumerate(expert_rows.counts_on_host()):
         if count:
             slices.append(_ExpertSlice(tensor, expert, slice(start, start + count)))

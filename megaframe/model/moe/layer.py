@@ -42,7 +42,11 @@ class MixtureOfExperts(Module):
         kernels = NO_KERNELS if moe.capacity else self.run.kernels  # kernels cannot drop choices
         route = route_tokens(chosen, moe.experts, self.run.experts, kernels)
         rows = dispatch_along(route.rows, state.interleave_hook)
+        # The first collective starts here; `in_transit` is an empty tensor that stands for the rows
+        # in the autograd graph.
         in_transit = rows.start(normed)
+        # Gates take the same way as the rows, so that they can be multiplied in before the experts'
+        # second product.
         weights = dispatch_along(route.gates, state.interleave_hook).run(gates)
         # Between start and finish, so that it is computed while rows are in transit.
         shared = None if self.shared is None else self.shared(normed, None, context, state)

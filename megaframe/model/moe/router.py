@@ -1,8 +1,7 @@
 """Router: which experts a token goes to, with what weight, and what keeps the experts equally busy.
 
-Everything is computed in at least fp32. The load of experts is counted only where gradients are
-recorded, so a block that is recomputed counts once. Auxiliary losses are sums over the tokens that
-have a label, like the model's loss, and therefore depend neither on the layout nor on the size of
+Everything is computed in at least fp32. Auxiliary losses are sums over the tokens that have a
+label, like the model's loss, and therefore depend neither on the layout nor on the size of
 microbatches.
 
 Shape legend: R rows of this rank, K choices, E experts, G groups of experts, B samples.
@@ -48,7 +47,17 @@ class Router(Module):
     def __call__(
         self, x_RH: Tensor, context: MicrobatchContext, state: PassState
     ) -> tuple[Tensor, Tensor]:
-        """Return the experts of each row, int64 [R, K], and their weights [R, K]."""
+        """Choose the experts of each row.
+
+        Args:
+            x_RH: This rank's normalised rows.
+            context: Of the microbatch.
+            state: Of its pass; its statistics get the auxiliary losses.
+
+        Returns:
+            The experts of each row, int64 [R, K], with `DROPPED` for choices above the capacity,
+            and their weights [R, K] in the type of x.
+        """
         moe = self.moe
         if moe.jitter and context.dropout is not None:
             x_RH = x_RH * context.dropout.jitter(x_RH, self.name, moe.jitter)
@@ -57,10 +66,12 @@ class Router(Module):
         scores_RE = logits_RE.sigmoid() if sigmoid else logits_RE.softmax(-1)
         chosen_RK, gates_RK = self._by_kernel(logits_RE) or self._plain(scores_RE)
         gates_RK = gates_RK * moe.scale
+        # Only where gradients are recorded, so that a block that is recomputed counts once.
         if torch.is_grad_enabled():
             gates_RK = self._balance(logits_RE, scores_RE, gates_RK, chosen_RK, context, state)
         if moe.capacity is not None:
             chosen_RK = self._drop_above_capacity(chosen_RK, gates_RK, context, state)
+        # Rounded once, after everything that is computed from the weights.
         return chosen_RK, gates_RK.to(x_RH.dtype)
 
     def _by_kernel(self, logits_RE: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -78,7 +89,9 @@ class Router(Module):
 
     def _plain(self, scores_RE: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
+            # Which experts are chosen has no gradient; their weights have one, through `gather`.
             chosen_RK = self._choose(scores_RE)
+        # From the scores without the balance bias, which decides only who is chosen.
         gates_RK = scores_RE.gather(1, chosen_RK)
         if self.moe.normalise:
             gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True).clamp_min(1e-20)
@@ -90,6 +103,7 @@ class Router(Module):
             scores_RE = scores_RE + self.balance.value
         if moe.top_groups < moe.groups:
             grouped = scores_RE.unflatten(1, (moe.groups, -1))
+            # A group is as good as the sum of its best experts; all others are closed to the row.
             best_RG = grouped.topk(moe.group_best, -1).values.sum(-1)
             groups = best_RG.topk(moe.top_groups, -1).indices
             open_RG = torch.zeros_like(best_RG, dtype=torch.bool).scatter_(1, groups, True)
@@ -108,14 +122,18 @@ class Router(Module):
     ) -> Tensor:
         """Count the load, and attach the auxiliary losses to the gates in the autograd graph."""
         moe, counted_R1 = self.moe, context.has_label_R[:, None]
+        # Rows without a label, among them padding, count for nothing.
         picked_RE = torch.zeros_like(scores_RE).scatter_(1, chosen, 1.0) * counted_R1
+        # The gradient of `balance` is the load of the current step.
         self.balance.add(picked_RE.sum(0))
         balanced = moe.balance_loss > 0 and moe.balance != "none"
         with torch.set_grad_enabled(balanced):
+            # Sigmoid scores do not sum to 1. The entropy below needs no graph, a balance loss does.
             share_RE = scores_RE / scores_RE.sum(-1, keepdim=True)
         losses = {}
         if balanced:
             if moe.balance == "global":
+                # The load of the last step, 1 on average.
                 load_RE = self.balance.value.to(share_RE.dtype)[None]
             else:
                 load_RE = self._load_of_sequences(picked_RE, context)
@@ -129,15 +147,20 @@ class Router(Module):
         for name, loss in losses.items():
             state.statistics.add_loss(name, loss.detach())
             assert context.gradient_scale is not None, "only what is trained has losses of its own"
+            # No output depends on the loss. Attached to the gates, it gets its gradient when theirs
+            # is computed.
             gates = _AddLoss.apply(gates, loss * context.gradient_scale)
         return gates
 
     def _load_of_sequences(self, picked_RE: Tensor, context: MicrobatchContext) -> Tensor:
         """Return the load of each expert in each row's sample, 1 on average."""
         sample_R = context.sample_R
+        # One row more, for the padding, whose sample number is `batch`.
         loads_BE = picked_RE.new_zeros(context.batch + 1, picked_RE.shape[1])
         loads_BE.index_add_(0, sample_R, picked_RE)
+        # The tokens of a sample are divided over these ranks.
         loads_BE = all_reduce(loads_BE, self.run.experts.sequence).wait()
+        # Not 0 where no token of a sample has a label.
         mean_B1 = loads_BE.mean(1, keepdim=True).clamp_min(torch.finfo(loads_BE.dtype).tiny)
         return (loads_BE / mean_B1)[sample_R]
 
@@ -150,10 +173,13 @@ class Router(Module):
         rows, choices = chosen_RK.shape
         most = max(1, int(self.moe.capacity * rows * choices / self.moe.experts))
         chosen = chosen_RK.flatten()
+        # Two stable sorts: expert after expert, and the greatest weights of each first. Ties keep
+        # the order of rows.
         by_weight = gates_RK.detach().flatten().argsort(descending=True, stable=True)
         order = by_weight[chosen[by_weight].argsort(stable=True)]
         load = torch.bincount(chosen, minlength=self.moe.experts)
         first = load.cumsum(0) - load
+        # Place of each choice among those of its expert.
         nth = torch.arange(len(order), device=order.device) - first[chosen[order]]
         dropped = order[nth >= most]
         if torch.is_grad_enabled():
@@ -170,6 +196,7 @@ class _Logits(torch.autograd.Function):
         ctx.save_for_backward(x_RH)
         ctx.weight, ctx.deferred = weight, deferred
         wide = torch.promote_types(x_RH.dtype, torch.float32)
+        # Copied to fp32 for this product alone; the activations are kept in their own type.
         return x_RH.to(wide) @ weight.value.to(wide).t()
 
     @staticmethod

@@ -12,6 +12,7 @@ from megaframe.config import DataSourceConfig, RunConfig, dump, explain, load
 from megaframe.config.describe import config_keys
 from megaframe.config.migration import translate_setting
 from megaframe.config.parallel import ParallelConfig
+from megaframe.config.section import MOST
 from megaframe.config.url import find_text_mistake
 from megaframe.errors import UserError
 from megaframe.layout import axis_sizes, fewest_ranks
@@ -72,7 +73,10 @@ SECTIONS = {
     "model.latent": LATENT | st.none(),
     "model.moe": MOE | st.none(),
 }
-SETTINGS = st.fixed_dictionaries({}, optional=LEAVES | SECTIONS)
+SETTINGS = st.fixed_dictionaries({}, optional=LEAVES | SECTIONS).filter(
+    # The default of `model.ffn` is four times this, and has the limit of any number.
+    lambda keys: "model.ffn" in keys or 4 * keys.get("model.hidden", 1) <= MOST
+)
 
 
 def nested(settings_):

@@ -119,7 +119,7 @@ def test_what_an_evaluation_waits_for_stays_its_own():
     assert split.rates() == {}
 
 
-class StreamEvent:
+class ClockEvent:
     """Stands for an event of a GPU's stream, whose time is known once the stream has passed it."""
 
     def __init__(self, clock: Clock) -> None:
@@ -127,11 +127,11 @@ class StreamEvent:
 
 
 def test_moments_may_be_known_only_later():
-    times: dict[StreamEvent, int] = {}
+    times: dict[ClockEvent, int] = {}
     events = []
 
-    def note() -> StreamEvent:
-        events.append(StreamEvent(Clock()))
+    def note() -> ClockEvent:
+        events.append(ClockEvent(Clock()))
         return events[-1]
 
     timer = StepTimer(note, lambda start, end: times[end] - times[start])

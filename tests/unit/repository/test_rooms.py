@@ -36,10 +36,6 @@ def test_style_and_types(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-STILL_REPEATED = frozenset({"Cluster", "Event"})
-"""Class names that are used more than once."""
-
-
 def find_classes():
     """Return the files in which each class name of the project is defined."""
     files = defaultdict(list)
@@ -54,7 +50,7 @@ def find_classes():
 
 def test_a_class_name_has_one_meaning():
     repeated = {name: files for name, files in find_classes().items() if len(files) > 1}
-    assert not {name: repeated[name] for name in repeated.keys() - STILL_REPEATED}
+    assert not repeated
 
 
 def test_no_module_lies_outside_the_rooms():

@@ -21,12 +21,12 @@ from fake_cuda.nccl_layouts import (
 )
 from fake_cuda.nccl_rules import CallMismatch, Deadlock, simulate
 
+from megaframe.architecture.cuda_streams import count_streams
 from megaframe.config.parallel import ParallelConfig
 from megaframe.distributed import collectives, process_groups
 from megaframe.distributed.collectives import all_reduce, receive, send
 from megaframe.distributed.pending import start_pending
 from megaframe.layout import EXPERT_SETS, Layout
-from megaframe.planner.cuda_streams import count_streams
 from megaframe.schedule import SCHEDULE_NAMES
 
 QUICK = [

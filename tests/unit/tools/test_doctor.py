@@ -59,8 +59,8 @@ def test_a_check_that_breaks_is_a_finding():
         raise RuntimeError("out of it\nat length")
         yield
 
-    (finding,) = doctor.examine([judge_luck])
-    assert finding == doctor.Finding("luck", "broke: out of it", "error")
+    (finding,) = doctor.run_checks([judge_luck])
+    assert finding == doctor.HostFinding("luck", "broke: out of it", "error")
 
 
 def test_a_gpu_that_torch_cannot_use_is_an_error(monkeypatch):

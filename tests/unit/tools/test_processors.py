@@ -82,7 +82,7 @@ def test_a_failing_test_fails_the_whole_and_is_named(name, tmp_path):
     (tmp_path / "test_it.py").write_text(code + "\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     setting = {"ATEN_CPU_CAPABILITY": "default", "TEST_THREADS": "3"}
-    paths = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
+    paths = os.pathsep.join((str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", paths)
         found = processors.run(setting, processors.processor(), command)

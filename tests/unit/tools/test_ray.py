@@ -24,6 +24,7 @@ sys.path.insert(0, str(LAUNCH))
 import ray_train  # noqa: E402
 import ray_tune  # noqa: E402
 
+from megaframe.dashboard.sweep import Sweep  # noqa: E402
 from megaframe.errors import UserError  # noqa: E402
 
 
@@ -140,11 +141,12 @@ def test_a_mistake_that_only_the_ranks_find_is_not_tried_again(cluster, start, o
 
 
 def test_a_space_is_checked_against_the_config_before_a_trial():
-    space = ray_tune.space_of(["optim.lr=[1e-3, 1e-2]", "optim.beta2=uniform:0.9:1.5"])
+    sweep = Sweep.parse([], ["optim.lr=[1e-3, 1e-2]", "optim.beta2=uniform:0.9:1.5"], "loss")
     with pytest.raises(UserError, match="beta2"):
-        ray_tune.check_space(space, [])
+        sweep.check(ray_tune.extreme_trials(sweep))
+    sweep = Sweep.parse([], ["optim.no_key=[1]"], "loss")
     with pytest.raises(UserError, match="no_key"):
-        ray_tune.check_space(ray_tune.space_of(["optim.no_key=[1]"]), [])
+        sweep.check(ray_tune.extreme_trials(sweep))
 
 
 def test_a_sweep_finds_the_better_rate_and_stops_the_others(cluster, start, overrides, tmp_path):

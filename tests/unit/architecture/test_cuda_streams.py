@@ -2,11 +2,11 @@
 
 import pytest
 
+from megaframe.architecture.cuda_streams import count_communicators, count_streams
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics.timers import StepTimer
-from megaframe.planner.cuda_streams import count_communicators, count_streams
 from megaframe.training.train_step import TrainStep
 
 MODEL = {"layers": 8, "hidden": 16, "heads": 4, "vocab": 37}
