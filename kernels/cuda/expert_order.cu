@@ -19,11 +19,15 @@ constexpr int kMostExperts = 1024;
 // many lanes before this one chose the same expert; `before` receives the old counts[e].
 __device__ inline int count_round(int expert, int32_t* counts, int32_t& before) {
   const int lane = threadIdx.x % kLanes;
+  // All lanes take part, those without a choice as expert -1.
   const unsigned same = __match_any_sync(0xffffffffu, expert);
+  // Lanes are in the order of choices, so ranks are too and the sort is stable.
   const int rank = __popc(same & ((1u << lane) - 1u));
   before = expert >= 0 ? counts[expert] : 0;
+  // All lanes have read the old count before one of them replaces it.
   __syncwarp();
   if (rank == 0 && expert >= 0) counts[expert] = before + __popc(same);
+  // The new counts are visible before the warp's next round reads them.
   __syncwarp();
   return rank;
 }
@@ -52,6 +56,7 @@ __device__ inline void count_block(const int32_t* experts, int64_t choices, int 
 
 __global__ void __launch_bounds__(kThreads)
     count_choices(const int32_t* experts, int64_t choices, int count, int32_t* starts) {
+  // 32 KiB: one row for each warp, so warps share no counts and need no atomics.
   __shared__ int32_t counts[kWarps * kMostExperts];
   count_block(experts, choices, count, counts);
   for (int expert = threadIdx.x; expert < count; expert += kThreads) {
@@ -74,6 +79,8 @@ __global__ void __launch_bounds__(kThreads)
     totals[expert] = total;
   }
   __syncthreads();
+  // Inclusive prefix sums by doubling steps. All are read before any is written, with barriers in
+  // between.
   for (int step = 1; step < count; step *= 2) {
     int32_t grown[kMostExperts / kThreads];
     for (int i = 0; i < kMostExperts / kThreads; ++i) {
@@ -106,6 +113,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int32_t counts[kWarps * kMostExperts];
   count_block(experts, choices, count, counts);
   for (int expert = threadIdx.x; expert < count; expert += kThreads) {
+    // Counts become first places: warps of a block follow each other in the order of choices.
     int32_t place = starts[static_cast<int64_t>(blockIdx.x) * count + expert];
     for (int warp = 0; warp < kWarps; ++warp) {
       const int32_t mine = counts[warp * count + expert];
@@ -123,6 +131,7 @@ __global__ void __launch_bounds__(kThreads)
     const int rank = count_round(expert, counts + warp * count, before);
     if (expert >= 0) {
       places[choice] = before + rank;
+      // places and order are inverse, and each element is written once.
       order[before + rank] = static_cast<int32_t>(choice);
     }
   }

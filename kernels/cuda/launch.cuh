@@ -37,12 +37,14 @@ int launch(Kernel kernel, int64_t blocks, void* stream, Arguments... arguments) 
 // Loads four elements of type `kind`, starting at element `at`, which must be aligned to all four.
 __device__ inline void load4(const void* base, Kind kind, int64_t at, float (&out)[4]) {
   if (kind == kFloat) {
+    // One load of 16 bytes.
     const float4 four = *reinterpret_cast<const float4*>(static_cast<const float*>(base) + at);
     out[0] = four.x, out[1] = four.y, out[2] = four.z, out[3] = four.w;
     return;
   }
   const uint2 bits = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(base) + at);
   if (kind == kBFloat16) {
+    // bf16 is the upper half of fp32, so widening is a shift.
     out[0] = __uint_as_float(bits.x << 16), out[1] = __uint_as_float(bits.x & 0xffff0000u);
     out[2] = __uint_as_float(bits.y << 16), out[3] = __uint_as_float(bits.y & 0xffff0000u);
     return;
@@ -54,6 +56,7 @@ __device__ inline void load4(const void* base, Kind kind, int64_t at, float (&ou
 }
 
 __device__ inline uint16_t narrow(float value, Kind kind) {
+  // _rn: to nearest, ties to even.
   return kind == kBFloat16 ? __bfloat16_as_ushort(__float2bfloat16_rn(value))
                            : __half_as_ushort(__float2half_rn(value));
 }

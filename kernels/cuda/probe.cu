@@ -3,6 +3,7 @@
 #include "launch.cuh"
 
 MEGAFRAME_EXPORT int megaframe_probe() {
+  // Frees nothing, but makes the runtime initialise the device.
   const cudaError_t error = cudaFree(nullptr);
   return static_cast<int>(error);
 }

@@ -79,6 +79,7 @@ class Usage:
 
 def compile_example(example: Example, chip: int) -> Iterator[Usage]:
     """Compile every kernel that an example launches, for one chip."""
+    # Collected first, compiled after: the wrappers run with tensors without memory.
     launches: list[Launch] = []
     with capture_launches(launches.append, chip):
         example.call()
@@ -98,6 +99,7 @@ def _compile(one: Launch, example: str, chip: int) -> Usage:
         if kind == "constexpr":
             constants[(index,)] = values[name]
         elif aligned:
+            # What Triton's launcher derives from the value: it decides the width of loads.
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(one.kernel, signature, constants, attributes)
     options = {"num_warps": one.warps, "num_stages": one.stages}
@@ -119,6 +121,7 @@ def _describe(value: Any, constant: bool, special: bool) -> tuple[str, bool]:
         block = ", ".join(map(str, value.block_shape))
         return f"tensordesc<{_TYPES[value.base.dtype][1:]}[{block}]>", False
     if isinstance(value, int):
+        # Triton types an integer by its value, and specialises on 16 dividing it.
         return "i32" if -(2**31) <= value < 2**31 else "i64", special and value % 16 == 0
     return "fp32", False
 
@@ -131,6 +134,7 @@ def _read(kernel: str, example: str, chip: int, compiled: Any, report: str) -> U
         example,
         chip,
         _parse_number(r"Used (\d+) registers", report),
+        # Registers alone do not tell: what does not fit goes to the stack, which is memory.
         _parse_number(r"(\d+) bytes stack frame", report),
         compiled.metadata.shared,
         _parse_number(r"(\d+) bytes spill stores", report),

@@ -35,6 +35,7 @@ def load(library: Path) -> ctypes.CDLL:
     except OSError as error:
         raise BuildError(f"the built CUDA kernels do not load: {error}") from error
     for name, (result, arguments) in _SIGNATURES.items():
+        # A library that lacks one of the functions loads too.
         function = getattr(loaded, name, None)
         if function is not None:
             function.restype, function.argtypes = result, arguments
@@ -49,12 +50,14 @@ def _find() -> ctypes.CDLL | str:
     major, minor = torch.cuda.get_device_capability()
     chip = 10 * major + minor
     try:
+        # A build ahead has machine code for CHIPS only; others are built for the chip at hand.
         path = prebuilt_path() if prebuilt_path().is_file() and chip in CHIPS else cached_path(chip)
         if not path.is_file():
             build(path, (chip,))
         loaded = load(path)
     except (BuildError, OSError) as error:
         return str(error)
+    # Loading succeeds even if the driver is too old; only a call shows it.
     code = loaded.megaframe_probe()
     return loaded if code == 0 else f"the CUDA kernels find no GPU that they can use: error {code}"
 
@@ -73,6 +76,7 @@ def call(name: str, like: Tensor, *arguments: object) -> None:
         raise BuildError(found)
     if like.device.type == "cuda":
         with torch.cuda.device(like.device):
+            # torch's stream orders the kernels after the work that makes their inputs.
             stream = torch.cuda.current_stream(like.device).cuda_stream
             code = getattr(found, name)(*arguments, stream)
     else:

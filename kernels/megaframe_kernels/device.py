@@ -59,12 +59,14 @@ def launch(
     **constants: Any,
 ) -> None:
     """Run a Triton kernel over a grid of programs; an empty grid runs nothing."""
+    # The driver does not accept an empty grid.
     if 0 in grid:
         return
     capture = _CAPTURE.get()
     if capture is not None:
         capture.take(Launch(kernel, grid, arguments, constants, warps, stages))
         return
+    # Triton launches on the current device, which may not be that of the tensors.
     place = next(a.device for a in arguments if isinstance(a, Tensor))
     if place.type == "cuda" and place.index != torch.cuda.current_device():
         with torch.cuda.device(place):
@@ -93,6 +95,7 @@ def generation(tensor: Tensor) -> int:
     if tensor.device.type != "cuda":
         return 8
     major = capability(tensor.device.index)[0]
+    # Any generation without block sizes of its own gets those of Ampere.
     return {9: 9, 10: 10, 11: 10}.get(major, 8)
 
 
@@ -133,5 +136,6 @@ def ceil_div(number: int, by: int) -> int:
 
 def flatten_rows(x: Tensor) -> Tensor:
     """Return x as rows [rows, width] with adjacent elements. It is copied only if necessary."""
+    # With a width of 0, torch cannot infer the number of rows.
     flat = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(0, 0)
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()

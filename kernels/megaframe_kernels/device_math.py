@@ -14,11 +14,9 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 def product(
     a: tl.tensor, b: tl.tensor, add: tl.tensor, PRECISION: tl.constexpr = "tf32"
 ) -> tl.tensor:
-    """Return add + a b in fp32; `add` may be None.
-
-    The interpreter would multiply the bits of bf16 as integers. In fp32 the products are the same
-    numbers.
-    """
+    """Return add + a b in fp32; `add` may be None."""
+    # The interpreter would multiply the bits of bf16 as integers. In fp32 the products are the same
+    # numbers.
     if INTERPRETED and a.dtype == tl.bfloat16:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, add, input_precision=PRECISION)
@@ -26,13 +24,12 @@ def product(
 
 @triton.jit
 def tanh(x: tl.tensor) -> tl.tensor:
-    """Return the hyperbolic tangent in fp32, exact to a few units in the last place.
-
-    Near 0 the quotient of exponentials would cancel, so a series replaces it.
-    """
+    """Return the hyperbolic tangent in fp32, exact to a few units in the last place."""
+    # The exponent is never above 0, so nothing overflows.
     small = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - small) / (1.0 + small)
     square = x * x
+    # The Taylor series up to x^7. Near 0 the quotient would cancel.
     near = x * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
     return tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0.0, -far, far))
 
@@ -43,6 +40,8 @@ def random_bits(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return four tiles of 32 random bits as a function of seed and 64-bit index (Salmon et al.
     2011)."""
+    # The words of the index are the counter of Philox, so the bits depend on nothing but seed and
+    # index.
     low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
     return tl.philox(seed, low, high, low * 0, low * 0)
 
@@ -51,6 +50,9 @@ def random_bits(
 def round_stochastically(x: tl.tensor, bits: tl.tensor) -> tl.tensor:
     """Round fp32 to bf16, up with the probability that makes the expected value exact."""
     pattern = x.to(tl.uint32, bitcast=True)
+    # bf16 keeps the upper 16 bits of fp32. Adding 16 random bits carries into them with the
+    # probability of the part that is cut off.
     raised = (pattern + (bits & 0xFFFF)) & 0xFFFF0000
+    # Infinity and NaN have all exponent bits set; a carry would change them.
     finite = (pattern & 0x7F800000) != 0x7F800000
     return tl.where(finite, raised.to(tl.float32, bitcast=True), x).to(tl.bfloat16)

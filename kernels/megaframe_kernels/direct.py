@@ -30,6 +30,7 @@ def bypass_dispatcher(
         plain = _make_function(function, keep, differentiate)
 
     def call(*arguments: Any) -> Any:
+        # Asked at every call: the same function may be traced now and run directly later.
         return (operator if is_traced() else plain)(*arguments)
 
     return call
@@ -49,6 +50,7 @@ def _make_function(
     class Differentiated(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
+            # Inside forward no graph is recorded, so the function is just run.
             output = function(*arguments)
             keep(ctx, arguments, output)
             return output
@@ -58,6 +60,7 @@ def _make_function(
             return differentiate(ctx, *gradients)
 
     def call(*arguments: Any) -> Any:
+        # autograd.Function costs host time, so it is used only where a gradient is needed.
         if torch.is_grad_enabled() and any(
             isinstance(one, Tensor) and one.requires_grad for one in arguments
         ):

@@ -39,6 +39,7 @@ def _replace_language_once_per_launch() -> None:
 
     @functools.cache
     def languages(function: Any) -> frozenset[str]:
+        # The names by which this function's module knows the language: a replacement patches those.
         seen = function.__globals__.values()
         return frozenset(x.__name__ for x in seen if inspect.ismodule(x) and x in (tl, tl.core))
 
@@ -46,6 +47,7 @@ def _replace_language_once_per_launch() -> None:
         """A launch comes first, with nothing replaced, and needs the scope to restore it all."""
         if languages(function) in replaced:
             return None
+        # Remembered until the launch ends: device functions called inside need no second one.
         replaced.add(languages(function))
         return replace(function)
 
@@ -79,6 +81,7 @@ def _describe_shapes_once() -> None:
         if key not in known:
             describe(self, element_ty, shape)
             known[key] = {**vars(self)}
+        # The description is shared; the element type keeps its own identity.
         vars(self).update(known[key], element_ty=element_ty)
 
     tl.block_type.__init__ = describe_once
@@ -88,6 +91,7 @@ def _check_overflow_with_numpy() -> None:
     def check(left: Any, right: Any, operation: Any) -> None:
         kind, name = left.type.scalar, operation.__name__
         if kind.int_bitwidth < 64:
+            # In int64, where the sum or product of narrower integers cannot overflow unseen.
             found = getattr(operator, name)(*(x.handle.data.astype("int64") for x in (left, right)))
             low, high = kind.get_int_min_value(), kind.get_int_max_value()
             inside = low <= found.min(initial=high) and found.max(initial=low) <= high
@@ -101,10 +105,14 @@ def _round_to_nearest() -> None:
 
     def round_or_convert(x: Any, kind: Any, wanted: Any, mode: Any) -> Any:
         if (kind, wanted) == (tl.bfloat16, tl.float32):
+            # bf16 is the upper half of fp32.
             return x.astype("uint32") << 16
         if (kind, wanted) == (tl.float32, tl.bfloat16) and mode != _TO_ZERO:
             bits = x.view("uint32")
+            # To nearest, ties to even: half a last place less one bit, plus the last bit that
+            # stays.
             rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+            # The addition could carry a NaN over to infinity or zero.
             rounded[x != x] = _NAN
             return rounded.astype("uint16")
         return convert(x, kind, wanted, mode)

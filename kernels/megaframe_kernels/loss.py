@@ -50,8 +50,10 @@ def reference_parts(
     z = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
+    # Numbers of the labels among this rank's words; outside of 0 .. V - 1 for other ranks' words.
     here = labels_T - start
     inside = (here >= 0) & (here < z.shape[1])
+    # gather needs a valid index even where the result is replaced by 0.
     at = here.masked_fill(~inside, 0)[:, None]
     label = torch.where(inside, z.gather(1, at)[:, 0], 0.0) if z.shape[1] else z.sum(1)
     if label_smoothing:  # without smoothing, a logit of -inf would give 0 * -inf = NaN
@@ -95,6 +97,7 @@ class _JoinedParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, partition: Tensor, label: Tensor, join: Join) -> tuple[Tensor, Tensor]:
+        # Copies, because `join` may work in place and the backward pass needs this rank's own.
         whole, whole_label = join(partition.clone(), label.clone())
         ctx.save_for_backward(partition, whole)
         return whole, whole_label
@@ -102,6 +105,8 @@ class _JoinedParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         partition, whole = ctx.saved_tensors
+        # d lse(whole) / d lse(own) = exp(own - whole), the share of this rank's words. Label logits
+        # are only added up.
         return gradients[0] * (partition - whole).exp(), gradients[1], None
 
 
@@ -142,6 +147,7 @@ def reference(
         if gradient:
             total = losses.sum() if scale is None else losses.sum() * scale
             (made,) = torch.autograd.grad(total, leaf)
+            # Over the logits, as the kernel does it: a second buffer of this size is not needed.
             logits_TV.copy_(made)
     return losses.detach(), logits_TV
 
@@ -163,17 +169,15 @@ def _forward(
     BLOCK: tl.constexpr,
 ) -> None:
     """Compute one row per program, with running maxima and sums of exponentials (Milakov and
-    Gimelshein 2018).
-
-    Every 8 neighbouring columns of a block have a maximum of their own until the row ends, so
-    threads need not synchronise in the loop. The next block is loaded before the current one is
-    used. Maxima are in units of log 2, because the hardware computes exponentials of 2.
-    """
+    Gimelshein 2018): partition = log(sum(exp(z))), target = z[label], smoothed."""
     row = tl.program_id(0).to(tl.int64)
+    # Every 8 neighbouring columns of a block have a maximum of their own until the row ends, so
+    # threads need not synchronise in the loop.
     place = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     at = logits + row * stride
     total = tl.zeros([BLOCK // 8], tl.float32)
     top, plain = total - 1e38, total  # not -inf, because -inf - (-inf) is NaN
+    # The next block is loaded before the current one is used.
     following = tl.load(at + place, mask=place < words, other=-float("inf"))
     for first in range(0, words, BLOCK):
         inside = first + place < words
@@ -181,22 +185,29 @@ def _forward(
         beyond = first + BLOCK + place
         following = tl.load(at + beyond, mask=beyond < words, other=-float("inf"))
         if CAP:
+            # -inf again, because the softcap made it -cap.
             z = tl.where(inside, cap * tanh(z / cap), -float("inf"))
+        # In units of log 2, because the hardware computes exponentials of 2. The running maximum is
+        # subtracted, so no power exceeds 1.
         highest = tl.maximum(top, tl.max(z, 1) * LOG2_E)
         powers = tl.exp2(z * LOG2_E - highest[:, None])
+        # What was summed below the old maximum shrinks to the new one.
         total = total * tl.exp2(top - highest) + tl.sum(powers, 1)
         top = highest
         if SMOOTH:
             plain += tl.sum(tl.where(inside, z, 0.0), 1)
+    # Only here, once per row, do the threads combine their sums.
     highest = tl.max(top, 0)
     partition = (highest + tl.log2(tl.sum(total * tl.exp2(top - highest), 0))) * LOG_2
     tl.store(partitions + row, partition)
     here = tl.load(labels + row) - start
     inside = (here >= 0) & (here < words)
+    # 0 if another rank has the label, so that the sum over ranks has it once.
     label = tl.load(logits + row * stride + here, mask=inside, other=0.0).to(tl.float32)
     if CAP:
         label = cap * tanh(label / cap)
     if SMOOTH:
+        # spread = s / V of the whole vocabulary, so the parts of ranks add up.
         label = (1.0 - smoothing) * label + spread * tl.sum(plain, 0)
     tl.store(targets + row, label)
 
@@ -223,13 +234,16 @@ def _backward(
     """Compute d_partition exp(z - partition) + d_target (label's share), times the slope of the
     softcap."""
     across = tl.cdiv(words, BLOCK)
+    # 64-bit: tokens times words may exceed 32 bits.
     row = (tl.program_id(0) // across).to(tl.int64)
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(logits + row * stride + column, mask=column < words, other=0.0).to(tl.float32)
     if CAP:
+        # The slope of the softcap is 1 - tanh^2.
         bent = tanh(z / cap)
         z = cap * bent
     d_target = tl.load(d_targets + row)
+    # exp(z - partition) is the softmax; with the partition of all ranks, over the whole vocabulary.
     result = tl.load(d_partitions + row) * tl.exp2((z - tl.load(partitions + row)) * LOG2_E)
     share = tl.where(column == tl.load(labels + row) - start, 1.0, 0.0)
     if SMOOTH:
@@ -237,6 +251,8 @@ def _backward(
     result += d_target * share
     if CAP:
         result *= 1.0 - bent * bent
+    # d_logits may be the logits. Each program has read its elements by now, and no other program
+    # reads them. The fp32 gradient is rounded once.
     at = d_logits + row * d_stride + column
     tl.store(at, result.to(d_logits.dtype.element_ty), mask=column < words)
 
@@ -269,6 +285,7 @@ def launch_forward(
         softcap or 1.0,
         SMOOTH=label_smoothing != 0.0,
         CAP=softcap is not None,
+        # Narrow vocabularies take one block.
         BLOCK=min(_BLOCK, power_of_2(max(words, 16))),
         warps=8,
     )
@@ -364,9 +381,13 @@ def run_triton(
     is rounded."""
     rest = (start, vocab or logits_TV.shape[1], label_smoothing, softcap)
     own, own_label = _parts_op(logits_TV, labels_T, *rest)
+    # Copies: `join` may work in place.
     whole, label = (own, own_label) if join is None else join(own.clone(), own_label.clone())
+    # A factor, not a selection, for whose length the host would have to wait.
     valid = (labels_T >= 0).to(own.dtype)
     if gradient:
+        # The loss lse + z_loss lse^2 - label has the slopes 1 + 2 z_loss lse and -1. The logits are
+        # overwritten by their gradient, in place.
         # exp(z - whole) is the probability over the whole vocabulary: no gradients to exchange.
         weight = valid if scale is None else valid * scale
         _gradient_op(

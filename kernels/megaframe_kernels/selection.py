@@ -99,6 +99,7 @@ def select(
     for name in overrides:
         _check(name, name, tuple(kernels))
     table = json.loads(TABLE.read_text(encoding="utf-8"))
+    # A committed table, not a timing at start: two runs on the same chip compute alike.
     measured = table.get(chip or chip_name(), {})
     order = {name: measured.get(name) or table[UNMEASURED].get(name, []) for name in kernels}
     return {
@@ -112,11 +113,13 @@ def select(
 def _choose(kernel: Kernel, order: Sequence[str]) -> KernelChoice:
     present, absent = [], {}
     for name in order:
+        # What comes after the reference is slower than it.
         if name == REFERENCE:
             break
         reason = kernel.implementations[name].missing()
         if reason is None:
             present.append(kernel.implementations[name])
+        # Only those before the first that is present would have been used.
         elif not present:
             absent[name] = reason
     return KernelChoice(kernel, tuple(present), absent)

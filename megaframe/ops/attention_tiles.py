@@ -57,8 +57,10 @@ def attend(
             *alike, 0.0, causal, scale=scale
         )
     else:
+        # In torch's default type; `_scores` converts it to that of the scores.
         bias = _to_bias(_make_causal(mask, query, causal), None)
         out, lse = _attend_plain(query, key, value, bias, scale)
+    # A query that sees no key gets -inf, so its output has weight 0 when tiles are merged.
     if mask is not None:
         lse = lse.masked_fill(~mask.any(-1), -math.inf)
     return out[..., : value.shape[-1]].transpose(1, 2), lse
@@ -91,6 +93,7 @@ def attend_backward(
         )
         return _move_heads_back(gradients, heads)
     alike = _pad_to_one_width(*heads)
+    # Padded outputs are zero and padded values get no weight, so sums over the width are unchanged.
     d_alike, out_alike = (_pad_head(end, alike[0].shape[-1]) for end in (d_out, out))
     if query.device.type in _HOSTS:
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -117,7 +120,9 @@ def merge(out_BQND: Tensor, lse_BNQ: Tensor, tile_out: Tensor, tile_lse: Tensor)
 
     out = (e^lse out + e^lse' out') / (e^lse + e^lse'), so the weight of the new tile is a sigmoid.
     """
+    # No exponential of a log-sum-exp is computed, so nothing overflows.
     weight_BQN1 = torch.sigmoid(tile_lse - lse_BNQ).transpose(1, 2)[..., None]
+    # Uses the weight before `lse` is overwritten with the sum of both.
     out_BQND.lerp_(tile_out.to(out_BQND.dtype), weight_BQN1.to(out_BQND.dtype))
     torch.logaddexp(lse_BNQ, tile_lse, out=lse_BNQ)
 
@@ -212,7 +217,9 @@ def _attend_plain(
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = _scores(query, key, bias, scale, wide)
     lse = scores.logsumexp(-1)
+    # A query that sees no key has lse = -inf, and -inf - -inf would be NaN.
     shares = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
+    # Weights are rounded to the type of the values, as in the fused attention.
     out = _group_heads(shares.to(query.dtype), key.shape[1]) @ value[:, :, None]
     return out.flatten(1, 2), lse
 
@@ -231,13 +238,16 @@ def _attend_plain_backward(
     ds k, dk = ds^T q. Gradients of keys and values are summed over the query heads that share
     them."""
     wide, groups = lse.dtype, key.shape[1]
+    # Weights among all keys of all tiles, because lse is merged over them.
     shares = (_scores(query, key, bias, scale, wide) - lse[..., None]).exp()
     d_shares = (_group_heads(d_out, groups) @ value[:, :, None].mT).flatten(1, 2).to(wide)
+    # Equals sum(p dp) over all keys, also those of other tiles, because out is merged too.
     mean = (d_out.to(wide) * out.to(wide)).sum(-1, keepdim=True)
     d_scores = shares * (d_shares - mean) * scale
     d_scores_grouped = _group_heads(d_scores.to(query.dtype), groups)
     shares_grouped = _group_heads(shares.to(query.dtype), groups)
     d_query = (d_scores_grouped @ key[:, :, None]).flatten(1, 2)
+    # Query heads that share a key head each contribute to its gradient.
     d_key = (d_scores_grouped.mT @ _group_heads(query, groups)).sum(2)
     d_value = (shares_grouped.mT @ _group_heads(d_out, groups)).sum(2)
     return d_query, d_key, d_value

@@ -71,6 +71,7 @@ class Kernels:
         tell: Callable[[str], None] = print,
     ) -> None:
         self._choices = {
+            # A copy of the choice, which reports refusals to this run.
             name: replace(choice, on_refusal=partial(self._report_refusal, name))
             for name, choice in (choices or {}).items()
         }
@@ -149,6 +150,7 @@ class Kernels:
             run = choice.find(*arguments, **options)
         except KernelError as error:
             raise UserError(f"kernels.{_FAMILY[name]}: {error}; use another, or {AUTO}") from None
+        # The caller's plain code is the reference, so it runs that instead.
         return None if run is choice.kernel.reference else run
 
     def maybe_compile(

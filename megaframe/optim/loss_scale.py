@@ -40,7 +40,9 @@ class LossScale:
         """Adjust the scale to one step. finite: whether its gradients were, a bool scalar."""
         if not self.dynamic:
             return
+        # All branches are selects on the device: the host never learns which one was taken here.
         self._good = torch.where(finite, self._good + 1, 0)
         doubled = (2.0 * self.value).clamp_max(_LARGEST)
+        # Doubling and halving change exponents only, so they round nothing.
         grown = torch.where(self._good % self._window == 0, doubled, self.value)
         self.value = torch.where(finite, grown, (self.value / 2.0).clamp_min(_SMALLEST))

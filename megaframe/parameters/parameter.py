@@ -71,6 +71,7 @@ class Parameter:
         self.fresh = True
         self.frozen = False
         self.value = self.grad = _ABSENT
+        # Matrices along dim 0 that separate additions have not reached; they hold an old sum.
         self._missing: set[int] = set()
 
     def bind(self, box: Box, open_grad: Callable[[], object] | None) -> None:
@@ -116,6 +117,7 @@ class Parameter:
             return
         grad, add = self._begin(of)
         grad_OI = grad.view(left_TO.shape[-1], right_TI.shape[-1])
+        # Adds into the bucket itself, whose type is that of the master weights.
         multiply_into(grad_OI, left_TO.t(), right_TI, add=add)
 
     def add_grouped(
@@ -130,6 +132,7 @@ class Parameter:
             if kernel := kernels.find("grouped_gradient", *arguments):
                 kernel(*arguments)
                 return
+            # torch's product has a result of its own type, which is then added in master precision.
             product_EOI = F.grouped_mm(left_NO.t(), right_NI, offs=ends_E).view(grad.shape)
             if add:
                 grad.add_(product_EOI)
@@ -148,6 +151,8 @@ class Parameter:
         if self.frozen:
             return
         self.finish()
+        # Rows that occur more than once are summed in master precision. The table must be zero
+        # before, which `finish` ensures.
         self.grad.index_add_(0, index_T, gradient_TI.to(self.grad.dtype))
 
     def finish(self) -> None:
@@ -161,12 +166,14 @@ class Parameter:
         add to, and whether to add: false for the first addition, which must overwrite."""
         if self.fresh:
             if self._open is not None:
+                # Borrows the buffer of the bucket, and so sets `grad`, if it is not there.
                 self._open()
             self.fresh = False
             self._missing = set(range(len(self.grad))) if of is not None else set()
             if of is None:
                 return self.grad, False
         if of is None:
+            # What the separate additions have left out still holds an old sum.
             for index in self._missing:
                 self.grad[index].zero_()
             self._missing.clear()
@@ -184,6 +191,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        # The leaf gets no gradient of its own, so nothing is stored twice.
         ctx.parameter.add(gradients[0])
         return None, None
 

@@ -102,6 +102,7 @@ class ParamSpec:
     @property
     def matrices(self) -> list[Box]:
         """The matrices that the tensor consists of: one for each combination of `fused` parts."""
+        # A fused weight is several matrices to Muon, e.g. queries, keys and values.
         parts = [list(_spans(self.fused.get(dim, (size,)))) for dim, size in enumerate(self.shape)]
         return [Box(*zip(*place, strict=True)) for place in product(*parts)]
 
@@ -111,6 +112,8 @@ class ParamSpec:
         neighbouring ranks hold the same one."""
         offset, shape = [0] * len(self.shape), list(self.shape)
         for dim, axis in self.axes.items():
+            # With fewer items than ranks, neighbours hold the same one, as with few key/value
+            # heads.
             copies = copies_of(self.shape[dim], sizes[axis])
             index, parts = coordinate[axis] // copies, sizes[axis] // copies
             offset[dim], shape[dim] = even_share(self.shape[dim], index, parts)
@@ -124,10 +127,13 @@ class ParamSpec:
         not split sees some of the rows on each tensor rank; a piece that neighbouring tensor ranks
         share sees some of the heads on each. Each replica of an expert has some of its tokens.
         """
+        # Tokens come to experts from all ranks, so only the replicas of an expert are left to sum
+        # over.
         if any(axis in EXPERT_AXES for axis in self.axes.values()):
             return ("expert_data",)
         for dim, axis in self.axes.items():
             if axis == "tensor":
+                # Ranks with the same piece each see the gradient of some of the query heads.
                 shared = copies_of(self.shape[dim], sizes["tensor"]) > 1
                 return ("data", "context", "tensor_copies") if shared else ("data", "context")
         return ("data", "context", "tensor") if sizes["tensor"] > 1 else ("data", "context")
@@ -139,6 +145,7 @@ def row_major_runs(box: Box, start: int, stop: int) -> Iterator[Box]:
     if start >= stop:
         return
     row = math.prod(box.shape[1:])
+    # Whole rows are `first` to `last`; what is left on both sides is cut within a row.
     first, last = -(-start // row), stop // row
     if first > last:  # within one row
         yield from _runs_of_row(box, last, start - last * row, stop - last * row)

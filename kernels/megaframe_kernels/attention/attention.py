@@ -59,6 +59,7 @@ def reference(
     cap tanh(s / cap). sinks: one extra score per head, whose value is 0. Returns [B, Q, N, D] and,
     if `need_lse`, the log-sum-exp of the scores (sinks included), [B, N, Q] in at least fp32.
     """
+    # fp32 at least; fp64 stays fp64, in which layouts are compared.
     wide = torch.promote_types(query_BQND.dtype, torch.float32)
     query, key, value = (x.to(wide).transpose(1, 2) for x in (query_BQND, key_BKGD, value_BKGD))
     repeat = query.shape[1] // key.shape[1]
@@ -68,11 +69,15 @@ def reference(
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~spans.mask()[:, None], -math.inf)
     if sinks_N is not None:
+        # A sink is one more column of scores, so the log-sum-exp below includes it. Its value is 0,
+        # so its share is cut off before the product with the values.
         sinks = sinks_N.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sinks), -1)
     elif not scores.shape[-1]:
+        # Without keys, one column of -inf keeps the last dim from being empty.
         scores = scores.new_full((*scores.shape[:3], 1), -math.inf)
     lse = scores.logsumexp(-1)
+    # -inf - (-inf) would be NaN. Shifted by 0, all shares of a query that sees nothing are 0.
     nothing = lse == -math.inf
     shift = lse.masked_fill(nothing, 0.0)
     probabilities = (scores - shift[..., None]).exp()[..., : key.shape[2]]
@@ -93,6 +98,8 @@ def _forward(
     softcap: float | None,
     fused: bool,
 ) -> tuple[Tensor, Tensor]:
+    # first, last and fused are for the backward pass: they are inputs of the operator so that
+    # `_keep` can save them.
     return launch_forward(query, key, value, starts, stops, sinks, scale, softcap)
 
 
@@ -142,14 +149,17 @@ def _(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, starts, stops, first, last, sinks, *ctx.numbers = inputs
     ctx.save_for_backward(query, key, value, *output, starts, stops, first, last, sinks)
+    # Without a gradient of the log-sum-exp, d_lse is None instead of zeros, and is not read.
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     d_out, d_lse = gradients
     saved = ctx.saved_tensors
+    # saved[3] is the output, which has no gradient if only the log-sum-exp is used.
     d_out = torch.zeros_like(saved[3]) if d_out is None else d_out
     *three, d_sinks = _direct_backward(d_out, d_lse, *saved, *ctx.numbers)
+    # None for the four tensors of the spans, and for scale, softcap and fused.
     return *three, *(4 * [None]), None if saved[-1] is None else d_sinks, *(3 * [None])
 
 
@@ -175,6 +185,7 @@ def reference_backward(
     be only a part of them (a tile of a ring). With shares p = exp(scale q k - lse) and dp = d_out
     v: dv = p d_out, ds = scale p (dp - sum(d_out out)), dq = ds k, dk = ds q.
     """
+    # Sums over heads and queries are in fp32 at least, and rounded once, at the end.
     wide = torch.promote_types(query_BQND.dtype, torch.float32)
     given = (d_out_BQND, query_BQND, key_BKGD, value_BKGD, out_BQND)
     d_out, query, key, value, out = (x.to(wide).transpose(1, 2) for x in given)
@@ -182,11 +193,15 @@ def reference_backward(
     key, value = (x.repeat_interleave(query.shape[1] // groups, 1) for x in (key, value))
     scores = (query @ key.mT * scale).masked_fill(~spans.mask()[:, None], -math.inf)
     seen = lse_BNQ[..., None].to(wide)
+    # The log-sum-exp is over all keys, so these are the final shares of the given part of the keys.
     shares = (scores - seen.masked_fill(seen == -math.inf, 0.0)).exp()
+    # sum over all keys of p dp, since out is the sum of p v (Dao et al. 2022). The keys given here
+    # need not be all of them.
     mean = (d_out * out).sum(-1, keepdim=True)
     d_scores = shares * (d_out @ value.mT - mean) * scale
     made = d_scores @ key, d_scores.mT @ query, shares.mT @ d_out
     d_query, d_key, d_value = (x.transpose(1, 2) for x in made)
+    # Query heads that share a head of keys add to the same gradient.
     d_key, d_value = (x.unflatten(2, (groups, -1)).sum(3) for x in (d_key, d_value))
     kind = query_BQND.dtype
     return d_query.to(kind), d_key.to(kind), d_value.to(kind)
@@ -206,6 +221,8 @@ def run_triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `reference_backward` in Triton. fused: in one pass over the tiles."""
     saved = (query_BQND, key_BKGD, value_BKGD, out_BQND, lse_BNQ.contiguous(), *spans.tensors)
+    # None: the log-sum-exp of a ring's tile gets no gradient, and there are neither sinks nor a
+    # softcap.
     made = _direct_backward(d_out_BQND, None, *saved, None, scale, None, fused)
     d_query, d_key, d_value, _ = made
     return d_query, d_key, d_value
@@ -274,6 +291,7 @@ def _run_flash_attention(
     """Compute the reference by the package flash-attn, in its deterministic mode."""
     from flash_attn import flash_attn_func
 
+    # flash-attn counts the keys before a query; our window includes the query's own place.
     window = (-1, -1) if spans.window is None else (spans.window - 1, 0)
     out = flash_attn_func(
         query_BQND,
@@ -328,6 +346,7 @@ def _backward_refuses(
 
 
 def _fused_refuses(refuses: Callable[..., str | None], *given: Any, **options: Any) -> str | None:
+    # Blocks of keys add to the gradients of queries in whatever order they finish.
     if torch.are_deterministic_algorithms_enabled():
         return "it sums in no fixed order, and deterministic algorithms are asked for"
     return refuses(*given, **options)
@@ -373,6 +392,7 @@ def _backend_refuses(
     if reason is not None:
         return reason
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    # No mask, no dropout, causal, and whether heads of keys are shared.
     params = SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
     if not can_use(params):
         return f"torch's {can_use.__name__} says no; with debug=True it says why"

@@ -25,6 +25,7 @@ block size divides it, so programs need no mask to read it or to add to it."""
 def _slope(d_s: tl.tensor, s: tl.tensor, cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
     """Multiply d_s, the gradient of the scores s, by the slope of the softcap, if there is one."""
     if CAP:
+        # The slope of cap tanh(x / cap) is 1 - tanh^2, and s = cap tanh log2(e).
         bent = s / (cap * LOG2_E)
         return d_s * (1.0 - bent * bent)
     return d_s
@@ -53,6 +54,7 @@ def prepare_backward(
     shift: the log-sum-exp in units of log 2; infinite for a query that sees nothing, so that p is
     0. delta: sum(d_out out) - d_lse.
     """
+    # Programs cover the padding too, so that other kernels can read it without a mask.
     padded = tl.cdiv(queries, PADDING) * PADDING
     blocks = padded // M
     query = (tl.program_id(0) % blocks) * M + tl.arange(0, M)
@@ -64,11 +66,15 @@ def prepare_backward(
     at = batch * d_batch + query[:, None].to(tl.int64) * d_stride + head * d_head + column[None, :]
     given = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
     at = ((batch * queries + query)[:, None] * heads + head) * width + column[None, :]
+    # sum over keys of p d_p equals d_out . out, because out = sum of p v (Dao et al. 2022). In
+    # fp32.
     mean = tl.sum(given * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), 1)
     if d_lse is not None:
+        # The slope of the log-sum-exp is p, which adds p d_lse to d_s = p (d_p - delta).
         mean -= tl.load(d_lse + pair * queries + query, mask=real, other=0.0)
     tl.store(delta + pair * padded + query, mean)
     total = tl.load(lse + pair * queries + query, mask=real, other=-float("inf"))
+    # Padding was loaded as -inf, so it gets an infinite shift like queries that see nothing.
     total = tl.where(total == -float("inf"), float("inf"), total * LOG2_E)
     tl.store(shift + pair * padded + query, total)
 
@@ -101,13 +107,17 @@ def _query_gradient(
     key = block * N + tl.arange(0, N)
     k_ND = load_rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
     v_ND = load_rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
+    # Scores are computed again, because storing them would take memory of Q x K.
     s = scale_scores(product(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
+    # The log-sum-exp is known, so p is normalised at once, without a running maximum.
     p = tl.exp2(s - sums[:, None])
     if MASK:
         seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
+        # Masked after exp2: the power of an unseen score may be infinite, but is not used.
         p = tl.where(seen, p, 0.0)
     d_p = product(d_out, tl.trans(v_ND), None, PRECISION)
     d_s = _slope(p * (d_p - less[:, None]), s, cap, CAP)
+    # Rounded for the matrix units; the sum over keys stays in fp32.
     return product(d_s.to(k_ND.dtype), k_ND, d_q, PRECISION)
 
 
@@ -151,6 +161,7 @@ def backward_queries(
 ) -> None:
     blocks = tl.cdiv(queries, M)
     turn, head, sample = share_programs(blocks, together, heads)
+    # With a causal mask the last queries see the most keys, so they start first.
     mine = blocks - 1 - turn
     query = mine * M + tl.arange(0, M)
     group = (head // per_group).to(tl.int64)
@@ -162,11 +173,13 @@ def backward_queries(
     q_rows, d_rows = q + batch * q_batch + head * q_head, d_out + batch * d_batch + head * d_head
     q_MD = load_rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
     d_out_MD = load_rows(d_rows, mine, d_stride, queries, width, True, M, WIDTH, EVEN)
+    # No mask: the padding has an infinite shift, which makes p 0.
     at = (batch * heads + head) * (tl.cdiv(queries, PADDING) * PADDING) + query
     sums, less = tl.load(shift + at), tl.load(delta + at)
     k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
     result = tl.zeros([M, WIDTH], tl.float32)
     left = whole_low - low
+    # Masked blocks on both sides first, then the unmasked ones without comparisons.
     for visit in range(0, left + high - whole_high):
         block = tl.where(visit < left, low + visit, whole_high + visit - left)
         result = _query_gradient(
@@ -181,6 +194,7 @@ def backward_queries(
     column = tl.arange(0, WIDTH)
     at = d_q + ((batch * queries + query)[:, None] * heads + head) * width + column[None, :]
     written = inside[:, None] & (column[None, :] < width)
+    # The scale is applied once, to the fp32 sum. Each row is written by one program only.
     tl.store(at, (result * scale).to(d_q.dtype.element_ty), mask=written)
 
 
@@ -197,9 +211,11 @@ def _add_rows(
     same rows at the same time. BULK: `sums` is a tensor descriptor, and the copy engine does the
     addition while the program continues."""
     if BULK:
+        # Coordinates of a descriptor are 32-bit: the row of the padded queries of all heads.
         sums.atomic_add([row.to(tl.int32), 0], rows)
     else:
         place = tl.arange(0, M)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        # Relaxed: nothing reads the sums before the kernel ends, so additions need no order.
         tl.atomic_add(sums + row * WIDTH + place, rows, sem="relaxed")
 
 
@@ -236,27 +252,32 @@ def _key_gradients(
     to them. With `d_q`, also add there what these keys contribute to the gradients of the queries,
     as unscaled sums.
 
-    Scores are transposed here, [N, M], so the products for keys and values need no transpose of
-    computed tiles. Tiles of 64 x 128 just fit into registers, so as little as possible may be live
-    across a product: the numbers of a query are loaded where they are used, the slope of the
-    softcap is applied before d_p exists, and only tiles at an `edge` take the branch that masks.
+    Tiles of 64 x 128 just fit into registers, so as little as possible may be live across a
+    product. edge: the tile is not inside all spans and needs the mask.
     """
     query = block * M + tl.arange(0, M)
+    # Queries beyond the last are read as 0, and their infinite shift makes their shares 0.
     q_MD = load_rows(q, block, q_stride, queries, width, True, M, WIDTH, EVEN)
     d_out_MD = load_rows(d_out, block, d_stride, queries, width, True, M, WIDTH, EVEN)
+    # Transposed, [N, M], so that the products for keys and values need no transpose of computed
+    # tiles.
     s = scale_scores(product(k, tl.trans(q_MD), None, PRECISION), scale, cap, CAP)
+    # Numbers of a query are loaded where they are used, not kept across a product.
     sums = tl.load(shift + kept + query)
     p = tl.exp2(s - sums[None, :])
+    # Only tiles at an edge take this branch. A second loop would need more registers.
     if edge:
         seen = (query[None, :] >= first[:, None]) & (query[None, :] < last[:, None])
         p = tl.where(seen, p, 0.0)
     d_v = product(p.to(d_out_MD.dtype), d_out_MD, d_v, PRECISION)
+    # The softcap's slope is applied before d_p exists, so s need not live across its product.
     slope = _slope(p, s, cap, CAP)
     d_p = product(v, tl.trans(d_out_MD), None, PRECISION)
     less = tl.load(delta + kept + query)
     d_s = (slope * (d_p - less[None, :])).to(q_MD.dtype)
     d_k = product(d_s, q_MD, d_k, PRECISION)
     if d_q is not None:
+        # Unscaled, in fp32: the sums are scaled and rounded once, after all blocks of keys.
         rows = product(tl.trans(d_s), k, None, PRECISION)
         _add_rows(d_q, kept + block * M, rows, BULK, M, WIDTH)
     return d_k, d_v
@@ -318,11 +339,14 @@ def backward_keys(
     low, high, whole_low, whole_high = find_visits(first, last, inside, queries, M)
     if mine * N + N > keys:  # the block extends beyond the last key, so all tiles need the mask
         whole_high = whole_low
+    # 64-bit, because offsets of samples and heads may exceed 32 bits.
     wide = group.to(tl.int64)
     k_rows, v_rows = k + batch * k_batch + wide * k_head, v + batch * v_batch + wide * v_head
     k_ND = load_rows(k_rows, mine, k_stride, keys, width, True, N, WIDTH, EVEN)
     v_ND = load_rows(v_rows, mine, v_stride, keys, width, True, N, WIDTH, EVEN)
+    # fp32 sums over all queries of all heads of the group, rounded once.
     k_sum, v_sum = tl.zeros([N, WIDTH], tl.float32), tl.zeros([N, WIDTH], tl.float32)
+    # The first head of the group; the loop below goes on to the others.
     head = wide * per_group
     q_rows = q + batch * q_batch + head * q_head
     d_rows = d_out + batch * d_batch + head * d_head
@@ -339,11 +363,14 @@ def backward_keys(
         block += 1
         done = block == high
         block = tl.where(done, low, block)
+        # Incremented from head to head. Multiplied anew for each head, the 64-bit address would
+        # need more registers.
         q_rows += tl.where(done, q_head, 0)
         d_rows += tl.where(done, d_head, 0)
         kept += tl.where(done, padded, 0)
     column = tl.arange(0, WIDTH)
     at = ((batch * keys + key)[:, None] * groups + group) * width + column[None, :]
     written = inside[:, None] & (column[None, :] < width)
+    # d_k = scale sum(d_s q). Values take no part in the scores, so d_v has no scale.
     tl.store(d_k + at, (k_sum * scale).to(d_k.dtype.element_ty), mask=written)
     tl.store(d_v + at, v_sum.to(d_v.dtype.element_ty), mask=written)

@@ -26,9 +26,12 @@ def share_programs(
     """
     pairs = tl.num_programs(0) // blocks
     first = tl.program_id(0) // (blocks * together) * together
+    # The last group may have fewer pairs.
     abreast = tl.minimum(pairs - first, together)
     rest = tl.program_id(0) % (blocks * together)
     pair = first + rest % abreast
+    # Neighbouring programs take the same turn of different pairs, so long programs start first for
+    # all heads.
     return rest // abreast, pair % heads, pair // heads
 
 
@@ -42,9 +45,14 @@ def find_visits(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return low, high, whole_low and whole_high. Blocks low .. high - 1 contain everything in the
     spans. Of these, blocks whole_low .. whole_high - 1 are inside every span."""
+    # Queries beyond the last one must not count: they raise no maximum and lower no minimum.
     low = tl.min(tl.where(inside, start, length), 0) // BLOCK
     high = tl.maximum(tl.cdiv(tl.max(tl.where(inside, stop, 0), 0), BLOCK), low)
+    # A block needs no mask if it begins at or after every span's start and ends at or before every
+    # span's end.
     whole_low = tl.cdiv(tl.max(tl.where(inside, start, 0), 0), BLOCK)
+    # Clamped, so that masked and unmasked blocks together are low .. high - 1, also if no block is
+    # inside every span.
     whole_low = tl.minimum(tl.maximum(whole_low, low), high)
     whole_high = tl.min(tl.where(inside, stop, length), 0) // BLOCK
     whole_high = tl.maximum(tl.minimum(whole_high, high), whole_low)
@@ -64,12 +72,14 @@ def load_rows(
     EVEN: tl.constexpr,
 ) -> tl.tensor:
     """Load a block of rows [row, D] of a matrix, with 0 for what is outside the matrix. MASK: rows
-    may be outside. The offset of the block is one 64-bit number, and the offsets within it are
-    32-bit numbers that stay in registers from one block to the next."""
+    may be outside."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    # One 64-bit base per block, and 32-bit offsets within it that stay in registers: 64-bit
+    # products for every row would fill the registers and spill.
     at = base + tl.cast(block, tl.int64) * ROWS * stride + (row[:, None] * stride + column[None, :])
     if MASK:
         inside = row[:, None] < length - block * ROWS
+        # A head whose width is a power of two fills the tile, so columns need no mask.
         if EVEN:
             return tl.load(at, mask=inside, other=0.0)
         return tl.load(at, mask=inside & (column[None, :] < width), other=0.0)
@@ -84,6 +94,7 @@ def scale_scores(
 ) -> tl.tensor:
     """Return scores in units of log 2, given the products of queries and keys."""
     if CAP:
+        # cap tanh(s / cap), with both factors folded into the scales before and after.
         return tanh(product * (scale / cap)) * (cap * LOG2_E)
     return product * (scale * LOG2_E)
 
@@ -139,25 +150,38 @@ def _attend(
     scores of this visit and their exponentials, so that the matrix units work meanwhile (Shah et
     al. 2024).
     """
+    # Shapes: q [M, D], s and p [M, N], out [M, D]; top, total and decay [M].
     key = block * N + tl.arange(0, N)
     k_ND = load_rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
+    # Scores are fp32; 16-bit operands are multiplied exactly.
     s = product(q, tl.trans(k_ND), None, PRECISION)
     if LATE:
+        # The block behind may be a masked one, so its rows are always checked. Its product does not
+        # depend on this visit's exponentials and can run beside them.
         v_ND = load_rows(v, behind, v_stride, keys, width, True, N, WIDTH, EVEN)
         out = product(p, v_ND, out * decay[:, None], PRECISION)
+    # With RAW, the maximum is taken over raw products, and scale and shift of a score are one
+    # instruction instead of two.
     unit = scale * LOG2_E
     if not RAW:
         s, unit = scale_scores(s, scale, cap, CAP), 1.0
     if MASK:
+        # exp2(-inf) is 0, so keys outside the span add nothing to the sums.
         seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
         s = tl.where(seen, s, -float("inf"))
+    # The running maximum is subtracted, so no power exceeds 1 (Milakov and Gimelshein 2018).
     highest = tl.maximum(top, tl.max(s, 1) * unit)
     shift = highest
     if MASK:  # for a query that has seen nothing yet
+        # -inf - (-inf) would be NaN.
         shift = tl.where(highest == -float("inf"), 0.0, highest)
     shares = tl.exp2(s * unit - shift[:, None])
+    # What was summed below the old maximum shrinks to the new one.
     less = tl.exp2(top - shift)
+    # The sum takes the fp32 shares; only the product with the values rounds them.
     total = total * less + tl.sum(shares, 1)
+    # `out` is still below the maximum before this visit; `less` is applied with these shares, in
+    # the next one.
     if LATE:
         return out, highest, total, shares.to(p.dtype), less
     v_ND = load_rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
@@ -205,24 +229,31 @@ def forward(
     turn, head, sample = share_programs(blocks, together, heads)
     mine = blocks - 1 - turn  # with a causal mask the last queries see the most keys
     query = mine * M + tl.arange(0, M)
+    # 64-bit from here, because offsets of samples and heads may exceed 32 bits.
     group = (head // per_group).to(tl.int64)
     head, batch = head.to(tl.int64), sample.to(tl.int64)
     inside = query < queries
+    # A query beyond the last has an empty span; what it computes is not stored.
     start = tl.load(starts + batch * queries + query, mask=inside, other=0)
     stop = tl.load(stops + batch * queries + query, mask=inside, other=0)
     low, high, whole_low, whole_high = find_visits(start, stop, inside, keys, N)
     q_rows = q + batch * q_batch + head * q_head
     q_MD = load_rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
     k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
+    # All running numbers are fp32, and are rounded once, when stored.
     total = tl.zeros([M], tl.float32)
     top = total - float("inf")
     if sinks is not None:
+        # A sink is like a key seen first: it is the first maximum, and its exp2(0) = 1 starts the
+        # sum. Its value is 0, so the result starts at 0.
         top = total + tl.load(sinks + head).to(tl.float32) * LOG2_E
         total += 1.0
     result = tl.zeros([M, WIDTH], tl.float32)
+    # The first visit has no visit before it: shares of 0 add nothing.
     p, decay = tl.zeros([M, N], v.dtype.element_ty), tl.zeros([M], tl.float32)
     left = whole_low - low
     edges = left + high - whole_high
+    # Masked blocks first, in a loop of their own, so the many unmasked blocks do no comparisons.
     for visit in range(0, edges):
         block = _block_at(visit, low, left, whole_low, whole_high, edges)
         behind = _block_at(tl.maximum(visit - 1, 0), low, left, whole_low, whole_high, edges)
@@ -240,14 +271,18 @@ def forward(
             PRECISION,
         )  # fmt: skip
     if LATE:
+        # The shares of the last visit have not met their values yet. Without any visit they are 0.
         behind = _block_at(tl.maximum(high - low - 1, 0), low, left, whole_low, whole_high, edges)
         v_ND = load_rows(v_rows, behind, v_stride, keys, width, True, N, WIDTH, EVEN)
         result = product(p, v_ND, result * decay[:, None], PRECISION)
+    # A query that sees nothing gets 0 instead of 0 / 0, and a log-sum-exp of -inf.
     some = total > 0.0
     result = result / tl.where(some, total, 1.0)[:, None]
     column = tl.arange(0, WIDTH)
+    # The output is contiguous [B, Q, N, D].
     at = out + ((batch * queries + query)[:, None] * heads + head) * width + column[None, :]
     written = inside[:, None] & (column[None, :] < width)
     tl.store(at, result.to(out.dtype.element_ty), mask=written)
+    # Back from units of log 2 to natural logarithms.
     sums = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LOG_2, -float("inf"))
     tl.store(lse + (batch * heads + head) * queries + query, sums, mask=inside)

@@ -85,16 +85,20 @@ def choose_blocks(table: Table, x: Tensor, wide_numbers: Tiling = WIDE_NUMBERS) 
 
 
 def _choose_constants(x: Tensor, scale: float | None, softcap: float | None) -> dict[str, Any]:
+    # Tiles are powers of two wide, and matrix products take at least 16.
     width = power_of_2(max(x.shape[-1], 16))
     return {
         "CAP": softcap is not None,
         "WIDTH": width,
         "EVEN": width == x.shape[-1],
+        # fp32 operands are not rounded to tf32; 16-bit operands ignore this option.
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
     }
 
 
 def _make_adjacent(x: Tensor) -> Tensor:
+    # Only elements of a head must be adjacent. The kernels take all other strides, so views of a
+    # larger tensor are not copied.
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -102,6 +106,7 @@ def _count_together(pairs: int, rows: Tensor, shared: float) -> int:
     """Return how many pairs of a head and a sample start together. shared: how many pairs read the
     same head of `rows` [B, length, heads, D] and of a second tensor of this shape; below 1 if a
     pair reads several heads."""
+    # Both tensors that a pair reads, divided by the pairs that read the same.
     read = 2 * rows.shape[1] * rows.shape[3] * rows.element_size() / shared
     return max(min(int(_CACHED / max(read, 1)), pairs), 1)
 
@@ -119,6 +124,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out [B, Q, N, D] and the log-sum-exp, fp32 [B, N, Q]. blocks: by default those of
     `FORWARD`."""
+    # No copy of keys and values for each query head: a program finds the shared head itself.
     query, key, value = _make_adjacent(query), _make_adjacent(key), _make_adjacent(value)
     batch, queries, heads, width = query.shape
     per_group = heads // key.shape[2]
@@ -147,6 +153,7 @@ def launch_forward(
         *value.stride()[:3],
         scale_or_default(query, scale),
         softcap or 1.0,
+        # A scale above 0 keeps the order of products, so the maximum can be taken before scaling.
         RAW=softcap is None and scale_or_default(query, scale) > 0.0,
         LATE=generation(query) > 8,  # matrix products are asynchronous there
         M=blocks.queries,
@@ -187,6 +194,7 @@ def launch_backward(
     strides = (s for x in (query, key, value, d_out) for s in x.stride()[:3])
     lengths = queries, key.shape[1]
     numbers = (heads, per_group, width, *strides, scale_or_default(query, scale), softcap or 1.0)
+    # Gradients are contiguous, whatever the strides of the inputs.
     d_query, d_key, d_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
@@ -195,8 +203,12 @@ def launch_backward(
     by_key = _choose_key_blocks(query, softcap, fused)
     sums = None
     if fused:
+        # The gradients of queries, in fp32 and zero at first, because every block of keys adds to
+        # them. Padded like shift and delta, so additions need no mask.
         sums = lse.new_zeros(max(delta.numel(), 1), options["WIDTH"])
     else:
+        # Bitwise repeatable: each gradient is the sum of one program, over keys in ascending order
+        # of visits.
         table = BACKWARD_QUERIES[generation(query)]
         by_query = choose_blocks(table, query, WIDE_NUMBERS_BY_QUERIES)
         launch(
@@ -237,10 +249,12 @@ def launch_backward(
         **options,
     )
     if sums is not None and d_query.numel():
+        # Without the padding of queries and width; scaled once for all keys, then rounded once.
         made = sums.view(*delta.shape, -1)[:, :, :queries, :width]
         torch.mul(made.transpose(1, 2), scale_or_default(query, scale), out=d_query)
     d_sinks = query.new_empty(0)
     if sinks is not None:
+        # A sink has the value 0, so its d_p is 0 and d_s = share (0 - delta).
         share = (sinks.float()[None, :, None] - lse).exp()
         d_sinks = -(share * delta[:, :, :queries]).sum((0, 2)).to(sinks.dtype)
     return d_query, d_key, d_value, d_sinks
@@ -253,6 +267,7 @@ def _prepare(
     the shift of its exponents, and what is subtracted from the gradients of its shares."""
     batch, queries, heads, width = d_out.shape
     padded = PADDING * ceil_div(queries, PADDING)
+    # Padding included, which the kernel also writes: later loads need no mask.
     shift, delta = lse.new_empty(2, batch, heads, padded)
     tall = 32  # with more rows, heads of 256 would not fit in registers
     launch(
@@ -277,5 +292,6 @@ def _prepare(
 def _choose_key_blocks(query: Tensor, softcap: float | None, fused: bool) -> Tiling:
     tables = BACKWARD_KEYS
     if fused:
+        # The tangent of a softcap needs registers of its own, so blocks are smaller with it.
         tables = BACKWARD_FUSED if softcap is None else BACKWARD_FUSED_CAPPED
     return choose_blocks(tables[generation(query)], query)

@@ -63,16 +63,20 @@ def find_spans(
     ascending [Q] and [K], by default 0, 1, ... query_documents, key_documents: document numbers,
     ascending along each sample, [B, Q] and [B, K]; a query sees only its own document.
     """
+    # Everything is computed in int64 on the device, so the host does not wait.
     query = _places(query_places, queries, device)
     key = _places(key_places, keys, device)
     starts = torch.zeros(batch, queries, dtype=torch.int64, device=device)
     stops = torch.full_like(starts, keys)
     if causal:
+        # Places ascend: the number of keys at or before a query is where its run stops.
         stops = stops.minimum(torch.searchsorted(key, query, right=True))
     if window is not None:
+        # The oldest place that a window of this size reaches.
         starts = starts.maximum(torch.searchsorted(key, query - window + 1))
     if query_documents is not None and key_documents is not None:
         mine, theirs = query_documents.contiguous(), key_documents.contiguous()
+        # Document numbers ascend, so a document is one run of keys.
         starts = starts.maximum(torch.searchsorted(theirs, mine))
         stops = stops.minimum(torch.searchsorted(theirs, mine, right=True))
     given = (query_places, key_places, query_documents, key_documents)
@@ -85,10 +89,14 @@ def make_spans(
 ) -> Spans:
     """Return the spans, given the runs of keys that queries see, both ends ascending [B, Q]."""
     key = torch.arange(keys, device=starts.device).expand(starts.shape[0], -1).contiguous()
+    # The same mask from the side of the keys. The first query whose run stops after key k sees it;
+    # the last is the last one whose run starts at or before k. Both ends ascend, so two searches
+    # suffice.
     first = torch.searchsorted(stops.long().contiguous(), key, right=True)
     last = torch.searchsorted(starts.long().contiguous(), key, right=True)
 
     def narrow(x: Tensor) -> Tensor:
+        # int32 is enough for a sample's length, and half as much for the kernels to read.
         return x.to(torch.int32).contiguous()
 
     ends = narrow(starts), narrow(stops), narrow(first), narrow(last)

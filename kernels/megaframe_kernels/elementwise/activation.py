@@ -45,6 +45,7 @@ def _tile(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the rows, columns and mask of this program."""
     across = tl.cdiv(width, COLUMNS)
+    # 64-bit: rows times width may exceed 32 bits.
     row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     return row, column, (row < rows) & (column < width)
@@ -56,9 +57,11 @@ def _gelu_share(value: tl.tensor, TANH: tl.constexpr) -> tuple[tl.tensor, tl.ten
     if TANH:
         # Beyond 20 the share is 0 or 1 in fp32, and the cube could overflow.
         near = tl.clamp(value, -20.0, 20.0, propagate_nan=tl.PropagateNan.ALL)
+        # (1 + tanh(u)) / 2 = sigmoid(2 u), so the factor is 2 sqrt(2 / pi).
         share = tl.sigmoid(1.5957691216057308 * (near + 0.044715 * near * near * near))
         inner = 1.5957691216057308 * (1.0 + 0.134145 * near * near)
         return share, share * (1.0 - share) * inner
+    # Phi(x); its derivative is the density exp(-x^2 / 2) / sqrt(2 pi).
     share = 0.5 + 0.5 * tl.erf(value * 0.7071067811865476)
     return share, 0.3989422804014327 * tl.exp(-0.5 * value * value)
 
@@ -75,11 +78,14 @@ def _forward(
     COLUMNS: tl.constexpr,
 ) -> None:
     row, column, inside = _tile(rows, width, ROWS, COLUMNS)
+    # All in fp32; the result is rounded once, when stored.
     value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     if KIND == "swiglu":
+        # The second half of the row, as the fused linear wrote it.
         up = tl.load(x + row * stride + width + column, mask=inside, other=0.0)
         result = value * tl.sigmoid(value) * up.to(tl.float32)
     elif KIND == "relu2":
+        # A plain maximum would turn NaN into 0.
         positive = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
         result = positive * positive
     else:
@@ -107,7 +113,9 @@ def _backward(
     at = d_x + row * width + column
     if KIND == "swiglu":
         up = tl.load(x + row * stride + width + column, mask=inside, other=0.0).to(tl.float32)
+        # The slope of x sigmoid(x) is s (1 + x (1 - s)).
         share = tl.sigmoid(value)
+        # Gradients of gate and up are the two halves of one row, like their input.
         at = d_x + row * (2 * width) + column
         d_up = given * value * share
         tl.store(at + width, d_up.to(d_x.dtype.element_ty), mask=inside)
@@ -116,6 +124,7 @@ def _backward(
         result = given * 2.0 * tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         share, slope = _gelu_share(value, KIND == "gelu_tanh")
+        # Beyond 20 the slope is 0, and an infinite value times 0 would be NaN.
         near = tl.clamp(value, -20.0, 20.0, propagate_nan=tl.PropagateNan.ALL)
         result = given * (share + near * slope)
     tl.store(at, result.to(d_x.dtype.element_ty), mask=inside)
@@ -132,6 +141,7 @@ def _choose_grid(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
 def launch_forward(x: Tensor, kind: str) -> Tensor:
     """Return the activation of x."""
     flat = flatten_rows(x)
+    # The width of the result, not of the input.
     width = flat.shape[1] // 2 if kind == "swiglu" else flat.shape[1]
     y = x.new_empty(*x.shape[:-1], width)
     grid, tile = _choose_grid(flat.shape[0], width)
@@ -167,6 +177,7 @@ def _(d_y: Tensor, x: Tensor, kind: str) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    # Only the input; the activation is computed again in the backward pass.
     ctx.save_for_backward(inputs[0])
     ctx.kind = inputs[1]
 

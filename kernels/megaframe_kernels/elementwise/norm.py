@@ -2,8 +2,7 @@
 
 The backward pass runs a few programs that loop over rows. Each sums its part of the gain's gradient
 in registers, and the parts are added at the end. The number of programs depends only on the GPU and
-the shape, and so does the order of sums, so results are bitwise repeatable. Statistics are those of
-the sum as it is stored in low precision, because that is what the backward pass reads.
+the shape, and so does the order of sums, so results are bitwise repeatable.
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ def reference(
     total = x if residual is None else x + residual
     wide = total.to(torch.promote_types(total.dtype, torch.float32))
     if kind == "layernorm":
+        # In fp32 at least; y is rounded once.
         wide = wide - wide.mean(-1, keepdim=True)
     y = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * gain
     if bias is not None:
@@ -77,6 +77,7 @@ def launch_forward(
     rows, width = flat.shape
     added = None if residual is None else flatten_rows(residual)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    # Without a residual, x is the sum, and the backward pass reads it.
     total = x.new_empty(0) if added is None else torch.empty_like(y)
     scales = x.new_empty(rows, dtype=torch.float32)
     means = torch.empty_like(scales) if center else scales.new_empty(0)
@@ -120,9 +121,13 @@ def launch_backward(
     rows, width = flat.shape
     tile_rows, tile_width, warps = _choose_tile(flat)
     wide = tile_width > _WHOLE
+    # 16 warps per multiprocessor, and no more programs than tiles. Only GPU and shape decide, so
+    # the order of sums is repeatable.
     programs = min(processors(total) * max(1, 16 // warps), max(1, ceil_div(rows, tile_rows)))
     d_x = torch.empty_like(total, memory_format=torch.contiguous_format)
+    # Every program writes its row of partial sums. Without rows none runs, so they must be 0.
     d_gain = scales.new_empty(programs, width) if rows else scales.new_zeros(programs, width)
+    # Wide rows have no registers for this sum; torch takes it from d_y below.
     d_bias = torch.zeros_like(d_gain) if with_bias and not wide else None
     launch(
         norm_device.backward_wide if wide else norm_device.backward,
@@ -148,6 +153,7 @@ def launch_backward(
     bias_sum = gain.new_empty(0)
     if with_bias:
         parts = d_flat if d_bias is None else d_bias
+        # Partial sums are added in fp32 in a fixed order, and rounded once.
         bias_sum = parts.sum(0, dtype=torch.float32).to(gain.dtype)
     return d_x, d_gain.sum(0).to(gain.dtype), bias_sum
 
@@ -185,9 +191,11 @@ def _(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, residual, gain, bias, _, _ = inputs
     _, total, means, scales = output
+    # The sum is an output too, so saving it takes no memory of its own.
     ctx.save_for_backward(x if residual is None else total, gain, means, scales)
     ctx.added, ctx.with_bias = residual is not None, bias is not None
     ctx.bias_dtype = None if bias is None else bias.dtype
+    # None instead of zeros for an output that nothing used: the kernel then reads no d_total.
     ctx.set_materialize_grads(False)
 
 
@@ -198,6 +206,7 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
     d_x, d_gain, d_bias = _direct_backward(d_y, d_total, total, gain, means, scales, ctx.with_bias)
     return (
         d_x,
+        # x and residual have the same gradient: one tensor serves both.
         d_x if ctx.added else None,
         d_gain,
         d_bias.to(ctx.bias_dtype) if ctx.with_bias else None,
@@ -237,6 +246,7 @@ def run_torch(
     """Compute the reference by torch's own norms."""
     total = x if residual is None else x + residual
     shape = (total.shape[-1],)
+    # torch's norms take one type, so the gain is rounded, unlike in the kernel.
     gain = gain.to(total.dtype)
     if kind == "layernorm":
         return F.layer_norm(

@@ -31,6 +31,7 @@ def forward(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
+    # 64-bit: rows times width may exceed 32 bits.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = (row[:, None] < rows) & (column[None, :] < width)
@@ -41,13 +42,19 @@ def forward(
     if residual is not None:
         at = residual + row[:, None] * residual_stride + column[None, :]
         added = value.to(tl.float32) + tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        # Added in fp32 and rounded. Statistics are those of the rounded sum, because that is what
+        # the backward pass reads.
         value = added.to(total.dtype.element_ty)
         tl.store(total + row[:, None] * width + column[None, :], value, mask=inside)
     value = value.to(tl.float32)
     if CENTER:
+        # Columns of padding are 0 and do not change the sum.
         mean = tl.sum(value, 1) / width
         tl.store(means + row, mean, mask=row < rows)
+        # Padding would become -mean and count in the variance. The mean is subtracted before
+        # squares are taken, so they do not cancel.
         value = tl.where(inside, value - mean[:, None], 0.0)
+    # In fp32, and stored, so that the backward pass need not compute it again.
     scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
     tl.store(scales + row, scale, mask=row < rows)
     result = value * scale[:, None] * factor
@@ -80,6 +87,7 @@ def backward(
     column = tl.arange(0, WIDTH)
     within = column[None, :] < width
     factor = tl.load(gain + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    # fp32, in registers for all rows of this program, which are those at a fixed stride.
     gain_sum = tl.zeros([ROWS, WIDTH], tl.float32)
     if d_bias is not None:
         bias_sum = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -96,21 +104,25 @@ def backward(
         scale = tl.load(scales + row, mask=row < rows, other=0.0)[:, None]
         if CENTER:
             normed -= tl.load(means + row, mask=row < rows, other=0.0)[:, None]
+            # As in the forward pass, padding must not become -mean.
             normed = tl.where(inside, normed, 0.0)
         normed *= scale
         gain_sum += inner * normed
         if d_bias is not None:
             bias_sum += inner
         inner *= factor
+        # The normalised row has a fixed length (and mean), so its gradient loses its part along it.
         result = inner - normed * (tl.sum(inner * normed, 1) / width)[:, None]
         if CENTER:
             result -= (tl.sum(inner, 1) / width)[:, None]
         result *= scale
         if d_total is not None:
             at = row[:, None] * d_total_stride + column[None, :]
+            # The sum also goes on as the residual; its own gradient is added here, in fp32.
             result += tl.load(d_total + at, mask=inside, other=0.0).to(tl.float32)
         at = row[:, None] * width + column[None, :]
         tl.store(d_x + at, result.to(d_x.dtype.element_ty), mask=inside)
+    # One row of partial sums per program instead of atomics, so the order of sums is fixed.
     mine = tl.program_id(0) * width + column
     tl.store(d_gain + mine, tl.sum(gain_sum, 0), mask=column < width)
     if d_bias is not None:
@@ -151,6 +163,7 @@ def _finish_half(
     scale: tl.tensor,
     width: tl.tensor,
 ) -> None:
+    # slope = mean(g n), shift = mean(g), which is 0 without centring.
     result = (inner - normed * slope - shift) * scale
     if d_total is not None:
         result += tl.load(d_total + column, mask=column < width, other=0.0).to(tl.float32)
@@ -176,6 +189,7 @@ def backward_wide(
     HALF: tl.constexpr,
 ) -> None:
     """Like `backward` without a bias, one row at a time."""
+    # Both halves of the gain's gradient stay in registers; of the row, only one half at a time.
     low_gain, high_gain = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
     for block in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(block, tl.int64)
@@ -189,6 +203,7 @@ def backward_wide(
             mean = tl.load(means + row)
         _, given, normed, inner = _read_half(y_row, t_row, gain, mean, scale, 0, width, HALF)
         low_gain += given * normed
+        # Both means are over the whole row, so nothing can be stored before both halves are read.
         slope, shift = tl.sum(inner * normed, 0), tl.sum(inner, 0)
         _, given, normed, inner = _read_half(y_row, t_row, gain, mean, scale, HALF, width, HALF)
         high_gain += given * normed

@@ -30,6 +30,7 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     half = cos.shape[-1]
     kind = torch.promote_types(x.dtype, torch.float32)
+    # unsqueeze: the same angle for all heads of a token.
     cos, sin = cos.detach().to(kind).unsqueeze(-2), sin.detach().to(kind).unsqueeze(-2)
     first, second, rest = x.to(kind).split((half, half, x.shape[-1] - 2 * half), -1)
     turned = (first * cos - second * sin, second * cos + first * sin, rest)
@@ -61,14 +62,19 @@ def _turn(
     token = (tl.program_id(0) // across).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head = (tl.program_id(0) % across) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
+    # Tokens of all samples are numbered consecutively.
     batch, place = token // length, token % length
+    # The stride is 0 if all samples share one table.
     at = batch * table_stride + place * half
     inside = (token < tokens)[:, None] & (pair < half)[None, :]
     cosine = tl.load(cos + at[:, None] + pair[None, :], mask=inside, other=0.0).to(tl.float32)
     sine = tl.load(sin + at[:, None] + pair[None, :], mask=inside, other=0.0).to(tl.float32)
     if BACK:
+        # The inverse of a rotation is its transpose.
         sine = -sine
+    # Read once, used for all heads of this program.
     cosine, sine = cosine[:, None, :], sine[:, None, :]
+    # x keeps its strides, so a view of a larger tensor is not copied; y is contiguous.
     start = (batch * batch_stride + place * token_stride)[:, None] + head[None, :] * head_stride
     out = (token * heads)[:, None] * head_width + head[None, :] * head_width
     here = (token < tokens)[:, None] & (head < heads)[None, :]
@@ -76,9 +82,11 @@ def _turn(
     at, to = x + start[:, :, None] + pair[None, None, :], y + out[:, :, None] + pair[None, None, :]
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    # Both products and their sum are fp32, and rounded once.
     tl.store(to, (first * cosine - second * sine).to(y.dtype.element_ty), mask=inside)
     tl.store(to + half, (second * cosine + first * sine).to(y.dtype.element_ty), mask=inside)
     if REST > 0:
+        # Dims beyond the rotated ones are copied as they are.
         column = 2 * half + tl.arange(0, REST)
         inside = here[:, :, None] & (column < head_width)[None, None, :]
         rest = tl.load(x + start[:, :, None] + column[None, None, :], mask=inside, other=0.0)
@@ -93,6 +101,7 @@ def launch_turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     half = cos.shape[-1]
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     padded = power_of_2(max(half, 1))
+    # As many heads as fit, because they share cosine and sine; then as many tokens.
     tall = min(power_of_2(max(heads, 1)), max(1, _TILE // padded))
     tokens = max(1, _TILE // (padded * tall))
     launch(
@@ -128,6 +137,7 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, cos, sin, ctx.back = inputs
+    # A rotation is linear, so its gradient does not depend on x.
     ctx.save_for_backward(cos, sin)
 
 

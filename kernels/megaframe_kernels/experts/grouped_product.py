@@ -68,6 +68,7 @@ def reference(
     rows = x
     if gather and order_P is not None and places_TK is not None:
         rows = x[order_P.long() // max(places_TK.shape[1], 1)]
+    # Masked, so that places beyond the last end keep the 0 that `out` starts with.
     place = torch.arange(rows.shape[0], device=rows.device)
     out = rows.new_zeros(rows.shape[0], weights_ENH.shape[1])
     start = 0
@@ -104,30 +105,39 @@ def _multiply(
     PRECISION: tl.constexpr,
 ) -> None:
     across = tl.cdiv(outputs, COLUMNS)
+    # Tiles of the same rows and matrices run at the same time, so the cache serves both operands.
     tile, right = walk(tl.program_id(0), tl.num_programs(0) // across, across)
     expert, first, end = find_tile(ends, tile, experts, places, ROWS, EXPERTS)
+    # The grid is an upper bound, because the host does not know the counts. Programs beyond the
+    # last tile end here.
     if expert > experts:
         return
+    # The extra expert has the places beyond the last end: it sums nothing, so they become 0.
     terms = tl.where(expert < experts, inputs, 0)
     place = first + tl.arange(0, ROWS)
     inside = place < end
     row = place.to(tl.int64)
     if gather is not None:
+        # A choice is t K + k, so its token is the quotient.
         row = (tl.load(gather + place, mask=inside, other=0) // chosen).to(tl.int64)
     column = right * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
+    # 64-bit: all matrices together may exceed 32 bits of offsets.
     matrix = weights + expert.to(tl.int64) * expert_stride
     left = x + row[:, None] * x_stride + depth[None, :]
     right = matrix + column[None, :] * output_stride + depth[:, None] * input_stride
+    # fp32 over the whole depth, rounded once.
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, terms, DEPTH):
         known = start + depth < terms
         a = tl.load(left + start, mask=inside[:, None] & known[None, :], other=0.0)
+        # Both operands are 0 beyond the depth, so that 0 is never multiplied by garbage.
         within = known[:, None] & (column[None, :] < outputs)
         b = tl.load(right + start * input_stride, mask=within, other=0.0)
         total = product(a, b, total, PRECISION)
     to = place.to(tl.int64)
     if scatter is not None:
+        # Each choice has one place, so no two rows are written to the same one.
         to = tl.load(scatter + place, mask=inside, other=0).to(tl.int64)
     at = out + to[:, None] * outputs + column[None, :]
     written = inside[:, None] & (column[None, :] < outputs)
@@ -145,8 +155,9 @@ def _clear(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write 0 to the places beyond the last end."""
+    """out[p] = 0 for the places p beyond the last end."""
     first = tl.program_id(0) * ROWS
+    # The last end: beyond it no expert has rows.
     end = tl.load(ends + experts - 1)
     if first + ROWS <= end:
         return
@@ -186,11 +197,13 @@ def _multiply_transposed(
     if expert > 0:
         start = tl.load(ends + expert - 1)
     end = tl.load(ends + expert)
+    # One program sums over all places of its expert, so the order of the sum is fixed.
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(start, end, DEPTH):
         place = first + tl.arange(0, DEPTH)
         inside = place < end
         row = place.to(tl.int64)
+        # d_y is read transposed, [ROWS, DEPTH]; the sum is over places.
         at = d_y + row[None, :] * d_stride + output[:, None]
         a = tl.load(at, mask=inside[None, :] & (output[:, None] < outputs), other=0.0)
         at = x + row[:, None] * x_stride + column[None, :]
@@ -199,6 +212,8 @@ def _multiply_transposed(
     at = expert.to(tl.int64) * outputs * inputs + output[:, None] * inputs + column[None, :]
     written = (output[:, None] < outputs) & (column[None, :] < inputs)
     if ADD:
+        # Added in fp32 and rounded once to the gradient's type. Only this program has the tile, so
+        # it can be read and written without atomics.
         total += tl.load(d_weights + at, mask=written, other=0.0).to(tl.float32)
     tl.store(d_weights + at, total.to(d_weights.dtype.element_ty), mask=written)
 
@@ -206,6 +221,7 @@ def _multiply_transposed(
 def _choose(x: Tensor, tiles: Tiles | None) -> tuple[Tiles, str]:
     wide = x.dtype == torch.float32
     chosen = _WIDE_NUMBERS if wide else TILES[generation(x)]
+    # fp32 operands are not rounded to tf32; 16-bit operands ignore this option.
     return tiles or chosen, "ieee" if wide else "tf32"
 
 
@@ -231,6 +247,7 @@ def launch_multiply(
     tiles, precision = _choose(x, tiles)
     launch(
         _multiply,
+        # Each expert may end with a partial tile, so this many tiles suffice for any counts.
         ((ceil_div(places, tiles.rows) + experts) * ceil_div(outputs, tiles.columns),),
         x,
         weights_ENH,
@@ -244,10 +261,12 @@ def launch_multiply(
         inputs,
         chosen,
         x.stride(0),
+        # All three strides, so a transposed view needs no copy.
         *weights_ENH.stride(),
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,
+        # One more, for the places beyond the last end.
         EXPERTS=power_of_2(experts + 1),
         PRECISION=precision,
         warps=tiles.warps,
@@ -272,6 +291,7 @@ def launch_weight_gradient(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Return the gradient of the weights."""
+    # Not zeros: the kernel writes every tile, also those of experts without rows.
     d_weights = torch.empty_like(weights_ENH, memory_format=torch.contiguous_format)
     launch_weight_gradient_into(d_weights, d_y, x, ends_E, add=False, tiles=tiles)
     return d_weights
@@ -386,6 +406,7 @@ class _Product(torch.autograd.Function):
         x, weights, ends, order, places = ctx.saved_tensors
         d_y, d_x, d_weights = gradients[0], None, None
         if ctx.scatter:
+            # The gradient of a scatter is a gather: back to the order of experts.
             d_y = permute.gather(d_y, order, None, 1)
         if ctx.needs_input_grad[0]:
             d_x = _direct_multiply(d_y, weights.transpose(1, 2), ends, None, None, 1)
@@ -438,6 +459,7 @@ def run_torch_gradient(
     grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
 ) -> Tensor:
     """Compute the reference by torch's grouped product, whose result has the type of the rows."""
+    # In the type of the rows: it is rounded once more than in the Triton kernel.
     made = torch._grouped_mm(d_y_PN.t(), x_PH, offs=ends_E)
     return grads_ENH.add_(made) if add else grads_ENH.copy_(made)
 
@@ -457,6 +479,7 @@ class _TorchProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, ends = ctx.saved_tensors
+        # Autograd may pass an expanded view, whose strides torch's product does not take.
         d_y = gradients[0].contiguous()
         d_x = d_weights = None
         if ctx.needs_input_grad[0]:
@@ -478,6 +501,7 @@ def run_torch(
 ) -> Tensor:
     """Compute the reference by torch's grouped product, with separate passes that move rows."""
     if gather and order_P is not None and places_TK is not None:
+        # A pass over memory that the Triton kernel saves.
         x = x.index_select(0, order_P // max(places_TK.shape[1], 1))
     out = _TorchProduct.apply(x, weights_ENH, ends_E)
     if scatter and order_P is not None:

@@ -47,6 +47,7 @@ def reference_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Ten
     flat = experts_TK.reshape(-1).long()
     order = flat.argsort(stable=True)
     places = torch.empty_like(order)
+    # places is the inverse permutation of order.
     places[order] = torch.arange(len(flat), device=flat.device)
     ends = torch.bincount(flat, minlength=count)[:count].cumsum(0)
     return order.int(), places.view(experts_TK.shape).int(), ends.int()
@@ -65,6 +66,7 @@ def _count(
     chosen = tl.load(experts + choice, mask=choice < choices, other=-1)
     expert = tl.arange(0, EXPERTS)
     here = (chosen[:, None] == expert[None, :]).to(tl.int32)
+    # By expert, then block: one running sum over all counts then gives every block's start.
     at = expert * tl.num_programs(0) + tl.program_id(0)
     tl.store(counts + at, tl.sum(here, 0), mask=expert < count)
 
@@ -82,12 +84,17 @@ def _place(
 ) -> None:
     choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
     inside = choice < choices
+    # -1 matches no expert.
     chosen = tl.load(experts + choice, mask=inside, other=-1)
     expert = tl.arange(0, EXPERTS)
     here = (chosen[:, None] == expert[None, :]).to(tl.int32)
     at = expert * tl.num_programs(0) + tl.program_id(0)
+    # The running sum up to the entry before is where this block's choices of the expert start.
     start = tl.load(along + at - 1, mask=(expert < count) & (at > 0), other=0)
+    # How many earlier choices of the block have the same expert: ranks in order of choices, so the
+    # sort is stable.
     before = tl.cumsum(here, 0) - here + start[None, :]
+    # One column per row is 1, so the sum selects it.
     place = tl.sum(before * here, 1)
     tl.store(places + choice, place, mask=inside)
     tl.store(order + place, choice, mask=inside & (chosen >= 0) & (chosen < count))
@@ -98,6 +105,7 @@ def launch_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor
     flat = experts_TK.contiguous()
     choices = flat.numel()
     padded = power_of_2(max(count, 16))
+    # A program holds a matrix of choices and experts, of at most _TILE elements.
     block = max(16, min(_CHOICES, _TILE // padded))
     blocks = max(ceil_div(choices, block), 1)
     # Counts are ordered by expert, then block, so running sums are where each block's choices end.
@@ -109,6 +117,7 @@ def launch_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor
     order = torch.zeros(choices, dtype=torch.int32, device=flat.device)
     places = torch.empty_like(flat, dtype=torch.int32)
     launch(_place, (blocks,), flat, along, order, places, choices, count, **tile)
+    # The running sum after an expert's last block is where its places end.
     ends = along.view(count, blocks)[:, -1].contiguous()
     return order, places, ends
 
@@ -149,6 +158,7 @@ def _gather(
     row = (choice // k).to(tl.int64)
     value = tl.load(x + row * stride + column, mask=column < width, other=0.0)
     if weights is not None:
+        # Weighted in fp32 and rounded once.
         value = value.to(tl.float32) * tl.load(weights + choice).to(tl.float32)
     tl.store(out + place * width + column, value.to(out.dtype.element_ty), mask=column < width)
 
@@ -168,9 +178,11 @@ def _combine(
     across = tl.cdiv(width, COLUMNS)
     token = (tl.program_id(0) // across).to(tl.int64)
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    # fp32, in the order of the choices: no atomics, so the sum is repeatable.
     total = tl.zeros([COLUMNS], tl.float32)
     for j in range(0, k):
         place = tl.load(places + token * k + j).to(tl.int64)
+        # Each token gathers its rows, instead of each row being added to its token.
         row = tl.load(y + place * stride + column, mask=column < width, other=0.0).to(tl.float32)
         if weights is not None:
             row *= tl.load(weights + token * k + j).to(tl.float32)
@@ -191,6 +203,7 @@ def _inner(
     COLUMNS: tl.constexpr,
 ) -> None:
     """d_weights[t, j] = d_out[t] . y[places[t, j]]."""
+    # One program per choice, with its whole row, so the sum has a fixed order.
     choice = tl.program_id(0).to(tl.int64)
     token, place = choice // k, tl.load(places + choice).to(tl.int64)
     total = tl.zeros([COLUMNS], tl.float32)
@@ -249,8 +262,11 @@ def launch_order_cuda(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, T
     """Compute `reference_order` in CUDA C++."""
     flat = experts_TK.contiguous()
     blocks = cuda_library.count("megaframe_expert_order_blocks", flat.numel())
+    # Zeros, because choices of an expert that does not exist are not written.
     order, places = flat.new_zeros(flat.numel()), torch.zeros_like(flat)
     ends, starts = flat.new_empty(count), flat.new_empty(blocks, count)
+    # The library gets addresses only. `starts` is freed on return; torch reuses it only for later
+    # work on the same stream, so the kernels still have it.
     outputs = (t.data_ptr() for t in (starts, order, places, ends))
     given = flat.data_ptr(), flat.numel(), count, *outputs
     cuda_library.call("megaframe_expert_order", flat, *given)
@@ -305,6 +321,7 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        # Each token was copied to K places, so its gradient is the sum over them.
         return combine(gradients[0], None, *ctx.saved_tensors), None, None
 
 
@@ -319,6 +336,7 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         y, weights, order, places = ctx.saved_tensors
+        # d_y[p] = weight d_out[t]: the same kernel as the permutation's, with weights.
         d_y = gather(gradients[0], order, weights, places.shape[1])
         d_weights = None
         if weights is not None and ctx.needs_input_grad[1]:

@@ -37,7 +37,9 @@ def reference(
     normalise: divide the weights of a token by their sum.
     """
     wide = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    # In fp32 at least, like the weights that are read from them.
     scores = wide.softmax(-1) if score == "softmax" else wide.sigmoid()
+    # The bias changes who is chosen, but not the weights, and gets no gradient.
     by = scores.detach() if bias_E is None else scores.detach() + bias_E.to(wide.dtype)
     # A stable sort, because topk does not define the order of equal scores.
     experts = by.sort(dim=-1, descending=True, stable=True).indices[:, :k]
@@ -51,6 +53,7 @@ def reference(
 def _scores(logits: tl.tensor, known: tl.tensor, SIGMOID: tl.constexpr) -> tl.tensor:
     if SIGMOID:
         return tl.where(known, tl.sigmoid(logits), 0.0)
+    # The maximum is subtracted, so no exponential exceeds 1. Padding counts as -inf.
     top = tl.max(tl.where(known, logits, -float("inf")), 1)
     grown = tl.where(known, tl.exp(logits - top[:, None]), 0.0)
     return grown / tl.sum(grown, 1)[:, None]
@@ -80,17 +83,22 @@ def _forward(
     scores = _scores(tl.load(at, mask=inside, other=0.0).to(tl.float32), known, SIGMOID)
     by = scores
     if bias is not None:
+        # Only the choice is by score plus bias; `scores` stays as it is.
         by += tl.load(bias + expert, mask=expert < count, other=0.0).to(tl.float32)[None, :]
     # NaN ranks highest, as in a sort. Otherwise argmax could choose padding when it meets NaN.
     by = tl.where(by == by, by, float("inf"))
     by = tl.where(known, by, -float("inf"))
     rank = tl.arange(0, CHOSEN)
+    # k rounds of argmax: k is small, and ties go to the lower number, which a sort would have to be
+    # stable for.
     best = tl.zeros([TOKENS, CHOSEN], tl.int32)
     share = tl.zeros([TOKENS, CHOSEN], tl.float32)
     for place in range(0, k):
         chosen = tl.argmax(by, 1, tie_break_left=True)
         here = expert[None, :] == chosen[:, None]
+        # One element per row is left, so the sum reads it exactly. It is the score without bias.
         value = tl.sum(tl.where(here, scores, 0.0), 1)
+        # Not chosen again.
         by = tl.where(here, -float("inf"), by)
         now = rank[None, :] == place
         best = tl.where(now, chosen[:, None], best)
@@ -124,12 +132,14 @@ def _backward(
     known = expert[None, :] < count
     inside = (token[:, None] < tokens) & known
     at = token[:, None] * stride + expert[None, :]
+    # Computed again from the logits: only these, weights and experts are saved.
     scores = _scores(tl.load(logits + at, mask=inside, other=0.0).to(tl.float32), known, SIGMOID)
     d_scores = tl.zeros([TOKENS, EXPERTS], tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
     inner = tl.zeros([TOKENS], tl.float32)
     for place in range(0, k):
         choice = token * k + place
+        # Tokens of padding choose expert -1, which matches none.
         chosen = tl.load(experts + choice, mask=token < tokens, other=-1)
         given = tl.load(d_weights + choice, mask=token < tokens, other=0.0).to(tl.float32)
         here = expert[None, :] == chosen[:, None]
@@ -141,12 +151,16 @@ def _backward(
         for place in range(0, k):
             chosen = tl.load(experts + token * k + place, mask=token < tokens, other=-1)
             among += tl.where(expert[None, :] == chosen[:, None], 1.0, 0.0)
+        # Padding has a total of 0; 0 / 0 would be NaN.
         total = tl.where(total == 0.0, 1.0, total)
         d_scores = (d_scores - among * inner[:, None]) / total[:, None]
     if SIGMOID:
+        # The slope of the sigmoid.
         result = d_scores * scores * (1.0 - scores)
     else:
+        # The Jacobian of the softmax: p (d - sum(d p)).
         result = scores * (d_scores - tl.sum(d_scores * scores, 1)[:, None])
+    # The gradient is contiguous, whatever the stride of the logits.
     at = token[:, None] * count + expert[None, :]
     tl.store(d_logits + at, result.to(d_logits.dtype.element_ty), mask=inside)
 
@@ -228,6 +242,7 @@ def _(d_weights_TK: Tensor, logits_TE: Tensor, *_: Any) -> Tensor:
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     logits, _, _, ctx.sigmoid, ctx.normalise = inputs
     ctx.save_for_backward(logits, *output)
+    # The chosen experts are integers.
     ctx.mark_non_differentiable(output[1])
 
 

@@ -22,8 +22,10 @@ def _tiles(
     """Return every expert, where its places start and end, and its number of tiles. Places beyond
     the last end belong to an extra expert numbered `count`."""
     expert = tl.arange(0, EXPERTS)
+    # One more than the experts: the last has the places beyond the last end.
     known = expert <= count
     end = tl.load(ends + expert, mask=expert < count, other=places)
+    # An expert starts where the one before ends.
     start = tl.load(ends + expert - 1, mask=known & (expert > 0), other=0)
     return expert, start, end, tl.where(known, tl.cdiv(end - start, ROWS), 0)
 
@@ -40,9 +42,12 @@ def find_tile(
     """Return the expert of a tile of rows (more than `count` if there is no such tile), the tile's
     first place, and where the expert's places end."""
     expert, start, end, tiles = _tiles(ends, count, places, ROWS, EXPERTS)
+    # The tile's expert is the number of experts whose tiles all come before it.
     until = tl.cumsum(tiles, 0)
     mine = tl.sum(tl.where((expert <= count) & (until <= tile), 1, 0), 0)
     here = expert == mine
+    # One element is left, so the sum selects it. until - tiles is the number of the expert's first
+    # tile.
     first = tl.sum(tl.where(here, start + (tile - until + tiles) * ROWS, 0), 0)
     return mine, first, tl.sum(tl.where(here, end, 0), 0)
 
@@ -62,6 +67,7 @@ def walk(program: tl.tensor, down: tl.tensor, across: tl.tensor) -> tuple[tl.ten
     """Return a program's tile. Programs that run at the same time share eight rows of tiles, or
     fewer at the end, so what they read of both operands stays in the cache."""
     together = 8 * across
+    # Bands of eight rows of tiles; within a band, programs go down before they go right.
     first = program // together * 8
     tall = tl.minimum(down - first, 8)
     rest = program % together

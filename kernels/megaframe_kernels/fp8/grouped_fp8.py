@@ -54,12 +54,14 @@ def _spans(ends_E: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield the places of each expert, and its spaced places including padding."""
     start = spaced = 0
     for end in ends_E.tolist():
+        # Each expert starts at a multiple of 128, so no tile has numbers of two experts.
         filled = ceil_div(end - start, SHARED) * SHARED
         yield slice(start, end), slice(spaced, spaced + filled)
         start, spaced = end, spaced + filled
 
 
 def _spaced(places: int, experts: int) -> int:
+    # Enough for any division of the places over experts, so the host needs no counts.
     return SHARED * (ceil_div(places, SHARED) + experts)
 
 
@@ -76,6 +78,7 @@ def reference_experts(
     parts = x_PC.tensor_split(ends_E.tolist())
     made = [quantize.reference(part, dtype) for part in parts]
     scales = [s.expand(len(part), 1) for part, (_, s) in zip(parts, made, strict=True)]
+    # As bytes, so that concatenation need not know the 8-bit types.
     return torch.cat([q.view(torch.uint8) for q, _ in made]).view(dtype), torch.cat(scales)
 
 
@@ -94,6 +97,7 @@ def reference_columns(
     spaced = _spaced(places, len(ends_E))
     out = x_PC.new_zeros(columns, spaced, dtype=dtype)
     none = x_PC.new_zeros(_scales_down(spaced, len(ends_E), sharing), columns, dtype=torch.float32)
+    # An expert without rows has the scale of zeros.
     scales = quantize.scale_by(none, dtype)
     block = {"expert": None, "column": (1, 0), "block": (1, SHARED)}[sharing]
     for expert, (here, there) in enumerate(_spans(ends_E)):
@@ -149,6 +153,7 @@ def reference_gradient(
             rows = slice(there.start // SHARED, there.stop // SHARED)
         given = a_NW[:, there], b_HW[:, there], a_scales[rows].t(), b_scales[rows].t()
         grad = grads_ENH[expert]
+        # An expert without rows has a gradient of 0.
         made = torch.zeros_like(grad)
         if there.stop > there.start:
             made = quantize.reference_product(*given, grad.dtype)
@@ -175,6 +180,7 @@ def _largest_of_columns(
     if expert > 0:
         start = tl.load(ends + expert - 1)
     end = tl.load(ends + expert)
+    # Bits of magnitudes, whose order as integers is that of the numbers; NaN is highest.
     top = tl.zeros([ROWS, COLUMNS], tl.int32)
     for first in range(start, end, ROWS):
         place = first + tl.arange(0, ROWS)
@@ -208,11 +214,13 @@ def _quantise_columns(
     across = tl.cdiv(width, COLUMNS)
     tile = tl.program_id(0) // across
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    # Tile i of the spaced places is tile i of the rows, because both start each expert anew.
     expert, first, end = find_tile(ends, tile, experts, places, ROWS, EXPERTS)
     place = first + tl.arange(0, ROWS)
     here = column < width
     inside = ((place < end) & (expert < experts))[:, None] & here[None, :]
     at = x + place.to(tl.int64)[:, None] * stride + column[None, :]
+    # Zeros between experts: they add nothing to the sum over places.
     value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if known is not None:
         scale = tl.load(known + expert * width + column, mask=here & (expert < experts), other=1.0)
@@ -221,6 +229,7 @@ def _quantise_columns(
         tl.store(scales + tile.to(tl.int64) * width + column, scale, mask=here)
     result = narrow(value, scale[None, :], MOST, out.dtype.element_ty)
     to = tile * ROWS + tl.arange(0, ROWS)
+    # Columns become rows, because 8-bit products need the summed dimension contiguous.
     at = out + column.to(tl.int64)[:, None] * spaced + to[None, :]
     tl.store(at, tl.trans(result), mask=here[:, None])
 
@@ -240,13 +249,17 @@ def _add_product(
 
     FEW_BITS: matrix units keep few bits when they sum 8-bit numbers, as those of generation 9 do.
     They then sum no more than the depth of a tile, and the sums of tiles are added outside of them.
-    The interpreter multiplies in fp32, because its products of e5m2 lose the smallest numbers.
     """
     if INTERPRETED:
+        # The interpreter's products of e5m2 lose the smallest numbers; in fp32 they are exact.
         a, b = a.to(tl.float32), b.to(tl.float32)
     if BLOCKS:
+        # The sum over one block has one scale per row and per column, so it is scaled before it is
+        # added.
         return total + tl.dot(a, b) * (down[:, None] * across[None, :])
     if FEW_BITS:
+        # The sum is written out, so that it is done in fp32 outside of the matrix units. With
+        # max_num_imprecise_acc in its place, products would wait for each other.
         return total + tl.dot(a, b)
     return tl.dot(a, b, total)
 
@@ -279,31 +292,38 @@ def _multiply(
     over = tl.cdiv(outputs, COLUMNS)
     tile, right = walk(tl.program_id(0), tl.num_programs(0) // over, over)
     expert, first, end = find_tile(ends, tile, experts, places, ROWS, EXPERTS)
+    # The grid is an upper bound; programs beyond the last tile end here.
     if expert > experts:
         return
     place = first + tl.arange(0, ROWS)
     column = right * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     inside, within = place < end, column < outputs
+    # The extra expert's places sum nothing and become 0.
     terms = tl.where(expert < experts, inputs, 0)
     matrix = expert.to(tl.int64)
     left = a + place.to(tl.int64)[:, None] * inputs + depth[None, :]
     right = b + matrix * expert_stride + column.to(tl.int64)[None, :] * output_stride
     right += depth[:, None]
     down = a_scales + place.to(tl.int64) * parts
+    # ALIKE rows of b share a scale: 1, or 128 for scales of 128 x 128.
     across = b_scales + (matrix * tl.cdiv(outputs, ALIKE) + column // ALIKE) * parts
+    # Loaded before the loop if they hold for the whole depth; with BLOCKS, once per tile.
     left_scale = tl.load(down, mask=inside & (expert < experts), other=0.0)
     right_scale = tl.load(across, mask=within & (expert < experts), other=0.0)
+    # Sums of products are fp32, scaled in fp32, and rounded once.
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, terms, DEPTH):
         known = start + depth < terms
         one = tl.load(left + start, mask=inside[:, None] & known[None, :], other=0.0)
         other = tl.load(right + start, mask=known[:, None] & within[None, :], other=0.0)
         if BLOCKS:
+            # A tile is as deep as the numbers that share a scale.
             left_scale = tl.load(down + start // DEPTH, mask=inside, other=0.0)
             right_scale = tl.load(across + start // DEPTH, mask=within, other=0.0)
         total = _add_product(total, one, other, left_scale, right_scale, BLOCKS, FEW_BITS)
     if not BLOCKS:
+        # Scales that hold for the whole sum are applied once.
         total *= left_scale[:, None] * right_scale[None, :]
     at = out + place.to(tl.int64)[:, None] * outputs + column[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=inside[:, None] & within[None, :])
@@ -335,12 +355,15 @@ def _multiply_columns(
     row = below * ROWS + tl.arange(0, ROWS)
     column = right * COLUMNS + tl.arange(0, COLUMNS)
     inside, within = row < outputs, column < inputs
+    # Tiles of 128 spaced places: padding is 0, so only whole tiles are read and depth needs no
+    # mask.
     first, tiles = tiles_of(ends, expert, experts, DEPTH, EXPERTS)
     place = first * DEPTH + tl.arange(0, DEPTH)
     left = a + row.to(tl.int64)[:, None] * spaced + place[None, :]
     right = b + column.to(tl.int64)[None, :] * spaced + place[:, None]
     group = expert
     if BLOCKS:
+        # With scales of blocks, one row of scales per 128 places; otherwise one per expert.
         group = first
     down = a_scales + group.to(tl.int64) * outputs + row
     across = b_scales + group.to(tl.int64) * inputs + column
@@ -359,6 +382,7 @@ def _multiply_columns(
     at = grads + expert.to(tl.int64) * outputs * inputs + row[:, None] * inputs + column[None, :]
     written = inside[:, None] & within[None, :]
     if ADD:
+        # Added in fp32 and rounded once. Only this program has the tile.
         total += tl.load(at, mask=written, other=0.0).to(tl.float32)
     tl.store(at, total.to(grads.dtype.element_ty), mask=written)
 
@@ -366,8 +390,10 @@ def _multiply_columns(
 def _scales_of_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return one scale per expert and one more for places beyond the last end, [E + 1]; and the
     expert of each place."""
+    # The largest magnitude of each row; those of an expert's rows are then combined on the device.
     magnitude_P = quantize.launch_largest(x_PC, len(x_PC))
     place_P = torch.arange(len(x_PC), dtype=torch.int32, device=x_PC.device)
+    # The number of ends at or before a place: E for places beyond the last.
     expert_P = torch.searchsorted(ends_E, place_P, right=True)
     magnitude_X = magnitude_P.new_zeros(len(ends_E) + 1)
     magnitude_X = magnitude_X.scatter_reduce(0, expert_P, magnitude_P, "amax")
@@ -391,8 +417,10 @@ def launch_columns(
     spaced, most = _spaced(places, experts), torch.finfo(dtype).max
     across = ceil_div(columns, _COLUMNS)
     tile: dict[str, Any] = {"MOST": most, "ROWS": SHARED, "COLUMNS": _COLUMNS}
+    # With scales of blocks, the kernel finds and writes them while it has the tile.
     scales = x.new_empty(_scales_down(spaced, experts, sharing), columns, dtype=torch.float32)
     if sharing == "column":
+        # A first pass for the scales: a column of an expert may be longer than a tile.
         given = x, ends_E, scales, columns, x.stride(0)
         launch(_largest_of_columns, (experts * across,), *given, **tile, warps=8)
     elif sharing == "expert":
@@ -434,6 +462,7 @@ def launch_multiply(
     tiles, parts = TILES[generation(a_PK)], a_scales.shape[1]
     launch(
         _multiply,
+        # Each expert may end with a partial tile, so this many suffice for any counts.
         ((ceil_div(places, tiles.rows) + experts) * ceil_div(outputs, tiles.columns),),
         a_PK.contiguous(),
         b,
@@ -453,6 +482,7 @@ def launch_multiply(
         EXPERTS=power_of_2(experts + 1),
         ALIKE=1 if b_scales.shape[1] == outputs else SHARED,
         BLOCKS=parts > 1,
+        # Units of generation 9 keep about 14 bits of a sum (DeepSeek-AI 2024).
         FEW_BITS=generation(a_PK) < 10,
         warps=tiles.warps,
         stages=tiles.stages,

@@ -51,14 +51,18 @@ def reference(
     rows, columns = _block(x_RC, block)
     wide = x_RC.to(torch.float32)
     down, across = ceil_div(x_RC.shape[0], rows), ceil_div(x_RC.shape[1], columns)
+    # Padded with zeros, which change no largest magnitude.
     padding = (0, across * columns - x_RC.shape[1], 0, down * rows - x_RC.shape[0])
     blocks = torch.nn.functional.pad(wide, padding).view(down, rows, across, columns)
     scale = scale_by(blocks.abs().amax((1, 3)), dtype)
     if power_of_two:
+        # Up, not to nearest: a smaller scale would push the largest number out of range.
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    # Inverted once per scale; the kernel does the same, so both round alike.
     by = (1.0 / scale).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     by = by[: x_RC.shape[0], : x_RC.shape[1]]
     largest = torch.finfo(dtype).max
+    # The product may round to just above the largest number, which the type does not have.
     return (wide * by).clamp(-largest, largest).to(dtype), scale
 
 
@@ -97,12 +101,15 @@ def _quantise_blocks(
     down = (tl.program_id(0) // programs).to(tl.int64) * DOWN
     down += tl.arange(0, DOWN)[:, None, None, None]
     right = (tl.program_id(0) % programs) * ACROSS + tl.arange(0, ACROSS)[None, None, :, None]
+    # Blocks are padded to powers of two; `inside` excludes the padding.
     within = tl.arange(0, ROWS)[None, :, None, None], tl.arange(0, COLUMNS)[None, None, None, :]
     row, column = down * rows + within[0], right * columns + within[1]
     inside = (row < height) & (within[0] < rows) & (column < width) & (within[1] < columns)
     value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    # A maximum of integers, the bits of magnitudes, because one of floats may lose NaN.
     largest = tl.max(tl.max(magnitude(value), 3, keep_dims=True), 1, keep_dims=True)
     scale = scale_of(largest, MOST, POWER_OF_TWO)
+    # Only blocks that exist have a scale.
     here = (down * rows < height) & (right < blocks)
     tl.store(scales + down * blocks + right, scale, mask=here)
     result = narrow(value, scale, MOST, out.dtype.element_ty)
@@ -122,6 +129,7 @@ def _quantise_row(
 ) -> None:
     """Quantise one row per program that does not fit in registers. It is read a second time from
     the cache."""
+    # 64-bit: rows times width may exceed 32 bits.
     row = tl.program_id(0).to(tl.int64)
     top = tl.zeros([BLOCK], tl.int32)
     for first in range(0, width, BLOCK):
@@ -166,6 +174,7 @@ def launch_quantise(
             warps=8,
         )
         return out, scales
+    # As many blocks as make up a tile: first along the row, where memory is adjacent.
     blocks = max(1, _TILE // (tall * wide))
     across = min(blocks, power_of_2(grid[1]))
     down = blocks // across
@@ -192,6 +201,7 @@ def launch_quantise(
 
 
 def _launch_whole(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    # The scale depends on the whole tensor, hence two passes. It stays on the device.
     parts = launch_largest(x, max(1, min(len(x), _PARTS)))
     scale = scale_by(parts.amax(), dtype)
     if power_of_two:
@@ -203,6 +213,7 @@ def launch_largest(x_RC: Tensor, parts: int) -> Tensor:
     """Return the largest magnitudes, fp32 [parts]; part i is rows i, i + parts, ... Rows must be
     contiguous."""
     height, width = x_RC.shape
+    # Zeros, because a part without rows has no program.
     found = x_RC.new_zeros(parts, dtype=torch.float32)
     grid = (min(height, parts) if width else 0,)
     tile = {"BLOCK": _elements_per_program(width)}
@@ -228,6 +239,7 @@ def launch_quantise_by(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
         scales,
         width,
         x_RC.stride(0),
+        # With a stride of 0 all rows read the one scale.
         0 if len(scales) == 1 else 1,
         MOST=torch.finfo(dtype).max,
         BLOCK=_elements_per_program(width),
@@ -321,6 +333,7 @@ def reference_product(
     elements of a row ([M, ceil(K / 128)]). In the last case 128 rows of b may share them.
     """
     wide = torch.promote_types(dtype, torch.float32)
+    # Restored, multiplied and summed in fp32 at least; rounded once to `dtype`.
     a, b = (_dequantize(x, s, wide) for x, s in ((a_MK, a_scales), (b_NK, b_scales)))
     return (a @ b.t()).to(dtype)
 
@@ -347,6 +360,7 @@ def run_scaled_product(
     elif a_scales.shape[1] == 1 and b_scales.shape == (b_NK.shape[0], 1):
         scales = a_scales, b_scales.t()
     else:  # scales of blocks: torch expects those of adjacent rows to be adjacent
+        # Strides change here, not the numbers.
         lies = a_scales.t().contiguous().t()
         theirs = b_scales if b_scales.shape[0] != b_NK.shape[0] else b_scales.t().contiguous().t()
         scales = lies, theirs.t()

@@ -16,16 +16,21 @@ def narrow(value: tl.tensor, scale: tl.tensor, MOST: tl.constexpr, KIND: tl.cons
     There, numbers are first rounded to the grid of the type, and NaN is put back.
     """
     value = value * tl.div_rn(1.0, scale)  # one division per scale
+    # Saturated, because the product may round to just above the largest number. NaN stays NaN.
     value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
+        # The exponent of the number's last place in 8 bits: e4m3 has 3 bits of mantissa and
+        # exponents from -6, e5m2 has 2 and exponents from -14.
         exponent = ((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
         if tl.float8e4nv == KIND:
             exponent = tl.maximum(exponent, -6) - 3
         else:
             exponent = tl.maximum(exponent, -14) - 2
         step = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+        # At 1.5 2^23 the last place of fp32 is 1, so adding it rounds to an integer, ties to even.
         value = ((value / step + 12582912.0) - 12582912.0) * step
         bits = value.to(KIND).to(tl.int8, bitcast=True)
+        # 0x7F is NaN in both types.
         return tl.where(value == value, bits, 0x7F).to(tl.int8).to(KIND, bitcast=True)
     return value.to(KIND)
 
@@ -41,11 +46,13 @@ def magnitude(value: tl.tensor) -> tl.tensor:
 def scale_of(largest: tl.tensor, MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
     """Return the scale for the bits of the largest magnitude."""
     largest = largest.to(tl.float32, bitcast=True)
+    # The bound gives a block of zeros a scale. MOST's inverse is a constant of the kernel.
     scale = tl.maximum(largest, 1e-30, propagate_nan=tl.PropagateNan.ALL) * (1.0 / MOST)
     if POWER_OF_TWO:  # the exponent, plus one unless the mantissa is zero
         bits = scale.to(tl.int32, bitcast=True)
         up = tl.where((bits & 0x7FFFFF) != 0, 1, 0)
         power = (((bits >> 23) + up) << 23).to(tl.float32, bitcast=True)
+        # NaN stays NaN, so that it is not hidden by a scale.
         scale = tl.where(scale == scale, power, scale)
     return scale
 
@@ -57,6 +64,7 @@ def largest_of_rows(
 ) -> None:  # fmt: skip
     """Find the largest magnitude of every num_programs-th row, one result per program."""
     top = tl.zeros([BLOCK], tl.int32)
+    # A maximum does not depend on the order, so neither does the scale on the number of programs.
     for row in range(tl.program_id(0), height, tl.num_programs(0)):
         for first in range(0, width, BLOCK):
             column = first + tl.arange(0, BLOCK)

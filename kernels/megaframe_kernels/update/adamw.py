@@ -49,6 +49,7 @@ def reference(
     device; if skip is 1, nothing changes. seed: round bf16 results stochastically (the reference
     does not). first: number of the first element in the whole span.
     """
+    # fp32 at least, whatever the types of weights, gradients and moments.
     wide = torch.promote_types(weights.dtype, torch.float32)
     g = grads.to(wide) if divisor is None else grads.to(wide) / divisor.to(wide)
     new_mean = mean.to(wide).lerp(g, 1.0 - beta1)
@@ -60,6 +61,7 @@ def reference(
     if copy is not None:
         changed.append((copy, moved))
     for old, new in changed:
+        # Selected on the device, so the host does not wait for the flag.
         kept = old if skip is None else torch.where(skip.bool(), old, new.to(old.dtype))
         old.copy_(new if skip is None else kept)
     return tuple(old for old, _ in changed)
@@ -70,6 +72,7 @@ def _store(
     at: tl.tensor, value: tl.tensor, bits: tl.tensor, inside: tl.tensor, STOCHASTIC: tl.constexpr
 ) -> None:
     if STOCHASTIC and at.dtype.element_ty == tl.bfloat16:
+        # Rounded to nearest, a weight in bf16 would lose every update below half its last place.
         value = round_stochastically(value, bits)
     tl.store(at, value.to(at.dtype.element_ty), mask=inside)
 
@@ -101,26 +104,33 @@ def _step(
     lose digits. keep: 1 - lr decay. rate: lr / (1 - beta1^step). unbias: (1 -
     beta2^step)^(-1/2)."""
     if skip is not None:  # noqa: SIM102 (compiled without a flag, there is none to load)
+        # The flag is read on the device, so no step waits for the host.
         if tl.load(skip) != 0.0:
             return
+    # Every element is read and written by one program only, so the update in place is safe.
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < length
     g = tl.load(grads + place, mask=inside, other=0.0).to(tl.float32)
     if divisor is not None:
         g /= tl.load(divisor).to(tl.float32)
     m = tl.load(mean + place, mask=inside, other=0.0).to(tl.float32)
+    # An interpolation; mean_share is 1 - beta1, computed on the host.
     m += mean_share * (g - m)
     v = tl.load(square + place, mask=inside, other=0.0).to(tl.float32)
     v = beta2 * v + square_share * g * g
     w = tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
+    # sqrt(v / (1 - beta2^step)) = sqrt(v) unbias, and rate holds the bias correction of m.
     w = w * keep - rate * m / (tl.sqrt(v) * unbias + eps)
+    # Placeholders: without STOCHASTIC, `_store` does not read them.
     bits, mean_bits, square_bits = place, place, place
     if STOCHASTIC:
+        # Numbered in the whole span, so rounding does not depend on its division into shards.
         bits, mean_bits, square_bits, _ = random_bits(seed, place + first)
     _store(mean + place, m, mean_bits, inside, STOCHASTIC)
     _store(square + place, v, square_bits, inside, STOCHASTIC)
     _store(weights + place, w, bits, inside, STOCHASTIC)
     if copy is not None:
+        # The copy is rounded from the fp32 result, with the bits of the weights.
         _store(copy + place, w, bits, inside, STOCHASTIC)
 
 
@@ -160,6 +170,7 @@ def launch_step(
         1.0 - beta2,
         eps,
         1.0 - lr * weight_decay,
+        # Bias corrections are computed on the host in fp64.
         lr / (1.0 - beta1**step),
         1.0 / math.sqrt(1.0 - beta2**step),
         STOCHASTIC=seed is not None,
@@ -221,6 +232,7 @@ def run_torch(
         [mean],
         [square],
         [],
+        # torch takes the step as a tensor. It is made on the device, without a copy from the host.
         [torch.full((), step, dtype=torch.float32, device=weights.device)],
         lr=lr,
         beta1=beta1,
@@ -234,6 +246,7 @@ def run_torch(
     )
     if copy is None:
         return mean, square, weights
+    # A second pass over memory, which the Triton kernel saves.
     copy.copy_(weights)
     return mean, square, weights, copy
 

@@ -30,9 +30,11 @@ def reference(x: Tensor) -> Tensor:
 @triton.jit
 def _partial(x: tl.tensor, sums: tl.tensor, length: tl.tensor, BLOCK: tl.constexpr) -> None:
     total = tl.zeros([BLOCK], tl.float64)
+    # A fixed number of programs strides over the span, each over its own blocks.
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, length, step):
         place = start + tl.arange(0, BLOCK)
+        # Widened before it is squared, so no square overflows.
         value = tl.load(x + place, mask=place < length, other=0.0).to(tl.float64)
         total += value * value
     tl.store(sums + tl.program_id(0), tl.sum(total, 0))
@@ -41,9 +43,11 @@ def _partial(x: tl.tensor, sums: tl.tensor, length: tl.tensor, BLOCK: tl.constex
 def launch_sum(x: Tensor) -> Tensor:
     """Compute the reference in Triton."""
     flat = x.contiguous()
+    # Depends on length and GPU only, and with it the order of sums.
     programs = min(ceil_div(flat.numel(), _BLOCK), processors(flat) * _PROGRAMS)
     sums = flat.new_empty(programs, dtype=torch.float64)
     launch(_partial, (programs,), flat, sums, flat.numel(), BLOCK=_BLOCK, warps=8)
+    # One fp64 number per program; torch adds them on the device.
     return sums.sum()
 
 
@@ -57,6 +61,7 @@ def _(x: Tensor) -> Tensor:
 
 def run_torch(x: Tensor) -> Tensor:
     """Compute the reference by torch's own norm, which holds if no square overflows."""
+    # The square is taken of the fp32 norm, which is infinite if a square overflowed.
     wide = torch.promote_types(x.dtype, torch.float32)
     return torch.linalg.vector_norm(x, dtype=wide).double().square()
 
