@@ -262,8 +262,16 @@ def start_collective(
 
 
 def send(tensor: Tensor, link: Group, to: int | None = None) -> Pending[Tensor]:
-    """Send to the other rank of a link, or to rank `to` of any group. The tensor must not change
-    until the send is done."""
+    """Send a tensor.
+
+    Args:
+        tensor: It must not change until the send is done.
+        link: A group of two ranks, or any group.
+        to: Index of the receiving rank; None for the other rank of a link.
+
+    Returns:
+        The same tensor.
+    """
     link.traffic.count(tensor.nbytes)
     other = 1 - link.index if to is None else to
     link.check_message(tensor, link.index, other)
@@ -272,8 +280,16 @@ def send(tensor: Tensor, link: Group, to: int | None = None) -> Pending[Tensor]:
 
 
 def receive(into: Tensor, link: Group, source: int | None = None) -> Pending[Tensor]:
-    """Receive from the other rank of a link, or from rank `source` of any group, in the order in
-    which it sends."""
+    """Receive a tensor. Tensors arrive in the order in which a rank sends them.
+
+    Args:
+        into: Where to receive it.
+        link: A group of two ranks, or any group.
+        source: Index of the sending rank; None for the other rank of a link.
+
+    Returns:
+        `into`.
+    """
     other = 1 - link.index if source is None else source
     link.check_message(into, other, link.index)
     start = partial(dist.irecv, into, group=link.handle, group_src=other)
@@ -282,9 +298,17 @@ def receive(into: Tensor, link: Group, source: int | None = None) -> Pending[Ten
 
 
 def shift_ring(tensor: Tensor, into: Tensor, ring: Ring, *, back: bool = False) -> Pending[Tensor]:
-    """Send to the next rank of a ring of at least two and receive from the one before, or with
-    `back` the other way round, as one operation. In a serial ring both are done when this
-    returns."""
+    """Send to the next rank of a ring and receive from the one before, as one operation.
+
+    Args:
+        tensor: It must not change until the result has been waited for.
+        into: Where to receive.
+        ring: A ring of at least two ranks. In a serial one both are done when this returns.
+        back: The other way round: send to the rank before and receive from the next.
+
+    Returns:
+        `into`.
+    """
     group, tensor = ring.group, tensor.contiguous()
     to, source = (ring.before, ring.next) if back else (ring.next, ring.before)
     group.check_collective("shift_ring back" if back else "shift_ring", None)
@@ -367,8 +391,15 @@ def all_gather_(flat: Tensor, group: Group) -> Pending[Tensor]:
 
 
 def exchange_messages(messages: Tensor, group: Group) -> Pending[Tensor]:
-    """Send one message to each other rank and receive one from each. `messages` and the result are
-    [size - 1, ...], in the order of ranks without this one."""
+    """Send one message to each other rank and receive one from each.
+
+    Args:
+        messages: [size - 1, ...], in the order of ranks without this one.
+        group: The ranks.
+
+    Returns:
+        What arrived, in the same order and shape.
+    """
     if group.handle is None:
         return Pending(messages)
     out = torch.empty_like(messages)
@@ -419,7 +450,16 @@ def all_to_all_uneven(
 
 
 def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
-    """Gather the tensors of all ranks, concatenated. That of rank i has sizes[i] rows."""
+    """Gather the tensors of all ranks.
+
+    Args:
+        tensor: Rows of this rank.
+        sizes: How many rows each rank has.
+        group: The ranks.
+
+    Returns:
+        The rows of all ranks, rank after rank, [sum(sizes), ...].
+    """
     if group.handle is None:
         return Pending(tensor)
     tensor = tensor.contiguous()
@@ -439,8 +479,16 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pen
 
 
 def reduce_scatter_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
-    """Sum the tensors of all ranks; the result is this rank's part. The first sizes[0] rows belong
-    to rank 0, and so on."""
+    """Sum the tensors of all ranks.
+
+    Args:
+        tensor: Rows for all ranks, rank after rank, [sum(sizes), ...].
+        sizes: How many rows belong to each rank.
+        group: The ranks.
+
+    Returns:
+        The sum of this rank's rows, [sizes[index], ...].
+    """
     if group.handle is None:
         return Pending(tensor)
     tensor = tensor.contiguous()

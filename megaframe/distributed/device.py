@@ -89,7 +89,7 @@ def explain_unusable_gpu(root: Path = Path("/")) -> str | None:
     none of its GPUs. Call it if torch sees no GPU.
 
     Args:
-        root: the root of the file system.
+        root: The root of the file system.
     """
     makers = list(_gpu_makers(root))
     if not makers or _hiding_variable() is not None:

@@ -95,9 +95,13 @@ def reserve_open_files(needed: int, what: str, process: int = 0) -> None:
     """Let a process open `needed` more files than it has open, and some for everything else. The
     soft limit is raised to the hard one if it is too low.
 
-    what: what they are for, for the message.
-    process: id of the process, 0 for this one.
-    Raises `UserError` if the hard limit is too low.
+    Args:
+        needed: Number of files.
+        what: What they are for, for the message.
+        process: Id of the process, 0 for this one.
+
+    Raises:
+        UserError: The hard limit is too low.
     """
     needed += _count_open_files(process) + _RESERVE
     try:

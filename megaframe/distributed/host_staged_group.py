@@ -19,12 +19,15 @@ from megaframe.distributed.group import gather_single, scatter_single
 
 
 class HostStagedWork(dist.Work):
-    """Work of gloo on host tensors, whose results `wait` then copies to their destination.
-
-    coming: (destination, host tensor) of each result.
-    """
+    """Work of gloo on host tensors, whose results `wait` then copies to their destination."""
 
     def __init__(self, work: dist.Work, coming: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """Hold the work until it is waited for.
+
+        Args:
+            work: Gloo's work.
+            coming: (destination, host tensor) of each result.
+        """
         super().__init__()
         self._work, self._coming = work, coming
 

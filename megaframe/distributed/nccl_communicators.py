@@ -39,11 +39,18 @@ in its queue. NCCL's proxy threads look for an abort every few milliseconds."""
 class NcclCommunicators:
     """The NCCL communicators of a mesh on one device, in the order in which they were made.
 
-    settings: what is set for all of them.
-    timeout: seconds that a transfer may take before torch gives it up.
+    Attributes:
+        settings: What is set for all of them.
     """
 
     def __init__(self, settings: NcclSettings, device: torch.device, timeout: float) -> None:
+        """Prepare to make communicators.
+
+        Args:
+            settings: What is set for all of them.
+            device: The device of this rank.
+            timeout: Seconds that a transfer may take before torch gives it up.
+        """
         self.settings = settings
         self._device, self._timeout = device, timeout
         self._handles: list[dist.ProcessGroup] = []
@@ -74,7 +81,6 @@ class NcclCommunicators:
         """Split the default group's communicator into one for each tuple of ranks, of which no two
         have a rank in common. All ranks of the world must call this.
 
-        It takes one call of `ncclCommSplit`, where `dist.new_group` would need one for each tuple.
         The name of a group depends on how many groups a rank has (`_hash_ranks_to_str` in torch's
         distributed_c10d.py), so all ranks must be in equally many: those over axes are.
 
@@ -93,6 +99,7 @@ class NcclCommunicators:
         options = self._options()
         _bind(self._device)
         try:
+            # One call of `ncclCommSplit`, where `dist.new_group` would need one for each tuple.
             handle = dist.split_group(
                 split_ranks=[list(ranks) for ranks in members],
                 timeout=options._timeout,
@@ -196,10 +203,21 @@ def allocate(
     group: Group,
     settings: NcclSettings | None,
 ) -> torch.Tensor:
-    """Return zeros [length] for transfers over the group, in memory that is registered with its
-    communicator if the settings ask for it and torch can do it on this device. What a CUDA graph
-    allocates is in the graph's own memory."""
+    """Allocate memory for transfers.
+
+    Args:
+        length: Number of elements.
+        dtype: Their type.
+        device: Where they are.
+        group: The group of the transfers.
+        settings: Whether to register the memory with the group's communicator, if torch can do it
+            on this device; None if the group is not over NCCL.
+
+    Returns:
+        Zeros [length].
+    """
     if settings is not None and settings.register and group.handle is not None:
+        # What a CUDA graph allocates is in the graph's own memory.
         backend, recorded = group.handle._get_backend(device), _is_recording(device)
         if backend.supports_tensor_alloc(device) and not recorded:
             return backend.allocate_tensor(length, dtype=dtype, device=device).zero_()
@@ -224,8 +242,9 @@ def _bind(device: torch.device | None) -> None:
 
 
 def _check_size(handle: dist.ProcessGroup, size: int, device: torch.device) -> None:
-    """Raise `UserError` if a communicator has not `size` ranks. torch tells the parts of a split
-    apart by a hash of 31 bits, which may be the same for two of thousands of them."""
+    """Raise `UserError` if a communicator has not `size` ranks."""
+    # torch tells the parts of a split apart by a hash of 31 bits, which may be the same for two of
+    # thousands of them.
     ones = torch.ones(1, device=device)
     dist.all_reduce(ones, group=handle)
     if int(ones) != size:

@@ -50,12 +50,13 @@ four times the last of these. The watch does the first two (torch 2.13, `Watchdo
 class NcclSettings:
     """What a run sets for NCCL.
 
-    link_ctas: thread blocks of a pipeline link; None to leave them to NCCL.
-    high_priority: transfers start before products that have not begun.
-    register: allocate gradients and values in memory that NCCL uses directly, where torch offers
-    it.
-    lines: for the log.
-    warnings: for the console.
+    Attributes:
+        link_ctas: Thread blocks of a pipeline link; None to leave them to NCCL.
+        high_priority: Whether transfers start before products that have not begun.
+        register: Whether to allocate gradients and values in memory that NCCL uses directly, where
+            torch offers it.
+        lines: For the log.
+        warnings: For the console.
     """
 
     link_ctas: int | None = LINK_CTAS
@@ -68,8 +69,11 @@ class NcclSettings:
 def configure_nccl(streams: int | None) -> NcclSettings:
     """Set the variables of CUDA and NCCL. Must be called before CUDA starts.
 
-    streams: those of the layout (`plan.streams`); None if it is not known yet.
-    Raises `UserError` if the environment has a value that is out of range.
+    Args:
+        streams: Those of the layout (`plan.streams`); None if it is not known yet.
+
+    Raises:
+        UserError: The environment has a value that is out of range.
     """
     values = {name: _read_variable(name) for name in _RANGES}
     _, most = _RANGES[QUEUES]

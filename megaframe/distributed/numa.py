@@ -67,10 +67,10 @@ def bind_to_numa_node(
     """Bind this process as `run.numa_binding` says. Returns lines for the log.
 
     Args:
-        wanted: the key's value.
-        device: the device of this rank.
-        shared: all ranks of the machine use this device.
-        root: the root of the file system to read.
+        wanted: The key's value.
+        device: The device of this rank.
+        shared: Whether all ranks of the machine use this device.
+        root: The root of the file system to read.
     """
     if wanted == "off" or sys.platform != "linux":
         return []

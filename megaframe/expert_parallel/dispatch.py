@@ -101,8 +101,16 @@ def route_tokens(
 
 @dataclass
 class _Assignment:
-    """What every row chose, and what follows from it. spans: the experts of each rank of the axis.
-    owner_E: the rank that has each expert. mine: the experts of this rank."""
+    """What every row chose, and what follows from it.
+
+    Attributes:
+        chosen_RK: Experts of each row.
+        experts: Number of experts, E.
+        parallel: Which ranks have them.
+        spans: The experts of each rank of the axis.
+        owner_E: The rank that has each expert.
+        mine: The experts of this rank.
+    """
 
     chosen_RK: Tensor
     experts: int
@@ -299,8 +307,12 @@ def _finish_route(
     """Return the route with its last steps: to the ranks that divide an expert's matrices, and into
     the order expert after expert.
 
-    arrivals_SL: how many rows arrive from each source for each expert. Rows lie source after
-    source. numbers: the same for the host.
+    Args:
+        choice: What every row chose.
+        rows: The steps of rows so far, after which rows lie source after source.
+        gates: The steps of gates so far.
+        arrivals_SL: How many rows arrive from each source for each expert.
+        numbers: The same for the host.
     """
     tensor = choice.parallel.tensor
     if tensor.size > 1:

@@ -104,13 +104,19 @@ class SelectRows:
 
 
 class SortByExpert:
-    """Copy each row to the places of its choices. order_P: which choice is at each place.
-    places_RK: the place of each choice. On the way back, each row is the sum of what is at its
-    places."""
+    """Copy each row to the places of its choices. On the way back, each row is the sum of what is
+    at its places."""
 
     communicates = False
 
     def __init__(self, order_P: Tensor, places_RK: Tensor, kernels: Kernels) -> None:
+        """Set the order.
+
+        Args:
+            order_P: Which choice is at each place.
+            places_RK: The place of each choice.
+            kernels: The kernels of the run.
+        """
         self._order, self._places, self._kernels = order_P, places_RK, kernels
 
     def forward(self, x: Tensor) -> Pending[Tensor]:
@@ -231,12 +237,25 @@ class TokenTransfer:
         self.in_flight: _InFlight
 
     def start(self, x: Tensor) -> Tensor:
-        """Start to transfer rows. Returns an empty tensor that represents them in the autograd
-        graph until they arrive."""
+        """Start to transfer rows.
+
+        Args:
+            x: The rows, [R, ...] on the way out and [N, ...] on the way back.
+
+        Returns:
+            An empty tensor that represents them in the autograd graph until they arrive.
+        """
         return _Start.apply(x, self)
 
     def finish(self, ticket: Tensor) -> Tensor:
-        """Return the rows at their destination. ticket: as returned by `start`."""
+        """Wait for the rows.
+
+        Args:
+            ticket: As returned by `start`.
+
+        Returns:
+            The rows at their destination.
+        """
         return _Finish.apply(ticket, self)
 
     def run(self, x: Tensor) -> Tensor:

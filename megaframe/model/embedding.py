@@ -42,7 +42,13 @@ class Embedding(Module):
 def make_token_table(
     model: ModelConfig, run: RunContext, *, replica: bool = False
 ) -> EmbeddingTable:
-    """Return the token table. replica: another rank's stage has the same table."""
+    """Return the token table.
+
+    Args:
+        model: The model's config.
+        run: What the run fixes.
+        replica: Whether another rank's stage has the same table.
+    """
     table = EmbeddingTable(
         "embedding.tokens",
         vocab_size(model),

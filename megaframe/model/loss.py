@@ -194,7 +194,7 @@ def _compute_plain_losses(
         if weight_T is not None:
             # Scaled before it is rounded, so scaling costs no precision as long as the type has the
             # range (which the loss scale ensures in fp16). The weight is 0 for tokens without a
-            # label. In fp32 x is these very rows.
+            # label. In fp32 and fp64 x is these very rows.
             logits_TV[rows].copy_(x.mul_(weight_T[rows, None]))
     partition_T, label_T = _reduce_over_vocabulary(own_T, label_T, part.tensor)
     # -log softmax(x)[label] = log-sum-exp(x) - x[label], plus the z-loss.
