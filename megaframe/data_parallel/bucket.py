@@ -102,12 +102,14 @@ class Bucket:
         self.parameters, self.sharding, self.replica = tuple(parameters), sharding, replica
         self.trained = trained
         self._precision, self._buffers, self.device = precision, buffers, buffers.device
+        # Both bounds hold: 64 bytes, and the elements that the optimizer asks for.
         self._alignment = math.lcm(_ALIGNMENT // precision.compute.itemsize, alignment)
         self.partition = self.partition_of(boxes, sharding.shard.index)
         self.length, self.owned_span = self.partition.length, self.partition.owned_span
         self.master_span = self.partition.master_span
         self._values: Tensor | None = None
         self._grads: Tensor | None = None
+        # Below stage 3 values stay for the whole run; at stage 3 `prefetch` borrows them.
         if sharding.stage < 3:
             self._values = buffers.borrow(self.length, precision.compute)
         count = self.master_span.stop - self.master_span.start
@@ -117,14 +119,20 @@ class Bucket:
         if self.offloaded and allocate_host is not None:
             self.weights = allocate_host(count, precision.master)
         elif mixed or self._values is None:
+            # Separate master weights: a mixed precision rounds from them, and at stage 3 the values
+            # go back to the pool.
             self.weights = buffers.borrow(count, precision.master)
         else:
             # In one precision the weights are this rank's part of the values themselves.
             self.weights = self._values[self.master_span]
         if mixed and self._values is not None:
+            # An update writes its rounded weights straight into this rank's part of the values.
             self.rounded = self._values[self.master_span]
         elif self.offloaded:
+            # At stage 3 there are no values to write into. The device keeps its rounded part, so
+            # that a gather needs no copy from the host.
             self.rounded = buffers.borrow(count, precision.compute)
+        # At stages 2 and 3 the buffer of whole gradients is borrowed by the first addition.
         allocate_grads = self._full_grads if trained else None
         for parameter, box in zip(parameters, boxes, strict=True):
             parameter.bind(box, allocate_grads)
@@ -137,10 +145,12 @@ class Bucket:
         elif trained:
             count = self.owned_span.stop - self.owned_span.start
             self.grad_sums = buffers.borrow(count, precision.master)
+        # Replicas sum only what this rank owns after the sum over the shard group.
         self._over_shard = self._over_replicas = GradientReducer(sharding.shard)
         if trained:
             self._over_shard = self._reducer(sharding.shard, slice(0, self.length))
             self._over_replicas = self._reducer(sharding.replicas, self.owned_span)
+        # Whether `grad_sums` holds gradients of this step; if not, the first sum overwrites it.
         self._summed = False
         self.holds_full_grads = False
         self._reduction: Iterator[Pending[Tensor]] | None = None
@@ -152,6 +162,7 @@ class Bucket:
         """This rank's part of the sums; the parts of all ranks together have each element once."""
         if self.sharding.stage:
             return self.grad_sums
+        # At stage 0 all ranks hold the whole sum, but each still owns a part of it.
         return own_part(self.grad_sums, self.sharding.shard)
 
     def initialize_weights(self, seed: int) -> None:
@@ -194,6 +205,7 @@ class Bucket:
         """Forget the gradients of the previous step."""
         self._summed = False
         for parameter in self.parameters:
+            # The first addition overwrites, so no buffer is cleared.
             parameter.fresh = True
 
     def reduce(self, *, last: bool) -> None:
@@ -202,20 +214,23 @@ class Bucket:
         Args:
             last: The step adds no more to them, so they are summed over replicas as well.
         """
+        # The previous reduction of this bucket uses the same sums and residuals.
         self.wait()
         for parameter in self.parameters:
+            # What nothing was added to still has the content of an earlier step or borrower.
             parameter.finish()
         self._reduction = self._transfers(last)
         self.advance()
 
     def advance(self) -> bool:
         """Wait for the transfer in flight, and start the next one; return whether there was a next
-        one. All ranks call it at the same points of a step, so that they start transfers in the
-        same order."""
+        one."""
         if self._transfer is not None:
             self._transfer.wait()
         if self._reduction is None:
             return False
+        # The generator handles what has arrived and starts its next transfer. All ranks are at the
+        # same point of the step here, so they start transfers in the same order.
         self._transfer = next(self._reduction, None)
         if self._transfer is None:
             self._reduction = None
@@ -231,6 +246,7 @@ class Bucket:
         for."""
         replicas, stage = self.sharding.replicas, self.sharding.stage
         grads = self._full_grads()
+        # Everything stays whole and is summed at once: a single all-reduce.
         if stage == 0 and replicas.size == 1:
             yield from self._over_shard.sum(grads)
             return
@@ -241,8 +257,10 @@ class Bucket:
         yield from self._over_shard.sum_part(grads)
         if stage >= 2:
             self._accumulate(grads)
+        # Slow links carry only this rank's part, and only once per step.
         if last and replicas.size > 1:
             yield from self._over_replicas.sum(self.owned_grad_sums)
+        # Weights are updated whole on each rank, so each needs all sums.
         if stage == 0:
             yield from self._over_shard.spread(grads)
 
@@ -270,12 +288,15 @@ class Bucket:
 
     def _accumulate(self, grads: Tensor) -> None:
         """Add this rank's part to its sums, and give the buffer back."""
+        # Microbatches are added up in master precision, one after the other.
         own = own_part(grads, self.sharding.shard)
         if self._summed:
             self.grad_sums.add_(own)
         else:
             self.grad_sums.copy_(own)
         self._summed, self.holds_full_grads = True, False
+        # The other parts of the buffer are undefined after the sum, and the sums are copied out of
+        # it.
         self._buffers.give_back(grads)
 
     # Values.
@@ -285,6 +306,7 @@ class Bucket:
         them: round them, then `gather`."""
         self.wait_for_gather()
         if self.rounded is not None:
+            # The only rounding: gathers send these bits, so all ranks compute with the same values.
             self.rounded.copy_(self.weights)
         self.gather()
 
@@ -331,7 +353,9 @@ class Bucket:
     def _start_gather(self, values: Tensor) -> None:
         own = values[self.master_span]
         source = self.weights if self.rounded is None else self.rounded
+        # Below stage 3 both are the same memory, which the update has written.
         if own.data_ptr() != source.data_ptr():
             own.copy_(source)
+        # At stage 0 every rank has updated all values itself.
         if self.sharding.stage:
             self._gathering = all_gather_(values, self.sharding.shard)

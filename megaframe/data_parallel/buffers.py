@@ -37,6 +37,7 @@ class BufferPool:
 
     def borrow(self, length: int, dtype: torch.dtype) -> Tensor:
         """Return a buffer [length] with undefined content."""
+        # A buffer is reused only for the same type and length, so it is never cut.
         free = self._free[dtype, length]
         if free:
             return free.pop()

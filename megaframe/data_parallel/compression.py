@@ -47,13 +47,19 @@ class Int8Codec:
     def encode(self, x_N: Tensor) -> Tensor:
         length = len(x_N)
         x_BK = F.pad(x_N, (0, -length % _BLOCK)).view(-1, _BLOCK)
+        # The maximum is NaN or infinite if an element is, and so is every decoded element of the
+        # block.
         scale_B1 = (x_BK.abs().amax(1, keepdim=True) / 127).float()
+        # Divides by the scale as sent, in fp32, so that sender and receivers agree on each step.
         step_B1 = torch.where(scale_B1 == 0, 1.0, scale_B1).to(x_BK.dtype)
+        # The cast of NaN to int8 is undefined; the scale alone carries what is not finite.
         steps = (x_BK / step_B1).round_().clamp_(-127, 127).nan_to_num_().to(torch.int8)
         return torch.cat([scale_B1.view(-1).view(torch.uint8), _bytes(steps.view(-1)[:length])])
 
     def decode(self, message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         scales = 4 * math.ceil(length / _BLOCK)
+        # A clone, because a view as fp32 needs an aligned start, which a slice of bytes may not
+        # have.
         scale_B1 = message[:scales].clone().view(torch.float32)[:, None]
         steps = F.pad(message[scales:].view(torch.int8), (0, -length % _BLOCK)).view(-1, _BLOCK)
         return (steps.to(dtype) * scale_B1.to(dtype)).view(-1)[:length]
@@ -76,6 +82,7 @@ class TopKCodec:
 
     def decode(self, message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         split = self.count(length) * dtype.itemsize
+        # Copies for the same reason: a view as a wider type needs an aligned start.
         value_K = message[:split].clone().view(dtype)
         place_K = message[split:].clone().view(torch.int32)
         return torch.zeros(length, dtype=dtype, device=message.device).index_copy_(

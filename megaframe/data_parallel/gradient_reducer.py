@@ -61,6 +61,7 @@ class GradientReducer:
         others = len(flat) - len(flat) // self.group.size
         received = self._buffers.borrow_receive_buffer(others, flat.dtype)
         yield reduce_scatter_(flat, self.group, received)
+        # Reached when the next transfer is asked for, so this one is done.
         self._buffers.give_back(received)
 
     def spread(self, flat: Tensor) -> Transfers:
@@ -72,8 +73,14 @@ class CompressedReducer(GradientReducer):
     """Sends messages of a codec."""
 
     def __init__(self, group: Group, codec: GradientCodec, residual: Tensor | None = None) -> None:
-        """Prepare sums. residual: zeros, one `part_length` of the span per rank; without it there
-        is no error feedback."""
+        """Prepare sums.
+
+        Args:
+            group: The ranks that sum.
+            codec: Makes and reads messages.
+            residual: Zeros, one `part_length` of the span per rank; without it there is no error
+                feedback.
+        """
         super().__init__(group)
         self.codec, self.residual = codec, residual
         if residual is not None:
@@ -84,6 +91,7 @@ class CompressedReducer(GradientReducer):
         yield from self._gather(total, flat)
 
     def sum_part(self, flat: Tensor) -> Transfers:
+        # The owner keeps the sum unrounded: nothing is sent back, so nothing of it is left out.
         total = yield from self._scatter(flat)
         own_part(flat, self.group).copy_(total)
         if self.residual is not None:
@@ -97,6 +105,7 @@ class CompressedReducer(GradientReducer):
         rows = self._rows(flat)
         # What a message leaves out has one place to be kept in, so error feedback takes one step.
         steps = self.group.steps if self.residual is None else ()
+        # Neighbours first: the parts that leave the node are then already summed within it.
         for group in steps or (self.group,):
             rows = yield from self._exchange(rows.view(-1, group.size, rows.shape[-1]), group)
         return rows[0]
@@ -106,11 +115,15 @@ class CompressedReducer(GradientReducer):
         part], in the memory of its own rows."""
         own, codec = group.index, self.codec
         others = [rows[:, rank] for rank in range(group.size) if rank != own]
+        # All messages are encoded before the exchange starts, since it reads them from one buffer.
         messages = torch.stack([codec.encode(other.reshape(-1)) for other in others])
         received = exchange_messages(messages, group)
+        # Computed while the exchange is in flight; it reads `messages` only, so `rows` may change.
         for other, message in zip(others, messages, strict=True):
             self._save_residual(other, message)
         yield received
+        # A view of the own row, which is never encoded. Messages are added to it in master
+        # precision and in the order of ranks, so the sum does not depend on arrival.
         total = rows[:, own]
         for message in received.wait():
             total.add_(codec.decode(message, total.numel(), total.dtype).view_as(total))
@@ -118,11 +131,15 @@ class CompressedReducer(GradientReducer):
 
     def _gather(self, total: Tensor, flat: Tensor) -> Transfers:
         message = self.codec.encode(total)
+        # The all-gather works in place: this rank's slot has its message, and the others are
+        # overwritten.
         messages = message.repeat(self.group.size)
         received = all_gather_(messages, self.group)
+        # What the owner's message leaves out stays with the owner and is added to its next sum.
         self._save_residual(total, message)
         yield received
         parts = flat.split(len(total))  # the last one may be shorter, and there may be fewer
+        # The owner decodes its own message too, so all ranks end with the same bits.
         for into, message in zip(parts, messages.view(self.group.size, -1), strict=False):
             into.copy_(self.codec.decode(message, len(total), flat.dtype)[: len(into)])
 
@@ -132,12 +149,15 @@ class CompressedReducer(GradientReducer):
         if self.residual is None:
             short = ranks * part_length(len(flat), ranks) - len(flat)
             return (F.pad(flat, (0, short)) if short else flat).view(ranks, -1)
+        # The residual is the memory of the sum: what was not sent before plus the new gradients.
         self.residual[: len(flat)].add_(flat)
         return self.residual.view(ranks, -1)
 
     def _save_residual(self, row: Tensor, message: Tensor) -> None:
         """Keep what the message leaves out of `row`, but nothing that is not finite, because a
         skipped step must not pass it on."""
+        # `total` is this rank's row of the residual. All of it was used, so nothing is carried
+        # over.
         if self.residual is not None:
             row.sub_(self.codec.decode(message, row.numel(), row.dtype).view_as(row))
             row.nan_to_num_(0.0, 0.0, 0.0)

@@ -47,9 +47,11 @@ class BucketPartition:
         for box in boxes:
             starts.append(end)
             end += alignment * math.ceil(box.size / alignment)
+        # Equal parts, as all-gather and reduce-scatter require; the padding is at the end.
         share = alignment * math.ceil(end / (ranks * alignment))
         owned = slice(index * share, (index + 1) * share)
         length = ranks * share
+        # ZeRO stage 0 updates all weights on each rank, but a rank still owns its part alone.
         master = owned if divided else slice(0, length)
         return cls(tuple(boxes), tuple(starts), length, owned, master)
 

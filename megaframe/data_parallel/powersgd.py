@@ -24,28 +24,43 @@ class PowerSGDReducer(GradientReducer):
     """Sends two factors of `rank` columns for each box that becomes smaller by this, and other
     boxes unchanged.
 
-    residual: zeros, as long as the span. Each sum does one power iteration, which starts from the
-    factor of the previous sum, so that it follows the directions of the gradients over the steps.
+    Each sum does one power iteration, which starts from the factor of the previous sum, so that it
+    follows the directions of the gradients over the steps.
     """
 
     def __init__(self, group: Group, residual: Tensor, views: Views, rank: int) -> None:
+        """Draw the first factors, equal on all ranks.
+
+        Args:
+            group: The ranks that sum.
+            residual: Zeros, as long as the span.
+            views: Returns what a span has of each parameter.
+            rank: Columns of a factor.
+        """
         super().__init__(group)
         self._residual, self._views, self._rank = residual, views, rank
         columns = [rank * matrix.shape[1] for matrix in self._split(residual)[0]]
+        # The same seed everywhere: P = M Q can be summed over ranks only if all have the same Q.
         generator = torch.Generator().manual_seed(0)
         directions = torch.randn(sum(columns), generator=generator, dtype=torch.float64)
         directions = directions.to(residual)
+        # Views of `directions`, so that a checkpoint holds one tensor, which later steps change in
+        # place.
         self._right = [flat.view(-1, rank) for flat in directions.split(columns)]
         self.state["residual"] = residual
         if columns:
             self.state["directions"] = directions
 
     def sum(self, flat: Tensor) -> Transfers:
+        # Error feedback: this step sends what is new plus what earlier steps left out.
         self._residual.add_(flat)
         (owed, owed_rest), (sums, sums_rest) = self._split(self._residual), self._split(flat)
+        # P = M Q of each matrix. Boxes that factors would not make smaller travel whole along with
+        # P.
         left = [matrix @ right for matrix, right in zip(owed, self._right, strict=True)]
         first = _Packed([*left, *owed_rest], flat)
         yield all_reduce(first.flat, self.group)
+        # All ranks orthogonalise the same sum, so they get the same basis.
         bases = [torch.linalg.qr(factor).Q for factor in first.parts[: len(left)]]
         own_right = [matrix.t() @ base for matrix, base in zip(owed, bases, strict=True)]
         second = _Packed(own_right, flat)
@@ -57,10 +72,13 @@ class PowerSGDReducer(GradientReducer):
         for number, base in enumerate(bases):
             right = second.parts[number]
             torch.mm(base, right.t(), out=sums[number])
+            # Minus this rank's own projection, not minus the mean: the sum of what is kept is the
+            # same, and the residuals stay small.
             owed[number].sub_(base @ own_right[number].t())
             # A step that is not finite is skipped, and its directions must not be kept.
             next_right = torch.where(right.isfinite().all(), right, self._right[number])
             self._right[number].copy_(next_right)
+        # A skipped step must not pass on what is not finite.
         self._residual.nan_to_num_(0.0, 0.0, 0.0)
 
     def sum_part(self, flat: Tensor) -> Transfers:

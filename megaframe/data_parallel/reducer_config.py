@@ -82,10 +82,12 @@ class ReducerConfig:
         if slow_views is None or self.compress == "none":
             if self.precision == "master":
                 return GradientReducer(group, buffers)
+            # No residual: bf16 has no error feedback, so it may take several steps.
             return CompressedReducer(group, Bf16Codec())
         if self.compress == "powersgd":
             residual = buffers.borrow(length, dtype).zero_()
             return PowerSGDReducer(group, residual, slow_views, self.rank)
+        # One row per rank: the residual doubles as the padded send buffer.
         padded = group.size * part_length(length, group.size)
         residual = buffers.borrow(padded, dtype).zero_()
         codec = Int8Codec() if self.compress == "int8" else TopKCodec(self.share)

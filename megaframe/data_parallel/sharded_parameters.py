@@ -4,10 +4,6 @@ A stage asks for the values of a unit before it computes with them, and says whe
 added everything to a unit's gradients. Everything else happens here: which parameters share a
 bucket, when values are gathered and released, and when a reduction starts and is waited for. What
 the sums are used for is up to the optimizer.
-
-At ZeRO stage 3 a block's values stay until another block needs the space, because a backward pass
-begins where the forward pass ended. The large tables at the ends of the model are released as soon
-as they are used.
 """
 
 from __future__ import annotations
@@ -170,11 +166,13 @@ class ShardedParameters:
         for number, units in stages.items():
             self._lay_out_stage(number, units, bucket_of)
         self.buckets: list[Bucket] = list(dict.fromkeys(bucket_of.values()))
+        # Tables have their own buckets, so both ends of a tied table have the same parts.
         self._tied_bucket = next(
             (b for b in self.trained if tied is not None and tied.parameter in b.parameters), None
         )
         self._gradients_divided = config.parallel.zero >= 2
         plain = ReducerConfig.of(config.parallel, compress=True).uncompressed
+        # A plain all-reduce at stage 0 is one transfer and needs no `advance`.
         self._in_parts = config.parallel.zero >= 1 or mesh.layout.data_replicate > 1 or not plain
         """Whether a reduction takes several transfers, or holds a buffer until it is done."""
 
@@ -214,6 +212,7 @@ class ShardedParameters:
         """Return when a unit's values are here; if not `whole`, those that only its second half
         uses may still be missing."""
         buckets = self._used[id(unit)]
+        # The values of the second half arrive while the first half is computed.
         late = () if whole or unit.second_half is None else self._used[id(unit.second_half)]
         self._prefetch(buckets)
         for bucket in buckets:
@@ -229,12 +228,16 @@ class ShardedParameters:
         """Say that a unit's values are not used until they are gathered again. Only tables are
         released at once; a block makes room for another one."""
         buckets = self._used[id(unit)]
+        # Tables are large and used once per pass, so they go at once. A block stays until another
+        # one needs its space, because a backward pass begins with the block that ended the forward
+        # pass.
         if _has_tables(buckets):
             _release(buckets)
 
     def release_blocks(self) -> None:
         """Release the values of all blocks, before or after their weights change."""
         while self._resident:
+            # Values that stayed are rounded from the old weights.
             _release(self._resident.pop())
 
     def wait_for_values(self) -> None:
@@ -247,7 +250,9 @@ class ShardedParameters:
 
     def _prefetch(self, buckets: Sequence[Bucket]) -> None:
         if not _has_tables(buckets):
+            # Lists are compared by identity: units that share buckets have the same list object.
             self._resident = [other for other in self._resident if other is not buckets]
+            # The block prefetched longest ago gives its buffer to the new one.
             if len(self._resident) == BLOCKS_PRESENT:
                 _release(self._resident.pop(0))
             self._resident.append(buckets)
@@ -265,6 +270,8 @@ class ShardedParameters:
         """Reduce the gradients of the matrices that a unit, without its second half, or a second
         half owns. Only the `last` microbatch of the step starts the reduction or, if gradients are
         divided, each one does."""
+        # At stages 2 and 3 a borrowed buffer holds one microbatch, so each one is reduced. Below,
+        # microbatches add up in place and travel once.
         if last or self._gradients_divided:
             self._start_reduction(self._owned[id(unit)], last)
 
@@ -278,12 +285,15 @@ class ShardedParameters:
             for bucket in buckets:
                 bucket.wait()
         self._in_flight.clear()
+        # After the sums over data ranks: both ends of a tied table then get the same total, so that
+        # their copies stay equal.
         if self._tied is not None and self._tied_bucket is not None:
             all_reduce(self._tied_bucket.grad_sums, self._tied.ends).wait()
 
     def _start_reduction(self, buckets: Sequence[Bucket], last: bool) -> None:
         if not buckets:
             return
+        # Put back below as the latest one: `bucket.reduce` waits for its previous reduction itself.
         self._in_flight.pop(id(buckets), None)
         if self._in_parts:
             # The transfer started two reductions ago has had time to finish: start its next one.
@@ -302,6 +312,7 @@ class ShardedParameters:
 
     def _summing_axes(self) -> Iterator[tuple[str, ...]]:
         """Yield the axis sets over which gradients may be summed, the same on all ranks."""
+        # Groups are made collectively, so all ranks list the same sets in the same order.
         layout, model = self._mesh.layout, self._config.model
         yield ("data_shard", "context")
         if layout.tensor > 1:
@@ -351,6 +362,8 @@ class ShardedParameters:
         # One list for all of them: it stands for them where their values come and go together.
         used = list({bucket_of[p]: None for p in every})
         for unit in units:
+            # Only the first unit reduces: a backward pass ends with it, and then the sums of all
+            # are complete.
             self._owned[id(unit)] = []
             self._used[id(unit)] = used
             if unit.second_half is not None:
@@ -378,9 +391,11 @@ class ShardedParameters:
         precision = PRECISIONS[self._config.train.precision]
         reducer = ReducerConfig.of(self._config.parallel, compress=spec.role not in _VECTORS)
         if spec.role in _VECTORS:
+            # Autograd saves gains and biases, so their values may not be withdrawn.
             stage = min(stage, 1)
         if spec.role == "balance":  # its gradients are counts, which all ranks need exactly
             stage, reducer = 0, UNCOMPRESSED
+            # Values in master precision as well, so they are not rounded.
             precision = Precision(precision.master, precision.master)
         sharding = BucketSharding(mesh.group(*shard), mesh.group("data_replicate"), stage, reducer)
         return Bucket(

@@ -41,12 +41,15 @@ class DesyncCheck:
     ) -> None:
         """Compare a collective that this rank is about to start on a group.
 
-        group: the name of the group, the same on all members.
-        axes: the axes of the group, for messages.
-        kind: the name of the collective.
-        tensor: a tensor whose type and shape are the same on all members; None for any shape.
-        first: this rank is the first member of the group.
-        Raises `CollectiveMismatch` if a member has started something else.
+        Args:
+            group: The name of the group, the same on all members.
+            axes: The axes of the group, for messages.
+            kind: The name of the collective.
+            tensor: A tensor whose type and shape are the same on all members; None for any shape.
+            first: Whether this rank is the first member of the group.
+
+        Raises:
+            CollectiveMismatch: A member has started something else.
         """
         # All members are in the same action when they start a collective.
         what = "any shape" if tensor is None else describe_tensor(tensor.dtype, tensor.shape)
@@ -54,12 +57,18 @@ class DesyncCheck:
         self._compare(group, axes, f"{kind} of {what}", terms, first)
 
     def check_message(self, group: str, axes: str, what: str, source: int, target: int) -> None:
-        """Compare a send or a receive between the ranks `source` and `target`, one of which is this
-        rank, with the other end.
+        """Compare a send or a receive with its other end.
 
-        what: type and shape. For the other arguments see `check_collective`.
-        Raises `CollectiveMismatch` if the other end expects a message of another type or shape, or
-        at another place between the collectives of the group.
+        Args:
+            group: The name of the group, the same on all members.
+            axes: The axes of the group, for messages.
+            what: Type and shape.
+            source: The sending rank.
+            target: The receiving rank; one of the two is this rank.
+
+        Raises:
+            CollectiveMismatch: The other end expects a message of another type or shape, or at
+                another place between the collectives of the group.
         """
         after = self._begun[group]
         sends = self._rank == source
@@ -75,10 +84,12 @@ class DesyncCheck:
     ) -> None:
         """Compare this rank's next call on a channel.
 
-        channel: those who use it must start the same calls in the same order.
-        call: what this rank starts, in words.
-        terms: what must be the same for all.
-        first: this rank deletes old entries.
+        Args:
+            channel: Those who use it must start the same calls in the same order.
+            axes: For messages.
+            call: What this rank starts, in words.
+            terms: What must be the same for all.
+            first: Whether this rank deletes old entries.
         """
         number = self._begun[channel]
         self._begun[channel] += 1
@@ -86,6 +97,8 @@ class DesyncCheck:
         call += f" in action {action}" * bool(action) + f" at {_call_site()}"
         mine = json.dumps([terms, self._rank, call])
         key = f"order/{channel}/{number}"
+        # The first rank to start the call writes it; later ones get its text and compare. No rank
+        # waits for another.
         theirs = self._store.compare_set(key, "", mine).decode()
         if first and number >= _STORED_ENTRIES:
             self._store.delete_key(f"order/{channel}/{number - _STORED_ENTRIES}")

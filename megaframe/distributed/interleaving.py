@@ -22,7 +22,8 @@ class InterleaveHook:
     """Called by layers before they wait for a transfer. Does nothing unless other work is
     interleaved with theirs.
 
-    switch: lets the other piece of work continue; None if there is none.
+    Attributes:
+        switch: Lets the other piece of work continue; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,13 @@ class InterleavedRunner:
     """Runs two pieces of work in turns, the second one in a thread of its own, which is reused."""
 
     def run(self, first: Callable[[HandOver], None], second: Callable[[HandOver], None]) -> None:
-        """Return when both are done. Raises what either raises, once the other has ended."""
+        """Return when both are done. Raises what either raises, once the other has ended.
+
+        Args:
+            first: Runs in this thread. It gets the function that hands over to the other.
+            second: Runs in the other thread, and waits until `first` hands over
+                or is done.
+        """
         turns = _Alternation()
         result = self._thread.submit(turns.work, 1, second)
         try:
@@ -78,11 +85,13 @@ class _Alternation:
             work(lambda: self._hand_over(thread))
         finally:
             with self._changed:
+                # Also after an error: the other thread must get its turn, or it would wait forever.
                 self._working.discard(thread)
                 self._turn = 1 - thread
                 self._changed.notify_all()
 
     def _hand_over(self, thread: int) -> None:
+        # The other is done, so there is nobody to hand over to.
         if 1 - thread not in self._working:
             return
         with self._changed:

@@ -57,10 +57,11 @@ def global_rank() -> int:
 class Mesh(ProcessGroups):
     """This rank's coordinate in the layout, its process groups, its store and its device.
 
-    store: shared by all ranks.
-    data_control_group: the data ranks, over separate connections on the host, for small values
-    that must not queue behind large transfers.
-    before_close: functions that `close` calls before it ends the groups.
+    Attributes:
+        store: Shared by all ranks.
+        data_control_group: The data ranks, over separate connections on the host, for small values
+            that must not queue behind large transfers.
+        before_close: Functions that `close` calls before it ends the groups.
     """
 
     def __init__(
@@ -165,8 +166,13 @@ class Mesh(ProcessGroups):
         collective_timer: Callable[[str], WaitTimer],
         message_timer: Callable[[tuple[int, int]], WaitTimer],
     ) -> None:
-        """Charge all later waits: for collectives to `collective_timer(axes)`, and for messages
-        over a pipeline link to `message_timer((from, to))`."""
+        """Charge all later waits to timers.
+
+        Args:
+            collective_timer: Returns the timer of collectives over these axes, a label of
+                `take_traffic`.
+            message_timer: Returns the timer of messages over the pipeline link (from, to).
+        """
         for label, group in self._counted:
             group.traffic.collective_timer = group.traffic.message_timer = collective_timer(label)
         for ends, link in self._links.items():
@@ -192,9 +198,13 @@ class Mesh(ProcessGroups):
             self._watchdog.rank_of_stage = self._rank_of_stage
 
     def watch_steps(self, limit: float, folder: Path) -> None:
-        """From now on, end the run if the activity recorded in `progress` takes more than `limit`
-        seconds on any rank (0: no limit), and write stacks into `folder`. All ranks must call
-        this."""
+        """End the run from now on if an activity takes too long. All ranks must call this.
+
+        Args:
+            limit: Seconds that the activity recorded in `progress` may take on any rank, 0 for no
+                limit.
+            folder: Where verdicts and stacks are written.
+        """
         if limit and self._watchdog is None:
             self._watchdog = self._new_watchdog()
         if self._watchdog is not None:

@@ -39,11 +39,14 @@ WORLD_AXES = ("pipeline", "data", "context", "tensor")
 class ProcessGroups:
     """This rank's coordinate in the layout and the groups that it is in.
 
-    layout, rank, device: as in `Mesh`.
-    progress: records the waits of all groups.
-    coordinate: this rank's coordinate on each axis.
-    nccl: the communicators over NCCL; None if groups on the device use another backend.
-    num_communicators: number of process groups on the device's backend that include this rank.
+    Attributes:
+        layout: The shape of the world.
+        rank: This rank.
+        device: Where the tensors of transfers are.
+        progress: Records the waits of all groups.
+        coordinate: This rank's coordinate on each axis.
+        nccl: The communicators over NCCL; None if groups on the device use another backend.
+        num_communicators: Number of process groups on the device's backend that include this rank.
     """
 
     def __init__(
@@ -178,6 +181,8 @@ class ProcessGroups:
             sizes = [size for size in exchange_steps(group.size, inside) if size > 1]
             if group.steps or len(sizes) < 2:
                 continue
+            # For each row of ranks, the groups of every step; then for each step, the groups of all
+            # rows, because all ranks make a process group together.
             by_row = [exchange_groups(row, sizes) for row in rows]
             by_step = ([*chain.from_iterable(of)] for of in zip(*by_row, strict=True))
             steps = tuple(self._make_group(axes, members) for members in by_step)
@@ -194,6 +199,8 @@ class ProcessGroups:
         """
         columns = self.layout.groups("pipeline")
         own = self.coordinate["pipeline"]
+        # Sorted: making and connecting a link waits for others, so all ranks go through them in one
+        # order.
         for source, target in sorted(set(links)):
             low, high = sorted((source, target))
             pairs = [(column[low], column[high]) for column in columns]
@@ -249,6 +256,7 @@ class ProcessGroups:
         handles = self._new_handles(missing, backend, "+".join(axes), link=link)
         if shared:
             self._handles.update(handles)
+        # Stays as it is if no group has this rank.
         own = Group(axes, (self.rank,), 0, None, progress=self.progress)
         for ranks in members:
             if self.rank in ranks:
@@ -264,6 +272,7 @@ class ProcessGroups:
                     host_staged=isinstance(handle, HostStagedGroup),
                     control=backend is not None,
                 )
+        # Counted on all ranks or on none, so that every rank reports the same axes.
         if any(len(ranks) > 1 for ranks in members):
             self._counted.append((self._traffic_label(axes), own))
         return own
@@ -273,7 +282,11 @@ class ProcessGroups:
     ) -> dict[Ranks, dist.ProcessGroup | None]:
         """Make a process group for each tuple of ranks, of which no two have a rank in common.
 
-        name: for NCCL's flight recorder. For the other arguments see `_make_group`.
+        Args:
+            members: The ranks of each group.
+            backend: As in `_make_group`.
+            name: For NCCL's flight recorder.
+            link: As in `_make_group`.
         """
         self.num_communicators += backend is None and any(self.rank in ranks for ranks in members)
         if self.nccl is None or backend is not None or link:

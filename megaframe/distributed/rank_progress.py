@@ -45,9 +45,10 @@ class DeviceEvent(Protocol):
 class DeviceTimes:
     """What a device did in finished steps.
 
-    steps: their number.
-    busy: seconds of work without waits, by kind of action. If the host launches work later than
-    the device could do it, they include what the device waits for the host.
+    Attributes:
+        steps: Their number.
+        busy: Seconds of work without waits, by kind of action. If the host launches work later than
+            the device could do it, they include what the device waits for the host.
     """
 
     steps: int = 0
@@ -77,8 +78,7 @@ class DeviceTimer:
     """Measures how long one device works on each kind of action, without its waits for other ranks.
 
     The host launches work long before the device does it, so the times of the device are those
-    between events in its queue. They are read steps later, when the device has passed them, and
-    nobody waits for them.
+    between events in its queue.
     """
 
     def __init__(self) -> None:
@@ -109,6 +109,7 @@ class DeviceTimer:
         self._steps.append(self._actions)
         self._actions = []
         times = DeviceTimes()
+        # Steps that the device has not passed stay for a later call: nobody waits for these times.
         while self._steps and _is_finished(self._steps[0]):
             times.steps += 1
             for action in self._steps.popleft():
@@ -127,9 +128,10 @@ def _is_finished(actions: list[_TimedAction]) -> bool:
 class _DeviceWork:
     """Work that the host has queued on a device.
 
-    end: the event after it.
-    activity: the action or other part of a step that it belongs to.
-    waits: its waits for other ranks.
+    Attributes:
+        end: The event after it.
+        activity: The action or other part of a step that it belongs to.
+        waits: Its waits for other ranks.
     """
 
     end: DeviceEvent
@@ -141,12 +143,14 @@ class _DeviceWork:
 class RankStatus:
     """What one rank was doing when its watchdog looked.
 
-    activity: for example `step 17, action 4B2`.
-    waiting: what it waits for, empty if it waits for no rank.
-    parts_begun: number of parts of steps that it has begun so far; the rank with the smallest one
-    is furthest behind.
-    can_restart: it is in the loop over steps, no signal has asked it to leave, and its device is
-    usable.
+    Attributes:
+        rank: The rank.
+        activity: For example `step 17, action 4B2`.
+        waiting: What it waits for, empty if it waits for no rank.
+        parts_begun: Number of parts of steps that it has begun so far; the rank with the smallest
+            one is furthest behind.
+        can_restart: Whether it is in the loop over steps, no signal has asked it to leave, and its
+            device is usable.
     """
 
     rank: int
@@ -171,16 +175,17 @@ class RankStatus:
 class RankProgress:
     """Where this rank is in its work.
 
-    leave_signal: the signal that asked the process to leave, 0 for none.
-    step: the current step.
-    in_step_loop: the rank is in the loop over steps, neither at its end nor leaving it because of
-    an error of its own.
-    transfers_ended: the transfers of this rank were ended for an in-process restart, so that what
-    they returned must not be used.
-    device_usable: returns whether this process can go on using its device.
-    record_event: may be set if the device runs asynchronously, so that the device and not the host
-    waits for other ranks. Puts an event into the device's queue of work.
-    device_timer: may be set together with `record_event`, to count how long the device is busy.
+    Attributes:
+        leave_signal: The signal that asked the process to leave, 0 for none.
+        step: The current step.
+        in_step_loop: Whether the rank is in the loop over steps, neither at its end nor leaving it
+            because of an error of its own.
+        transfers_ended: Whether the transfers of this rank were ended for an in-process restart, so
+            that what they returned must not be used.
+        device_usable: Returns whether this process can go on using its device.
+        record_event: May be set if the device runs asynchronously, so that the device and not the
+            host waits for other ranks. Puts an event into the device's queue of work.
+        device_timer: May be set together with `record_event`, to count how long the device is busy.
     """
 
     def __init__(self) -> None:
@@ -229,11 +234,14 @@ class RankProgress:
                 work = _DeviceWork(event, self._describe_activity(), self._device_waits)
                 self._device_work.append(work)
                 self._device_waits = []
+                # Called for its effect: drops the work that the device has finished, so that the
+                # queue stays short.
                 self._unfinished_work()
             if self.device_timer is not None:
                 self.device_timer.begin_action(kind, event)
         now = time.perf_counter_ns()
         if self._kind is not None:
+            # Without the waits in between.
             self._busy[self._kind] += now - self._part_start - self._part_waited
         self._part, self._action, self._kind = part, action, kind
         self._part_start, self._part_waited = now, 0
@@ -296,6 +304,7 @@ class RankProgress:
         more than `limit` seconds. Must be called repeatedly: time counts from the first call that
         saw the device there."""
         work, now = self._unfinished_work(), time.monotonic()
+        # The device has moved on since the last call, so the time starts again.
         if work is not self._oldest_work[0]:
             self._oldest_work = work, now
         return work is not None and bool(work.waits) and now - self._oldest_work[1] > limit

@@ -15,7 +15,8 @@ from megaframe.distributed.rank_progress import RankProgress, Waitable
 class WaitTimer(Protocol):
     """What waits for transfers are charged to: a context that each wait runs in.
 
-    checks_arrival: a wait must first check whether it has to wait at all.
+    Attributes:
+        checks_arrival: Whether a wait must first check whether it has to wait at all.
     """
 
     checks_arrival: bool
@@ -58,8 +59,11 @@ NO_WAIT_TIMER = NoWaitTimer()
 class Traffic:
     """What one rank has handed to the collectives of a group since the last `take()`.
 
-    collective_timer: what waits for collectives are charged to.
-    message_timer: what waits for single sends and receives are charged to.
+    Attributes:
+        bytes: Bytes of all calls.
+        calls: Number of calls.
+        collective_timer: What waits for collectives are charged to.
+        message_timer: What waits for single sends and receives are charged to.
     """
 
     bytes: int = 0
@@ -95,9 +99,11 @@ class Traffic:
 class CapturedTransfers:
     """The transfers of captured work.
 
-    name: name of the work, for the watchdog.
-    waits: its waits for other ranks.
-    counts: bytes and calls of each traffic.
+    Attributes:
+        name: Name of the work, for the watchdog.
+        progress: Where its waits are recorded.
+        waits: Its waits for other ranks.
+        counts: Bytes and calls of each traffic.
     """
 
     name: str
@@ -109,6 +115,8 @@ class CapturedTransfers:
         """Run the work by calling `launch`, and report its transfers."""
         self.progress.begin_part(self.name, None, "F")
         launch()
+        # A replay runs none of the code that records waits and counts bytes, so both are reported
+        # here.
         for waiting in self.waits:
             self.progress.record_device_wait(waiting)
         for traffic, size, calls in self.counts:
@@ -129,5 +137,6 @@ def capture_transfers(
         (traffic, traffic.bytes - size, traffic.calls - calls)
         for traffic, (size, calls) in zip(traffics, before, strict=True)
     ]
+    # The capture itself has transferred nothing: what it counted is taken back.
     for traffic, size, calls in captured.counts:
         traffic.add(-size, -calls)

@@ -34,7 +34,7 @@ class LatentAttention(Module):
     """Latent attention. One weight `down` maps the stream to a latent of the queries (if there is a
     `query_rank`), a latent of the keys and values, and the rotated part of the keys, which all
     heads share. Both latents are RMS-normalised and become heads by `query` [N, D, rank] and `kv`
-    [N, D - R + V, rank]. window: attention window of this layer."""
+    [N, D - R + V, rank]."""
 
     def __init__(
         self,
@@ -45,6 +45,16 @@ class LatentAttention(Module):
         window: int | None,
         run: RunContext,
     ) -> None:
+        """Declare the layers.
+
+        Args:
+            name: Of the layer in the model.
+            model: The model's config.
+            latent: Its widths of latents and heads.
+            output_std: Standard deviation of the initial output matrix.
+            window: How many tokens a query sees, with itself; None for all before it.
+            run: What the run fixes.
+        """
         self.window, self.run = window, run
         self.latent, self.width = latent, latent.rotary_dim + latent.head_dim
         self.kv_width = latent.head_dim + latent.value_dim

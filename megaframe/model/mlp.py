@@ -30,7 +30,15 @@ class MLP(Module):
         tensor: TensorParallel,
         width: int | None = None,
     ) -> None:
-        """Declare the layers. width: inner width; None for `model.ffn`."""
+        """Declare the layers.
+
+        Args:
+            name: Of the MLP in the model.
+            model: The model's config.
+            output_std: Standard deviation of the initial output matrix.
+            tensor: The tensor ranks, and how products are computed.
+            width: Inner width; None for `model.ffn`.
+        """
         width = width or model.ffn
         self.activation = model.activation
         # Gate and up as one weight, and so one product. They are separate along dim 0, so that a
@@ -65,16 +73,28 @@ class MLP(Module):
 
 
 def activate(kind: str, x: Tensor, kernels: Kernels = NO_KERNELS) -> Tensor:
-    """Apply the activation `kind` to x [..., F]. For swiglu, x [..., 2F] is (gate, up) and the
-    result is silu(gate) * up [..., F]."""
+    """Apply an activation.
+
+    Args:
+        kind: Its name, as in `model.activation`.
+        x: [..., F], or for swiglu (gate, up) [..., 2F].
+        kernels: The kernels of the run.
+
+    Returns:
+        The result [..., F], for swiglu silu(gate) * up.
+    """
     return _select_activation(kind, x, kernels)(kind, x)
 
 
 def recompute_activation(
     kind: str, x: Tensor, kernels: Kernels = NO_KERNELS
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Compute `activate(kind, x)` again in a backward pass. Return it with a function that turns
-    its gradient into the gradient of x, and that may be called only once."""
+    """Compute an activation again in a backward pass. The arguments are those of `activate`.
+
+    Returns:
+        The result, and a function that turns its gradient into the gradient of x. It may be called
+        only once.
+    """
     run = _select_activation(kind, x, kernels)
     # By hand: silu(gate) is computed once, for the activation and for its gradient.
     if kind == "swiglu" and run is _activate:

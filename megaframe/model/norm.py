@@ -15,13 +15,19 @@ from megaframe.parameters.spec import Constant, ParamSpec
 
 
 class Norm(Module):
-    """y = normalised x times a gain (plus a bias), over the last dim.
-
-    kind: layernorm (mean and variance; Ba et al. 2016) or rmsnorm (root mean square; Zhang and
-    Sennrich 2019). Only layernorm has a bias.
-    """
+    """y = normalised x times a gain (plus a bias), over the last dim."""
 
     def __init__(self, name: str, width: int, *, kind: str, eps: float, bias: bool) -> None:
+        """Declare the parameters.
+
+        Args:
+            name: Of the norm in the model.
+            width: Width of the last dim.
+            kind: layernorm (mean and variance; Ba et al. 2016) or rmsnorm (root mean square; Zhang
+                and Sennrich 2019).
+            eps: Added to the variance or mean square.
+            bias: Whether there is one. Only layernorm can have it.
+        """
         self.kind, self.eps, self.width = kind, eps, width
         self.gain = Parameter(ParamSpec(f"{name}.gain", (width,), Constant(1.0), role="gain"))
         self.bias: Parameter | None = None

@@ -39,8 +39,13 @@ class OutputHead(Module):
     its own final norm and shares the projection."""
 
     def __init__(self, config: RunConfig, tokens: EmbeddingTable | None, run: RunContext) -> None:
-        """Declare the parameters. tokens: the token table on the last stage, whose weight a tied
-        head uses."""
+        """Declare the parameters.
+
+        Args:
+            config: The run.
+            tokens: The token table on the last stage, whose weight a tied head uses.
+            run: What the run fixes.
+        """
         model = config.model
         self.run = run
         self.norm = make_norm("head.norm", model)
@@ -75,9 +80,15 @@ class OutputHead(Module):
     def loss(
         self, y: Tensor, labels_BS: Tensor, scale: Tensor | None, context: MicrobatchContext
     ) -> HeadResult:
-        """Return the loss sum of normalised hidden states y [rows, hidden], with gradients times
-        `scale`; see `head_loss`. Without a scale there are no gradients, and the loss is
-        cross-entropy alone."""
+        """Compute the loss sum, and with a scale its gradients; see `head_loss`.
+
+        Args:
+            y: Normalised hidden states of this rank's rows, [rows, hidden].
+            labels_BS: Labels of all tokens.
+            scale: Factor of the gradients, fp64 scalar. Without it there are none, and the loss is
+                cross-entropy alone.
+            context: Of the microbatch.
+        """
         labels = context.rows.pad(labels_BS.flatten(), IGNORE)
         options = self.evaluation_options if scale is None else self.training_options
         tensor = self.run.tensor
@@ -121,8 +132,14 @@ class PostProcess:
     the forward pass."""
 
     def __init__(self, config: RunConfig, embedding: Embedding | None, run: RunContext) -> None:
-        """Build the units. embedding: the model's embedding if it is on this rank, for a tied head
-        and for predictors; without it they use a replica of its `tokens`."""
+        """Build the units.
+
+        Args:
+            config: The run.
+            embedding: The model's embedding if it is on this rank, for a tied head and for
+                predictors; without it they use a replica of its `tokens`.
+            run: What the run fixes.
+        """
         model, train = config.model, config.train
         self.tokens = output_token_table(model, embedding, run)
         self.head = OutputHead(config, self.tokens, run)
@@ -201,8 +218,16 @@ class PostProcess:
     def backward(
         self, kept: PostProcessActivations, values: UnitValues, finish: UnitDone
     ) -> Tensor:
-        """Return the gradient of the stream after the last block. Calls `finish` with each
-        predictor, in reverse order."""
+        """Backpropagate all losses of a microbatch.
+
+        Args:
+            kept: What `forward` returned; it is used up.
+            values: Provides the values of units.
+            finish: Called with each predictor, in reverse order.
+
+        Returns:
+            The gradient of the stream after the last block, [rows, hidden].
+        """
         for index, predictor in reversed([*enumerate(self.predictors)]):
             # In reverse order of depth. The leaf after this predictor has its whole gradient now:
             # the predictor that follows has already added its part.

@@ -102,7 +102,14 @@ class Rotary:
         dtype: torch.dtype,
         kernels: Kernels = NO_KERNELS,
     ) -> None:
-        """positions: int64 [S] or [B, S]."""
+        """Compute the tables.
+
+        Args:
+            model: The model's config.
+            positions: Position of each token, int64 [S] or [B, S].
+            dtype: Type of the activations.
+            kernels: The kernels of the run.
+        """
         self._kernels = kernels
         rate, factor = _frequencies_on(model, positions.device)
         # Angles, cosines and sines in fp64, rounded once to the type of the activations.

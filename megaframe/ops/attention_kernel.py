@@ -28,10 +28,22 @@ def attend_by_kernel(
     mask: SequenceMask,
     scale: float,
 ) -> Tensor | None:
-    """Compute attention [B, S, N, V] by a kernel. Return None if no kernel takes these
-    arguments."""
+    """Compute attention over whole samples by a kernel.
+
+    Args:
+        kernels: The kernels of the run.
+        query_BQND: The queries, [B, S, N, D].
+        key_BKGD: The keys, [B, S, G, D].
+        value_BKGV: The values, [B, S, G, V].
+        mask: Which tokens attend to which.
+        scale: Factor on the scores.
+
+    Returns:
+        The output [B, S, N, V], or None if no kernel takes these arguments.
+    """
     if not kernels.has("attention"):
         return None
+    # Kernels take one width for all heads; those of values may be narrower.
     value = _pad_heads_like(value_BKGV, query_BQND)
     operands = (query_BQND, key_BKGD, value, mask.spans)
     kernel = kernels.find("attention", *operands, scale=scale)
@@ -79,6 +91,7 @@ def attend_tile_backward_by_kernel(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Compute the gradients of a tile like `attention_tiles.attend_backward`. Return None if no
     kernel takes these arguments."""
+    # A tile that a kernel computed gets its gradient from one too, so both must be there.
     if not (kernels.has("attention") and kernels.has("attention_backward")):
         return None
     d_out, out, value = (
@@ -89,6 +102,7 @@ def attend_tile_backward_by_kernel(
     if kernel is None:
         return None
     d_query, d_key, d_value = kernel(*operands, scale=scale)
+    # Gradients of padding are cut off with it.
     return d_query, d_key, d_value[..., : value_BKGV.shape[-1]]
 
 

@@ -46,12 +46,14 @@ class AttentionMask:
         """Return the bool mask of queries and keys at these places in the sample: [Q, K], or with
         documents [B, 1, Q, K]."""
         distance = queries_Q[:, None] - keys_K[None, :]
+        # Causal: a query sees itself and what is before it.
         mask = distance >= 0
         if self.window is not None:
             mask &= distance < self.window
         if self.documents_BS is None:
             return mask
         alike = self.documents_BS[:, queries_Q, None] == self.documents_BS[:, None, keys_K]
+        # The dim of size 1 broadcasts over heads.
         return (mask & alike)[:, None]
 
 
@@ -97,9 +99,12 @@ class SequenceMask:
         if not self.attention_mask.narrow:
             return [Tile(slice(0, self.length), slice(0, self.length), "causal")]
         reach = self.attention_mask.window or self.length
+        # Without a window the keys of a tile still end at its last query, which about halves the
+        # work.
         starts = range(0, self.length, _QUERIES_PER_TILE)
         ends = ((start, min(start + _QUERIES_PER_TILE, self.length)) for start in starts)
         return [
+            # The first query sees the furthest back, `reach` tokens with its own.
             Tile(slice(start, end), slice(max(0, start - reach + 1), end), "masked")
             for start, end in ends
         ]
@@ -128,9 +133,15 @@ def make_spans(
 ) -> Spans:
     """Return the keys that queries see, as spans.
 
-    queries, keys: ascending places of the tokens in their samples. With keys=None, queries and keys
-    are both whole samples, and documents are ignored.
+    Args:
+        mask: The rule.
+        batch: Number of samples.
+        queries: Ascending places of the queries in their samples, [Q].
+        keys: The same of the keys, [K]. With None, queries and keys are both whole samples, and
+            documents are ignored.
+        causal: A query sees no key after it.
     """
+    # Imported here, since plain code runs without the library of kernels.
     from megaframe_kernels.attention.spans import find_spans
 
     documents, device = mask.documents_BS, queries.device

@@ -37,11 +37,19 @@ def attend(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, Q, N, V] and the log-sum-exp [B, N, Q]. The latter is in at least fp32,
-    and -inf where a query sees no key.
+    """Compute attention of a tile.
 
-    mask: as from `AttentionMask.dense`; None if nothing is hidden by a mask. causal: with as many
-    queries as keys, each query sees itself and what is before it. scale: of the scores.
+    Args:
+        query_BQND: The queries, [B, Q, N, D].
+        key_BKGD: The keys, [B, K, G, D].
+        value_BKGV: The values, [B, K, G, V].
+        mask: As from `AttentionMask.dense`; None if nothing is hidden by a mask.
+        causal: With as many queries as keys, each query sees itself and what is before it.
+        scale: Factor on the scores.
+
+    Returns:
+        The output [B, Q, N, V] and the log-sum-exp [B, N, Q]. The latter is in at least fp32, and
+        -inf where a query sees no key.
     """
     query, key, value = _move_heads_first(query_BQND, key_BKGD, value_BKGV)
     if computes_in_blocks(query_BQND, key_BKGD, mask):
@@ -57,8 +65,10 @@ def attend(
             *alike, 0.0, causal, scale=scale
         )
     else:
+        # In torch's default type; `_scores` converts it to that of the scores.
         bias = _to_bias(_make_causal(mask, query, causal), None)
         out, lse = _attend_plain(query, key, value, bias, scale)
+    # A query that sees no key gets -inf, so its output has weight 0 when tiles are merged.
     if mask is not None:
         lse = lse.masked_fill(~mask.any(-1), -math.inf)
     return out[..., : value.shape[-1]].transpose(1, 2), lse
@@ -76,11 +86,23 @@ def attend_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a tile adds to the gradients of queries [B, Q, N, D], keys [B, K, G, D] and
-    values [B, K, G, V].
+    """Compute what a tile adds to gradients.
 
-    out, lse: merged over all tiles, so that exp(score - lse) is the weight of a key among all keys
-    that the query sees, in whichever tile.
+    Args:
+        d_out: Gradient of the output, [B, Q, N, V].
+        query_BQND: The queries, [B, Q, N, D].
+        key_BKGD: The keys, [B, K, G, D].
+        value_BKGV: The values, [B, K, G, V].
+        out_BQNV: The output merged over all tiles, [B, Q, N, V].
+        lse_BNQ: The log-sum-exp merged over all tiles, [B, N, Q], so that exp(score - lse) is the
+            weight of a key among all keys that the query sees, in whichever tile.
+        mask: As for `attend`.
+        causal: As for `attend`.
+        scale: Factor on the scores.
+
+    Returns:
+        What it adds to the gradients of queries [B, Q, N, D], keys [B, K, G, D] and values
+        [B, K, G, V].
     """
     heads = query, _, _ = _move_heads_first(query_BQND, key_BKGD, value_BKGV)
     d_out, out = d_out.transpose(1, 2), out_BQNV.transpose(1, 2)
@@ -91,6 +113,7 @@ def attend_backward(
         )
         return _move_heads_back(gradients, heads)
     alike = _pad_to_one_width(*heads)
+    # Padded outputs are zero and padded values get no weight, so sums over the width are unchanged.
     d_alike, out_alike = (_pad_head(end, alike[0].shape[-1]) for end in (d_out, out))
     if query.device.type in _HOSTS:
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -116,8 +139,16 @@ def merge(out_BQND: Tensor, lse_BNQ: Tensor, tile_out: Tensor, tile_lse: Tensor)
     and lse is -inf.
 
     out = (e^lse out + e^lse' out') / (e^lse + e^lse'), so the weight of the new tile is a sigmoid.
+
+    Args:
+        out_BQND: The output so far, [B, Q, N, V]; changed.
+        lse_BNQ: Its log-sum-exp, [B, N, Q]; changed.
+        tile_out: The output of the tile, [B, Q, N, V].
+        tile_lse: Its log-sum-exp, [B, N, Q].
     """
+    # No exponential of a log-sum-exp is computed, so nothing overflows.
     weight_BQN1 = torch.sigmoid(tile_lse - lse_BNQ).transpose(1, 2)[..., None]
+    # Uses the weight before `lse` is overwritten with the sum of both.
     out_BQND.lerp_(tile_out.to(out_BQND.dtype), weight_BQN1.to(out_BQND.dtype))
     torch.logaddexp(lse_BNQ, tile_lse, out=lse_BNQ)
 
@@ -212,7 +243,9 @@ def _attend_plain(
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = _scores(query, key, bias, scale, wide)
     lse = scores.logsumexp(-1)
+    # A query that sees no key has lse = -inf, and -inf - -inf would be NaN.
     shares = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
+    # Weights are rounded to the type of the values, as in the fused attention.
     out = _group_heads(shares.to(query.dtype), key.shape[1]) @ value[:, :, None]
     return out.flatten(1, 2), lse
 
@@ -231,13 +264,16 @@ def _attend_plain_backward(
     ds k, dk = ds^T q. Gradients of keys and values are summed over the query heads that share
     them."""
     wide, groups = lse.dtype, key.shape[1]
+    # Weights among all keys of all tiles, because lse is merged over them.
     shares = (_scores(query, key, bias, scale, wide) - lse[..., None]).exp()
     d_shares = (_group_heads(d_out, groups) @ value[:, :, None].mT).flatten(1, 2).to(wide)
+    # Equals sum(p dp) over all keys, also those of other tiles, because out is merged too.
     mean = (d_out.to(wide) * out.to(wide)).sum(-1, keepdim=True)
     d_scores = shares * (d_shares - mean) * scale
     d_scores_grouped = _group_heads(d_scores.to(query.dtype), groups)
     shares_grouped = _group_heads(shares.to(query.dtype), groups)
     d_query = (d_scores_grouped @ key[:, :, None]).flatten(1, 2)
+    # Query heads that share a key head each contribute to its gradient.
     d_key = (d_scores_grouped.mT @ _group_heads(query, groups)).sum(2)
     d_value = (shares_grouped.mT @ _group_heads(d_out, groups)).sum(2)
     return d_query, d_key, d_value

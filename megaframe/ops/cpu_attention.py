@@ -83,6 +83,7 @@ def attend(
     """Return the output [B, N, Q, V] and log-sum-exp [B, N, Q]."""
     batch, heads, queries, _ = query_BNQD.shape
     wide = torch.promote_types(query_BNQD.dtype, torch.float32)
+    # Tokens first in memory, so that the caller's transpose back gives a contiguous tensor.
     out = query_BNQD.new_empty(batch, queries, heads, value_BGKV.shape[3]).transpose(1, 2)
     lse = query_BNQD.new_empty(batch, heads, queries, dtype=wide)
     for block, shared in _head_blocks(query_BNQD, key_BGKD):
@@ -95,13 +96,19 @@ def attend(
                 scale * _LOG2_E
             )
             if causal:
+                # Only the last square of a block is on the diagonal; all keys before it are
+                # visible.
                 size = rows.stop - rows.start
                 scores[..., -size:] += scores.new_full((size, size), -math.inf).triu_(1)
+            # The largest score becomes 2^0, so no power overflows.
             top = scores.amax(-1, keepdim=True)
+            # In place: scores are few enough to stay in cache between these passes.
             shares = scores.sub_(top).exp2_()
             total = shares.sum(-1, keepdim=True)
+            # Divided after the product, whose result has V columns where the weights have K.
             result = multiply_batched(shares.to(value_HKV.dtype), value_HKV[:, seen]) / total
             out[block][:, :, rows] = result.unflatten(0, shape)
+            # Back from powers of 2 to natural logarithms.
             lse[block][:, :, rows] = ((top + total.log2()) / _LOG2_E).view(*shape, -1)
     return out, lse
 
@@ -122,13 +129,18 @@ def attend_backward(
     = ds^T q."""
     dtype, wide = query_BNQD.dtype, lse_BNQ.dtype
     d_query = torch.empty_like(query_BNQD)
+    # Sums over blocks of queries and over query heads are in at least fp32, and rounded once at the
+    # end.
     d_key, d_value = (torch.zeros_like(x, dtype=wide) for x in (key_BGKD, value_BGKV))
     for block, shared in _head_blocks(query_BNQD, key_BGKD):
         query_HQD, d_out_HQV = (x[block].flatten(0, 1) for x in (query_BNQD, d_out_BNQV))
         key_HKD = _expand_heads(key_BGKD[shared], query_HQD)
         value_HKV = _expand_heads(value_BGKV[shared], query_HQD)
+        # Transposed once for all blocks of queries.
         key_HDK = key_HKD.mT.contiguous()
+        # Scores are multiples of log2(e), and so must be what is subtracted.
         lse2_HQ = lse_BNQ[block].flatten(0, 1) * _LOG2_E
+        # sum(d_out out) equals sum(p dp) over all keys, of other tiles as well.
         mean_HQ = torch.linalg.vecdot(d_out_HQV.to(wide), out_BNQV[block].flatten(0, 1).to(wide))
         d_key_HKD, d_value_HKV = (torch.zeros_like(x, dtype=wide) for x in (key_HKD, value_HKV))
         for rows, seen in _query_blocks(query_BNQD.shape[2], key_BGKD.shape[2], causal):
@@ -138,11 +150,15 @@ def attend_backward(
             )
             shares.sub_(lse2_HQ[:, None, rows]).exp2_()
             if causal:
+                # Keys are rows here, so the visible part of the diagonal square is the upper
+                # triangle.
                 shares[:, rows.start - rows.stop :].triu_()
             d_scores = multiply_batched_wide(value_HKV[:, seen], d_out_HQV[:, rows].mT)
+            # Rounded for the products only; they are taken of operands of one type.
             d_scores = d_scores.sub_(mean_HQ[:, None, rows]).mul_(shares).to(dtype)
             d_value_HKV[:, seen] += multiply_batched(shares.to(dtype), d_out_HQV[:, rows])
             d_key_HKD[:, seen] += multiply_batched(d_scores, query_HQD[:, rows])
+            # The scale is applied to the results, which are smaller than the scores.
             result = multiply_batched(key_HDK[..., seen], d_scores).mT * scale
             d_query[block][:, :, rows] = result.unflatten(0, d_query[block].shape[:2])
         d_key[shared] += _sum_shared_heads(d_key_HKD, d_key[shared]) * scale

@@ -46,6 +46,7 @@ class Fp8Matmul:
     def refusal(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why the reference would multiply in 8 bits on this device, whatever the shapes, or
         None. dtype: that of the operands before they are rounded."""
+        # Shapes only select an implementation here; nothing is multiplied.
         x, kind = (
             torch.empty(_PROBE, _PROBE, device=device, dtype=dtype),
             self._dtype(gradient=True),
@@ -71,8 +72,15 @@ class Fp8Matmul:
         return self.kernels.find("quantise_columns", rows_PK, ends_E) is not None
 
     def product(self, left_MK: Tensor, right_NK: Tensor, *, gradient: bool, matrix: bool) -> Tensor:
-        """Return left right^T in the type of `left`. gradient: `left` is a gradient. matrix:
-        `right` is a weight; otherwise it is rows of tokens."""
+        """Return left right^T, [M, N], in the type of `left`.
+
+        Args:
+            left_MK: Rows, [M, K].
+            right_NK: The transposed right operand, [N, K].
+            gradient: `left` is a gradient.
+            matrix: `right` is a weight; otherwise it is rows of tokens.
+        """
+        # Both operands are rounded right before the product, with scales of their own.
         left, left_scales = self._quantise(left_MK, self._row_block, gradient)
         weight = self._matrix_block if matrix else self._row_block
         right, right_scales = self._quantise(right_NK, weight, False)
@@ -81,6 +89,7 @@ class Fp8Matmul:
 
     def weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> Tensor:
         """Return dy^T x, [O, I], in the type of `dy`."""
+        # Tokens are summed here, so scales are taken along them.
         return self.product(dy_TO.t(), x_TI.t(), gradient=True, matrix=False)
 
     def grouped_product(self, x_PI: Tensor, matrices_EOI: Tensor, ends_E: Tensor) -> Tensor:
@@ -105,14 +114,22 @@ class Fp8Matmul:
         )
         columns, scales = self._find_kernel("quantise_columns", *arguments)(*arguments)
         stride = -(-outputs // BLOCK) * BLOCK  # from the start of one expert to that of the next
+        # A view: the columns of each expert start at a multiple of `BLOCK`.
         transposed = columns.as_strided((experts, inputs, outputs), (stride, columns.stride(0), 1))
         return self._multiply_grouped(dy_PO, transposed, scales[:, :, None], ends_E, gradient=True)
 
     def grouped_gradient(
         self, dy_PO: Tensor, x_PI: Tensor, ends_E: Tensor, grads_E: Tensor, add: bool
     ) -> None:
-        """Write each expert's dy^T x to its gradient, or with `add` add it. grads: [E, O, I], or
-        any shape that can be viewed as that."""
+        """Write each expert's dy^T x to its gradient, or with `add` add it.
+
+        Args:
+            dy_PO: Gradient of the outputs, [P, O], sorted by expert.
+            x_PI: The inputs, [P, I], in the same order.
+            ends_E: Where the rows of each expert end, [E].
+            grads_E: [E, O, I], or any shape that can be viewed as that; changed.
+            add: Add to the gradients instead of overwriting them.
+        """
         arguments = dy_PO, ends_E, *self._column_options(gradient=True)
         left, left_scales = self._find_kernel("quantise_columns", *arguments)(*arguments)
         arguments = x_PI, ends_E, *self._column_options(gradient=False)
@@ -158,6 +175,7 @@ class Fp8Matmul:
         return (BLOCK, BLOCK) if self.scaling == "block" else self._row_block
 
     def _dtype(self, *, gradient: bool) -> torch.dtype:
+        # Narrower scales need less range, so gradients keep the precision of e4m3.
         wide = gradient and self.scaling == "tensor"
         return torch.float8_e5m2 if wide else torch.float8_e4m3fn
 
@@ -171,6 +189,7 @@ class Fp8Matmul:
         if block is None and ends_E is not None:
             return self._find_kernel("quantise_experts", x_RK, ends_E, kind)(x_RK, ends_E, kind)
         step = BLOCK if self.scaling == "block" else _STEP
+        # Zeros add nothing to a sum and cannot raise the largest magnitude of a block.
         if missing := -x_RK.shape[1] % step:
             x_RK = F.pad(x_RK, (0, missing))
         arguments = x_RK, kind, block

@@ -102,6 +102,7 @@ def _library(dtype: torch.dtype, kind: MatmulKind) -> MatmulLibrary:
 
 def multiply(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Return left [M, K] times right [K, N], plus a bias [N] if given, as [M, N]."""
+    # On a GPU and for empty operands it is always torch.
     library: MatmulLibrary = "torch"
     if _on_cpu(left_MK):
         library = _library(left_MK.dtype, "experts" if len(left_MK) < MAX_EXPERT_ROWS else "dense")
@@ -118,6 +119,7 @@ def multiply_batched(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
         return torch.bmm(left_HMK, right_HKN)
     library = _library(left_HMK.dtype, "batched")
     if library.startswith("fp32-"):
+        # Sums in fp32, rounded once to the type of the operands.
         wide = _multiply_batched_by(library, left_HMK.float(), right_HKN.float())
         return wide.to(left_HMK.dtype)
     return _multiply_batched_by(library, left_HMK, right_HKN)
@@ -133,6 +135,7 @@ def multiply_batched_wide(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
     # Make torch use oneDNN and let oneDNN treat the fp32 operands as bf16. They hold bf16 numbers,
     # so nothing is lost.
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # put there at import
+    # A setting of the process, so it is put back at once.
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     try:
         return torch.bmm(left_HMK.float(), right_HKN.float())
@@ -143,10 +146,17 @@ def multiply_batched_wide(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
 def multiply_into(out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool) -> None:
     """Compute out = left right, or with `add`, out += left right.
 
-    `out` may have a higher precision than the operands. Its old content matters with `add` only.
+    Args:
+        out_MN: The result, [M, N]; may have a higher precision than the operands. Its old content
+            matters with `add` only.
+        left_MK: [M, K].
+        right_KN: [K, N].
+        add: Add to the old content instead of overwriting it.
     """
     if left_MK.is_cuda and out_MN.dtype is torch.float32 and _can_accumulate_wide(left_MK.dtype):
+        # With beta = 0 the old content is not read, even if it is NaN.
         beta = 1.0 if add else 0.0
+        # Adds to fp32 sums in one operation, without a rounded product in between.
         wide = torch.ops.aten.addmm.dtype_out
         wide(out_MN, left_MK, right_KN, torch.float32, beta=beta, out=out_MN)
         return
@@ -168,6 +178,7 @@ def _multiply_in_pieces(
     by_rows = rows > columns
     short, long = sorted((rows, columns))
     size = PIECE_BYTES if left_MK.device.type == "cpu" else GPU_PIECE_BYTES
+    # On a CPU a piece stays in cache until it is copied or added where it belongs.
     step = max(1, size // max(1, short * out_MN.element_size()))
     for start in range(0, long, step):
         piece = slice(start, start + step)
@@ -192,11 +203,14 @@ def _multiply_widened_into(
     sums are rounded."""
     M, K, N = *left_MK.shape, right_KN.shape[1]
     wide: MatmulLibrary = "onednn" if library == "fp32-onednn" else "torch"
+    # Only addmm with an fp32 result can add to `out` directly.
     in_place = out_MN.dtype is torch.float32 and wide == "torch" and bias_N is None
     bias_N = None if bias_N is None else bias_N.float()
+    # Pieces along K are summed in fp32, and rounded once after the last one.
     if max(M, N) <= K:
         sums_MN = out_MN if in_place else out_MN.new_empty(M, N, dtype=torch.float32)
         for piece in _slices(K, M + N):
+            # The first piece overwrites, unless the sums are `out` itself and are to be added to.
             more = piece.start > 0 or (add and in_place)
             left, right = left_MK[:, piece].float(), right_KN[piece].float()
             if wide == "torch":
@@ -207,6 +221,7 @@ def _multiply_widened_into(
             _write(out_MN, sums_MN if bias_N is None else sums_MN.add_(bias_N), add)
         return
     by_rows = M >= N
+    # The shorter operand is copied once; of the longer one a piece at a time.
     whole = (right_KN if by_rows else left_MK).float()
     for piece in _slices(max(M, N), K + min(M, N)):
         if by_rows:
@@ -257,6 +272,7 @@ def _multiply_batched_by(library: MatmulLibrary, left_HMK: Tensor, right_HKN: Te
         by_matrix = [
             _multiply_by("onednn", *pair) for pair in zip(left_HMK, right_HKN, strict=True)
         ]
+        # A single matrix needs no copy.
         return torch.stack(by_matrix) if heads > 1 else by_matrix[0][None]
     return torch.bmm(left_HMK, right_HKN)
 
@@ -273,6 +289,7 @@ def _can_accumulate_wide(dtype: torch.dtype) -> bool:
         torch.ops.aten.addmm.dtype_out(out, left, left, torch.float32, beta=1.0, out=out)
     except (AttributeError, RuntimeError):
         return False
+    # Also checks the result: 16 ones plus the old 1.
     return bool((out == 17.0).all())
 
 

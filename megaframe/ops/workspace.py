@@ -23,8 +23,10 @@ class Workspace:
         shape = (count, like.shape[1])
         if like.device.type != "cpu":
             return like.new_empty(shape)
+        # The same memory for every layer: what an earlier call returned is overwritten.
         buffer, size = self._buffers.get(like.dtype), count * like.shape[1]
         if buffer is None or len(buffer) < size:
+            # The old buffer lives on as long as a view of it does.
             buffer = self._buffers[like.dtype] = like.new_empty(size)
         return buffer[:size].view(shape)
 

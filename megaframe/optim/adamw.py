@@ -50,6 +50,7 @@ class AdamW(UpdateTransform):
             "divisor": step.divisor,
             "skip": step.skip,
         }
+        # The kernel divides gradients, skips and writes the rounded weights in the same pass.
         if kernel := self._kernels.find("adamw", *tensors, **options):
             kernel(*tensors, **options)
             return
@@ -62,8 +63,10 @@ class AdamW(UpdateTransform):
             [moments["mean"]],
             [moments["square"]],
             [],
+            # torch's kernel counts the step itself, before it uses the number.
             [torch.full((), step.number - 1, dtype=torch.float32, device=weights.device)],
             fused=True,
+            # Divisor and skip are read on the device, so the host does not wait for the norm.
             grad_scale=scale,
             found_inf=step.skip,
             amsgrad=False,
@@ -74,5 +77,6 @@ class AdamW(UpdateTransform):
             eps=self.options.eps,
             maximize=False,
         )
+        # torch's kernel writes master weights only, so the rounding is a second pass.
         if chunk.rounded is not None:
             chunk.rounded.copy_(weights)

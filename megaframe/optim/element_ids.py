@@ -27,7 +27,9 @@ class ElementIds:
 
     def __call__(self, span: slice, device: torch.device) -> Tensor:
         """Return the ids of the elements of `span`, int64; 0 for padding."""
+        # `span` counts from the first weight of this rank, `pieces` from the start of the bucket.
         start = self._partition.master_span.start
+        # Padding keeps 0: it holds no element of a parameter.
         ids = torch.zeros(span.stop - span.start, dtype=torch.int64, device=device)
         for index, box, place in self._partition.pieces(
             slice(start + span.start, start + span.stop)
@@ -48,10 +50,12 @@ def _count(out: Tensor, first: int, box: Box, shape: Sequence[int]) -> None:
         torch.arange(start, start + count, device=out.device)
         for start, count in zip(box.offset, box.shape, strict=True)
     ]
+    # Row-major place by Horner's rule; broadcasting keeps all but the last dim small.
     for places, size in zip(outer, shape, strict=False):
         rows = rows[..., None] * size + places
     torch.add(rows[..., None] * shape[-1] + first, last, out=out)
 
 
 def _hash(text: str) -> int:
+    # 32 bits, so that adding a place to it does not overflow int64.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")

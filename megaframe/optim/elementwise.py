@@ -98,12 +98,16 @@ class ElementwiseRule(UpdateRule):
         self, weights: Tensor, grads: Tensor, step: UpdateStep, rounded: Tensor | None = None
     ) -> None:
         """Update the weights chunk by chunk."""
+        # With rounded weights on the device, the master weights may come with the moments from the
+        # host.
         mixed, whole = rounded is not None, self._single_chunk
         for span, of_span, moments in self._moments.chunks(weights, step, mixed, whole=whole):
             rounded_span = None if rounded is None else rounded[span]
             chunk = UpdateChunk(of_span, grads[span], moments, rounded_span)
             for part in self._transforms:
                 part.apply(chunk, step)
+            # The last thing done with a chunk, after all parts have changed the weights; rounded
+            # once.
             if rounded_span is not None and not self._writes_rounded:
                 rounded_span.copy_(of_span)
 
@@ -142,8 +146,10 @@ class Lion(UpdateTransform):
         """w -= lr (sign(beta1 m + (1 - beta1) g) + decay w); m = beta2 m + (1 - beta2) g."""
         mean, rates = chunk.moments["mean"], self.options.rates
         grads = step.gradients(chunk.grads)
+        # The direction uses beta1 and the old mean; the mean itself moves by beta2 afterwards.
         direction = mean.lerp(grads, 1.0 - self.options.beta1).sign_()
         apply_update(chunk.weights, direction, rates, step)
+        # A weight of 0 in a skipped step leaves the mean as it was.
         mean.lerp_(grads, step.constant(1.0 - self.options.beta2, 0.0))
 
 
@@ -176,7 +182,9 @@ class Momentum(UpdateTransform):
         if not chunk.moments:
             return
         momentum = chunk.moments["momentum"]
+        # In a skipped step the factor is 1 and the gradients are zero, so the momentum stays.
         momentum.mul_(step.constant(self.options.momentum, 1.0)).add_(grads)
+        # The gradients' memory takes the direction, which the next transform reads.
         if self.options.nesterov:
             grads.add_(momentum, alpha=self.options.momentum)
         else:
@@ -206,6 +214,7 @@ class WeightAverage(UpdateTransform):
 
     def initialize_state(self, weights: Tensor, state: Mapping[str, Tensor]) -> None:
         """Start from the initial weights."""
+        # From zero it would need a correction of its bias.
         state["ema"].copy_(weights)
 
     def apply(self, chunk: UpdateChunk, step: UpdateStep) -> None:
@@ -214,6 +223,14 @@ class WeightAverage(UpdateTransform):
 
 
 def apply_update(weights: Tensor, direction: Tensor, rates: GroupRates, step: UpdateStep) -> None:
-    """w -= lr (direction + decay w); `direction` is overwritten."""
+    """Move the weights: w -= lr (direction + decay w).
+
+    Args:
+        weights: In master precision, [N]; changed.
+        direction: What to move against, [N]; overwritten.
+        rates: Rates of the parameter group.
+        step: The numbers of the update.
+    """
+    # A rate of 0 in a skipped step leaves the weights unchanged, decay included.
     lr = step.constant(step.lr * rates.lr, 0.0)
     weights.mul_(1.0 - lr * rates.weight_decay).sub_(direction.mul_(lr))

@@ -34,10 +34,12 @@ class ExpertBalance(UpdateRule):
         """Set the balance parameters from the loads in `grads`."""
         for piece in self._pieces:
             load_E, balance_E = grads[piece], weights[piece]
+            # An expert layer without tokens has a mean of 0, which must not divide.
             relative_E = load_E / load_E.mean().clamp_min(torch.finfo(load_E.dtype).tiny)
             if self._moe.balance == "bias":
                 missing_E = ((1.0 - relative_E) / _NEAR).clamp(-1.0, 1.0)
                 new_E = balance_E + self._moe.balance_rate * missing_E
             else:
                 new_E = relative_E
+            # A skipped step must leave the parameter alone, whatever the load was.
             balance_E.copy_(torch.where(step.skip.bool(), balance_E, new_E))

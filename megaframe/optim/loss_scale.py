@@ -18,7 +18,9 @@ class LossScale:
     """The factor on the loss, by which gradients are divided before they are used. It is 1 and
     constant unless the precision is fp16.
 
-    dynamic: whether it changes. value: that of the next step, fp64 scalar on the device.
+    Attributes:
+        dynamic: Whether it changes.
+        value: That of the next step, fp64 scalar on the device.
     """
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
@@ -40,7 +42,9 @@ class LossScale:
         """Adjust the scale to one step. finite: whether its gradients were, a bool scalar."""
         if not self.dynamic:
             return
+        # All branches are selects on the device: the host never learns which one was taken here.
         self._good = torch.where(finite, self._good + 1, 0)
         doubled = (2.0 * self.value).clamp_max(_LARGEST)
+        # Doubling and halving change exponents only, so they round nothing.
         grown = torch.where(self._good % self._window == 0, doubled, self.value)
         self.value = torch.where(finite, grown, (self.value / 2.0).clamp_min(_SMALLEST))

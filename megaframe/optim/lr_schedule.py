@@ -8,11 +8,17 @@ from megaframe.config import OptimConfig
 
 
 def learning_rate(optim: OptimConfig, update: int, steps: int) -> float:
-    """Return the learning rate of update number `update` (from 0) in a run of `steps` updates.
+    """Return the learning rate of an update.
 
     Warm-up rises linearly and reaches `lr` at update `warmup`. inverse_sqrt falls from there as
     sqrt(warmup / update) (Vaswani et al. 2017).
+
+    Args:
+        optim: The schedule and its constants.
+        update: Number of the update, from 0.
+        steps: Updates of the whole run.
     """
+    # Update 0 has a rate above zero, and update `warmup` the full one.
     if update < optim.warmup:
         return optim.lr * (update + 1) / (optim.warmup + 1)
     fall = optim.lr - optim.min_lr
@@ -27,6 +33,7 @@ def learning_rate(optim: OptimConfig, update: int, steps: int) -> float:
     else:
         end = optim.decay or steps
         done = (update - optim.warmup) / max(1, end - optim.warmup)
+    # Before the decay the rate is `lr`, and after its end `min_lr`.
     done = min(max(done, 0.0), 1.0)
     if optim.schedule == "cosine":
         return optim.min_lr + fall * 0.5 * (1.0 + math.cos(math.pi * done))

@@ -72,12 +72,14 @@ class MatrixGather:
 
     def collect(self, pieces: Sequence[Tensor], device: torch.device) -> Pending[Tensor]:
         """Start sending this rank's pieces to the owners of the matrices."""
+        # Cuts are listed alike at both ends of a transfer, so no message carries what it contains.
         parts = [pieces[c.piece][c.in_piece] for cuts in self._to_owners for c in cuts]
         flat = _flatten(parts, self._dtype, device)
         return self._exchange(flat, self._to_owners, self._collected)
 
     def assemble(self, collected: Tensor) -> dict[int, Tensor]:
         """Return the matrices that this rank owns, by number, from what was collected."""
+        # No zeros needed: the pieces of all ranks together cover each matrix once.
         matrices = {i: collected.new_empty(self._matrices[i].box.shape) for i in self._owned}
         for cut, part in _split(collected, self._collected):
             matrices[cut.matrix][cut.in_matrix] = part
@@ -98,15 +100,26 @@ class MatrixGather:
         self, flat: Tensor, outgoing: Sequence[Sequence[_Cut]], incoming: Sequence[Sequence[_Cut]]
     ) -> Pending[Tensor]:
         sent, received = (
-            [sum(cut.box.size for cut in cuts) for cuts in side] for side in (outgoing, incoming)
+            # Both ends know all sizes from the layout, so none is exchanged.
+            [sum(cut.box.size for cut in cuts) for cuts in side]
+            for side in (outgoing, incoming)
         )
         return all_to_all_uneven(flat, sent, received, self._group)
 
 
 def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return a rank for each cost: the largest first, each to the least loaded rank."""
+    """Divide work among ranks: the largest cost first, each to the least loaded rank.
+
+    Args:
+        costs: The cost of each item; only the ratios matter.
+        ranks: Number of ranks.
+
+    Returns:
+        The rank of each item, in the order of the costs.
+    """
     loads = [(0.0, rank) for rank in range(ranks)]
     owners = [0] * len(costs)
+    # Ties go by index and by rank, so that all ranks assign the same owners.
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         load, rank = loads[0]
         owners[index] = rank
@@ -143,6 +156,7 @@ def _flatten(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) 
     out = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=device)
     start = 0
     for part in parts:
+        # The copy also rounds to the type of the transfer and makes strided parts contiguous.
         out[start : start + part.numel()].view(part.shape).copy_(part)
         start += part.numel()
     return out

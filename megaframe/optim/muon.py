@@ -78,6 +78,8 @@ class Muon(UpdateRule):
             after: Transforms that follow Muon's own.
         """
         self._bucket, self._group = bucket, group
+        # Two rules around the transfers: momentum before matrices are sent, descent when they are
+        # back.
         transforms = [GradientDescent(options.rates), *after]
         self._momentum = ElementwiseRule(bucket.weights, [Momentum(options, storage)], storage)
         self._descent = ElementwiseRule(bucket.weights, transforms, storage)
@@ -85,6 +87,8 @@ class Muon(UpdateRule):
         half = precision.compute == torch.float16
         self._dtype = torch.float32 if half else precision.compute
         self._pieces = RankPieces(
+            # Owned spans are sent, so that no element is sent twice; results go to all that have
+            # the weights.
             [_pieces_in(partition, partition.owned_span) for partition in partitions],
             [_pieces_in(partition, partition.master_span) for partition in partitions],
         )
@@ -95,11 +99,13 @@ class Muon(UpdateRule):
         ]
         self._gather: MatrixGather | None = None
         self._running: _RunningUpdate | None = None
+        # All ranks call it here in the same order, before the first exchange needs the connections.
         connect_pairs(self._group, bucket.device)
 
     @property
     def costs(self) -> list[float]:
         """The cost of each matrix; only the ratios matter."""
+        # m^2 (2n + m) for sides m <= n: the iteration works on the m x m Gram matrix.
         sizes = [sorted(self._sides(matrix)) for matrix in self._matrices]
         return [float(few * few * (2 * many + few)) for few, many in sizes]
 
@@ -131,7 +137,9 @@ class Muon(UpdateRule):
     ) -> None:
         """Add to the momentum, and start sending the directions to the owners of the matrices."""
         assert self._gather is not None, "every matrix has an owner before the first update"
+        # Leaves the directions in the memory of the gradients, from which pieces are sent.
         self._momentum.update(weights, grads, step)
+        # `grads` begins at the master span, of which this rank sends only the part that it owns.
         span, start = self._bucket.owned_span, self._bucket.master_span.start
         owned = self._bucket.pieces(grads[span.start - start : span.stop - start], span)
         transfer = self._gather.collect([piece for _, _, piece in owned], grads.device)
@@ -141,6 +149,8 @@ class Muon(UpdateRule):
         """Orthogonalise the matrices that this rank owns, and start sending them back."""
         running = self._running
         assert self._gather is not None and running is not None, "`update` comes first"
+        # Momentum is linear, so it is applied to pieces; orthogonalising is not, and needs whole
+        # matrices.
         matrices = self._gather.assemble(running.transfer.wait())
         directions = {index: self._direction(index, matrix) for index, matrix in matrices.items()}
         running.transfer = self._gather.spread(directions, running.grads.device)
@@ -175,20 +185,32 @@ def orthogonalize(matrix_OI: Tensor) -> Tensor:
     """Return roughly U V^T of a matrix U S V^T: its singular values become about 0.7 to 1.2, by
     five Newton-Schulz iterations of a quintic (Jordan et al. 2024), in the matrix's own type."""
     a, b, c = _COEFFICIENTS
+    # The norm of a large matrix is summed in at least fp32.
     wide = torch.promote_types(matrix_OI.dtype, torch.float32)
     norm = torch.linalg.vector_norm(matrix_OI, dtype=wide).clamp_min(torch.finfo(wide).tiny)
+    # A Frobenius norm of 1 bounds all singular values by 1, up to which the quintic is near 1.
     x = (matrix_OI / norm).to(matrix_OI.dtype)
     tall = x.shape[0] > x.shape[1]
+    # The Gram matrix is then that of the shorter side.
     x = x.t() if tall else x
     for _ in range(_STEPS):
+        # a X + (b G + c G^2) X with G = X X^T, as two fused products.
         gram = x @ x.t()
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.t() if tall else x).contiguous()
 
 
 def update_groups(shards: Sequence[OptimizerShard], group: Group) -> list[list[OptimizerShard]]:
-    """Return the shards that are trained, in order, in lists of those that are updated together.
-    Gives the matrices of Muon their owners among the ranks of `group`."""
+    """Put shards that are updated together in one list each, and give the matrices of Muon their
+    owners.
+
+    Args:
+        shards: The shards of all buckets.
+        group: The ranks that together hold one copy of the matrices; they become the owners.
+
+    Returns:
+        The shards that are trained, in order.
+    """
     groups: list[list[OptimizerShard]] = []
     window: list[OptimizerShard] = []
     for shard in shards:
@@ -200,10 +222,12 @@ def update_groups(shards: Sequence[OptimizerShard], group: Group) -> list[list[O
         if not window:
             groups.append(window)
         window.append(shard)
+        # As many buckets as ranks: about one bucket is then in transit on each rank.
         if len(window) == group.size:
             window = []
     for together in groups:
         rules = [shard.rule for shard in together if isinstance(shard.rule, Muon)]
+        # Costs follow from specs alone, so all ranks agree without a transfer.
         owners = iter(assign_owners([cost for rule in rules for cost in rule.costs], group.size))
         for rule in rules:
             rule.set_owners([next(owners) for _ in rule.costs])

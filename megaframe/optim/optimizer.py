@@ -137,8 +137,13 @@ class Optimizer:
             self._before_update = None
         lr = learning_rate(self._config.optim, self._updates, self._config.train.steps)
         pieces = self._piece_norms()
+        # Gradients carry the loss scale of their step; the norm that is clipped and logged does
+        # not.
         norm = self._global_norm(pieces) / self._scale.value
+        # A scalar on the device. The norm is summed over the whole model, so all ranks decide
+        # alike.
         finite = torch.isfinite(norm)
+        # The divisor is made before the loss scale changes below.
         step = UpdateStep(self._updates + 1, lr, self._divisor(norm), (~finite).float())
         self._scale.update(finite)
         # At ZeRO stage 3 the values here are rounded from the old weights.
@@ -153,6 +158,7 @@ class Optimizer:
                 shard.finish_update()
             for shard in shards:
                 shard.bucket.gather()
+        # On a GPU the copies run on a separate stream; the host reads them a step later.
         host_norms = copy_to_host([Pending(norm), Pending(pieces)], self._mesh.device)
         self._pending = UpdateResult(norm, lr, host_norms)
         return self._pending
@@ -163,6 +169,7 @@ class Optimizer:
         divisor = self._scale.value.clone()
         clip = self._config.optim.clip
         if clip:
+            # Dividing by the larger of 1 and norm / clip scales down only, never up.
             divisor *= (norm / clip).clamp_min(1.0)
         return divisor.to(PRECISIONS[self._config.train.precision].master)
 
@@ -170,6 +177,8 @@ class Optimizer:
         """Count the last update if it was done; the host waits for it."""
         if self._pending is not None:
             finite, self._pending = self._pending.finite(), None
+            # A skipped step does not count: schedule and bias correction continue from the last
+            # real one.
             self._updates += finite
 
     # State.
@@ -188,6 +197,7 @@ class Optimizer:
         Yields:
             Key, spec, box and piece.
         """
+        # Replicas have equal weights; the first of them saves.
         if owned and self._mesh.group("data_replicate").index:
             return
         for shard in self.shards:
@@ -232,7 +242,9 @@ class Optimizer:
         if self._kernels.has("square_sum") and all(kernels):
             pairs = zip(kernels, pieces, strict=True)
             sums = [kernel(piece) for kernel, piece in pairs if kernel is not None]
+            # The kernel returns sums of squares; the root is taken once for all pieces.
             return torch.stack(sums).sqrt()
+        # Each norm is in master precision; squares are summed over pieces and ranks in fp64.
         return torch.stack(torch._foreach_norm(pieces)).double()
 
     @cached_property
@@ -242,6 +254,7 @@ class Optimizer:
         buckets = [
             bucket
             for bucket in self._parameters.trained
+            # A replica would count twice, and loads of experts are no gradients.
             if not bucket.replica and bucket.parameters[0].spec.role != "balance"
         ]
         if self._kernels.has("square_sum"):
@@ -257,6 +270,7 @@ class Optimizer:
 
     def _global_norm(self, pieces: Tensor) -> Tensor:
         """Return the norm of the whole model's gradients, from the norms of this rank's pieces."""
+        # Squares are summed, since the pieces and ranks divide the elements of the model.
         return all_reduce(pieces.square().sum(), self._model_group()).wait().sqrt()
 
     def _model_group(self) -> Group:
@@ -274,6 +288,7 @@ class Optimizer:
             if not math.isfinite(norm)
         }
         group = self._model_group()
+        # The smallest index wins; `group.size` means none.
         first = torch.tensor(group.index if nonfinite else group.size, device=self._mesh.device)
         first = all_reduce(first, group, "min").wait()
         text = ",".join(nonfinite).encode()[:_NAME_BYTES] if int(first) == group.index else b""

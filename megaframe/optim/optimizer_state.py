@@ -54,9 +54,17 @@ class Moments:
     def __init__(
         self, weights: Tensor, codecs: Mapping[str, StateCodec], storage: MomentStorage
     ) -> None:
+        """Allocate the moments.
+
+        Args:
+            weights: The weights that they belong to, flat; gives length, master type and device.
+            codecs: How each moment is stored, by its name.
+            storage: Where they are stored.
+        """
         self._element_ids, offload = storage.element_ids, storage.offload
         self._length, self._dtype = len(weights), weights.dtype
         self._codecs, self._offload = dict(codecs), offload
+        # Where codecs decode and encode; the moments themselves are in `home`.
         self._device = offload.device or weights.device
         home = weights.device if offload.device is None else torch.device("cpu")
         self._stored = {
@@ -78,6 +86,7 @@ class Moments:
     def export(self, *, to_load: bool) -> dict[str, Tensor]:
         """Return the values of each moment: the tensor that stores them or, for a codec in blocks,
         a copy in host memory. to_load: `load` is to take back the copy after it was changed."""
+        # The host reads these tensors, so nothing may still be on its way back.
         self._offload.synchronize()
         exported = {}
         for name, codec in self._codecs.items():
@@ -97,6 +106,7 @@ class Moments:
         for name, values in self._to_load.items():
             codec = self._codecs[name]
             for span in self._spans():
+                # Nearest packs values of the same blocks into the same bytes again, without loss.
                 nearest = torch.full((_size(span),), 0.5)
                 _copy(codec.encode(values[span], nearest), codec.part(self._stored[name], span))
         self._to_load = {}
@@ -117,7 +127,10 @@ class Moments:
         self._to_load = {}
         codecs, stored = dict(self._codecs), dict(self._stored)
         if self._offload.device is not None and mixed:
+            # Weights travel as one more exact moment of the chunk, so they need no transfer of
+            # their own.
             codecs[_WEIGHTS], stored[_WEIGHTS] = MasterCodec(), (weights,)
+        # Only then does a chunk need no memory besides what is stored.
         in_place = self._offload.device is None and all(codec.exact for codec in codecs.values())
         spans = [slice(0, self._length)] if whole and in_place else list(self._spans())
         homes = [{n: codec.part(stored[n], span) for n, codec in codecs.items()} for span in spans]
@@ -125,16 +138,19 @@ class Moments:
         written = self._written
         following = self._offload.fetch(homes[0], written)
         for number, (span, home) in enumerate(zip(spans, homes, strict=True)):
+            # Before the next fetch starts: the wait must cover this chunk only.
             self._offload.wait_for_fetched()
             chunk = following
             if number + 1 < len(spans):
                 following = self._offload.fetch(homes[number + 1], written)
+            # For an exact codec these are the stored or staged tensors themselves; else copies.
             moments = {
                 name: codec.decode(chunk.parts[name], _size(span), self._dtype)
                 for name, codec in codecs.items()
             }
             own_weights = moments.pop(_WEIGHTS) if _WEIGHTS in moments else weights[span]
             yield span, own_weights, moments
+            # Runs when the caller asks for the next span, hence after it has changed this one.
             self._encode(span, chunk.parts, moments, step)
             self._written = self._offload.write_back(chunk, home)
 
@@ -147,9 +163,11 @@ class Moments:
             return
         elements = self._element_ids(span, self._device)
         for index, (name, codec) in enumerate(lossy.items()):
+            # Each moment has draws of its own in each step.
             number = (step.number * len(lossy) + index) % _LARGEST_NUMBER
             encoded = codec.encode(moments[name], rounding_draws(elements, number))
             for old, new in zip(parts[name], encoded, strict=True):
+                # Stochastic rounding again would change what a skipped step must keep.
                 old.copy_(torch.where(step.skip.bool(), old, new))
 
     def _spans(self) -> Iterator[slice]:

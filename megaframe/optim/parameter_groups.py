@@ -104,6 +104,7 @@ class ParameterGroups:
         storage = self._storage
 
         def allocate_host(length: int, dtype: torch.dtype) -> Tensor:
+            # Goes through the offload, which pins it and counts its bytes.
             return self.offload.store((torch.zeros(length, dtype=dtype),))[0]
 
         return BucketingRule(
@@ -126,6 +127,7 @@ class ParameterGroups:
             return ExpertBalance(self._moe, bucket.partition.spans)
         optim = self._optim
         specs = [parameter.spec for parameter in bucket.parameters]
+        # Draws depend on a place in the whole parameter, so no layout changes how state is rounded.
         element_ids = ElementIds(specs, bucket.partition, self._seed)
         storage = replace(self._storage, element_ids=element_ids)
         average = [] if optim.ema is None else [WeightAverage(optim.ema)]
@@ -134,6 +136,7 @@ class ParameterGroups:
             partitions = self._partitions_of_owners(bucket)
             precision, owners = self._precision, self.owner_group
             return Muon(bucket, options, storage, precision, owners, partitions, average)
+        # The average comes last, so that it sees the new weights.
         transforms = [*self._transforms(group, storage), *average]
         return ElementwiseRule(bucket.weights, transforms, storage)
 
@@ -141,6 +144,7 @@ class ParameterGroups:
         """Return how the bucket is divided on each rank of `owner_group`."""
         layout, ranks = self._mesh.layout, self.owner_group.ranks
         places, sizes = map(layout.full_coordinate, ranks), layout.sizes
+        # No transfer: a partition follows from layout and specs, for any rank.
         indices = self._mesh.indices(ranks, *bucket.sharding.shard.axes)
         return [
             bucket.partition_of([p.spec.local(place, sizes) for p in bucket.parameters], index)
@@ -174,6 +178,7 @@ def group_of(optim: OptimConfig, spec: ParamSpec, frozen: frozenset[str]) -> Par
     group = getattr(optim.groups, name)
     decay = group.weight_decay
     if decay is None:
+        # A rate that is set for the group applies to all of it; otherwise the layer decides.
         decay = optim.weight_decay if spec.decay else 0.0
     rule = "adamw" if optim.name == "muon" and name != "matrix" else optim.name
     return ParameterGroup(name, rule, GroupRates(group.lr, decay))

@@ -92,6 +92,7 @@ class Bfloat16Codec:
         # The larger the value of the bits that are cut off, the more often they carry upwards.
         carry = (draws * 0x10000).to(torch.int32)
         bits = values.float().view(torch.int32) + carry
+        # The low half is zero now, so the conversion to bf16 does not round again.
         return (bits.bitwise_and_(-0x10000).view(torch.float32).bfloat16(),)
 
 
@@ -109,6 +110,7 @@ class BlockwiseCodec:
     def __init__(self, *, square: bool) -> None:
         self._square = square
         count, floor = (255, _SQUARE_FLOOR) if square else (127, _SIGNED_FLOOR)
+        # Geometric from `floor` to 1, computed in fp64 and rounded once.
         sizes = floor ** torch.linspace(1.0, 0.0, count, dtype=torch.float64)
         below = sizes[:0] if square else -sizes.flip(0)
         self._table = torch.cat((below, torch.zeros(1), sizes)).float()
@@ -116,6 +118,7 @@ class BlockwiseCodec:
 
     def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         blocks = -(-length // BLOCK)
+        # Index `_zero` with a scale of 0: an average starts from exact zeros.
         rows = torch.full((blocks * BLOCK,), self._zero, dtype=torch.uint8, device=device)
         return rows, torch.zeros(blocks, device=device)
 
@@ -130,12 +133,17 @@ class BlockwiseCodec:
 
     def encode(self, values: Tensor, draws: Tensor) -> tuple[Tensor, ...]:
         short = -len(values) % BLOCK
+        # The last block is padded with zeros, which cannot raise its largest magnitude.
         blocks = F.pad(values.float(), (0, short)).view(-1, BLOCK)
         scales = blocks.abs().amax(1)
+        # A block of zeros would divide by 0.
         within = (blocks / scales.masked_fill(scales == 0, 1.0)[:, None]).view(-1)
         table = self._table_on(values)
         if self._square:
+            # A square that is not zero never becomes 0, because its root is a divisor.
             within = torch.where(within > 0, within.clamp_min(_SQUARE_FLOOR), within)
+        # The two neighbours in the table; the draw picks the upper one by the distance to the
+        # lower.
         above = torch.bucketize(within, table).clamp_(1, len(table) - 1)
         low, high = table[above - 1], table[above]
         up = F.pad(draws, (0, short)) < (within - low) / (high - low)
@@ -151,7 +159,9 @@ def rounding_draws(elements: Tensor, number: int) -> Tensor:
     They are fractional parts of multiples of irrational numbers, which are spread as evenly as
     possible over elements and over roundings."""
     element, draw = _MIXERS
+    # Multiples in int64, cut to 32 bits: the fractional part of a multiple of an irrational number.
     mixed = elements.mul(element).add_(number * draw)
+    # The upper 24 bits are exact in fp32, and so the draw is below 1.
     return mixed.bitwise_and_(0xFFFFFFFF).bitwise_right_shift_(8).float().mul_(2.0**-24)
 
 

@@ -1,7 +1,6 @@
 """StateOffload: carries optimizer state between host memory and the device, or leaves it there.
 
-What is in host memory comes to the device a chunk at a time. Three staging buffers on the device
-take turns: while one chunk is computed with, the next one comes and the one before goes back, each
+What is in host memory comes to the device a chunk at a time, through three staging buffers, each
 direction in its own stream. A staging buffer is used again only when its chunk is back. Events on
 the device ensure this without the host waiting, so however far ahead the host is, no more staging
 buffers are needed.
@@ -97,8 +96,11 @@ class HostOffload(StateOffload):
         return tensors
 
     def fetch(self, parts: StateParts, after: torch.cuda.Event | None) -> StagedChunk:
+        # Three buffers take turns: while one chunk is computed with, the next one comes and the one
+        # before goes back.
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % OFFLOAD_BUFFERS
+        # Sized by the largest chunk so far, so it grows a few times and then never again.
         needed = sum(_aligned(tensor.nbytes) for part in parts.values() for tensor in part)
         if len(buffer.memory) < needed:  # chunks on their way keep their memory
             for each in self._buffers:
@@ -132,22 +134,28 @@ class GpuHostOffload(HostOffload):
         return super().store(tuple(tensor.pin_memory() for tensor in tensors))
 
     def wait_for_fetched(self) -> None:
+        # Orders streams on the device; the host continues at once.
         torch.cuda.current_stream(self.device).wait_stream(self._inward)
 
     def write_back(self, chunk: StagedChunk, home: StateParts) -> torch.cuda.Event | None:
         assert chunk.buffer is not None
+        # The copy must see the changed chunk, which the computing stream may still be writing.
         self._outward.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._outward):
             copy_parts(chunk.parts, home)
+            # The next fetch into this buffer waits for the event on the device; the host does not
+            # wait.
             chunk.buffer.free = self._outward.record_event()
         return chunk.buffer.free
 
     def synchronize(self) -> None:
+        # Here the host waits, because it is about to read the memory itself.
         self._outward.synchronize()
 
     def _allocate(self, size: int) -> Tensor:
         memory = super()._allocate(size)
         for stream in (self._inward, self._outward):
+            # Fresh memory may still be used by earlier work of the computing stream.
             stream.wait_stream(torch.cuda.current_stream(self.device))
             memory.record_stream(stream)  # not reused before they are done with it
         return memory
@@ -189,6 +197,7 @@ def _views(memory: Tensor, parts: StateParts) -> StateParts:
     for name, part in parts.items():
         of_part = []
         for tensor in part:
+            # A view as another type needs a start that is aligned to it.
             of_part.append(memory[start : start + tensor.nbytes].view(tensor.dtype))
             start += _aligned(tensor.nbytes)
         views[name] = tuple(of_part)

@@ -34,6 +34,7 @@ class UpdateStep:
 
     def constant(self, value: float, skipped: float) -> Tensor:
         """Return a scalar in master precision: `value`, or `skipped` in a skipped step."""
+        # Selected on the device: whether to skip is not known to the host.
         full = torch.full_like(self.divisor, value)
         return torch.where(self.skip.bool(), torch.full_like(self.divisor, skipped), full)
 
@@ -112,6 +113,7 @@ class OptimizerShard:
         if self.rule is not None:
             bucket = self.bucket
             bucket.wait_for_gather()  # it sends the weights that are about to change
+            # Only this rank's part, in master precision; `rounded` is what gathers then send.
             self.rule.update(bucket.weights, bucket.grad_sums, step, bucket.rounded)
 
     def continue_update(self) -> None:
@@ -141,12 +143,15 @@ class OptimizerShard:
             Key, spec, box and piece.
         """
         bucket = self.bucket
+        # The other end of a tied table saves it.
         if bucket.replica and owned:
             return
+        # At ZeRO stage 0 all ranks have all weights, and each saves its own part.
         span = bucket.owned_span if owned else bucket.master_span
         start = bucket.master_span.start
         state = {} if self.rule is None else self.rule.checkpoint_state(to_load=not owned)
         for prefix, tensor in (("", bucket.weights), *state.items()):
+            # State is as long as the weights, so one slice serves all tensors.
             flat = tensor[span.start - start : span.stop - start]
             for parameter, box, piece in bucket.pieces(flat, span):
                 name = parameter.spec.name

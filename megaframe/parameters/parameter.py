@@ -24,8 +24,9 @@ from megaframe.parameters.spec import Box, ParamSpec
 class Precision:
     """The types of numbers.
 
-    compute: type of values and activations.
-    master: type of master weights, of gradients and of optimizer state.
+    Attributes:
+        compute: Type of values and activations.
+        master: Type of master weights, of gradients and of optimizer state.
     """
 
     compute: torch.dtype
@@ -71,6 +72,7 @@ class Parameter:
         self.fresh = True
         self.frozen = False
         self.value = self.grad = _ABSENT
+        # Matrices along dim 0 that separate additions have not reached; they hold an old sum.
         self._missing: set[int] = set()
 
     def bind(self, box: Box, open_grad: Callable[[], object] | None) -> None:
@@ -100,7 +102,12 @@ class Parameter:
         return _Use.apply(self.value.detach().requires_grad_(), self)
 
     def add(self, gradient: Tensor, of: int | None = None) -> None:
-        """grad += gradient. of: index along dim 0 of the only matrix to add to; None for all."""
+        """Add to the gradient.
+
+        Args:
+            gradient: What to add, in the shape of `grad`, or of one matrix of it.
+            of: Index along dim 0 of the only matrix to add to; None for all.
+        """
         if self.frozen:
             return
         grad, add = self._begin(of)
@@ -110,19 +117,31 @@ class Parameter:
             grad.copy_(gradient)
 
     def add_product(self, left_TO: Tensor, right_TI: Tensor, of: int | None = None) -> None:
-        """grad += left^T right, the gradient of a matrix [O, I] over T tokens. of: as in
-        `add`."""
+        """Add left^T right, the gradient of a matrix [O, I] over T tokens.
+
+        Args:
+            left_TO: Gradient of the outputs, [T, O].
+            right_TI: The inputs, [T, I].
+            of: Index along dim 0 of the only matrix to add to; None for all.
+        """
         if self.frozen:
             return
         grad, add = self._begin(of)
         grad_OI = grad.view(left_TO.shape[-1], right_TI.shape[-1])
+        # Adds into the bucket itself, whose type is that of the master weights.
         multiply_into(grad_OI, left_TO.t(), right_TI, add=add)
 
     def add_grouped(
         self, left_NO: Tensor, right_NI: Tensor, ends_E: Tensor, kernels: Kernels = NO_KERNELS
     ) -> None:
-        """Do the same for all experts in one operation. The rows are sorted by expert, and those of
-        expert e end before row ends_E[e]."""
+        """Add the gradients of the matrices of all experts in one operation.
+
+        Args:
+            left_NO: Gradient of the outputs, [N, O], sorted by expert.
+            right_NI: The inputs, [N, I], in the same order.
+            ends_E: The rows of expert e end before row ends_E[e].
+            kernels: The kernels of the run.
+        """
 
         def into(grad: Tensor, add: bool) -> None:
             grads_EOI = grad.view(len(ends_E), -1, grad.shape[-1])
@@ -130,6 +149,7 @@ class Parameter:
             if kernel := kernels.find("grouped_gradient", *arguments):
                 kernel(*arguments)
                 return
+            # torch's product has a result of its own type, which is then added in master precision.
             product_EOI = F.grouped_mm(left_NO.t(), right_NI, offs=ends_E).view(grad.shape)
             if add:
                 grad.add_(product_EOI)
@@ -144,10 +164,17 @@ class Parameter:
             into(*self._begin())
 
     def add_rows(self, index_T: Tensor, gradient_TI: Tensor) -> None:
-        """grad[index] += gradient, row by row: the gradient of a table lookup."""
+        """Add to rows of the gradient: grad[index] += gradient, as after a table lookup.
+
+        Args:
+            index_T: Row of the table for each token, [T]; may repeat.
+            gradient_TI: What to add to these rows, [T, I].
+        """
         if self.frozen:
             return
         self.finish()
+        # Rows that occur more than once are summed in master precision. The table must be zero
+        # before, which `finish` ensures.
         self.grad.index_add_(0, index_T, gradient_TI.to(self.grad.dtype))
 
     def finish(self) -> None:
@@ -161,12 +188,14 @@ class Parameter:
         add to, and whether to add: false for the first addition, which must overwrite."""
         if self.fresh:
             if self._open is not None:
+                # Borrows the buffer of the bucket, and so sets `grad`, if it is not there.
                 self._open()
             self.fresh = False
             self._missing = set(range(len(self.grad))) if of is not None else set()
             if of is None:
                 return self.grad, False
         if of is None:
+            # What the separate additions have left out still holds an old sum.
             for index in self._missing:
                 self.grad[index].zero_()
             self._missing.clear()
@@ -184,6 +213,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        # The leaf gets no gradient of its own, so nothing is stored twice.
         ctx.parameter.add(gradients[0])
         return None, None
 

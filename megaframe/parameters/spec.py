@@ -72,16 +72,17 @@ class Box:
 class ParamSpec:
     """A whole logical tensor, independent of the layout.
 
-    name:    dotted path, unique in the model.
-    shape:   full shape. Fused weights keep their parts as separate dims, so that a shard is always
-             a plain slice.
-    init:    distribution of the initial values.
-    role:    what the model uses it for.
-    decay:   whether weight decay applies.
-    axes:    {dim: axis} for the dims that are split; the others are whole on every rank.
-    inputs:  how many of the last dims are inputs of a matrix; the dims before are its outputs.
-    fused:   {dim: sizes of the parts along it} if one weight is several matrices.
-    used:    share of the tokens that each element is applied to; small for experts.
+    Attributes:
+        name: Dotted path, unique in the model.
+        shape: Full shape. Fused weights keep their parts as separate dims, so that a shard is
+            always a plain slice.
+        init: Distribution of the initial values.
+        role: What the model uses it for.
+        decay: Whether weight decay applies.
+        axes: {dim: axis} for the dims that are split; the others are whole on every rank.
+        inputs: How many of the last dims are inputs of a matrix; the dims before are its outputs.
+        fused: {dim: sizes of the parts along it} if one weight is several matrices.
+        used: Share of the tokens that each element is applied to; small for experts.
     """
 
     name: str
@@ -102,15 +103,22 @@ class ParamSpec:
     @property
     def matrices(self) -> list[Box]:
         """The matrices that the tensor consists of: one for each combination of `fused` parts."""
+        # A fused weight is several matrices to Muon, e.g. queries, keys and values.
         parts = [list(_spans(self.fused.get(dim, (size,)))) for dim, size in enumerate(self.shape)]
         return [Box(*zip(*place, strict=True)) for place in product(*parts)]
 
     def local(self, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
-        """Return the piece at `coordinate`, for axes with these sizes. If a dim is not divisible,
-        the first ranks have one index more. If it has fewer indices than the axis has ranks,
-        neighbouring ranks hold the same one."""
+        """Return the piece of one rank. If a dim is not divisible, the first ranks have one index
+        more. If it has fewer indices than the axis has ranks, neighbouring ranks hold the same one.
+
+        Args:
+            coordinate: The rank's index along each axis.
+            sizes: The size of each axis.
+        """
         offset, shape = [0] * len(self.shape), list(self.shape)
         for dim, axis in self.axes.items():
+            # With fewer items than ranks, neighbours hold the same one, as with few key/value
+            # heads.
             copies = copies_of(self.shape[dim], sizes[axis])
             index, parts = coordinate[axis] // copies, sizes[axis] // copies
             offset[dim], shape[dim] = even_share(self.shape[dim], index, parts)
@@ -124,10 +132,13 @@ class ParamSpec:
         not split sees some of the rows on each tensor rank; a piece that neighbouring tensor ranks
         share sees some of the heads on each. Each replica of an expert has some of its tokens.
         """
+        # Tokens come to experts from all ranks, so only the replicas of an expert are left to sum
+        # over.
         if any(axis in EXPERT_AXES for axis in self.axes.values()):
             return ("expert_data",)
         for dim, axis in self.axes.items():
             if axis == "tensor":
+                # Ranks with the same piece each see the gradient of some of the query heads.
                 shared = copies_of(self.shape[dim], sizes["tensor"]) > 1
                 return ("data", "context", "tensor_copies") if shared else ("data", "context")
         return ("data", "context", "tensor") if sizes["tensor"] > 1 else ("data", "context")
@@ -139,6 +150,7 @@ def row_major_runs(box: Box, start: int, stop: int) -> Iterator[Box]:
     if start >= stop:
         return
     row = math.prod(box.shape[1:])
+    # Whole rows are `first` to `last`; what is left on both sides is cut within a row.
     first, last = -(-start // row), stop // row
     if first > last:  # within one row
         yield from _runs_of_row(box, last, start - last * row, stop - last * row)

@@ -3,8 +3,7 @@
 On a GPU the copies run on two separate streams and are ordered by events alone. The copy to the
 host starts as soon as a tensor is computed, and the copy back starts when the tensor needed before
 it is taken. Nothing waits for a copy if the computation in between takes longer. Pinned buffers are
-reused. Device memory is allocated on the computing stream and freed to it, so however far the host
-runs ahead of the device, at most two outgoing tensors hold device memory.
+reused. Device memory is allocated on the computing stream and freed to it.
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ class OffloadedActivation:
         assert self._incoming is not None
         x, arrived = self._incoming
         if arrived is not None:
+            # Ordered on the device; the host does not wait.
             torch.cuda.current_stream(x.device).wait_event(arrived)
         return x
 
@@ -75,13 +75,17 @@ class ActivationOffload:
         if not cuda:
             buffer.memory.copy_(x)
             return buffer, None
+        # However far the host runs ahead, at most two outgoing tensors hold device memory.
         self._free_outgoing(_MAX_OUTGOING - 1)
+        # The computing stream may still be writing x.
         self._out.wait_stream(torch.cuda.current_stream(self._device))
+        # The buffer's last tensor may still be on its way back to the device.
         if buffer.free is not None:
             self._out.wait_event(buffer.free)
         with torch.cuda.stream(self._out):
             buffer.memory.copy_(x, non_blocking=True)
             stored = self._out.record_event()
+        # Holds a reference, so the memory of x is not freed while it is being copied.
         self._outgoing.append((x, stored))
         return buffer, stored
 
@@ -90,6 +94,8 @@ class ActivationOffload:
         for their copies before it reuses that memory."""
         computing = torch.cuda.current_stream(self._device)
         while len(self._outgoing) > most:
+            # Drops the reference. The memory belongs to the computing stream, which therefore waits
+            # for the copy before it can reuse it.
             _, stored = self._outgoing.popleft()
             computing.wait_event(stored)
 
@@ -97,8 +103,10 @@ class ActivationOffload:
         self, buffer: _HostBuffer, stored: torch.cuda.Event | None
     ) -> tuple[Tensor, torch.cuda.Event | None]:
         if stored is None:
+            # A clone, because the buffer goes back to the pool below.
             x = buffer.memory.clone()
         else:
+            # Before x is allocated, which may then take the memory of these.
             self._free_outgoing(0)
             x = torch.empty_like(buffer.memory, device=self._device)
             # Work queued on the computing stream may still use the memory of x.
@@ -107,5 +115,6 @@ class ActivationOffload:
             with torch.cuda.stream(self._in):
                 x.copy_(buffer.memory, non_blocking=True)
                 buffer.free = self._in.record_event()
+        # Reusable at once: the next copy into it waits for `free` on its stream.
         self._idle[buffer.memory.shape, buffer.memory.dtype].append(buffer)
         return x, buffer.free

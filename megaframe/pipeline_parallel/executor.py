@@ -103,6 +103,7 @@ class PipelineExecutor:
                 with self._trace(action, run.kind(action)):
                     run.do(action, following)
         statistics = [stage.take_statistics() for stage in self.stages.values()]
+        # What layers add to the loss (routers) counts on the rank that has the layer.
         loss = sum((s.loss for s in statistics if s.loss is not None), run.losses.sum())
         return PipelineOutput(loss, run.mtp_loss, run.maxima, statistics)
 
@@ -119,6 +120,8 @@ class PipelineExecutor:
     def send(self, x: Tensor, rank: int) -> None:
         """Start sending a tensor to another rank of the pipeline, and keep it until it is sent."""
         self._sends.append(send(x, self.mesh.link(self.rank, rank)))
+        # A link delivers in order, so sends are freed from the oldest on. Until then the tensor may
+        # not be reused.
         while self._sends and self._sends[0].is_complete():
             self._sends.popleft()
 
@@ -131,9 +134,11 @@ class PipelineExecutor:
         """Return each action with the unit whose values are needed first by the next pass."""
         pairs: list[tuple[Action, Module | None]] = []
         following: Module | None = None
+        # Backwards, so that the pass after an action is known when the action is reached.
         for action in reversed(actions):
             pairs.append((action, following))
             if action.stage is not None and action.kind in (ActionKind.F, ActionKind.B):
+                # A W reads no values that must be gathered, so only F and B count.
                 following = self.stages[action.stage].first(backward=action.kind is ActionKind.B)
         return pairs[::-1]
 
@@ -174,6 +179,8 @@ class _ScheduleRun:
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         assert stage is not None
         if kind is ActionKind.REDUCE:
+            # Nothing starts here: from the next backward on, each bucket's reduction starts as soon
+            # as its gradients are complete.
             self._reducing.add(stage)
             return
         assert microbatch is not None
@@ -182,6 +189,7 @@ class _ScheduleRun:
         elif kind is ActionKind.B:
             self._backward(stage, microbatch, following)
         elif kind is ActionKind.W:
+            # With split backwards the weight gradients are complete after W, not after B.
             last = stage in self._reducing
             self._executor.stages[stage].weight_backward(microbatch, last=last)
         elif kind is ActionKind.SEND_F:
@@ -199,6 +207,8 @@ class _ScheduleRun:
         (f, of_f), (b, of_b) = ((a.stage, a.microbatch) for a in (forward, backward))
         assert f is not None and of_f is not None and b is not None and of_b is not None
         self._executor.pair.run(
+            # Where the two hand over depends on the model alone, so all ranks start their transfers
+            # in the same order.
             lambda hand_over: self._forward(f, of_f, None, hand_over),
             lambda hand_over: self._backward(b, of_b, following, hand_over),
         )
@@ -216,6 +226,8 @@ class _ScheduleRun:
         if self._scale is None:
             y = stage.evaluate(data, x)
         else:
+            # The head's gradients are computed in the forward pass, so the last forward completes
+            # them.
             self._forwards[number] += 1
             y = stage.forward(
                 microbatch,
@@ -231,6 +243,7 @@ class _ScheduleRun:
         if stage.post_process is None:
             self._pass_on(ActionKind.F, number, microbatch, y, number + 1)
             return
+        # An fp64 sum, not a mean: the step divides once, by the tokens of the global batch.
         self.losses[microbatch] += y
         mtp_loss = stage.post_process.take_loss_ahead()
         if mtp_loss is not None:
@@ -275,6 +288,7 @@ class _ScheduleRun:
     ) -> None:
         """Hand `x` to the stage `other` if it is on the same rank, else keep it for the SEND."""
         if self._rank_of[other] == self._executor.rank:
+            # Both stages are on this rank: the tensor is handed over without a copy.
             self._incoming[kind, other, microbatch] = Pending(x)
         else:
             self._outgoing[kind, stage, microbatch] = x
@@ -283,6 +297,7 @@ class _ScheduleRun:
         return self._incoming.pop((kind, stage, microbatch)).wait()
 
     def _send(self, kind: ActionKind, stage: int, microbatch: int, other: int) -> None:
+        # From here on only the send holds the tensor.
         x = self._outgoing.pop((kind, stage, microbatch)).contiguous()
         self._executor.send(x, self._rank_of[other])
 
@@ -291,6 +306,7 @@ class _ScheduleRun:
         tokens = self._microbatches[microbatch].tokens_BS.numel()
         rows = rows_per_rank(tokens, receiver.run.tensor.group.size)
         shape = (rows, receiver.config.model.hidden)
+        # The stage keeps a received input until its backward pass, so each has memory of its own.
         into = torch.empty(shape, dtype=receiver.precision.compute, device=mesh.device)
         link = mesh.link(self._rank_of[other], self._executor.rank)
         self._incoming[kind, stage, microbatch] = receive(into, link)

@@ -40,6 +40,7 @@ def pass_maximum(
     backward: bool, stage: int, microbatch: int, result: Tensor, block: int | None = None
 ) -> PassMaximum:
     """Return the maximum of a pass whose result is given: an output or a gradient."""
+    # NaN and infinity both survive a maximum, and it stays on the device.
     largest = torch.linalg.vector_norm(result, torch.inf)
     return PassMaximum(backward, stage, microbatch, largest, block)
 
@@ -62,11 +63,13 @@ def locate_nonfinite(
         samples: For each of this rank's microbatches the numbers of its samples, equally many on
             all ranks; given by all ranks or by none.
     """
+    # Waits for the device, which is why this runs only after an update was refused.
     nonfinite = [one for one in maxima if not bool(torch.isfinite(one.largest))]
     rank = world.ranks[world.index]
     first = torch.tensor(
         min((_order(one, stages, rank) for one in nonfinite), default=_FINITE), device=device
     )
+    # One minimum finds the pass and its rank, because all coordinates are packed into the number.
     order = int(all_reduce(first, world, "min").wait())
     if order == _FINITE:
         return "every pass was finite, so a sum of gradients was too large"
@@ -83,6 +86,7 @@ def locate_nonfinite(
     if samples:
         # All other ranks send zeros, so a sum sends the numbers to everyone.
         is_first = rank == world.ranks[world.index]
+        # A copy, because the other ranks overwrite it with zeros.
         numbers = samples[microbatch if is_first else 0].to(device, copy=True)
         numbers = all_reduce(numbers if is_first else numbers.zero_(), world).wait()
         text += f", of samples {', '.join(map(str, numbers.tolist()))}"
@@ -92,6 +96,7 @@ def locate_nonfinite(
 def _order(one: PassMaximum, stages: int, rank: int) -> int:
     """Return a number that sorts passes in the order in which a bad value travels; a whole pass
     comes after its blocks."""
+    # A bad value travels to later stages in a forward pass, and to earlier ones in a backward pass.
     steps = stages - 1 - one.stage if one.backward else one.stage
     unit = _UNITS - 1
     if one.block is not None:

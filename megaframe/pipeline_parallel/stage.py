@@ -99,6 +99,7 @@ class Stage:
         moe, drops = config.model.moe, config.model.dropout > 0
         random = drops or (moe is not None and moe.jitter > 0)
         self._keys = DropoutKeys(config.run.seed) if random else None
+        # Added by a forward, removed by the backward (or by W, if backwards are split).
         self._activations: dict[int, StageActivations] = {}
         self._statistics = LayerStatistics()
         self._workspace = Workspace()
@@ -171,6 +172,7 @@ class Stage:
         if self.embedding is not None:
             with values(self.embedding):
                 x = self.embedding(microbatch, context)
+            # The edge, not the tensor: the first block's leaf holds the same numbers.
             activations.embedded = get_gradient_edge(x)
             if on_block is not None:
                 on_block(-1, x.detach())
@@ -182,11 +184,15 @@ class Stage:
             recompute = index < self.plan.recomputed
             with values(block), torch.set_grad_enabled(not recompute):
                 x = block(leaf, context, state)
+            # Keeps the graph alive without its output, which is the next block's leaf or is sent.
             activations.outputs.append(None if recompute else get_gradient_edge(x))
             if recompute and self.config.train.offload:
+                # Only a recomputed block's input: the graph of any other block holds its leaf
+                # anyway.
                 activations.inputs[-1] = self._offload_on(leaf.device).store(leaf.detach())
             if on_block is not None:
                 on_block(self.plan.blocks[index], x.detach())
+        # Nothing of a pass outlives it in the workspace, so no memory is held between passes.
         self._workspace.clear()
         if self.post_process is None:
             return x.detach()
@@ -223,6 +229,7 @@ class Stage:
         Returns:
             The gradient of this stage's input; on the first stage, that of the embedding's output.
         """
+        # A split backward leaves the microbatch to `weight_backward`, which removes it.
         activations = self._activations[number] if split else self._activations.pop(number)
         context, state = activations.context, activations.state
 
@@ -234,6 +241,8 @@ class Stage:
 
         state.deferred.deferring = split
         state.interleave_hook.switch = hand_over
+        # Called when autograd has passed the boundary of the halves: the second half's reduction
+        # starts while the first half is still differentiated.
         state.boundary.done = None if split else partial(self._sharding.reduce, last=last)
         values = self._values(self._backward_units(), following)
         if self.post_process is not None:
@@ -248,9 +257,12 @@ class Stage:
                 before.fetch()  # arrives while this block is computed
             with values(block):
                 if output is None:
+                    # Recomputed inside `values`, with the dropout masks of the first time: their
+                    # keys are in the context.
                     output = get_gradient_edge(block(leaf, context, state))
                 backward(output, gradient)
             del output  # frees the block's graph before the next block is recomputed
+            # The gradient of the leaf is that of the previous block's output.
             gradient = leaf.grad
             finish(block)
             if on_block is not None and gradient is not None:
@@ -260,8 +272,10 @@ class Stage:
         if self.embedding is not None:
             assert activations.embedded is not None
             backward(activations.embedded, gradient)
+            # Drops the graph; the gradients are in the bucket now.
             activations.embedded = None
             finish(self.embedding)
+        # Gains and biases of all blocks are one bucket, complete only here.
         if last and not split:
             self._sharding.reduce_vectors(self.plan.number)
         return gradient
@@ -277,6 +291,8 @@ class Stage:
         )
         for unit, gradients in activations.deferred:
             for _ in range(len(gradients)):
+                # Weight gradients in the order in which B left them, hence the same on all tensor
+                # ranks.
                 queue.compute_next()
             gradients.clear()  # frees the operands before the unit's gradients are reduced
             if unit.second_half is not None:
@@ -330,12 +346,14 @@ class Stage:
             whole: The values of a unit's second half are there from the start, and not only from
                 the boundary of its halves on.
         """
+        # All ranks walk the same units, so they start gathers in the same order.
         next_of = dict(zip(units, [*units[1:], following], strict=False))
         sharding = self._sharding
 
         @contextmanager
         def gathered(unit: Module) -> Iterator[None]:
             sharding.gather(unit, whole=whole)
+            # Starts while this unit computes. `following` reaches across the end of a pass.
             if next_unit := next_of[unit]:
                 sharding.prefetch(next_unit)
             yield
@@ -364,6 +382,7 @@ class Stage:
 
 def _fetched(leaf: Tensor | OffloadedActivation) -> Tensor:
     if isinstance(leaf, OffloadedActivation):
+        # A fresh leaf: the copy from the host has no graph.
         return leaf.take().requires_grad_()
     return leaf
 

@@ -40,6 +40,15 @@ class Experts(Module):
         output_std: float,
         tensor: TensorParallel,
     ) -> None:
+        """Declare the matrices of all experts as two parameters.
+
+        Args:
+            name: Of the experts in the model.
+            model: The model's config.
+            moe: Its part about experts.
+            output_std: Standard deviation of the initial output matrices.
+            tensor: How products are computed.
+        """
         self.tensor = tensor
         width = moe.ffn or model.ffn
         gated = model.activation == "swiglu"
