@@ -42,10 +42,21 @@ def reference_parts(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-partition and the smoothed label logit of each token, [T] in at least fp32.
+    """Return the log-partition and the smoothed label logit of each token.
 
-    logits: of the words from `start` on, out of `vocab` in all; a label that is not among them adds
-    0. softcap: logits x become cap tanh(x / cap).
+    partition = log(sum(exp(z))); label = (1 - s) z[label] + s / vocab sum(z).
+
+    Args:
+        logits_TV: logits of the words from `start` on.
+        labels_T: numbers of words in the whole vocabulary; a label that is not among these words
+            adds 0.
+        start: number of the first word.
+        vocab: size of the whole vocabulary.
+        label_smoothing: s.
+        softcap: logits x become cap tanh(x / cap).
+
+    Returns:
+        The two numbers of each token, [T] in at least fp32.
     """
     z = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     if softcap is not None:
@@ -79,10 +90,23 @@ def cross_entropy(
     vocab: int | None = None,
     join: Join | None = None,
 ) -> Tensor:
-    """Return the loss of each token, [T] in at least fp32; 0 where the label is IGNORE.
+    """lse(z) - (1 - s) z[label] - s mean(z) + z_loss lse(z)^2 of each token; 0 where the label is
+    IGNORE.
 
-    lse(z) - (1 - s) z[label] - s mean(z) + z_loss lse(z)^2 (Szegedy et al. 2016; de Brebisson and
-    Vincent 2016). With `join`, the logits are the part from `start` on of a larger vocabulary.
+    Szegedy et al. 2016; de Brebisson and Vincent 2016.
+
+    Args:
+        logits_TV: logits of the words from `start` on.
+        labels_T: numbers of words in the whole vocabulary, or IGNORE.
+        label_smoothing: s.
+        z_loss: factor of lse(z)^2.
+        softcap: logits x become cap tanh(x / cap).
+        start: number of the first word.
+        vocab: size of the whole vocabulary, by default V.
+        join: combines the numbers of all parts of the vocabulary.
+
+    Returns:
+        The losses, [T] in at least fp32.
     """
     whole = vocab or logits_TV.shape[1]
     parts = reference_parts(logits_TV, labels_T, start, whole, label_smoothing, softcap)
@@ -265,7 +289,19 @@ def launch_forward(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `reference_parts` in Triton, in fp32."""
+    """Compute `reference_parts` in Triton.
+
+    Args:
+        logits_TV: logits of the words from `start` on.
+        labels_T: numbers of words in the whole vocabulary.
+        start: number of the first word.
+        vocab: size of the whole vocabulary.
+        label_smoothing: s.
+        softcap: logits x become cap tanh(x / cap).
+
+    Returns:
+        The log-partition and the smoothed label logit of each token, fp32 [T].
+    """
     flat = logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
     rows, words = flat.shape
     partition = flat.new_empty(rows, dtype=torch.float32)
@@ -304,7 +340,21 @@ def launch_backward(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> None:
-    """Write the gradient of the logits to `d_logits_TV`, which may be the logits themselves."""
+    """Write the gradient of the logits.
+
+    Args:
+        d_partition_T: gradient of the log-partitions.
+        d_label_T: gradient of the label logits.
+        logits_TV: logits of the words from `start` on.
+        labels_T: numbers of words in the whole vocabulary.
+        partition_T: log-partitions; over the whole vocabulary if the gradient is to be that of all
+            parts.
+        d_logits_TV: receives the gradient; may be the logits themselves.
+        start: number of the first word.
+        vocab: size of the whole vocabulary.
+        label_smoothing: as in the forward pass.
+        softcap: as in the forward pass.
+    """
     rows, words = logits_TV.shape
     block = min(_GRADIENT_BLOCK, power_of_2(max(words, 16)))
     launch(

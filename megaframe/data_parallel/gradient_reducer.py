@@ -73,8 +73,14 @@ class CompressedReducer(GradientReducer):
     """Sends messages of a codec."""
 
     def __init__(self, group: Group, codec: GradientCodec, residual: Tensor | None = None) -> None:
-        """Prepare sums. residual: zeros, one `part_length` of the span per rank; without it there
-        is no error feedback."""
+        """Prepare sums.
+
+        Args:
+            group: The ranks that sum.
+            codec: Makes and reads messages.
+            residual: Zeros, one `part_length` of the span per rank; without it there is no error
+                feedback.
+        """
         super().__init__(group)
         self.codec, self.residual = codec, residual
         if residual is not None:

@@ -24,11 +24,19 @@ class PowerSGDReducer(GradientReducer):
     """Sends two factors of `rank` columns for each box that becomes smaller by this, and other
     boxes unchanged.
 
-    residual: zeros, as long as the span. Each sum does one power iteration, which starts from the
-    factor of the previous sum, so that it follows the directions of the gradients over the steps.
+    Each sum does one power iteration, which starts from the factor of the previous sum, so that it
+    follows the directions of the gradients over the steps.
     """
 
     def __init__(self, group: Group, residual: Tensor, views: Views, rank: int) -> None:
+        """Draw the first factors, equal on all ranks.
+
+        Args:
+            group: The ranks that sum.
+            residual: Zeros, as long as the span.
+            views: Returns what a span has of each parameter.
+            rank: Columns of a factor.
+        """
         super().__init__(group)
         self._residual, self._views, self._rank = residual, views, rank
         columns = [rank * matrix.shape[1] for matrix in self._split(residual)[0]]

@@ -28,8 +28,19 @@ def attend_by_kernel(
     mask: SequenceMask,
     scale: float,
 ) -> Tensor | None:
-    """Compute attention [B, S, N, V] by a kernel. Return None if no kernel takes these
-    arguments."""
+    """Compute attention over whole samples by a kernel.
+
+    Args:
+        kernels: The kernels of the run.
+        query_BQND: The queries, [B, S, N, D].
+        key_BKGD: The keys, [B, S, G, D].
+        value_BKGV: The values, [B, S, G, V].
+        mask: Which tokens attend to which.
+        scale: Factor on the scores.
+
+    Returns:
+        The output [B, S, N, V], or None if no kernel takes these arguments.
+    """
     if not kernels.has("attention"):
         return None
     # Kernels take one width for all heads; those of values may be narrower.

@@ -99,7 +99,8 @@ class SequenceMask:
         if not self.attention_mask.narrow:
             return [Tile(slice(0, self.length), slice(0, self.length), "causal")]
         reach = self.attention_mask.window or self.length
-        # Without a window the keys of a tile still end at its last query, which halves the work.
+        # Without a window the keys of a tile still end at its last query, which about halves the
+        # work.
         starts = range(0, self.length, _QUERIES_PER_TILE)
         ends = ((start, min(start + _QUERIES_PER_TILE, self.length)) for start in starts)
         return [
@@ -132,8 +133,13 @@ def make_spans(
 ) -> Spans:
     """Return the keys that queries see, as spans.
 
-    queries, keys: ascending places of the tokens in their samples. With keys=None, queries and keys
-    are both whole samples, and documents are ignored.
+    Args:
+        mask: The rule.
+        batch: Number of samples.
+        queries: Ascending places of the queries in their samples, [Q].
+        keys: The same of the keys, [K]. With None, queries and keys are both whole samples, and
+            documents are ignored.
+        causal: A query sees no key after it.
     """
     # Imported here, since plain code runs without the library of kernels.
     from megaframe_kernels.attention.spans import find_spans

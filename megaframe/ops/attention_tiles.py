@@ -37,11 +37,19 @@ def attend(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, Q, N, V] and the log-sum-exp [B, N, Q]. The latter is in at least fp32,
-    and -inf where a query sees no key.
+    """Compute attention of a tile.
 
-    mask: as from `AttentionMask.dense`; None if nothing is hidden by a mask. causal: with as many
-    queries as keys, each query sees itself and what is before it. scale: of the scores.
+    Args:
+        query_BQND: The queries, [B, Q, N, D].
+        key_BKGD: The keys, [B, K, G, D].
+        value_BKGV: The values, [B, K, G, V].
+        mask: As from `AttentionMask.dense`; None if nothing is hidden by a mask.
+        causal: With as many queries as keys, each query sees itself and what is before it.
+        scale: Factor on the scores.
+
+    Returns:
+        The output [B, Q, N, V] and the log-sum-exp [B, N, Q]. The latter is in at least fp32, and
+        -inf where a query sees no key.
     """
     query, key, value = _move_heads_first(query_BQND, key_BKGD, value_BKGV)
     if computes_in_blocks(query_BQND, key_BKGD, mask):
@@ -78,11 +86,23 @@ def attend_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a tile adds to the gradients of queries [B, Q, N, D], keys [B, K, G, D] and
-    values [B, K, G, V].
+    """Compute what a tile adds to gradients.
 
-    out, lse: merged over all tiles, so that exp(score - lse) is the weight of a key among all keys
-    that the query sees, in whichever tile.
+    Args:
+        d_out: Gradient of the output, [B, Q, N, V].
+        query_BQND: The queries, [B, Q, N, D].
+        key_BKGD: The keys, [B, K, G, D].
+        value_BKGV: The values, [B, K, G, V].
+        out_BQNV: The output merged over all tiles, [B, Q, N, V].
+        lse_BNQ: The log-sum-exp merged over all tiles, [B, N, Q], so that exp(score - lse) is the
+            weight of a key among all keys that the query sees, in whichever tile.
+        mask: As for `attend`.
+        causal: As for `attend`.
+        scale: Factor on the scores.
+
+    Returns:
+        What it adds to the gradients of queries [B, Q, N, D], keys [B, K, G, D] and values
+        [B, K, G, V].
     """
     heads = query, _, _ = _move_heads_first(query_BQND, key_BKGD, value_BKGV)
     d_out, out = d_out.transpose(1, 2), out_BQNV.transpose(1, 2)
@@ -119,6 +139,12 @@ def merge(out_BQND: Tensor, lse_BNQ: Tensor, tile_out: Tensor, tile_lse: Tensor)
     and lse is -inf.
 
     out = (e^lse out + e^lse' out') / (e^lse + e^lse'), so the weight of the new tile is a sigmoid.
+
+    Args:
+        out_BQND: The output so far, [B, Q, N, V]; changed.
+        lse_BNQ: Its log-sum-exp, [B, N, Q]; changed.
+        tile_out: The output of the tile, [B, Q, N, V].
+        tile_lse: Its log-sum-exp, [B, N, Q].
     """
     # No exponential of a log-sum-exp is computed, so nothing overflows.
     weight_BQN1 = torch.sigmoid(tile_lse - lse_BNQ).transpose(1, 2)[..., None]

@@ -19,16 +19,18 @@ _RECOMPILE_LIMIT = 1024
 
 
 class Compiled:
-    """A function that is compiled for the first `MAX_KINDS` kinds of arguments that it gets.
-
-    function: takes tensors and plain values.
-    backend: a backend of torch.compile.
-    tell: called with a line to show.
-    """
+    """A function that is compiled for the first `MAX_KINDS` kinds of arguments that it gets."""
 
     def __init__(
         self, function: Callable[..., Any], backend: str, tell: Callable[[str], None]
     ) -> None:
+        """Prepare to compile; the first call does.
+
+        Args:
+            function: Takes tensors and plain values.
+            backend: A backend of torch.compile.
+            tell: Called with a line to show.
+        """
         self._plain, self._tell = function, tell
         # Static shapes: each kind of arguments has code of its own, which is why kinds are limited.
         self._fast = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)

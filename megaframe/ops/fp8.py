@@ -72,9 +72,15 @@ class Fp8Matmul:
         return self.kernels.find("quantise_columns", rows_PK, ends_E) is not None
 
     def product(self, left_MK: Tensor, right_NK: Tensor, *, gradient: bool, matrix: bool) -> Tensor:
-        """Return left right^T in the type of `left`. gradient: `left` is a gradient. matrix:
-        `right` is a weight; otherwise it is rows of tokens."""
-        # Each operand is rounded along the summed dimension, right before the product.
+        """Return left right^T, [M, N], in the type of `left`.
+
+        Args:
+            left_MK: Rows, [M, K].
+            right_NK: The transposed right operand, [N, K].
+            gradient: `left` is a gradient.
+            matrix: `right` is a weight; otherwise it is rows of tokens.
+        """
+        # Both operands are rounded right before the product, with scales of their own.
         left, left_scales = self._quantise(left_MK, self._row_block, gradient)
         weight = self._matrix_block if matrix else self._row_block
         right, right_scales = self._quantise(right_NK, weight, False)
@@ -115,8 +121,15 @@ class Fp8Matmul:
     def grouped_gradient(
         self, dy_PO: Tensor, x_PI: Tensor, ends_E: Tensor, grads_E: Tensor, add: bool
     ) -> None:
-        """Write each expert's dy^T x to its gradient, or with `add` add it. grads: [E, O, I], or
-        any shape that can be viewed as that."""
+        """Write each expert's dy^T x to its gradient, or with `add` add it.
+
+        Args:
+            dy_PO: Gradient of the outputs, [P, O], sorted by expert.
+            x_PI: The inputs, [P, I], in the same order.
+            ends_E: Where the rows of each expert end, [E].
+            grads_E: [E, O, I], or any shape that can be viewed as that; changed.
+            add: Add to the gradients instead of overwriting them.
+        """
         arguments = dy_PO, ends_E, *self._column_options(gradient=True)
         left, left_scales = self._find_kernel("quantise_columns", *arguments)(*arguments)
         arguments = x_PI, ends_E, *self._column_options(gradient=False)

@@ -55,13 +55,7 @@ _COMPILED_FAMILY = "elementwise"
 
 
 class Kernels:
-    """The kernels of one run.
-
-    choices: the chosen implementations, by name of the kernel.
-    compiler: compiles a function of plain code; None to run plain code as it is.
-    plain: why plain code runs, for each key of `FAMILIES` that the run uses without any choice.
-    tell: called with a line to show, when an implementation first refuses arguments.
-    """
+    """The kernels of one run."""
 
     def __init__(
         self,
@@ -70,6 +64,15 @@ class Kernels:
         plain: Mapping[str, str] | None = None,
         tell: Callable[[str], None] = print,
     ) -> None:
+        """Take over the choices.
+
+        Args:
+            choices: The chosen implementations, by name of the kernel.
+            compiler: Compiles a function of plain code; None to run plain code as it is.
+            plain: Why plain code runs, for each key of `FAMILIES` that the run uses without any
+                choice.
+            tell: Called with a line to show, when an implementation first refuses arguments.
+        """
         self._choices = {
             # A copy of the choice, which reports refusals to this run.
             name: replace(choice, on_refusal=partial(self._report_refusal, name))
@@ -197,7 +200,11 @@ def make_kernels(
     """Return the kernels of a run on a device. With a compiler, elementwise kernels are left to it
     unless the config names an implementation.
 
-    tell: as for `Kernels`.
+    Args:
+        config: The run.
+        device: What it runs on.
+        compiler: As for `Kernels`.
+        tell: As for `Kernels`.
 
     Raises:
         UserError: a named implementation that this machine does not have; no library on a GPU,

@@ -146,7 +146,12 @@ def multiply_batched_wide(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
 def multiply_into(out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool) -> None:
     """Compute out = left right, or with `add`, out += left right.
 
-    `out` may have a higher precision than the operands. Its old content matters with `add` only.
+    Args:
+        out_MN: The result, [M, N]; may have a higher precision than the operands. Its old content
+            matters with `add` only.
+        left_MK: [M, K].
+        right_KN: [K, N].
+        add: Add to the old content instead of overwriting it.
     """
     if left_MK.is_cuda and out_MN.dtype is torch.float32 and _can_accumulate_wide(left_MK.dtype):
         # With beta = 0 the old content is not read, even if it is NaN.

@@ -223,7 +223,14 @@ class WeightAverage(UpdateTransform):
 
 
 def apply_update(weights: Tensor, direction: Tensor, rates: GroupRates, step: UpdateStep) -> None:
-    """w -= lr (direction + decay w); `direction` is overwritten."""
+    """Move the weights: w -= lr (direction + decay w).
+
+    Args:
+        weights: In master precision, [N]; changed.
+        direction: What to move against, [N]; overwritten.
+        rates: Rates of the parameter group.
+        step: The numbers of the update.
+    """
     # A rate of 0 in a skipped step leaves the weights unchanged, decay included.
     lr = step.constant(step.lr * rates.lr, 0.0)
     weights.mul_(1.0 - lr * rates.weight_decay).sub_(direction.mul_(lr))

@@ -18,7 +18,9 @@ class LossScale:
     """The factor on the loss, by which gradients are divided before they are used. It is 1 and
     constant unless the precision is fp16.
 
-    dynamic: whether it changes. value: that of the next step, fp64 scalar on the device.
+    Attributes:
+        dynamic: Whether it changes.
+        value: That of the next step, fp64 scalar on the device.
     """
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:

@@ -8,10 +8,15 @@ from megaframe.config import OptimConfig
 
 
 def learning_rate(optim: OptimConfig, update: int, steps: int) -> float:
-    """Return the learning rate of update number `update` (from 0) in a run of `steps` updates.
+    """Return the learning rate of an update.
 
     Warm-up rises linearly and reaches `lr` at update `warmup`. inverse_sqrt falls from there as
     sqrt(warmup / update) (Vaswani et al. 2017).
+
+    Args:
+        optim: The schedule and its constants.
+        update: Number of the update, from 0.
+        steps: Updates of the whole run.
     """
     # Update 0 has a rate above zero, and update `warmup` the full one.
     if update < optim.warmup:

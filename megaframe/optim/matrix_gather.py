@@ -108,7 +108,15 @@ class MatrixGather:
 
 
 def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return a rank for each cost: the largest first, each to the least loaded rank."""
+    """Divide work among ranks: the largest cost first, each to the least loaded rank.
+
+    Args:
+        costs: The cost of each item; only the ratios matter.
+        ranks: Number of ranks.
+
+    Returns:
+        The rank of each item, in the order of the costs.
+    """
     loads = [(0.0, rank) for rank in range(ranks)]
     owners = [0] * len(costs)
     # Ties go by index and by rank, so that all ranks assign the same owners.

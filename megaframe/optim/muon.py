@@ -201,8 +201,16 @@ def orthogonalize(matrix_OI: Tensor) -> Tensor:
 
 
 def update_groups(shards: Sequence[OptimizerShard], group: Group) -> list[list[OptimizerShard]]:
-    """Return the shards that are trained, in order, in lists of those that are updated together.
-    Gives the matrices of Muon their owners among the ranks of `group`."""
+    """Put shards that are updated together in one list each, and give the matrices of Muon their
+    owners.
+
+    Args:
+        shards: The shards of all buckets.
+        group: The ranks that together hold one copy of the matrices; they become the owners.
+
+    Returns:
+        The shards that are trained, in order.
+    """
     groups: list[list[OptimizerShard]] = []
     window: list[OptimizerShard] = []
     for shard in shards:

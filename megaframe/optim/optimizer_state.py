@@ -54,6 +54,13 @@ class Moments:
     def __init__(
         self, weights: Tensor, codecs: Mapping[str, StateCodec], storage: MomentStorage
     ) -> None:
+        """Allocate the moments.
+
+        Args:
+            weights: The weights that they belong to, flat; gives length, master type and device.
+            codecs: How each moment is stored, by its name.
+            storage: Where they are stored.
+        """
         self._element_ids, offload = storage.element_ids, storage.offload
         self._length, self._dtype = len(weights), weights.dtype
         self._codecs, self._offload = dict(codecs), offload

@@ -24,8 +24,9 @@ from megaframe.parameters.spec import Box, ParamSpec
 class Precision:
     """The types of numbers.
 
-    compute: type of values and activations.
-    master: type of master weights, of gradients and of optimizer state.
+    Attributes:
+        compute: Type of values and activations.
+        master: Type of master weights, of gradients and of optimizer state.
     """
 
     compute: torch.dtype
@@ -101,7 +102,12 @@ class Parameter:
         return _Use.apply(self.value.detach().requires_grad_(), self)
 
     def add(self, gradient: Tensor, of: int | None = None) -> None:
-        """grad += gradient. of: index along dim 0 of the only matrix to add to; None for all."""
+        """Add to the gradient.
+
+        Args:
+            gradient: What to add, in the shape of `grad`, or of one matrix of it.
+            of: Index along dim 0 of the only matrix to add to; None for all.
+        """
         if self.frozen:
             return
         grad, add = self._begin(of)
@@ -111,8 +117,13 @@ class Parameter:
             grad.copy_(gradient)
 
     def add_product(self, left_TO: Tensor, right_TI: Tensor, of: int | None = None) -> None:
-        """grad += left^T right, the gradient of a matrix [O, I] over T tokens. of: as in
-        `add`."""
+        """Add left^T right, the gradient of a matrix [O, I] over T tokens.
+
+        Args:
+            left_TO: Gradient of the outputs, [T, O].
+            right_TI: The inputs, [T, I].
+            of: Index along dim 0 of the only matrix to add to; None for all.
+        """
         if self.frozen:
             return
         grad, add = self._begin(of)
@@ -123,8 +134,14 @@ class Parameter:
     def add_grouped(
         self, left_NO: Tensor, right_NI: Tensor, ends_E: Tensor, kernels: Kernels = NO_KERNELS
     ) -> None:
-        """Do the same for all experts in one operation. The rows are sorted by expert, and those of
-        expert e end before row ends_E[e]."""
+        """Add the gradients of the matrices of all experts in one operation.
+
+        Args:
+            left_NO: Gradient of the outputs, [N, O], sorted by expert.
+            right_NI: The inputs, [N, I], in the same order.
+            ends_E: The rows of expert e end before row ends_E[e].
+            kernels: The kernels of the run.
+        """
 
         def into(grad: Tensor, add: bool) -> None:
             grads_EOI = grad.view(len(ends_E), -1, grad.shape[-1])
@@ -147,7 +164,12 @@ class Parameter:
             into(*self._begin())
 
     def add_rows(self, index_T: Tensor, gradient_TI: Tensor) -> None:
-        """grad[index] += gradient, row by row: the gradient of a table lookup."""
+        """Add to rows of the gradient: grad[index] += gradient, as after a table lookup.
+
+        Args:
+            index_T: Row of the table for each token, [T]; may repeat.
+            gradient_TI: What to add to these rows, [T, I].
+        """
         if self.frozen:
             return
         self.finish()

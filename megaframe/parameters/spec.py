@@ -72,16 +72,17 @@ class Box:
 class ParamSpec:
     """A whole logical tensor, independent of the layout.
 
-    name:    dotted path, unique in the model.
-    shape:   full shape. Fused weights keep their parts as separate dims, so that a shard is always
-             a plain slice.
-    init:    distribution of the initial values.
-    role:    what the model uses it for.
-    decay:   whether weight decay applies.
-    axes:    {dim: axis} for the dims that are split; the others are whole on every rank.
-    inputs:  how many of the last dims are inputs of a matrix; the dims before are its outputs.
-    fused:   {dim: sizes of the parts along it} if one weight is several matrices.
-    used:    share of the tokens that each element is applied to; small for experts.
+    Attributes:
+        name: Dotted path, unique in the model.
+        shape: Full shape. Fused weights keep their parts as separate dims, so that a shard is
+            always a plain slice.
+        init: Distribution of the initial values.
+        role: What the model uses it for.
+        decay: Whether weight decay applies.
+        axes: {dim: axis} for the dims that are split; the others are whole on every rank.
+        inputs: How many of the last dims are inputs of a matrix; the dims before are its outputs.
+        fused: {dim: sizes of the parts along it} if one weight is several matrices.
+        used: Share of the tokens that each element is applied to; small for experts.
     """
 
     name: str
@@ -107,9 +108,13 @@ class ParamSpec:
         return [Box(*zip(*place, strict=True)) for place in product(*parts)]
 
     def local(self, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
-        """Return the piece at `coordinate`, for axes with these sizes. If a dim is not divisible,
-        the first ranks have one index more. If it has fewer indices than the axis has ranks,
-        neighbouring ranks hold the same one."""
+        """Return the piece of one rank. If a dim is not divisible, the first ranks have one index
+        more. If it has fewer indices than the axis has ranks, neighbouring ranks hold the same one.
+
+        Args:
+            coordinate: The rank's index along each axis.
+            sizes: The size of each axis.
+        """
         offset, shape = [0] * len(self.shape), list(self.shape)
         for dim, axis in self.axes.items():
             # With fewer items than ranks, neighbours hold the same one, as with few key/value

@@ -94,8 +94,8 @@ class ActivationOffload:
         for their copies before it reuses that memory."""
         computing = torch.cuda.current_stream(self._device)
         while len(self._outgoing) > most:
-            # The reference goes at the end of this call. Device memory belongs to the computing
-            # stream, which may reuse it only after the event.
+            # Drops the reference. The memory belongs to the computing stream, which therefore waits
+            # for the copy before it can reuse it.
             _, stored = self._outgoing.popleft()
             computing.wait_event(stored)
 

@@ -96,7 +96,7 @@ def locate_nonfinite(
 def _order(one: PassMaximum, stages: int, rank: int) -> int:
     """Return a number that sorts passes in the order in which a bad value travels; a whole pass
     comes after its blocks."""
-    # A bad value travels down the stages in a forward pass and up in a backward pass.
+    # A bad value travels to later stages in a forward pass, and to earlier ones in a backward pass.
     steps = stages - 1 - one.stage if one.backward else one.stage
     unit = _UNITS - 1
     if one.block is not None:

@@ -187,7 +187,7 @@ class Stage:
             # Keeps the graph alive without its output, which is the next block's leaf or is sent.
             activations.outputs.append(None if recompute else get_gradient_edge(x))
             if recompute and self.config.train.offload:
-                # Only a recomputed block's input: other graphs hold their leaf on the device
+                # Only a recomputed block's input: the graph of any other block holds its leaf
                 # anyway.
                 activations.inputs[-1] = self._offload_on(leaf.device).store(leaf.detach())
             if on_block is not None:

@@ -52,12 +52,23 @@ def reference(
     sinks_N: Tensor | None = None,
     need_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return softmax(scale q k) v over the keys that each query sees, and 0 for a query that sees
-    none.
+    """softmax(scale q k) v over the keys that each query sees, and 0 for a query that sees none.
 
-    Query head n uses key head n // (N / G). scale: by default D^(-1/2). softcap: scores s become
-    cap tanh(s / cap). sinks: one extra score per head, whose value is 0. Returns [B, Q, N, D] and,
-    if `need_lse`, the log-sum-exp of the scores (sinks included), [B, N, Q] in at least fp32.
+    Query head n uses key head n // (N / G).
+
+    Args:
+        query_BQND: queries [B, Q, N, D].
+        key_BKGD: keys [B, K, G, D].
+        value_BKGD: values [B, K, G, D].
+        spans: which keys each query sees.
+        scale: factor of the scores, by default D^(-1/2).
+        softcap: scores s become cap tanh(s / cap).
+        sinks_N: one extra score per head, whose value is 0.
+        need_lse: whether the log-sum-exp is returned.
+
+    Returns:
+        The output [B, Q, N, D] and, if `need_lse`, the log-sum-exp of the scores (sinks included),
+        [B, N, Q] in at least fp32.
     """
     # fp32 at least; fp64 stays fp64, in which layouts are compared.
     wide = torch.promote_types(query_BQND.dtype, torch.float32)
@@ -181,9 +192,22 @@ def reference_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what these keys add to the gradients of queries, keys and values.
 
-    out, lse: the output and log-sum-exp over all keys that the queries see. The keys given here may
-    be only a part of them (a tile of a ring). With shares p = exp(scale q k - lse) and dp = d_out
-    v: dv = p d_out, ds = scale p (dp - sum(d_out out)), dq = ds k, dk = ds q.
+    With shares p = exp(scale q k - lse) and dp = d_out v: dv = p d_out, ds = scale p (dp -
+    sum(d_out out)), dq = ds k, dk = ds q.
+
+    Args:
+        d_out_BQND: gradient of the output [B, Q, N, D].
+        query_BQND: queries [B, Q, N, D].
+        key_BKGD: keys [B, K, G, D]; maybe only a part of those that the queries see (a tile of a
+            ring).
+        value_BKGD: values [B, K, G, D] of these keys.
+        out_BQND: output over all keys that the queries see, [B, Q, N, D].
+        lse_BNQ: log-sum-exp of the scores over all keys that the queries see, [B, N, Q].
+        spans: which of the given keys each query sees.
+        scale: factor of the scores, by default D^(-1/2).
+
+    Returns:
+        The gradients of queries, keys and values, in the shapes and the type of these.
     """
     # Sums over heads and queries are in fp32 at least, and rounded once, at the end.
     wide = torch.promote_types(query_BQND.dtype, torch.float32)

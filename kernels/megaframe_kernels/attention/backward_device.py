@@ -104,6 +104,7 @@ def _query_gradient(
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
+    """Return d_q + d_s k for a block of keys, with d_s = p (d_p - delta), unscaled."""
     key = block * N + tl.arange(0, N)
     k_ND = load_rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
     v_ND = load_rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
@@ -159,6 +160,7 @@ def backward_queries(
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
+    """d_q = scale sum over keys of d_s k, for one block of queries of a head."""
     blocks = tl.cdiv(queries, M)
     turn, head, sample = share_programs(blocks, together, heads)
     # With a causal mask the last queries see the most keys, so they start first.

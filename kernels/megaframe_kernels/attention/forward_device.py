@@ -225,6 +225,8 @@ def forward(
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
+    """out = softmax(scale q k) v and lse = log(sum(exp(scale q k))), for one block of queries of a
+    head (Dao et al. 2022)."""
     blocks = tl.cdiv(queries, M)
     turn, head, sample = share_programs(blocks, together, heads)
     mine = blocks - 1 - turn  # with a causal mask the last queries see the most keys

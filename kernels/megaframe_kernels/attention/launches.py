@@ -122,8 +122,22 @@ def launch_forward(
     softcap: float | None,
     blocks: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out [B, Q, N, D] and the log-sum-exp, fp32 [B, N, Q]. blocks: by default those of
-    `FORWARD`."""
+    """Compute the forward pass in Triton.
+
+    Args:
+        query: [B, Q, N, D].
+        key: [B, K, G, D].
+        value: [B, K, G, D].
+        starts: first key that each query sees, int32 [B, Q].
+        stops: end of the keys that each query sees, int32 [B, Q].
+        sinks: one extra score per head, [N], or None.
+        scale: factor of the scores, by default D^(-1/2).
+        softcap: scores s become cap tanh(s / cap), unless it is None.
+        blocks: by default those of `FORWARD`.
+
+    Returns:
+        out [B, Q, N, D], and the log-sum-exp, fp32 [B, N, Q].
+    """
     # No copy of keys and values for each query head: a program finds the shared head itself.
     query, key, value = _make_adjacent(query), _make_adjacent(key), _make_adjacent(value)
     batch, queries, heads, width = query.shape
@@ -182,10 +196,29 @@ def launch_backward(
     softcap: float | None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and sinks (empty without sinks). fused: compute
-    them in one pass over the tiles.
+    """Compute the backward pass in Triton.
 
     In a ring, `out` and `lse` are those over all keys, and `key` and `value` are a part of them.
+
+    Args:
+        d_out: gradient of the output, [B, Q, N, D].
+        d_lse: gradient of the log-sum-exp, [B, N, Q], or None.
+        query: [B, Q, N, D].
+        key: [B, K, G, D].
+        value: [B, K, G, D].
+        out: output of the forward pass, [B, Q, N, D].
+        lse: log-sum-exp of the scores, fp32 [B, N, Q].
+        starts: first key that each query sees, int32 [B, Q].
+        stops: end of the keys that each query sees, int32 [B, Q].
+        first: first query that sees each key, int32 [B, K].
+        last: end of the queries that see each key, int32 [B, K].
+        sinks: one extra score per head, [N], or None.
+        scale: factor of the scores, by default D^(-1/2).
+        softcap: as in the forward pass.
+        fused: compute all gradients in one pass over the tiles.
+
+    Returns:
+        The gradients of query, key, value and sinks (empty without sinks).
     """
     query, key, value, d_out = (_make_adjacent(x) for x in (query, key, value, d_out))
     batch, queries, heads, width = query.shape

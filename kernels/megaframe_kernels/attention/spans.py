@@ -58,10 +58,21 @@ def find_spans(
 ) -> Spans:
     """Return what queries see of keys.
 
-    causal: queries see nothing after their own place. window: a query sees at most this many
-    places, its own included. query_places, key_places: where in the sample the tokens are,
-    ascending [Q] and [K], by default 0, 1, ... query_documents, key_documents: document numbers,
-    ascending along each sample, [B, Q] and [B, K]; a query sees only its own document.
+    Args:
+        batch: number of samples B.
+        queries: number of queries Q of a sample.
+        keys: number of keys K of a sample.
+        device: where the spans are made.
+        causal: queries see nothing after their own place.
+        window: a query sees at most this many places, its own included.
+        query_places: where in the sample the queries are, ascending [Q]; by default 0, 1, ...
+        key_places: where in the sample the keys are, ascending [K]; by default 0, 1, ...
+        query_documents: document numbers, ascending along each sample, [B, Q]; a query sees only
+            its own document.
+        key_documents: document numbers of the keys, [B, K].
+
+    Returns:
+        The spans; `plain` if they are only a causal mask over as many queries as keys.
     """
     # Everything is computed in int64 on the device, so the host does not wait.
     query = _places(query_places, queries, device)
@@ -87,7 +98,18 @@ def find_spans(
 def make_spans(
     starts: Tensor, stops: Tensor, keys: int, plain: bool = False, window: int | None = None
 ) -> Spans:
-    """Return the spans, given the runs of keys that queries see, both ends ascending [B, Q]."""
+    """Return the spans, given the runs of keys that queries see.
+
+    Args:
+        starts: first key that each query sees, ascending [B, Q].
+        stops: end of the keys that each query sees, ascending [B, Q].
+        keys: number of keys K.
+        plain: as in `Spans`.
+        window: as in `Spans`.
+
+    Returns:
+        The spans, with the runs of queries that see each key.
+    """
     key = torch.arange(keys, device=starts.device).expand(starts.shape[0], -1).contiguous()
     # The same mask from the side of the keys. The first query whose run stops after key k sees it;
     # the last is the last one whose run starts at or before k. Both ends ascend, so two searches

@@ -25,11 +25,17 @@ _COLUMNS = 1024
 
 
 def reference(x: Tensor, kind: str) -> Tensor:
-    """Apply the activation to x [..., F]. For swiglu, x [..., 2F] is (gate, up) and the result is
-    silu(gate) up [..., F].
+    """Apply the activation to x.
 
     gelu: x Phi(x), or its tanh form (Hendrycks and Gimpel 2016). relu2: max(x, 0)^2 (So et al.
-    2021). swiglu: Shazeer 2020.
+    2021). swiglu: silu(gate) up (Shazeer 2020).
+
+    Args:
+        x: [..., F]; for swiglu [..., 2F], which is (gate, up).
+        kind: one of `KINDS`.
+
+    Returns:
+        The activation, [..., F].
     """
     if kind == "swiglu":
         gate, up = x.chunk(2, -1)
@@ -77,6 +83,7 @@ def _forward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
+    """y = f(x) for one tile; silu(gate) up for swiglu."""
     row, column, inside = _tile(rows, width, ROWS, COLUMNS)
     # All in fp32; the result is rounded once, when stored.
     value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -107,6 +114,8 @@ def _backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
+    """d_x = d_y f'(x) for one tile. For swiglu, with s = sigmoid(gate): d_gate = d_y up s (1 + gate
+    (1 - s)), d_up = d_y gate s."""
     row, column, inside = _tile(rows, width, ROWS, COLUMNS)
     value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     given = tl.load(d_y + row * d_stride + column, mask=inside, other=0.0).to(tl.float32)

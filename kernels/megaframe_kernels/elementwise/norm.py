@@ -43,8 +43,19 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """t = x + residual; y = normalised t times gain (plus bias), over the last dim.
 
-    x, residual [..., width], gain, bias [width]. Returns (y, t). rmsnorm: t / sqrt(mean(t^2) + eps)
-    (Zhang and Sennrich 2019). layernorm: (t - mean) / sqrt(variance + eps) (Ba et al. 2016).
+    rmsnorm: t / sqrt(mean(t^2) + eps) (Zhang and Sennrich 2019). layernorm: (t - mean) /
+    sqrt(variance + eps) (Ba et al. 2016).
+
+    Args:
+        x: [..., width].
+        gain: [width].
+        bias: [width], or None.
+        residual: [..., width], or None for t = x.
+        kind: rmsnorm or layernorm.
+        eps: added to the mean square.
+
+    Returns:
+        (y, t), both [..., width].
     """
     total = x if residual is None else x + residual
     wide = total.to(torch.promote_types(total.dtype, torch.float32))
@@ -71,8 +82,19 @@ def _choose_tile(x: Tensor) -> tuple[int, int, int]:
 def launch_forward(
     x: Tensor, residual: Tensor | None, gain: Tensor, bias: Tensor | None, center: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y, total (empty without a residual), means (empty for rmsnorm) and scales, fp32
-    [rows]."""
+    """Compute the norm in Triton.
+
+    Args:
+        x: [..., width].
+        residual: [..., width], or None.
+        gain: [width].
+        bias: [width], or None.
+        center: whether the mean is subtracted (layernorm).
+        eps: added to the mean square.
+
+    Returns:
+        y, total (empty without a residual), means (empty for rmsnorm) and scales, fp32 [rows].
+    """
     flat = flatten_rows(x)
     rows, width = flat.shape
     added = None if residual is None else flatten_rows(residual)
@@ -115,7 +137,20 @@ def launch_backward(
     scales: Tensor,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of total, gain and bias (empty without a bias)."""
+    """Compute the gradients in Triton.
+
+    Args:
+        d_y: gradient of the result, [..., width].
+        d_total: gradient of the sum with the residual, [..., width], or None.
+        total: what was normalised, [..., width].
+        gain: [width].
+        means: fp32 [rows], empty for rmsnorm.
+        scales: fp32 [rows], from the forward pass.
+        with_bias: whether there is a bias.
+
+    Returns:
+        The gradients of total, gain and bias (empty without a bias).
+    """
     flat, d_flat = flatten_rows(total), flatten_rows(d_y)
     d_added = None if d_total is None else flatten_rows(d_total)
     rows, width = flat.shape

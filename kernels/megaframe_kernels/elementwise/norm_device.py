@@ -31,6 +31,8 @@ def forward(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
+    """t = x + residual; y = (t - mean) rsqrt(mean((t - mean)^2) + eps) gain + bias, with a mean of
+    0 unless CENTER."""
     # 64-bit: rows times width may exceed 32 bits.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)

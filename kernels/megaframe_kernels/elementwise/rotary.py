@@ -25,8 +25,13 @@ _TILE = 2048
 def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """(a, b) -> (a cos - b sin, b cos + a sin) for a = x[..., i], b = x[..., i + R].
 
-    x [B, S, N, D]; cos, sin [S, R] or [B, S, R] with 2R <= D. Dims from 2R on stay as they are.
-    Cosine and sine get no gradient.
+    Args:
+        x: [B, S, N, D].
+        cos: [S, R] or [B, S, R] with 2R <= D; gets no gradient.
+        sin: like cos.
+
+    Returns:
+        x rotated, [B, S, N, D]; dims from 2R on stay as they are.
     """
     half = cos.shape[-1]
     kind = torch.promote_types(x.dtype, torch.float32)
@@ -58,6 +63,8 @@ def _turn(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ) -> None:
+    """y = x rotated by the angles of its tokens, or by their negatives with BACK, for some heads of
+    some tokens."""
     across = tl.cdiv(heads, HEADS)
     token = (tl.program_id(0) // across).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head = (tl.program_id(0) % across) * HEADS + tl.arange(0, HEADS)

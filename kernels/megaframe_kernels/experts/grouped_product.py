@@ -61,9 +61,17 @@ def reference(
 ) -> Tensor:
     """y[p] = x[p] weights[e]^T for the expert e to which place p belongs.
 
-    ends, order, places: the fields of `permute.Order`. Places beyond the last end give 0. gather: x
-    [T, H] holds tokens, and place p reads x[order[p] // K]; otherwise x is [P, H]. scatter: y[p] is
-    written to y[order[p]], so that y [P, N] is ordered by token and choice.
+    Args:
+        x: rows [P, H], or with `gather` tokens [T, H].
+        weights_ENH: one matrix per expert.
+        ends_E: where each expert's places end; places beyond the last end give 0.
+        order_P: choice at each place, as in `permute.ExpertOrder`.
+        places_TK: place of each choice.
+        gather: place p reads x[order[p] // K].
+        scatter: y[p] is written to y[order[p]], so that y is ordered by token and choice.
+
+    Returns:
+        y [P, N].
     """
     rows = x
     if gather and order_P is not None and places_TK is not None:
@@ -104,6 +112,7 @@ def _multiply(
     EXPERTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
+    """out[scatter[p]] = x[gather[p] // chosen] weights[e]^T for a tile of places of one expert."""
     across = tl.cdiv(outputs, COLUMNS)
     # Tiles of the same rows and matrices run at the same time, so the cache serves both operands.
     tile, right = walk(tl.program_id(0), tl.num_programs(0) // across, across)
@@ -238,8 +247,20 @@ def launch_multiply(
     chosen: int = 1,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Return y [P, N]. Place p reads row gather[p] // chosen and writes row scatter[p]. The weights
-    may be a transposed view."""
+    """Multiply the rows of all experts in one launch.
+
+    Args:
+        x: rows [P, H], or tokens [T, H] with `gather_P`.
+        weights_ENH: one matrix per expert; may be a transposed view.
+        ends_E: where each expert's places end, int32.
+        gather_P: place p reads row gather[p] // chosen, unless it is None.
+        scatter_P: place p writes row scatter[p], unless it is None.
+        chosen: experts per token.
+        tiles: by default those of `TILES`.
+
+    Returns:
+        y [P, N].
+    """
     x = _make_adjacent(x)
     places = x.shape[0] if gather_P is None else gather_P.shape[0]
     experts, outputs, inputs = weights_ENH.shape
@@ -306,7 +327,16 @@ def launch_weight_gradient_into(
     add: bool,
     tiles: Tiles | None = None,
 ) -> None:
-    """Write the gradient of the weights to `d_weights`, or add it, in the type of `d_weights`."""
+    """Write the gradient of the weights to `d_weights`, or add it, in the type of `d_weights`.
+
+    Args:
+        d_weights: [E, N, H], contiguous.
+        d_y: gradient of the result, [P, N], in the order of experts.
+        x: rows [P, H], in the order of experts.
+        ends_E: where each expert's places end, int32.
+        add: whether the gradient is added to what is there.
+        tiles: by default those of `TILES`, narrower with `add`.
+    """
     d_y, x = _make_adjacent(d_y), _make_adjacent(x)
     experts, outputs, inputs = d_weights.shape
     if add and tiles is None and x.dtype != torch.float32:
@@ -438,7 +468,17 @@ def reference_gradient(
     grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
 ) -> Tensor:
     """grads[e] = sum over the places of e of d_y[p]^T x[p], in place; with `add`, grads[e] += that.
-    The gradients may be of higher precision than the rows."""
+
+    Args:
+        grads_ENH: receives the gradients; may be of higher precision than the rows.
+        d_y_PN: gradient of the result, in the order of experts.
+        x_PH: rows in the order of experts.
+        ends_E: where each expert's places end.
+        add: whether the gradient is added to what is there.
+
+    Returns:
+        grads_ENH.
+    """
     start = 0
     for grad, end in zip(grads_ENH, ends_E.tolist(), strict=True):
         made = d_y_PN[start:end].to(grad.dtype).t() @ x_PH[start:end].to(grad.dtype)

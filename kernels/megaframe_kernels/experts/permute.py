@@ -43,7 +43,15 @@ class ExpertOrder:
 
 
 def reference_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the fields of `ExpertOrder`, given the experts (0 .. count - 1) that tokens chose."""
+    """Sort choices by expert, then by token.
+
+    Args:
+        experts_TK: experts (0 .. count - 1) that tokens chose.
+        count: number of experts E.
+
+    Returns:
+        The fields of `ExpertOrder`: order [P], places [T, K] and ends [E], int32.
+    """
     flat = experts_TK.reshape(-1).long()
     order = flat.argsort(stable=True)
     places = torch.empty_like(order)
@@ -62,6 +70,7 @@ def _count(
     CHOICES: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> None:
+    """counts[e, block] = number of choices of expert e in this program's block."""
     choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
     chosen = tl.load(experts + choice, mask=choice < choices, other=-1)
     expert = tl.arange(0, EXPERTS)
@@ -82,6 +91,8 @@ def _place(
     CHOICES: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> None:
+    """places[c] = start of the expert's choices in this block + rank of c among them;
+    order[places[c]] = c."""
     choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
     inside = choice < choices
     # -1 matches no expert.
@@ -130,8 +141,17 @@ def reference_permute(x_TH: Tensor, order_P: Tensor, places_TK: Tensor) -> Tenso
 def reference_unpermute(
     y_PH: Tensor, weights_TK: Tensor | None, order_P: Tensor, places_TK: Tensor
 ) -> Tensor:
-    """Return for each token the sum of the rows at its places times their weights (1 if None), [T,
-    H]."""
+    """Return for each token the sum of the rows at its places times their weights.
+
+    Args:
+        y_PH: rows in the order of experts.
+        weights_TK: weight of each choice, or None for 1.
+        order_P: choice at each place.
+        places_TK: place of each choice.
+
+    Returns:
+        [T, H], summed in at least fp32 and rounded once.
+    """
     wide = torch.promote_types(y_PH.dtype, torch.float32)
     rows = y_PH[places_TK.long()].to(wide)
     if weights_TK is not None:

@@ -31,10 +31,17 @@ def reference(
     score: str = "softmax",
     normalise: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return weights, in at least fp32 [T, K], and experts, int32 [T, K], best first.
+    """Return the k best experts of each token and their weights, best first.
 
-    score: softmax or sigmoid of the logits. bias: added to the scores for the choice only.
-    normalise: divide the weights of a token by their sum.
+    Args:
+        logits_TE: [T, E].
+        k: number of experts of a token.
+        bias_E: added to the scores for the choice only.
+        score: softmax or sigmoid of the logits.
+        normalise: divide the weights of a token by their sum.
+
+    Returns:
+        Weights, in at least fp32 [T, K], and experts, int32 [T, K].
     """
     wide = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     # In fp32 at least, like the weights that are read from them.
@@ -75,6 +82,8 @@ def _forward(
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
 ) -> None:
+    """weights = scores of the k experts with the highest score + bias, over their sum with
+    NORMALISE."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
     known = expert[None, :] < count
@@ -127,6 +136,8 @@ def _backward(
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> None:
+    """d_logits = p (d_s - sum(d_s p)) for the softmax, d_s p (1 - p) for the sigmoid, with d_s 0
+    for experts that were not chosen."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
     known = expert[None, :] < count
@@ -195,7 +206,19 @@ def launch_backward(
     sigmoid: bool,
     normalise: bool,
 ) -> Tensor:
-    """Return the gradient of the logits."""
+    """Return the gradient of the logits.
+
+    Args:
+        d_weights_TK: gradient of the weights.
+        logits_TE: what the forward pass was given.
+        weights_TK: its weights.
+        experts_TK: its experts, int32.
+        sigmoid: whether scores are sigmoids, not a softmax.
+        normalise: whether the weights of a token were divided by their sum.
+
+    Returns:
+        [T, E], contiguous.
+    """
     flat = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
     tokens, count = flat.shape
     d_logits = torch.empty_like(flat, memory_format=torch.contiguous_format)

@@ -88,10 +88,18 @@ def reference_columns(
     dtype: torch.dtype = torch.float8_e4m3fn,
     sharing: str = "column",
 ) -> tuple[Tensor, Tensor]:
-    """Return the columns in 8 bits as rows [C, W], and scales [S, C].
+    """Quantise the columns and write them as rows.
 
-    Each expert's places start at a multiple of 128 and are followed by zeros. sharing: one of
-    `SHARING`. S = E, or W / 128 for blocks.
+    Each expert's places start at a multiple of 128 and are followed by zeros.
+
+    Args:
+        x_PC: rows in the order of experts.
+        ends_E: where each expert's places end.
+        dtype: the 8-bit type.
+        sharing: which numbers share a scale, one of `SHARING`.
+
+    Returns:
+        The columns in 8 bits, [C, W], and fp32 scales [S, C] with S = E, or W / 128 for blocks.
     """
     places, columns = x_PC.shape
     spaced = _spaced(places, len(ends_E))
@@ -121,11 +129,18 @@ def reference(
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Return y[p] = a[p] b[e]^T, [P, N], for the expert e to which place p belongs, rounded once to
-    `dtype`. Places beyond the last end give 0.
+    """y[p] = a[p] b[e]^T for the expert e to which place p belongs, rounded once to `dtype`.
 
-    a_scales, b_scales: per row, [P, 1] and [E, N, 1], or per 128 elements of a row, [P, ceil(K /
-    128)] and [E, N or ceil(N / 128), ceil(K / 128)].
+    Args:
+        a_PK: rows in 8 bits.
+        b_ENK: one matrix per expert, in 8 bits.
+        a_scales: per row, [P, 1], or per 128 elements of a row, [P, ceil(K / 128)].
+        b_scales: per row, [E, N, 1], or per 128 elements, [E, N or ceil(N / 128), ceil(K / 128)].
+        ends_E: where each expert's places end; places beyond the last end give 0.
+        dtype: type of the result.
+
+    Returns:
+        y [P, N].
     """
     y_PN = a_PK.new_zeros(a_PK.shape[0], b_ENK.shape[1], dtype=dtype)
     for expert, (here, _) in enumerate(_spans(ends_E)):
@@ -144,9 +159,21 @@ def reference_gradient(
     ends_E: Tensor,
     add: bool,
 ) -> Tensor:
-    """Set grads[e] to the sum over the spaced places w of expert e of a[n, w] b[h, w], in place;
-    with `add`, add it. Operands and scales are as from `reference_columns`. ends: where the places
-    of each expert end, without spacing."""
+    """grads[e] = sum over the spaced places w of expert e of a[n, w] b[h, w], in place; with `add`,
+    grads[e] += that.
+
+    Args:
+        grads_ENH: receives the gradients.
+        a_NW: gradients of the result in 8 bits, as from `reference_columns`.
+        b_HW: inputs in 8 bits, as from `reference_columns`.
+        a_scales: [S, N].
+        b_scales: [S, H].
+        ends_E: where the places of each expert end, without spacing.
+        add: whether the gradient is added to what is there.
+
+    Returns:
+        grads_ENH.
+    """
     for expert, (_, there) in enumerate(_spans(ends_E)):
         rows = slice(expert, expert + 1)
         if len(a_scales) != len(ends_E):
@@ -349,6 +376,7 @@ def _multiply_columns(
     FEW_BITS: tl.constexpr,
     ADD: tl.constexpr,
 ) -> None:
+    """grads[e] (+)= sum over the spaced places w of expert e of a[n, w] b[h, w], with scales."""
     high, wide = tl.cdiv(outputs, ROWS), tl.cdiv(inputs, COLUMNS)
     expert, tile = tl.program_id(0) // (high * wide), tl.program_id(0) % (high * wide)
     below, right = walk(tile, high, wide)

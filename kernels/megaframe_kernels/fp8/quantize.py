@@ -43,10 +43,18 @@ def reference(
     block: tuple[int, int] | None = None,
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return x [R, C] in 8 bits, and the fp32 scales that restore it.
+    """Return x in 8 bits, and the scales that restore it: x = quantised * scale.
 
-    block: (rows, columns) that share a scale; a number of at most 0 means all. The scales are
-    [ceil(R / rows), ceil(C / columns)], or [1, 1] without a block.
+    Args:
+        x_RC: [R, C].
+        dtype: the 8-bit type.
+        block: (rows, columns) that share a scale; a number of at most 0 means all. None: one scale
+            for all.
+        power_of_two: round scales up to a power of two.
+
+    Returns:
+        [R, C] in 8 bits, and fp32 scales [ceil(R / rows), ceil(C / columns)], or [1, 1] without a
+        block.
     """
     rows, columns = _block(x_RC, block)
     wide = x_RC.to(torch.float32)
@@ -327,10 +335,18 @@ def reference_product(
     b_scales: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Return a b^T of quantised matrices, [M, N], rounded once to `dtype`.
+    """Return a b^T of quantised matrices, rounded once to `dtype`.
 
-    Scales are as from `reference`: one per tensor ([1, 1]), per row ([M, 1], [N, 1]), or per 128
-    elements of a row ([M, ceil(K / 128)]). In the last case 128 rows of b may share them.
+    Args:
+        a_MK: [M, K] in 8 bits.
+        b_NK: [N, K] in 8 bits.
+        a_scales: as from `reference`: one per tensor, [1, 1], per row, [M, 1], or per 128 elements
+            of a row, [M, ceil(K / 128)].
+        b_scales: likewise, for N rows; in the last case 128 rows of b may share them.
+        dtype: type of the result.
+
+    Returns:
+        [M, N].
     """
     wide = torch.promote_types(dtype, torch.float32)
     # Restored, multiplied and summed in fp32 at least; rounded once to `dtype`.

@@ -43,11 +43,28 @@ def reference(
 ) -> tuple[Tensor, ...]:
     """Do one step in place (Loshchilov and Hutter 2019) and return what changed.
 
-    All tensors are flat and equally long. g = grads / divisor; mean = beta1 mean + (1 - beta1) g;
-    square likewise from g^2; w = w (1 - lr decay) - lr (mean / (1 - beta1^step)) / (sqrt(square /
-    (1 - beta2^step)) + eps). copy: receives the weights, rounded. divisor, skip: scalars on the
-    device; if skip is 1, nothing changes. seed: round bf16 results stochastically (the reference
-    does not). first: number of the first element in the whole span.
+    g = grads / divisor; mean = beta1 mean + (1 - beta1) g; square likewise from g^2; w = w (1 - lr
+    decay) - lr (mean / (1 - beta1^step)) / (sqrt(square / (1 - beta2^step)) + eps).
+
+    Args:
+        weights: flat, as are all other tensors, which are equally long.
+        grads: gradients.
+        mean: first moment.
+        square: second moment.
+        copy: receives the weights, rounded.
+        lr: learning rate.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root.
+        weight_decay: decoupled from the gradient.
+        step: number of this step, from 1.
+        divisor: scalar on the device.
+        skip: scalar on the device; if it is 1, nothing changes.
+        seed: round bf16 results stochastically (the reference does not).
+        first: number of the first element in the whole span.
+
+    Returns:
+        mean, square, weights, and copy if there is one.
     """
     # fp32 at least, whatever the types of weights, gradients and moments.
     wide = torch.promote_types(weights.dtype, torch.float32)

@@ -29,6 +29,7 @@ def reference(x: Tensor) -> Tensor:
 
 @triton.jit
 def _partial(x: tl.tensor, sums: tl.tensor, length: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """sums[i] = sum of x^2 over the blocks of program i, in fp64."""
     total = tl.zeros([BLOCK], tl.float64)
     # A fixed number of programs strides over the span, each over its own blocks.
     step = tl.num_programs(0).to(tl.int64) * BLOCK
