@@ -7,6 +7,7 @@ import torch
 from parity_runs import MODELS, global_batch, run, share
 
 from megaframe.config import RunConfig
+from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
@@ -114,6 +115,8 @@ def moved(model, train, parallel, axes):
         for bucket in train_step.sharded_parameters.buckets
     ]
     elements = sum(parameter.spec.size for parameter in train_step.stages[0].parameters())
+    # The step ends before its values are gathered: nobody leaves while others still send.
+    barrier(mesh.world)
     mesh.close()
     return [found[axis] for axis in axes], buckets, elements
 
