@@ -139,15 +139,16 @@ def compute_memory(
     if host:
         bucketed = parameters.merge_into_buckets(config, plans)
         buffers = _receive_buffer_elements(bucketed, ranks, expert_ranks, zero) * master
-    if is_offloaded:
+    elif is_offloaded:
         bucketed = parameters.merge_into_buckets(config, plans)
         shard_ranks = (ranks, expert_ranks) if zero else (1, 1)
         chunk = min(OFFLOAD_CHUNK, bucketed.largest_bucket_shard(*shard_ranks))
         width_on_device = offload_bytes_per_element(config.optim, master, weights=weights_offloaded)
-        buffers += math.ceil(OFFLOAD_BUFFERS * chunk * width_on_device)
+        buffers = math.ceil(OFFLOAD_BUFFERS * chunk * width_on_device)
     # Context ranks divide the tokens; tensor ranks divide rows, heads and widths.
     activation_ranks = tensor * config.parallel.context
     activation_bytes, messages = peak_activations(config, plans, actions)
+    logits = logit_rows * vocab * width if any(plan.last for plan in plans) else 0
     checkpoint = 0
     if host and config.checkpoint.every:
         saved_shard = parameters.count_shard(ranks, expert_ranks)
@@ -162,13 +163,13 @@ def compute_memory(
         gradients=gradients * master,
         optimizer=0 if is_offloaded else state,
         activations=activation_bytes // activation_ranks,
-        logits=logit_rows * vocab * width if any(plan.last for plan in plans) else 0,
+        logits=logits,
         messages=messages // activation_ranks,
         rooms=buffers,
         checkpoint=checkpoint,
         temporaries=max(
             2 * tokens * max_width_per_token(config) * width // activation_ranks,
-            logit_rows * vocab * width if any(plan.last for plan in plans) else 0,
+            logits,
         ),
         host=(shard * master if weights_offloaded else 0) + (state if is_offloaded else 0),
     )

@@ -218,10 +218,8 @@ class TrainStep:
 
     def _update(self, schedule: Schedule) -> UpdateResult:
         """Update the weights, which is the last action of a rank's list."""
-        action, progress = (
-            schedule.ranks[self._mesh.coordinate["pipeline"]][-1],
-            self._mesh.progress,
-        )
+        action = schedule.ranks[self._mesh.coordinate["pipeline"]][-1]
+        progress = self._mesh.progress
         progress.begin_part("", action, action.kind.value)
         with self._trace(action, action.kind.value), self._time("optimizer"):
             self.sharded_parameters.wait_for_gradients()
