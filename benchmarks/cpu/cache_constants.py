@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import Spread, describe_machine, read_commit
 
 from megaframe.architecture import output_head
+from megaframe.architecture.spec import Box, Constant, ParamSpec
 from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.device import tune_host_allocator
 from megaframe.model import loss
@@ -37,7 +38,6 @@ from megaframe.optim import optimizer_state
 from megaframe.optim.state_dtype import MasterCodec
 from megaframe.optim.update_rule import UpdateStep
 from megaframe.parameters.parameter import PRECISIONS, Parameter
-from megaframe.parameters.spec import Box, Constant, ParamSpec
 from megaframe.training import autotune
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megaframe.architecture.spec import Box
 from megaframe.config import ModelConfig, MoEConfig, RunConfig, TrainConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.device import tune_host_allocator
@@ -23,7 +24,6 @@ from megaframe.model.block import TransformerBlock
 from megaframe.model.moe.layer import MixtureOfExperts
 from megaframe.parameters.initialization import fill_initial_values
 from megaframe.parameters.parameter import PRECISIONS, Module
-from megaframe.parameters.spec import Box
 from megaframe.pipeline_parallel.stage import whole_model
 from megaframe.training.autotune import tune
 

@@ -12,12 +12,12 @@ import torch
 from gpu_workload import make_batches, profile_steps, read, run
 from torch import Tensor
 
+from megaframe.architecture.spec import Normal
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.parameters.spec import Normal
 from megaframe.training.train_step import TrainStep
 
 

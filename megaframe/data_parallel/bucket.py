@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaframe.architecture.spec import Box
 from megaframe.data_parallel.buffers import BufferPool
 from megaframe.data_parallel.gradient_reducer import GradientReducer
 from megaframe.data_parallel.partition import BucketPartition
@@ -25,7 +26,6 @@ from megaframe.data_parallel.reducer_config import UNCOMPRESSED, ReducerConfig
 from megaframe.distributed.collectives import Group, Pending, all_gather_, own_part
 from megaframe.parameters.initialization import fill_initial_values
 from megaframe.parameters.parameter import Parameter, Precision
-from megaframe.parameters.spec import Box
 
 _ALIGNMENT = 64
 """Bytes to which the start of each parameter is aligned."""

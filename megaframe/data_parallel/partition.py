@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megaframe.parameters.spec import Box, row_major_runs
+from megaframe.architecture.spec import Box, row_major_runs
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.buckets import group_blocks_into_buckets
+from megaframe.architecture.spec import ParamSpec, copies_of
 from megaframe.config import RunConfig
 from megaframe.data_parallel.bucket import Bucket, BucketSharding
 from megaframe.data_parallel.buffers import BufferPool
@@ -24,7 +25,6 @@ from megaframe.distributed.collectives import Group, all_reduce
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.layout import EXPERT_SETS
 from megaframe.parameters.parameter import PRECISIONS, Module, Parameter, Precision
-from megaframe.parameters.spec import ParamSpec, copies_of
 from megaframe.schedule.zero_buffers import BLOCKS_PRESENT, REDUCTIONS_IN_FLIGHT
 
 _TABLES = ("embedding", "head")

@@ -17,6 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megaframe.architecture.spec import even_share
 from megaframe.distributed.collectives import ALONE, Group, all_gather, all_gather_uneven
 from megaframe.expert_parallel.transfer import (
     AllGatherRows,
@@ -31,7 +32,6 @@ from megaframe.expert_parallel.transfer import (
     count_occurrences,
 )
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
-from megaframe.parameters.spec import even_share
 
 DROPPED = -1
 """Expert number of a choice that is dropped."""

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from megaframe.architecture.spec import ParamSpec, even_share
 from megaframe.config import RunConfig
 from megaframe.metrics.records import ReduceType
 from megaframe.model.pass_state import LayerStatistics
-from megaframe.parameters.spec import ParamSpec, even_share
 
 Record = tuple[str, Tensor, ReduceType]
 """Name, row and kind, as `Meter.record` takes them."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megaframe.architecture.attention import head_widths, mean_keys, window_of
+from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.stages import block_work, predictor_projection_elements, stage_plans
 from megaframe.config import RunConfig
 from megaframe.model.embedding import vocab_size
-from megaframe.parameters.spec import ParamSpec
 
 
 @dataclass(frozen=True)

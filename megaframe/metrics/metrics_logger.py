@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from megaframe.architecture.spec import ParamSpec
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.metrics.console import ConsoleSink, print_note
@@ -27,7 +28,6 @@ from megaframe.metrics.step_breakdown import StepBreakdown
 from megaframe.metrics.timers import Part, PartTimer, StepTimeline, StepTimer
 from megaframe.metrics.trace import Tracer
 from megaframe.metrics.waterfall import attribute_losses
-from megaframe.parameters.spec import ParamSpec
 
 _BYTES = "bytes/"
 _AGREED = "agreed/"

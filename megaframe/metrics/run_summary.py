@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from megaframe.architecture.spec import ParamSpec, count_active_parameters, count_parameters
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.parameters.spec import ParamSpec, count_active_parameters, count_parameters
 
 
 def summarize_model(

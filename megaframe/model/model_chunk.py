@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.stages import StagePlan
 from megaframe.config import RunConfig
 from megaframe.model.block import EmulatedBlock, TransformerBlock
@@ -11,7 +12,6 @@ from megaframe.model.embedding import Embedding
 from megaframe.model.forward_context import RunContext, make_run_context
 from megaframe.model.output_head import PostProcess
 from megaframe.parameters.parameter import Module, Parameter
-from megaframe.parameters.spec import ParamSpec
 
 
 class ModelChunk:

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaframe.architecture.spec import Constant, ParamSpec
 from megaframe.config import ModelConfig
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.parameters.parameter import Module, Parameter
-from megaframe.parameters.spec import Constant, ParamSpec
 
 
 class Norm(Module):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megaframe.architecture.spec import Normal, ParamSpec
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.model.embedding import Embedding, make_token_table, vocab_size
@@ -24,7 +25,6 @@ from megaframe.model.norm import Norm, make_norm
 from megaframe.model.pass_state import PassState
 from megaframe.ops.autograd import backward
 from megaframe.parameters.parameter import Module, Parameter
-from megaframe.parameters.spec import Normal, ParamSpec
 from megaframe.tensor_parallel.embedding import EmbeddingTable
 
 UnitDone = Callable[[Module], None]

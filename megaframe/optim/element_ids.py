@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.data_parallel.partition import BucketPartition
-from megaframe.parameters.spec import Box, ParamSpec
 
 
 class ElementIds:

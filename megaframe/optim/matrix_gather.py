@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaframe.architecture.spec import Box
 from megaframe.distributed.collectives import Group, Pending, all_to_all_uneven
-from megaframe.parameters.spec import Box
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.config import RunConfig
 from megaframe.data_parallel.sharded_parameters import ShardedParameters
 from megaframe.distributed.collectives import Group, Pending, all_reduce
@@ -28,7 +29,6 @@ from megaframe.optim.muon import update_groups
 from megaframe.optim.parameter_groups import ParameterGroups
 from megaframe.optim.update_rule import UpdateStep
 from megaframe.parameters.parameter import PRECISIONS
-from megaframe.parameters.spec import Box, ParamSpec
 
 _NAME_BYTES = 512
 """Bytes for the names of parameters with non-finite gradients that ranks send each other."""

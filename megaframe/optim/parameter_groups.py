@@ -14,6 +14,7 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
+from megaframe.architecture.spec import ParamSpec, count_parameters
 from megaframe.config import OptimConfig, RunConfig
 from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.partition import BucketPartition
@@ -42,7 +43,6 @@ from megaframe.optim.state_dtype import state_codecs
 from megaframe.optim.state_offload import NO_OFFLOAD, StateOffload, offload_to_host
 from megaframe.optim.update_rule import OptimizerShard, UpdateRule
 from megaframe.parameters.parameter import PRECISIONS
-from megaframe.parameters.spec import ParamSpec, count_parameters
 
 GROUPS = {
     "matrix": "matrix",

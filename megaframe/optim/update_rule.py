@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.data_parallel.bucket import Bucket
-from megaframe.parameters.spec import Box, ParamSpec
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from megaframe.parameters.spec import Box, Normal, ParamSpec
+from megaframe.architecture.spec import Box, Normal, ParamSpec
 
 _BLOCK_ELEMENTS = 1 << 20
 

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.ops.matmul import multiply_into
-from megaframe.parameters.spec import Box, ParamSpec
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaframe.architecture.spec import Normal, ParamSpec
 from megaframe.distributed.collectives import Group, all_gather, reduce_scatter
 from megaframe.parameters.parameter import Module, Parameter
-from megaframe.parameters.spec import Normal, ParamSpec
 from megaframe.tensor_parallel.context import RowPartition
 
 

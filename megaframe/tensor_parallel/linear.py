@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaframe.architecture.spec import Constant, Normal, ParamSpec
 from megaframe.distributed.collectives import Pending, all_gather
 from megaframe.ops.autograd import backward
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.parameters.parameter import Module, Parameter
-from megaframe.parameters.spec import Constant, Normal, ParamSpec
 from megaframe.tensor_parallel import symmetric_memory
 from megaframe.tensor_parallel.chunked_collectives import (
     RowAssembly,

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megaframe.architecture.spec import Box
 from megaframe.checkpoint import Slice, StorePath, locate_checkpoint, open_checkpoint
 from megaframe.checkpoint.train_state import EMA_PREFIX, read_train_state
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
 from megaframe.errors import UserError
-from megaframe.parameters.spec import Box
 from megaframe.pipeline_parallel.stage import Stage, whole_model
 from megaframe.training.autotune import tune
 

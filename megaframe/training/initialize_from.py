@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
+from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.checkpoint import Checkpoint, Slice
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.config.compare import TRAINING_ONLY, find_differences
 from megaframe.errors import UserError
-from megaframe.parameters.spec import Box, ParamSpec
 
 _EXPERTS, _DENSE = ".moe.experts.", ".mlp."
 """In the names of experts' parameters, and of the dense parameters that they are copied from."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from megaframe.architecture.attention import exchanging_ranks
 from megaframe.architecture.experts import near_experts
 from megaframe.architecture.pipeline import build_forward_schedule, build_step_schedule
+from megaframe.architecture.spec import copies_of
 from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig
 from megaframe.context_parallel.context import ContextParallel
@@ -37,7 +38,6 @@ from megaframe.ops.kernel_dispatch import make_kernels
 from megaframe.optim.optimizer import Optimizer, UpdateResult
 from megaframe.optim.parameter_groups import ParameterGroups
 from megaframe.parameters.parameter import PRECISIONS
-from megaframe.parameters.spec import copies_of
 from megaframe.pipeline_parallel.executor import ActionTrace, PipelineExecutor, PipelineOutput
 from megaframe.pipeline_parallel.nonfinite import PassMaximum
 from megaframe.pipeline_parallel.stage import Stage

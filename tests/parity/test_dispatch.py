@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megaframe.architecture.spec import even_share
 from megaframe.distributed.interleaving import InterleaveHook
 from megaframe.distributed.mesh import Mesh
 from megaframe.expert_parallel.dispatch import DROPPED, ExpertParallel, route_tokens
 from megaframe.expert_parallel.transfer import combine_along, dispatch_along
 from megaframe.layout import EXPERT_SETS, Layout
-from megaframe.parameters.spec import even_share
 
 RANKS, NEAR, EXPERTS, ROWS, CHOICES, WIDTH = 4, 2, 6, 9, 2, 3
 KINDS = ("all_to_all", "all_gather", "hierarchical", "deduplicated")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from parity_runs import MODELS, assert_same, assert_same_bits, run
 
+from megaframe.architecture.spec import Box, Constant, ParamSpec
 from megaframe.data_parallel.bucket import Bucket, BucketSharding
 from megaframe.data_parallel.buffers import BufferPool
 from megaframe.distributed.mesh import Mesh, world_size
@@ -21,7 +22,6 @@ from megaframe.optim.optimizer_state import MomentStorage
 from megaframe.optim.state_dtype import state_codecs
 from megaframe.optim.update_rule import OptimizerShard, UpdateStep
 from megaframe.parameters.parameter import PRECISIONS, Parameter
-from megaframe.parameters.spec import Box, Constant, ParamSpec
 
 INTERLEAVED = {"pipeline": 2, "chunks": 2, "schedule": "interleaved"}
 BESIDE = ({"tensor": 2}, {"context": 2}, {**INTERLEAVED, "schedule": "zb-v"})

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from megaframe.architecture.spec import count_active_parameters, count_parameters
 from megaframe.config import load
 from megaframe.model.model_chunk import model_specs
-from megaframe.parameters.spec import count_active_parameters, count_parameters
 from megaframe.validate.run import validate_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"

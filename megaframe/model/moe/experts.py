@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaframe.architecture.spec import Normal, ParamSpec
 from megaframe.config import ModelConfig, MoEConfig
 from megaframe.expert_parallel.transfer import ExpertRows, LocalStep
 from megaframe.model.mlp import activate, recompute_activation
@@ -25,7 +26,6 @@ from megaframe.model.pass_state import PassState
 from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.matmul import multiply_into
 from megaframe.parameters.parameter import Module, Parameter
-from megaframe.parameters.spec import Normal, ParamSpec
 from megaframe.tensor_parallel.context import TensorParallel
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaframe.architecture.spec import Constant, Normal, ParamSpec
 from megaframe.config import ModelConfig, MoEConfig
 from megaframe.distributed.collectives import all_reduce
 from megaframe.expert_parallel.dispatch import DROPPED
 from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.pass_state import PassState
 from megaframe.parameters.parameter import Module, Parameter
-from megaframe.parameters.spec import Constant, Normal, ParamSpec
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 
 

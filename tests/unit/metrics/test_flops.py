@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.architecture.attention import mean_keys
+from megaframe.architecture.spec import Normal, ParamSpec
 from megaframe.config import RunConfig
 from megaframe.metrics.flops import count_flops
 from megaframe.model.model_chunk import model_specs
-from megaframe.parameters.spec import Normal, ParamSpec
 
 
 def config(model, **train):

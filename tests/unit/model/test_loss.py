@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from tolerances import assert_near, assert_within, growth, unit_roundoff
 
+from megaframe.architecture.spec import Box, Constant, ParamSpec, even_share
 from megaframe.data.microbatch import IGNORE
 from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.mesh import Mesh, world_size
@@ -12,7 +13,6 @@ from megaframe.layout import Layout
 from megaframe.model import loss as loss_module
 from megaframe.model.loss import LossOptions, head_loss
 from megaframe.parameters.parameter import Parameter
-from megaframe.parameters.spec import Box, Constant, ParamSpec, even_share
 
 pytestmark = pytest.mark.numeric
 

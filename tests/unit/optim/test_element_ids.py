@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.architecture.spec import Box, Constant, ParamSpec
 from megaframe.data_parallel.partition import BucketPartition
 from megaframe.optim.element_ids import ElementIds
-from megaframe.parameters.spec import Box, Constant, ParamSpec
 
 CPU = torch.device("cpu")
 SEED = 7

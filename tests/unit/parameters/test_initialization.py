@@ -4,9 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.architecture.spec import Box, Constant, Normal, ParamSpec
 from megaframe.parameters import initialization
 from megaframe.parameters.initialization import fill_initial_values
-from megaframe.parameters.spec import Box, Constant, Normal, ParamSpec
 
 
 def whole(spec, seed=7, dtype=torch.float64):

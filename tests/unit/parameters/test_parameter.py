@@ -4,9 +4,9 @@ import pytest
 import torch
 from tolerances import allowance, assert_near, assert_within
 
+from megaframe.architecture.spec import Box, Constant, ParamSpec
 from megaframe.ops import matmul as product_module
 from megaframe.parameters.parameter import Module, Parameter
-from megaframe.parameters.spec import Box, Constant, ParamSpec
 
 pytestmark = pytest.mark.numeric
 

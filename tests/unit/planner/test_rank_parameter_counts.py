@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.architecture.spec import EXPERT_AXES, copies_of
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
 from megaframe.layout import Layout
 from megaframe.model.forward_context import RunContext
 from megaframe.model.model_chunk import build_chunks
-from megaframe.parameters.spec import EXPERT_AXES, copies_of
 from megaframe.planner.parameter_counts import count_parameters
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))

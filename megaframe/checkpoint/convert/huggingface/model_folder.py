@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megaframe.architecture.spec import Constant, ParamSpec
 from megaframe.checkpoint import Checkpoint, Slice, StorePath
 from megaframe.checkpoint.convert.huggingface.families import config_from_model, model_from_config
 from megaframe.checkpoint.convert.huggingface.read_files import (
@@ -45,7 +46,6 @@ from megaframe.checkpoint.train_state import initial_train_state, read_train_sta
 from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.errors import UserError
 from megaframe.model.model_chunk import model_specs
-from megaframe.parameters.spec import Constant, ParamSpec
 from megaframe.validate.run import find_mistakes
 
 _Origin = tuple[HuggingFaceTensor | ParamSpec, int]

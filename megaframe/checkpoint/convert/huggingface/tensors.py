@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.experts import has_experts
+from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.checkpoint.convert.huggingface.families import family_of
 from megaframe.config import ModelConfig
-from megaframe.parameters.spec import Box, ParamSpec
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.parameters.spec import Box, Constant, ParamSpec, even_share, row_major_runs
+from megaframe.architecture.spec import Box, Constant, ParamSpec, even_share, row_major_runs
 
 AXES = ("tensor", "context", "data")
 
