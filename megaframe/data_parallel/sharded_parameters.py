@@ -23,7 +23,6 @@ from megaframe.data_parallel.buffers import BufferPool
 from megaframe.data_parallel.reducer_config import UNCOMPRESSED, ReducerConfig
 from megaframe.distributed.collectives import Group, all_reduce
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
-from megaframe.layout import EXPERT_SETS
 from megaframe.parameters.parameter import PRECISIONS, Module, Parameter, Precision
 from megaframe.schedule.zero_buffers import BLOCKS_PRESENT, REDUCTIONS_IN_FLIGHT
 
@@ -139,15 +138,13 @@ class ShardedParameters:
 
         Args:
             config: The run.
-            mesh: This rank's groups.
+            mesh: This rank's groups, with those of experts if the model has any.
             stages: The units of each stage, by its number, in the order of the forward pass.
             bucketing: What the optimizer requires of buckets.
             tied: The token embedding, if this rank and another one have it.
         """
         self._config, self._mesh, self._bucketing, self._tied = config, mesh, bucketing, tied
         self.buffers = BufferPool(mesh.device, mesh.allocate)
-        if config.model.moe is not None:
-            mesh.add_groups(EXPERT_SETS)
         if config.parallel.reduce_precision == "bf16":
             node_size = config.parallel.node_size or ranks_on_this_node()
             mesh.divide_exchanges(self._summing_axes(), node_size)
@@ -379,7 +376,7 @@ class ShardedParameters:
         alike: dict[object, list[Parameter]] = {}
         sizes = self._mesh.layout.sizes
         for p in parameters:
-            group = self._bucketing.group_of(p.spec), p.spec.summed_over(sizes)
+            group = self._bucketing.group_of(p.spec), p.spec.find_reduction_axes(sizes)
             alike.setdefault(group, []).append(p)
         return [self._bucket(group) for group in alike.values()]
 
@@ -387,7 +384,7 @@ class ShardedParameters:
         mesh, bucketing = self._mesh, self._bucketing
         spec, sizes = parameters[0].spec, mesh.layout.sizes
         stage = self._config.parallel.zero
-        shard = (_SHARDS.get(axis, axis) for axis in spec.summed_over(sizes))
+        shard = (_SHARDS.get(axis, axis) for axis in spec.find_reduction_axes(sizes))
         precision = PRECISIONS[self._config.train.precision]
         reducer = ReducerConfig.of(self._config.parallel, compress=spec.role not in _VECTORS)
         if spec.role in _VECTORS:
