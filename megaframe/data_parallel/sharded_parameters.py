@@ -42,9 +42,9 @@ class ParameterSharding(Protocol):
         """Start gathering the values of a unit, ahead of `gather`."""
         ...
 
-    def gather(self, unit: Module, *, whole: bool = True) -> None:
-        """Return when a unit's values are here. If not `whole`, those that only its second half
-        uses are here only when `gather_second_half` returns."""
+    def gather(self, unit: Module, *, with_second_half: bool = True) -> None:
+        """Return when a unit's values are here. If not `with_second_half`, those that only its
+        second half uses are here only when `gather_second_half` returns."""
         ...
 
     def gather_second_half(self, second_half: Module) -> None:
@@ -76,7 +76,7 @@ class NoSharding:
 
     def prefetch(self, unit: Module) -> None: ...
 
-    def gather(self, unit: Module, *, whole: bool = True) -> None: ...
+    def gather(self, unit: Module, *, with_second_half: bool = True) -> None: ...
 
     def gather_second_half(self, second_half: Module) -> None: ...
 
@@ -205,12 +205,14 @@ class ShardedParameters:
         """Start gathering the values of a unit, if they are not here."""
         self._prefetch(self._used[id(unit)])
 
-    def gather(self, unit: Module, *, whole: bool = True) -> None:
-        """Return when a unit's values are here; if not `whole`, those that only its second half
-        uses may still be missing."""
+    def gather(self, unit: Module, *, with_second_half: bool = True) -> None:
+        """Return when a unit's values are here; if not `with_second_half`, those that only its
+        second half uses may still be missing."""
         buckets = self._used[id(unit)]
         # The values of the second half arrive while the first half is computed.
-        late = () if whole or unit.second_half is None else self._used[id(unit.second_half)]
+        late: Sequence[Bucket] = ()
+        if not with_second_half and unit.second_half is not None:
+            late = self._used[id(unit.second_half)]
         self._prefetch(buckets)
         for bucket in buckets:
             if bucket not in late:
