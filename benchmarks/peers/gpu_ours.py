@@ -31,7 +31,7 @@ class Training:
         self.train_step = train_step = TrainStep(config, self.mesh, self._timer.time)
         self.kernels = [f"{name}={active}" for name, active in train_step.kernels.active().items()]
         for bucket in train_step.sharded_parameters.buckets:
-            for parameter, _, weights in bucket.pieces(bucket.weights, bucket.master_span):
+            for parameter, _, weights in bucket.iterate_pieces(bucket.weights, bucket.master_span):
                 init = parameter.spec.init
                 if isinstance(init, Normal):
                     weights.normal_(0.0, init.std)
