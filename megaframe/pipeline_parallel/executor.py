@@ -25,7 +25,7 @@ from megaframe.parameters.parameter import Module
 from megaframe.pipeline_parallel.nonfinite import PassMaximum, pass_maximum
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.schedule import Action, ActionKind, Schedule
-from megaframe.tensor_parallel.context import rows_per_rank
+from megaframe.tensor_parallel.context import count_rows_per_rank
 
 ActionTrace = Callable[[Action, str], AbstractContextManager[object]]
 """Returns a context around one action, given with the name of its kind."""
@@ -304,7 +304,7 @@ class _ScheduleRun:
     def _receive(self, kind: ActionKind, stage: int, microbatch: int, other: int) -> None:
         receiver, mesh = self._executor.stages[stage], self._executor.mesh
         tokens = self._microbatches[microbatch].tokens_BS.numel()
-        rows = rows_per_rank(tokens, receiver.run.tensor.group.size)
+        rows = count_rows_per_rank(tokens, receiver.run.tensor.group.size)
         shape = (rows, receiver.config.model.hidden)
         # The stage keeps a received input until its backward pass, so each has memory of its own.
         into = torch.empty(shape, dtype=receiver.precision.compute, device=mesh.device)

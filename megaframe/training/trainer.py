@@ -25,9 +25,9 @@ from megaframe.io.run_files import CONFIG_FILE, METRICS_FILE
 from megaframe.metrics import MetricsLogger, StepTimer
 from megaframe.metrics.expert_load import ExpertLoadMetrics
 from megaframe.metrics.memory import explain_out_of_memory
-from megaframe.metrics.run_summary import opening_lines
+from megaframe.metrics.run_summary import make_opening_lines
 from megaframe.metrics.sinks import set_metrics_aside
-from megaframe.model.model_chunk import model_specs
+from megaframe.model.model_chunk import list_model_specs
 from megaframe.resilience.downtime import DowntimeLedger
 from megaframe.resilience.recovery import FaultHandler
 from megaframe.resilience.signals import (
@@ -122,7 +122,7 @@ class Trainer:
 
     def _build(self, config: RunConfig, mesh: Mesh) -> StepTimer:
         """Build what computes a step and what feeds it. Returns the timer of steps."""
-        timer = StepTimer.for_device(mesh.device)
+        timer = StepTimer.make_for_device(mesh.device)
         self.train_step = TrainStep(
             config,
             mesh,
@@ -140,7 +140,7 @@ class Trainer:
 
     def _open_metrics(self, timer: StepTimer) -> MetricsLogger:
         """Open the sinks of metrics, and print the first lines of the run."""
-        config, mesh, specs = self.config, self.mesh, model_specs(self.config)
+        config, mesh, specs = self.config, self.mesh, list_model_specs(self.config)
         self._experts: ExpertLoadMetrics | None = None
         if config.model.moe is not None:
             self._experts = ExpertLoadMetrics(config, specs, mesh.layout.expert)
@@ -153,7 +153,7 @@ class Trainer:
             held=self.optimizer.memory_bytes,
             kernels=self.train_step.kernels.record(),
             opening=[
-                *opening_lines(config, mesh, specs, self.loader.sizes),
+                *make_opening_lines(config, mesh, specs, self.loader.sizes),
                 *self.train_step.describe_kernels(),
             ],
         )
@@ -216,7 +216,7 @@ class Trainer:
             return
         if self._lock is not None:
             self._lock.check()
-        if self._due(config.faults.compare_every) and faults.replicas_differ(self.step):
+        if self._due(config.faults.compare_every) and faults.compare_replicas(self.step):
             return
         self.checkpointer.report_failures(self.metrics.note)
         writer = self.checkpointer.writer_due(self.step, leaving=bool(faults.exit_signal))
@@ -239,7 +239,7 @@ class Trainer:
         metrics, device = self.metrics, self.mesh.device
         metrics.start_step()
         with metrics.time("data"):
-            batch, valid = self.batches.next(self.fault_handler.skips)
+            batch, valid = self.batches.next(self.fault_handler.is_skipped)
             microbatches = [move_to_device(microbatch, device) for microbatch in batch.microbatches]
             if self.step + 1 < self.config.train.steps:
                 self.batches.look_ahead()
@@ -264,7 +264,9 @@ class Trainer:
             record("mtp_loss", result.mtp_loss / valid, "sum")
         if self._experts is not None:
             loads = self.sharded_parameters.expert_loads()
-            for name, row, how in self._experts.records(loads, result.statistics, valid, self.step):
+            for name, row, how in self._experts.make_records(
+                loads, result.statistics, valid, self.step
+            ):
                 record(name, row, how)
         record("grad_norm", update.grad_norm, "last")
         record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")
@@ -314,7 +316,7 @@ class Trainer:
             optimizer=self.optimizer.state(),
             loss=self._global_loss(),
             grad_norm=float(self._last.update.grad_norm) if self._last else math.nan,
-            history=self.fault_handler.history.state(),
+            history=self.fault_handler.history.save(),
             routines=self._routines,
         )
         slices = self._checkpoint.slices(owned_only=True)
