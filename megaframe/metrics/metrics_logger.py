@@ -140,7 +140,7 @@ class MetricsLogger:
         self._flight = step, records.reduce(self._world, self._device)
         return self._write(previous)
 
-    def settle(self) -> list[StepValues]:
+    def write_pending_steps(self) -> list[StepValues]:
         """Write the lines of all flushed steps now, flush all sinks, and return what `flush`
         returns.
 
@@ -194,7 +194,7 @@ class MetricsLogger:
         """
         self._profiler.close()
         self._trace.close()
-        self.settle()
+        self.write_pending_steps()
         if self._console is not None:
             self._console.ending = ending
         for sink in self._sinks:

@@ -78,7 +78,7 @@ def build_chunks(
     return chunks
 
 
-def build_whole_model(config: RunConfig, run: RunContext | None = None) -> ModelChunk:
+def build_whole_model_chunk(config: RunConfig, run: RunContext | None = None) -> ModelChunk:
     """Return the whole model as one chunk; by default, as it is on a single rank."""
     recomputed = config.model.layers if config.train.recompute == "full" else 0
     plan = StagePlan(0, 1, range(config.model.layers), recomputed)
@@ -87,4 +87,4 @@ def build_whole_model(config: RunConfig, run: RunContext | None = None) -> Model
 
 def list_model_specs(config: RunConfig) -> list[ParamSpec]:
     """Return the specs of all parameters of the whole model, in order. Allocates nothing."""
-    return [parameter.spec for parameter in build_whole_model(config).parameters()]
+    return [parameter.spec for parameter in build_whole_model_chunk(config).parameters()]

@@ -194,7 +194,7 @@ class Trainer:
         """Return whether the run is over: no steps are left, or it must leave, and the fault
         handler asks for no step to be run again."""
         over = self.fault_handler.exit_signal or self._at_end()
-        return bool(over) and not self.fault_handler.judge_steps(self.metrics.settle())
+        return bool(over) and not self.fault_handler.judge_steps(self.metrics.write_pending_steps())
 
     def _at_end(self) -> bool:
         return self.step >= self.config.train.steps
@@ -223,7 +223,7 @@ class Trainer:
         if writer is not None:
             # The line of a step is written before its checkpoint is saved. Otherwise a run resumed
             # from the checkpoint could miss the line.
-            if faults.judge_steps(self.metrics.settle()):
+            if faults.judge_steps(self.metrics.write_pending_steps()):
                 return
             faults.begin(f"the save after step {self.step}")
             with faults.time_save():
