@@ -6,7 +6,7 @@ import torch
 def kept_by_block(stage, microbatch, buckets):
     """Return the bytes that the first block keeps, not counting its input, its weights, the rotary
     tables and scalars."""
-    context = stage._context(microbatch, scale=torch.ones((), dtype=torch.float64))
+    context = stage._make_context(microbatch, scale=torch.ones((), dtype=torch.float64))
     rows = context.rows.padded // context.rows.ranks
     leaf = torch.randn(rows, stage.config.model.hidden).to(stage.precision.compute)
     leaf.requires_grad_()
