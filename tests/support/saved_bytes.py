@@ -24,7 +24,7 @@ def kept_by_block(stage, microbatch, buckets):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = stage.blocks[0](leaf, context, stage._pass_state())
+        output = stage.blocks[0](leaf, context, stage._make_pass_state())
     kept.pop(output.untyped_storage().data_ptr(), None)
     turned = {table.shape for table in tables}  # also skips the negated table for backward
     return sum(size for size, tensor in kept.values() if tensor.shape not in turned)
