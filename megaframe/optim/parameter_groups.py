@@ -17,8 +17,8 @@ from torch import Tensor
 from megaframe.architecture.spec import ParamSpec, count_parameters
 from megaframe.config import OptimConfig, RunConfig
 from megaframe.data_parallel.bucket import Bucket
+from megaframe.data_parallel.bucket_layout import BucketingRule
 from megaframe.data_parallel.partition import BucketPartition
-from megaframe.data_parallel.sharded_parameters import BucketingRule
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError, join_or
 from megaframe.model.model_chunk import list_model_specs
