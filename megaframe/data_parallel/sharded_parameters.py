@@ -21,7 +21,7 @@ from megaframe.data_parallel.bucket_layout import BucketingRule, BucketLayout, h
 from megaframe.data_parallel.buffers import BufferPool
 from megaframe.data_parallel.reducer_config import ReducerConfig
 from megaframe.distributed.collectives import Group, all_reduce
-from megaframe.distributed.mesh import Mesh, ranks_on_this_node
+from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.layout import Layout
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.schedule.zero_buffers import BLOCKS_PRESENT, REDUCTIONS_IN_FLIGHT
@@ -117,7 +117,7 @@ class ShardedParameters:
         self._tied = tied
         self.buffers = BufferPool(mesh.device, mesh.allocate)
         if config.parallel.reduce_precision == "bf16":
-            node_size = config.parallel.node_size or ranks_on_this_node()
+            node_size = config.parallel.node_size or read_local_world_size()
             mesh.divide_exchanges(_list_reduction_axes(config.model, mesh.layout), node_size)
         self._layout = BucketLayout(config, mesh, stages, bucketing, self.buffers)
         self.buckets = self._layout.buckets

@@ -16,7 +16,7 @@ from megaframe.architecture.attention import head_widths, mean_keys, window_of
 from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.stages import block_work, predictor_projection_elements, stage_plans
 from megaframe.config import RunConfig
-from megaframe.model.embedding import vocab_size
+from megaframe.model.embedding import get_vocab_size
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
             elements[spec.role] += spec.size * spec.token_share
     if model.tie_embeddings:
         # A tied table is declared as an embedding, but it is also multiplied as the head.
-        elements["head"] = Fraction(vocab_size(model) * model.hidden)
+        elements["head"] = Fraction(get_vocab_size(model) * model.hidden)
     depth = model.mtp_depth
     every = range(model.layers + depth)
     per_key = 6 * model.heads * sum(head_widths(model))

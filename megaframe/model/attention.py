@@ -21,7 +21,7 @@ from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
 from megaframe.ops.attention_kernel import attend_by_kernel
 from megaframe.ops.attention_mask import AttentionMask, SequenceMask
-from megaframe.ops.attention_tiles import attend, attend_backward, computes_in_blocks
+from megaframe.ops.attention_tiles import attend, attend_backward, should_compute_in_blocks
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.linear import Elementwise, Linear
 
@@ -161,7 +161,7 @@ def _attend_locally(
     uneven = query_BSND.shape[3] != value_BSGV.shape[3]
     on_host = query_BSND.device.type == "cpu" and (uneven or mask.attention_mask.narrow)
     # For meta tensors torch's own attention would make all scores.
-    if on_host or query_BSND.is_meta or computes_in_blocks(query_BSND, key_BSGD, mask.dense):
+    if on_host or query_BSND.is_meta or should_compute_in_blocks(query_BSND, key_BSGD, mask.dense):
         return _Tiles.apply(query_BSND, key_BSGD, value_BSGV, mask, scale)
     out_BNSV = F.scaled_dot_product_attention(
         query_BSND.transpose(1, 2),
@@ -190,7 +190,7 @@ class _Tiles(torch.autograd.Function):
                 query[:, tile.queries],
                 key[:, tile.keys],
                 value[:, tile.keys],
-                mask.dense_tile(tile),
+                mask.make_dense_tile(tile),
                 causal=tile.kind == "causal",
                 scale=scale,
             )
@@ -219,7 +219,7 @@ class _Tiles(torch.autograd.Function):
                 value[:, tile.keys],
                 out[:, tile.queries],
                 lse[:, :, tile.queries],
-                ctx.mask.dense_tile(tile),
+                ctx.mask.make_dense_tile(tile),
                 causal=tile.kind == "causal",
                 scale=ctx.scale,
             )

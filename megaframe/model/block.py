@@ -71,7 +71,7 @@ class TransformerBlock(Module):
         if kernels.fuses and not self.run.recompute:
             # One kernel adds the branch and normalises the sum. With recompute the norm is left to
             # the linear after it, which computes it again.
-            normed, x = self.mlp_norm.fused_add(x, branch, kernels)
+            normed, x = self.mlp_norm.add_and_normalize(x, branch, kernels)
             branch = self.mlp(normed, None, context, state)
         else:
             x = x + branch

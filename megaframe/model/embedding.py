@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.data.microbatch import Microbatch
-from megaframe.model.forward_context import MicrobatchContext, RunContext, token_positions
+from megaframe.model.forward_context import MicrobatchContext, RunContext, get_token_positions
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.embedding import EmbeddingTable
 
@@ -33,7 +33,7 @@ class Embedding(Module):
         tokens_BS = microbatch.tokens_BS
         x = self.tokens(tokens_BS.flatten(), context.rows)
         if self.position == "learned":
-            positions = token_positions(microbatch).expand_as(tokens_BS)
+            positions = get_token_positions(microbatch).expand_as(tokens_BS)
             # Every rank has the whole table of positions and looks up only its own rows.
             x = x + self.positions(positions.flatten(), context.rows)
         return x if context.dropout is None else context.dropout(x, "embedding")
@@ -51,7 +51,7 @@ def make_token_table(
     """
     table = EmbeddingTable(
         "embedding.tokens",
-        vocab_size(model),
+        get_vocab_size(model),
         model.hidden,
         std=model.init_std,
         split=True,
@@ -62,7 +62,7 @@ def make_token_table(
     return table
 
 
-def vocab_size(model: ModelConfig) -> int:
+def get_vocab_size(model: ModelConfig) -> int:
     """Return the rows of the token table.
 
     Raises:

@@ -24,7 +24,7 @@ from megaframe.model.attention import attend_heads
 from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
-from megaframe.model.rotary import scores_factor
+from megaframe.model.rotary import compute_scores_factor
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 from megaframe.tensor_parallel.linear import Elementwise, Linear
@@ -59,7 +59,7 @@ class LatentAttention(Module):
         self.latent, self.width = latent, latent.rotary_dim + latent.head_dim
         self.kv_width = latent.head_dim + latent.value_dim
         # With YaRN, the scores have a factor of their own (DeepSeek-V2, section 3.1.4).
-        self.scale = scores_factor(model) / math.sqrt(self.width)
+        self.scale = compute_scores_factor(model) / math.sqrt(self.width)
         std, rank = model.init_std, latent.query_rank
         # Latent of the queries (if there is one), latent of keys and values, rotated part of the
         # keys.
@@ -75,8 +75,8 @@ class LatentAttention(Module):
             tensor=run.tensor,
             fused={0: self.parts},
         )
-        self.query_norm = None if rank is None else _norm(f"{name}.query_norm", model, rank)
-        self.kv_norm = _norm(f"{name}.kv_norm", model, latent.kv_rank)
+        self.query_norm = None if rank is None else _make_norm(f"{name}.query_norm", model, rank)
+        self.kv_norm = _make_norm(f"{name}.kv_norm", model, latent.kv_rank)
         outputs = (model.heads, self.width)
         inputs = (rank or model.hidden,)
         self.query = Linear(
@@ -168,5 +168,5 @@ class _GatherRows(torch.autograd.Function):
         return reduce_scatter(gradients[0], ctx.tensor).wait(), None
 
 
-def _norm(name: str, model: ModelConfig, width: int) -> Norm:
+def _make_norm(name: str, model: ModelConfig, width: int) -> Norm:
     return Norm(name, width, kind="rmsnorm", eps=model.norm_eps, bias=False)

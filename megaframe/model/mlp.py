@@ -100,7 +100,7 @@ def recompute_activation(
     if kind == "swiglu" and run is _activate:
         gate, up = x.chunk(2, -1)
         silu = F.silu(gate)
-        return silu * up, partial(_swiglu_backward, x, silu)
+        return silu * up, partial(_compute_swiglu_gradient, x, silu)
     # A graph of its own, from x to y only; it lives until the returned function is called.
     x = x.detach().requires_grad_()
     with torch.enable_grad():
@@ -145,10 +145,10 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        return _swiglu_backward(gate_up, F.silu(gate_up.chunk(2, -1)[0]), gradients[0])
+        return _compute_swiglu_gradient(gate_up, F.silu(gate_up.chunk(2, -1)[0]), gradients[0])
 
 
-def _swiglu_backward(gate_up: Tensor, silu: Tensor, dy: Tensor) -> Tensor:
+def _compute_swiglu_gradient(gate_up: Tensor, silu: Tensor, dy: Tensor) -> Tensor:
     """Return the gradient of (gate, up). silu: silu(gate), which is overwritten."""
     gate, up = gate_up.chunk(2, -1)
     # One tensor for both gradients, written through two views, as the product after it reads them.

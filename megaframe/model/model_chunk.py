@@ -78,13 +78,13 @@ def build_chunks(
     return chunks
 
 
-def whole_model_chunk(config: RunConfig, run: RunContext | None = None) -> ModelChunk:
+def build_whole_model_chunk(config: RunConfig, run: RunContext | None = None) -> ModelChunk:
     """Return the whole model as one chunk; by default, as it is on a single rank."""
     recomputed = config.model.layers if config.train.recompute == "full" else 0
     plan = StagePlan(0, 1, range(config.model.layers), recomputed)
     return ModelChunk(config, plan, run or make_run_context(config))
 
 
-def model_specs(config: RunConfig) -> list[ParamSpec]:
+def list_model_specs(config: RunConfig) -> list[ParamSpec]:
     """Return the specs of all parameters of the whole model, in order. Allocates nothing."""
-    return [parameter.spec for parameter in whole_model_chunk(config).parameters()]
+    return [parameter.spec for parameter in build_whole_model_chunk(config).parameters()]

@@ -43,7 +43,9 @@ class Norm(Module):
             return kernel(x, gain, bias, **options)[0]
         return kernels.maybe_compile(normalize)(x, gain, bias, self.kind, self.eps)
 
-    def fused_add(self, x: Tensor, branch: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    def add_and_normalize(
+        self, x: Tensor, branch: Tensor, kernels: Kernels
+    ) -> tuple[Tensor, Tensor]:
         """Return the norm of x + branch and the sum itself, both [..., width]."""
         gain = self.gain.use()
         bias = None if self.bias is None else self.bias.use()

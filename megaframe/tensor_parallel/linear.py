@@ -155,9 +155,9 @@ class _Linear(torch.autograd.Function):
                 for part in gather_chunks(x, group, tensor.chunks):
                     y_TO.add(tensor.forward_product(part, matrix, bias))
                 return y_TO.rows
-            y = symmetric_memory.gather_product(x, matrix.t(), group)
+            y = symmetric_memory.gather_and_multiply(x, matrix.t(), group)
         elif tensor.symmetric:
-            y = symmetric_memory.product_scatter(_apply(before, x, tensor), matrix.t(), group)
+            y = symmetric_memory.multiply_and_scatter(_apply(before, x, tensor), matrix.t(), group)
         else:
 
             def partial_sums(part: Tensor) -> Tensor:
@@ -183,11 +183,11 @@ class _Linear(torch.autograd.Function):
                 operand = ctx.before(x, tensor.kernels)
         dx: Tensor | None
         if dy_parts is not None:
-            dx = _row_backward(linear, deferred, dy, dy_parts, operand.detach())
+            dx = _backward_row(linear, deferred, dy, dy_parts, operand.detach())
         elif linear.undivided:
-            dx = _undivided_backward(linear, deferred, dy, operand.detach())
+            dx = _backward_undivided(linear, deferred, dy, operand.detach())
         else:
-            dx = _column_backward(linear, deferred, dy, operand.detach())
+            dx = _backward_column(linear, deferred, dy, operand.detach())
         if ctx.before is not None:
             # dx is the gradient of the operand so far; this turns it into that of x.
             backward(operand, dx)
@@ -204,7 +204,7 @@ def _gather_gradient(dy: Tensor, tensor: TensorParallel) -> Iterator[Tensor]:
     return gather_chunks(dy, tensor.group, tensor.chunks)
 
 
-def _undivided_backward(
+def _backward_undivided(
     linear: Linear, deferred: DeferredGradients, dy: Tensor, x: Tensor
 ) -> Tensor:
     """Compute the gradients without communication. The weight gradient is later summed over the
@@ -215,10 +215,10 @@ def _undivided_backward(
         linear.add_bias_gradient(dy)
 
     deferred.add(add_weight_gradient)
-    return linear.tensor.input_gradient(dy, linear.matrix())
+    return linear.tensor.compute_input_gradient(dy, linear.matrix())
 
 
-def _column_backward(linear: Linear, deferred: DeferredGradients, dy: Tensor, x: Tensor) -> Tensor:
+def _backward_column(linear: Linear, deferred: DeferredGradients, dy: Tensor, x: Tensor) -> Tensor:
     """Compute the gradients of a column linear, [rows, I] for its input. Each transfer overlaps
     with a product."""
     tensor, group = linear.tensor, linear.tensor.group
@@ -227,7 +227,7 @@ def _column_backward(linear: Linear, deferred: DeferredGradients, dy: Tensor, x:
     gathered = None if deferred.deferring else all_gather(x, group)
 
     def input_gradient(part: Tensor) -> Tensor:
-        return tensor.input_gradient(part, linear.matrix())
+        return tensor.compute_input_gradient(part, linear.matrix())
 
     scattered = scatter_chunks(dy, input_gradient, group, tensor.chunks)
 
@@ -240,7 +240,7 @@ def _column_backward(linear: Linear, deferred: DeferredGradients, dy: Tensor, x:
     return wait_for_rows(scattered)
 
 
-def _row_backward(
+def _backward_row(
     linear: Linear,
     deferred: DeferredGradients,
     dy: Tensor,
@@ -255,7 +255,7 @@ def _row_backward(
     for part in dy_parts:
         # No communication after the product: each rank keeps the gradient of its own inputs, for
         # all rows.
-        dx.add(tensor.input_gradient(part, linear.matrix()))
+        dx.add(tensor.compute_input_gradient(part, linear.matrix()))
         if not deferring:
             dy_TO.add(part)
 

@@ -60,11 +60,11 @@ class Router(Module):
         """
         moe = self.moe
         if moe.jitter and context.dropout is not None:
-            x_RH = x_RH * context.dropout.jitter(x_RH, self.name, moe.jitter)
+            x_RH = x_RH * context.dropout.draw_jitter(x_RH, self.name, moe.jitter)
         logits_RE = _Logits.apply(x_RH, self.weight, state.deferred)
         sigmoid = moe.score == "sigmoid"
         scores_RE = logits_RE.sigmoid() if sigmoid else logits_RE.softmax(-1)
-        chosen_RK, gates_RK = self._by_kernel(logits_RE) or self._plain(scores_RE)
+        chosen_RK, gates_RK = self._choose_by_kernel(logits_RE) or self._choose_plain(scores_RE)
         gates_RK = gates_RK * moe.scale
         # Only where gradients are recorded, so that a block that is recomputed counts once.
         if torch.is_grad_enabled():
@@ -74,7 +74,7 @@ class Router(Module):
         # Rounded once, after everything that is computed from the weights.
         return chosen_RK, gates_RK.to(x_RH.dtype)
 
-    def _by_kernel(self, logits_RE: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _choose_by_kernel(self, logits_RE: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return choices and their weights, or None if no kernel takes these arguments."""
         moe = self.moe
         if moe.top_groups < moe.groups:
@@ -87,7 +87,7 @@ class Router(Module):
         gates_RK, chosen_RK = kernel(logits_RE, moe.top_k, bias, **options)
         return chosen_RK.long(), gates_RK
 
-    def _plain(self, scores_RE: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose_plain(self, scores_RE: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             # Which experts are chosen has no gradient; their weights have one, through `gather`.
             chosen_RK = self._choose(scores_RE)

@@ -13,7 +13,7 @@ from megaframe.architecture.matrices import MatrixShape, block_matrices
 from megaframe.config import RunConfig, load
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.model.model_chunk import model_specs
+from megaframe.model.model_chunk import list_model_specs
 from megaframe.optim.matrix_gather import assign_owners
 from megaframe.optim.muon import orthogonalize
 from megaframe.planner.constants import constants_of
@@ -39,7 +39,7 @@ ENDLESS = KernelRates(1.0, 0.0, 0.0, 1.0, 1.0, float("inf"), 0.0, 2)
 def test_every_layer_has_the_matrices_that_it_declares(path):
     config = load(str(path), ["model.vocab=5003"])
     declared = {f"blocks.{layer}": Counter() for layer in range(config.model.layers)}
-    for spec in model_specs(config):
+    for spec in list_model_specs(config):
         block = ".".join(spec.name.split(".")[:2])
         if spec.role == "matrix" and block in declared:
             for box in spec.matrices:
