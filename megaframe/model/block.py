@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.attention import window_of
-from megaframe.architecture.experts import has_experts
+from megaframe.architecture.moe import has_experts
 from megaframe.config import EmulationConfig, ModelConfig
 from megaframe.model.attention import Attention
 from megaframe.model.forward_context import MicrobatchContext, RunContext

@@ -1,0 +1,55 @@
+"""Tables that are looked up by number: tokens and learned positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megaframe.architecture.spec import Normal, ParamSpec
+from megaframe.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class TableDescription:
+    """A table of rows.
+
+    Attributes:
+        rows: Number of rows.
+        width: Width of a row.
+        std: Standard deviation of the initial values.
+        split: Whether tensor ranks divide the rows; otherwise each has the whole table.
+    """
+
+    rows: int
+    width: int
+    std: float
+    split: bool
+
+    def parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the spec of the table."""
+        axes = {0: "tensor"} if self.split else {}
+        shape, init = (self.rows, self.width), Normal(self.std)
+        yield ParamSpec(f"{name}.weight", shape, init, role="embedding", decay=True, axes=axes)
+
+
+def vocab_size(model: ModelConfig) -> int:
+    """Return the rows of the token table.
+
+    Raises:
+        ValueError: `model.vocab` is not set. The config must be resolved before a model is built.
+    """
+    if model.vocab is None:
+        raise ValueError("model.vocab is not set: resolve the config with its tokenizer first")
+    return model.vocab
+
+
+def describe_token_table(model: ModelConfig) -> TableDescription:
+    """Return the table of tokens. Raises as `vocab_size` does."""
+    return TableDescription(vocab_size(model), model.hidden, model.init_std, split=True)
+
+
+def describe_position_table(model: ModelConfig, seq: int) -> TableDescription | None:
+    """Return the table of learned positions, if the model has one. seq: tokens of a sample."""
+    if model.position != "learned":
+        return None
+    return TableDescription(model.positions or seq, model.hidden, model.init_std, split=False)
