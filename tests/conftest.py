@@ -32,7 +32,7 @@ from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data_parallel.sharded_parameters import ShardedParameters
 from megaframe.distributed.mesh import Mesh
-from megaframe.layout import Layout
+from megaframe.layout import EXPERT_SETS, Layout
 from megaframe.model.forward_context import make_run_context
 from megaframe.model.model_chunk import whole_model_chunk
 from megaframe.optim.optimizer import Optimizer
@@ -83,6 +83,8 @@ def build():
         shape = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.3}
         config = RunConfig(model={**shape, **(model or {})}, **sections)
         mesh, run = Mesh(Layout(), device="cpu"), make_run_context(config)
+        if config.model.moe is not None:
+            mesh.add_groups(EXPERT_SETS)
         chunk, groups = whole_model_chunk(config, run), ParameterGroups(config, mesh)
         sharded = ShardedParameters(config, mesh, {0: chunk.units}, groups.bucketing)
         optimizer = Optimizer(config, mesh, sharded, groups)

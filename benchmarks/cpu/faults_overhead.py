@@ -103,7 +103,7 @@ def run_rank(folder: str, port: str) -> None:
 
         return call
 
-    one_step = Trainer._one_step
+    one_step = Trainer._run_step
 
     def step(trainer: Trainer) -> None:
         if trainer.step == WARM:
@@ -117,7 +117,7 @@ def run_rank(folder: str, port: str) -> None:
             print(json.dumps({**result, "all": sum(shares.values())}), flush=True)
             os._exit(0)
 
-    setattr(Trainer, "_one_step", step)  # noqa: B010
+    setattr(Trainer, "_run_step", step)  # noqa: B010
     for module, classes in WRAPPED.items():
         for name, methods in classes.items():
             kind = getattr(importlib.import_module(module), name)

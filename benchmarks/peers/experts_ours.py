@@ -24,7 +24,7 @@ from megaframe.model.block import TransformerBlock
 from megaframe.model.moe.layer import MixtureOfExperts
 from megaframe.parameters.initialization import fill_initial_values
 from megaframe.parameters.parameter import PRECISIONS, Module
-from megaframe.pipeline_parallel.stage import whole_model
+from megaframe.pipeline_parallel.stage import build_whole_model
 from megaframe.training.autotune import tune
 
 _ROUNDS = 4
@@ -69,7 +69,7 @@ def main() -> None:
         train=TrainConfig(seq=shape.tokens, global_batch=1, precision=given.precision),
     )
     tune(config, None)
-    stage = whole_model(config)
+    stage = build_whole_model(config)
     (block,) = stage.blocks
     assert isinstance(block, TransformerBlock)
     layer = block.mlp
@@ -81,7 +81,7 @@ def main() -> None:
         parameter.value.copy_(value.view(parameter.value.shape))
     tokens = torch.zeros(1, shape.tokens, dtype=torch.int64)
     microbatch = Microbatch(tokens, tokens, torch.zeros(1, dtype=torch.int64))
-    context, state = stage._context(microbatch), stage._pass_state()
+    context, state = stage._make_context(microbatch), stage._make_pass_state()
     x = numbers.x.requires_grad_()
 
     def start_step() -> None:

@@ -137,7 +137,7 @@ def run_steps(mesh: Mesh, train_step: TrainStep, config: RunConfig, steps: int) 
         block.times = EmulationConfig()
     stages = tuple(train_step.stages.values())
     for stage in stages:
-        for name in ("forward", "backward", "weight_backward"):
+        for name in ("forward", "backward", "compute_weight_gradients"):
             setattr(stage, name, _noted(getattr(stage, name), stages, passes))
     tokens = torch.zeros((1, config.train.seq), dtype=torch.int64)
     microbatches = [

@@ -82,7 +82,7 @@ class ParamSpec:
         axes: {dim: axis} for the dims that are split; the others are whole on every rank.
         inputs: How many of the last dims are inputs of a matrix; the dims before are its outputs.
         fused: {dim: sizes of the parts along it} if one weight is several matrices.
-        used: Share of the tokens that each element is applied to; small for experts.
+        token_share: Share of the tokens that each element is applied to; small for experts.
     """
 
     name: str
@@ -93,7 +93,7 @@ class ParamSpec:
     axes: Mapping[int, str] = field(default_factory=dict)
     inputs: int = 1
     fused: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    used: Fraction = Fraction(1)
+    token_share: Fraction = Fraction(1)
 
     @property
     def size(self) -> int:
@@ -121,10 +121,10 @@ class ParamSpec:
             # heads.
             copies = copies_of(self.shape[dim], sizes[axis])
             index, parts = coordinate[axis] // copies, sizes[axis] // copies
-            offset[dim], shape[dim] = even_share(self.shape[dim], index, parts)
+            offset[dim], shape[dim] = locate_shard(self.shape[dim], index, parts)
         return Box(tuple(offset), tuple(shape))
 
-    def summed_over(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    def find_reduction_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """Return the axes over which gradients are summed: those whose ranks hold the same piece
         and each compute only a part of its gradient.
 
@@ -183,7 +183,7 @@ def copies_of(total: int, parts: int) -> int:
     return parts // total if 0 < total < parts else 1
 
 
-def even_share(total: int, index: int, parts: int) -> tuple[int, int]:
+def locate_shard(total: int, index: int, parts: int) -> tuple[int, int]:
     """Return start and length of part `index` when `total` items are divided among `parts` ranks in
     order, the first ones getting one more if it is not divisible."""
     whole, rest = divmod(total, parts)
@@ -198,4 +198,4 @@ def count_parameters(specs: Iterable[ParamSpec]) -> int:
 def count_active_parameters(specs: Iterable[ParamSpec]) -> int:
     """Return the number of parameters that one token uses: of the experts, only those that it is
     routed to."""
-    return int(sum(spec.size * spec.used for spec in specs if spec.role != "balance"))
+    return int(sum(spec.size * spec.token_share for spec in specs if spec.role != "balance"))

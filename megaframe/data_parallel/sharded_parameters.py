@@ -23,7 +23,6 @@ from megaframe.data_parallel.buffers import BufferPool
 from megaframe.data_parallel.reducer_config import UNCOMPRESSED, ReducerConfig
 from megaframe.distributed.collectives import Group, all_reduce
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
-from megaframe.layout import EXPERT_SETS
 from megaframe.parameters.parameter import PRECISIONS, Module, Parameter, Precision
 from megaframe.schedule.zero_buffers import BLOCKS_PRESENT, REDUCTIONS_IN_FLIGHT
 
@@ -43,9 +42,9 @@ class ParameterSharding(Protocol):
         """Start gathering the values of a unit, ahead of `gather`."""
         ...
 
-    def gather(self, unit: Module, *, whole: bool = True) -> None:
-        """Return when a unit's values are here. If not `whole`, those that only its second half
-        uses are here only when `gather_second_half` returns."""
+    def gather(self, unit: Module, *, with_second_half: bool = True) -> None:
+        """Return when a unit's values are here. If not `with_second_half`, those that only its
+        second half uses are here only when `gather_second_half` returns."""
         ...
 
     def gather_second_half(self, second_half: Module) -> None:
@@ -77,7 +76,7 @@ class NoSharding:
 
     def prefetch(self, unit: Module) -> None: ...
 
-    def gather(self, unit: Module, *, whole: bool = True) -> None: ...
+    def gather(self, unit: Module, *, with_second_half: bool = True) -> None: ...
 
     def gather_second_half(self, second_half: Module) -> None: ...
 
@@ -139,15 +138,13 @@ class ShardedParameters:
 
         Args:
             config: The run.
-            mesh: This rank's groups.
+            mesh: This rank's groups, with those of experts if the model has any.
             stages: The units of each stage, by its number, in the order of the forward pass.
             bucketing: What the optimizer requires of buckets.
             tied: The token embedding, if this rank and another one have it.
         """
         self._config, self._mesh, self._bucketing, self._tied = config, mesh, bucketing, tied
         self.buffers = BufferPool(mesh.device, mesh.allocate)
-        if config.model.moe is not None:
-            mesh.add_groups(EXPERT_SETS)
         if config.parallel.reduce_precision == "bf16":
             node_size = config.parallel.node_size or ranks_on_this_node()
             mesh.divide_exchanges(self._summing_axes(), node_size)
@@ -208,12 +205,14 @@ class ShardedParameters:
         """Start gathering the values of a unit, if they are not here."""
         self._prefetch(self._used[id(unit)])
 
-    def gather(self, unit: Module, *, whole: bool = True) -> None:
-        """Return when a unit's values are here; if not `whole`, those that only its second half
-        uses may still be missing."""
+    def gather(self, unit: Module, *, with_second_half: bool = True) -> None:
+        """Return when a unit's values are here; if not `with_second_half`, those that only its
+        second half uses may still be missing."""
         buckets = self._used[id(unit)]
         # The values of the second half arrive while the first half is computed.
-        late = () if whole or unit.second_half is None else self._used[id(unit.second_half)]
+        late: Sequence[Bucket] = ()
+        if not with_second_half and unit.second_half is not None:
+            late = self._used[id(unit.second_half)]
         self._prefetch(buckets)
         for bucket in buckets:
             if bucket not in late:
@@ -379,7 +378,7 @@ class ShardedParameters:
         alike: dict[object, list[Parameter]] = {}
         sizes = self._mesh.layout.sizes
         for p in parameters:
-            group = self._bucketing.group_of(p.spec), p.spec.summed_over(sizes)
+            group = self._bucketing.group_of(p.spec), p.spec.find_reduction_axes(sizes)
             alike.setdefault(group, []).append(p)
         return [self._bucket(group) for group in alike.values()]
 
@@ -387,7 +386,7 @@ class ShardedParameters:
         mesh, bucketing = self._mesh, self._bucketing
         spec, sizes = parameters[0].spec, mesh.layout.sizes
         stage = self._config.parallel.zero
-        shard = (_SHARDS.get(axis, axis) for axis in spec.summed_over(sizes))
+        shard = (_SHARDS.get(axis, axis) for axis in spec.find_reduction_axes(sizes))
         precision = PRECISIONS[self._config.train.precision]
         reducer = ReducerConfig.of(self._config.parallel, compress=spec.role not in _VECTORS)
         if spec.role in _VECTORS:

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megaframe.architecture.spec import even_share
+from megaframe.architecture.spec import locate_shard
 from megaframe.distributed.collectives import ALONE, Group, all_gather, all_gather_uneven
 from megaframe.expert_parallel.transfer import (
     AllGatherRows,
@@ -121,7 +121,7 @@ class _Assignment:
 
     def __post_init__(self) -> None:
         axis, device = self.parallel.axis, self.chosen_RK.device
-        spans = [even_share(self.experts, index, axis.size) for index in range(axis.size)]
+        spans = [locate_shard(self.experts, index, axis.size) for index in range(axis.size)]
         self.spans = [slice(start, start + size) for start, size in spans]
         self.owner_E = _expert_owners(self.experts, axis.size, device)
         self.mine = self.spans[axis.index]
@@ -138,7 +138,7 @@ class _Assignment:
 @cache
 def _expert_owners(experts: int, ranks: int, device: torch.device) -> Tensor:
     """Return the rank that has each expert, copied to the device once."""
-    sizes = torch.tensor([even_share(experts, index, ranks)[1] for index in range(ranks)])
+    sizes = torch.tensor([locate_shard(experts, index, ranks)[1] for index in range(ranks)])
     return torch.arange(ranks).repeat_interleave(sizes).to(device)
 
 

@@ -52,7 +52,7 @@ class ConsoleSink:
         """Print a text that is not the line of a step."""
         self._print(text, {"note": text})
 
-    def detail(self, text: str) -> None:
+    def log_detail(self, text: str) -> None:
         """Put a text that few users need into the run log only."""
         try:
             print(text, file=self._log, flush=True)
@@ -119,7 +119,7 @@ class ConsoleSink:
             print(text, flush=True)
         elif how == "json" and said is not None:
             print(json.dumps(said), flush=True)
-        self.detail(text)
+        self.log_detail(text)
 
 
 def print_note(config: RunConfig, text: str) -> None:

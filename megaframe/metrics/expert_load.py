@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from megaframe.architecture.spec import ParamSpec, even_share
+from megaframe.architecture.spec import ParamSpec, locate_shard
 from megaframe.config import RunConfig
 from megaframe.metrics.records import ReduceType
 from megaframe.model.pass_state import LayerStatistics
@@ -33,7 +33,7 @@ class ExpertLoadMetrics:
             spec.name: place
             for place, spec in enumerate(spec for spec in specs if spec.role == "balance")
         }
-        spans = (even_share(moe.experts, index, ranks) for index in range(ranks))
+        spans = (locate_shard(moe.experts, index, ranks) for index in range(ranks))
         self._spans = [slice(start, start + size) for start, size in spans]
 
     def records(

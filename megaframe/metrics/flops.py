@@ -52,7 +52,7 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
     elements = {"matrix": Fraction(0), "head": Fraction(0)}
     for spec in specs:
         if spec.role in elements:
-            elements[spec.role] += spec.size * spec.used
+            elements[spec.role] += spec.size * spec.token_share
     if model.tie_embeddings:
         # A tied table is declared as an embedding, but it is also multiplied as the head.
         elements["head"] = Fraction(vocab_size(model) * model.hidden)

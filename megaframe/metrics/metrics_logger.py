@@ -86,8 +86,8 @@ class MetricsLogger:
         self._peak = peak
         for line in opening:
             self.note(line)
-        self.detail(self._flops.describe())
-        (self.note if peak.tflops is None else self.detail)(peak.note)
+        self.log_detail(self._flops.describe())
+        (self.note if peak.tflops is None else self.log_detail)(peak.note)
         for sink in self._sinks:
             if isinstance(sink, PrometheusSink):
                 self.note(f"the latest line is at {sink.address}")
@@ -136,7 +136,7 @@ class MetricsLogger:
         self._flight = step, records.reduce(self._world, self._device)
         return self._write(previous)
 
-    def settle(self) -> list[StepValues]:
+    def write_pending_steps(self) -> list[StepValues]:
         """Write the lines of all flushed steps now, flush all sinks, and return what `flush`
         returns.
 
@@ -167,10 +167,10 @@ class MetricsLogger:
         if self._console is not None:
             self._console.note(text)
 
-    def detail(self, text: str) -> None:
+    def log_detail(self, text: str) -> None:
         """Put a text that few users need into the run log, once for all ranks."""
         if self._console is not None:
-            self._console.detail(text)
+            self._console.log_detail(text)
 
     def note_from_rank(self, text: str) -> None:
         """Print a text that a part of the model gives rise to, and that the first rank, which may
@@ -190,7 +190,7 @@ class MetricsLogger:
         """
         self._profiler.close()
         self._trace.close()
-        self.settle()
+        self.write_pending_steps()
         if self._console is not None:
             self._console.ending = ending
         for sink in self._sinks:

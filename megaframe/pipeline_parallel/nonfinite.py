@@ -36,7 +36,7 @@ class PassMaximum:
     block: int | None = None
 
 
-def pass_maximum(
+def measure_pass(
     backward: bool, stage: int, microbatch: int, result: Tensor, block: int | None = None
 ) -> PassMaximum:
     """Return the maximum of a pass whose result is given: an output or a gradient."""
@@ -64,10 +64,11 @@ def locate_nonfinite(
             all ranks; given by all ranks or by none.
     """
     # Waits for the device, which is why this runs only after an update was refused.
-    nonfinite = [one for one in maxima if not bool(torch.isfinite(one.largest))]
+    nonfinite = [maximum for maximum in maxima if not bool(torch.isfinite(maximum.largest))]
     rank = world.ranks[world.index]
     first = torch.tensor(
-        min((_order(one, stages, rank) for one in nonfinite), default=_FINITE), device=device
+        min((_encode_pass(maximum, stages, rank) for maximum in nonfinite), default=_FINITE),
+        device=device,
     )
     # One minimum finds the pass and its rank, because all coordinates are packed into the number.
     order = int(all_reduce(first, world, "min").wait())
@@ -93,13 +94,13 @@ def locate_nonfinite(
     return text
 
 
-def _order(one: PassMaximum, stages: int, rank: int) -> int:
+def _encode_pass(maximum: PassMaximum, stages: int, rank: int) -> int:
     """Return a number that sorts passes in the order in which a bad value travels; a whole pass
     comes after its blocks."""
     # A bad value travels to later stages in a forward pass, and to earlier ones in a backward pass.
-    steps = stages - 1 - one.stage if one.backward else one.stage
+    steps = stages - 1 - maximum.stage if maximum.backward else maximum.stage
     unit = _UNITS - 1
-    if one.block is not None:
-        unit = _UNITS - 4 - one.block if one.backward else one.block + 1
-    order = (one.backward * _MICROBATCHES + one.microbatch) * _STAGES + steps
+    if maximum.block is not None:
+        unit = _UNITS - 4 - maximum.block if maximum.backward else maximum.block + 1
+    order = (maximum.backward * _MICROBATCHES + maximum.microbatch) * _STAGES + steps
     return (order * _UNITS + unit) * _RANKS + rank

@@ -53,7 +53,7 @@ class StageActivations:
         state: Of its passes.
         inputs: The leaf that is the input of each block, possibly offloaded.
         outputs: The graph edge of each block's output, None if the block is recomputed.
-        embedded: The graph edge of the embedding's output.
+        embedding_output: The graph edge of the embedding's output.
         post_process: What the predictors and the head keep.
         deferred: The weight gradients that B leaves for W, by unit.
     """
@@ -62,7 +62,7 @@ class StageActivations:
     state: PassState
     inputs: list[Tensor | OffloadedActivation] = field(default_factory=list)
     outputs: list[GradientEdge | None] = field(default_factory=list)
-    embedded: GradientEdge | None = None
+    embedding_output: GradientEdge | None = None
     post_process: PostProcessActivations | None = None
     deferred: list[tuple[Module, list[DeferredGradient]]] = field(default_factory=list)
 
@@ -105,7 +105,7 @@ class Stage:
         self._workspace = Workspace()
         self._offload: ActivationOffload | None = None
 
-    def first(self, *, backward: bool) -> Module | None:
+    def find_first_unit(self, *, backward: bool) -> Module | None:
         """Return the unit whose values a pass needs first, None if it needs none."""
         if not backward:
             return self.units[0] if self.units else None
@@ -145,7 +145,7 @@ class Stage:
         x: Tensor | None = None,
         *,
         last: bool = False,
-        following: Module | None = None,
+        next_unit: Module | None = None,
         hand_over: HandOver | None = None,
         on_block: OnBlock | None = None,
     ) -> Tensor:
@@ -157,23 +157,23 @@ class Stage:
             scale: fp64 scalar; gradients are those of scale * (loss sum).
             x: [rows, hidden], the output of the previous stage; None on the first stage.
             last: No later forward of the step follows on this stage.
-            following: The unit whose values are needed first after this pass.
-            hand_over: Lets a pass that runs in turns with this one continue.
+            next_unit: The unit whose values are needed first after this pass.
+            hand_over: Lets a pass that is interleaved with this one continue.
             on_block: Called with the result of each block.
 
         Returns:
             The output for the next stage, [rows, hidden]; on the last stage the loss sum over valid
             tokens, fp64 scalar.
         """
-        context, state = self._context(microbatch, self._keys, scale), self._pass_state()
+        context, state = self._make_context(microbatch, self._keys, scale), self._make_pass_state()
         activations = self._activations[number] = StageActivations(context, state)
         state.interleave_hook.switch = hand_over
-        values = self._values(self.units, following, whole=False)
+        values = self._make_value_contexts(self.units, next_unit, with_second_half=False)
         if self.embedding is not None:
             with values(self.embedding):
                 x = self.embedding(microbatch, context)
             # The edge, not the tensor: the first block's leaf holds the same numbers.
-            activations.embedded = get_gradient_edge(x)
+            activations.embedding_output = get_gradient_edge(x)
             if on_block is not None:
                 on_block(-1, x.detach())
         assert x is not None
@@ -209,7 +209,7 @@ class Stage:
         gradient: Tensor | None = None,
         *,
         last: bool = False,
-        following: Module | None = None,
+        next_unit: Module | None = None,
         hand_over: HandOver | None = None,
         on_block: OnBlock | None = None,
         split: bool = False,
@@ -220,16 +220,16 @@ class Stage:
             number: The microbatch's number.
             gradient: That of this stage's output, None on the last stage.
             last: No later backward of the step follows on this stage.
-            following: The unit whose values are needed first after this pass.
-            hand_over: Lets a pass that runs in turns with this one continue.
+            next_unit: The unit whose values are needed first after this pass.
+            hand_over: Lets a pass that is interleaved with this one continue.
             on_block: Called with the gradient of the input of each block.
-            split: Leave the weight gradients of matrices for `weight_backward`, which then reduces
-                gradients.
+            split: Leave the weight gradients of matrices for `compute_weight_gradients`, which then
+                reduces gradients.
 
         Returns:
             The gradient of this stage's input; on the first stage, that of the embedding's output.
         """
-        # A split backward leaves the microbatch to `weight_backward`, which removes it.
+        # A split backward leaves the microbatch to `compute_weight_gradients`, which removes it.
         activations = self._activations[number] if split else self._activations.pop(number)
         context, state = activations.context, activations.state
 
@@ -244,17 +244,17 @@ class Stage:
         # Called when autograd has passed the boundary of the halves: the second half's reduction
         # starts while the first half is still differentiated.
         state.boundary.done = None if split else partial(self._sharding.reduce, last=last)
-        values = self._values(self._backward_units(), following)
+        values = self._make_value_contexts(self._backward_units(), next_unit)
         if self.post_process is not None:
             assert activations.post_process is not None
             gradient = self.post_process.backward(activations.post_process, values, finish)
         for block in reversed(self.blocks):
             assert gradient is not None
-            leaf, output = _fetched(activations.inputs.pop()), activations.outputs.pop()
+            leaf, output = _fetch_input(activations.inputs.pop()), activations.outputs.pop()
             if activations.inputs and isinstance(
-                before := activations.inputs[-1], OffloadedActivation
+                previous := activations.inputs[-1], OffloadedActivation
             ):
-                before.fetch()  # arrives while this block is computed
+                previous.fetch()  # arrives while this block is computed
             with values(block):
                 if output is None:
                     # Recomputed inside `values`, with the dropout masks of the first time: their
@@ -270,10 +270,10 @@ class Stage:
         self._workspace.clear()
         assert gradient is not None
         if self.embedding is not None:
-            assert activations.embedded is not None
-            backward(activations.embedded, gradient)
+            assert activations.embedding_output is not None
+            backward(activations.embedding_output, gradient)
             # Drops the graph; the gradients are in the bucket now.
-            activations.embedded = None
+            activations.embedding_output = None
             finish(self.embedding)
         # Gains and biases of all blocks are one bucket, complete only here.
         if last and not split:
@@ -281,7 +281,7 @@ class Stage:
         return gradient
 
     @torch.no_grad()  # as in autograd's own backward pass, where this work would otherwise run
-    def weight_backward(self, number: int, *, last: bool = False) -> None:
+    def compute_weight_gradients(self, number: int, *, last: bool = False) -> None:
         """Compute the weight gradients that the split backward of microbatch `number` left, and
         reduce gradients. last: as in `backward`."""
         activations = self._activations.pop(number)
@@ -305,18 +305,18 @@ class Stage:
     def evaluate(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
         """Run a forward pass without dropout and gradients. Returns the output for the next stage,
         or on the last stage, the cross-entropy summed over valid tokens, fp64 scalar."""
-        x = self.hidden(microbatch, x)
+        x = self.compute_hidden(microbatch, x)
         if self.post_process is None:
             return x
-        values = self._values([self.post_process.head])
-        return self.post_process.evaluate(x, microbatch, self._context(microbatch), values)
+        values = self._make_value_contexts([self.post_process.head])
+        return self.post_process.evaluate(x, microbatch, self._make_context(microbatch), values)
 
     @torch.no_grad()
-    def hidden(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
+    def compute_hidden(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
         """Return the residual stream [rows, hidden] after this stage's last block, without dropout
         and gradients."""
-        context, state = self._context(microbatch), self._pass_state()
-        values = self._values(self.units, whole=False)
+        context, state = self._make_context(microbatch), self._make_pass_state()
+        values = self._make_value_contexts(self.units, with_second_half=False)
         if self.embedding is not None:
             with values(self.embedding):
                 x = self.embedding(microbatch, context)
@@ -332,8 +332,12 @@ class Stage:
             self._offload = ActivationOffload(device)
         return self._offload
 
-    def _values(
-        self, units: Sequence[Module], following: Module | None = None, *, whole: bool = True
+    def _make_value_contexts(
+        self,
+        units: Sequence[Module],
+        next_unit: Module | None = None,
+        *,
+        with_second_half: bool = True,
     ) -> UnitValues:
         """Return the contexts of a pass.
 
@@ -342,31 +346,31 @@ class Stage:
 
         Args:
             units: The units of the pass, in order.
-            following: The unit after the last, if there is one.
-            whole: The values of a unit's second half are there from the start, and not only from
-                the boundary of its halves on.
+            next_unit: The unit after the last, if there is one.
+            with_second_half: The values of a unit's second half are there from the start, and not
+                only from the boundary of its halves on.
         """
         # All ranks walk the same units, so they start gathers in the same order.
-        next_of = dict(zip(units, [*units[1:], following], strict=False))
+        unit_after = dict(zip(units, [*units[1:], next_unit], strict=False))
         sharding = self._sharding
 
         @contextmanager
-        def gathered(unit: Module) -> Iterator[None]:
-            sharding.gather(unit, whole=whole)
-            # Starts while this unit computes. `following` reaches across the end of a pass.
-            if next_unit := next_of[unit]:
-                sharding.prefetch(next_unit)
+        def gather_values(unit: Module) -> Iterator[None]:
+            sharding.gather(unit, with_second_half=with_second_half)
+            # Starts while this unit computes. `next_unit` reaches across the end of a pass.
+            if (after := unit_after[unit]) is not None:
+                sharding.prefetch(after)
             yield
             sharding.release(unit)
 
-        return gathered
+        return gather_values
 
     def take_statistics(self) -> LayerStatistics:
         """Return the statistics of all microbatches since the last call, and start new ones."""
-        taken, self._statistics = self._statistics, LayerStatistics()
-        return taken
+        statistics, self._statistics = self._statistics, LayerStatistics()
+        return statistics
 
-    def _context(
+    def _make_context(
         self,
         microbatch: Microbatch,
         keys: DropoutKeys | None = None,
@@ -375,19 +379,19 @@ class Stage:
         dtype = self.precision.compute
         return make_microbatch_context(self.config.model, self.run, microbatch, dtype, keys, scale)
 
-    def _pass_state(self) -> PassState:
+    def _make_pass_state(self) -> PassState:
         boundary = BlockBoundary(self._sharding.gather_second_half)
         return PassState(self._statistics, self._workspace, boundary)
 
 
-def _fetched(leaf: Tensor | OffloadedActivation) -> Tensor:
+def _fetch_input(leaf: Tensor | OffloadedActivation) -> Tensor:
     if isinstance(leaf, OffloadedActivation):
         # A fresh leaf: the copy from the host has no graph.
         return leaf.take().requires_grad_()
     return leaf
 
 
-def whole_model(config: RunConfig) -> Stage:
+def build_whole_model(config: RunConfig) -> Stage:
     """Return the whole model as one stage on one rank."""
     run = make_run_context(config)
     return Stage(config, whole_model_chunk(config, run), run)

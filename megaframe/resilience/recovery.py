@@ -80,7 +80,7 @@ class FaultHandler:
         optimizer: Optimizer,
         buckets: Sequence[Bucket],
         stages: int,
-        meter: MetricsLogger,
+        metrics: MetricsLogger,
         ledger: DowntimeLedger,
         go_back: GoBack,
         launcher: LauncherProcess,
@@ -93,13 +93,13 @@ class FaultHandler:
             optimizer: Names the parameters whose gradients are not finite.
             buckets: The weights that are compared with their replicas.
             stages: Number of stages of the pipeline.
-            meter: Shares metrics among ranks, and logs.
+            metrics: Shares metrics among ranks, and logs.
             ledger: Accounts for lost time.
             go_back: Continues from an earlier checkpoint.
             launcher: The launcher of this process.
         """
         self._faults, self._mesh, self._optimizer = config.faults, mesh, optimizer
-        self._stages, self._meter, self._ledger = stages, meter, ledger
+        self._stages, self._metrics, self._ledger = stages, metrics, ledger
         self._load_earlier = go_back
         self.history = SpikePolicy(config.faults)
         self.exit_signal = 0
@@ -128,7 +128,7 @@ class FaultHandler:
         self._mesh.progress.in_step_loop = lost
         self.begin("")
         if error is None:
-            self._meter.note(self._ledger.summary())
+            self._metrics.note(self._ledger.summary())
 
     def start_after(self, step: int, state: TrainState | None) -> None:
         """Announce that training continues after `step`. state: the state of the checkpoint that
@@ -174,7 +174,7 @@ class FaultHandler:
             text += "finite when rerun: a transient fault"
         else:
             text += f"the same when rerun: {self._locate(maxima, samples)}"
-        self._meter.note(text)
+        self._metrics.note(text)
 
     def add_step(
         self, step: int, batch: StepBatch, update: UpdateResult, maxima: Sequence[PassMaximum]
@@ -187,7 +187,7 @@ class FaultHandler:
     def time_save(self) -> Iterator[None]:
         """Count the time within this context as waiting for a save."""
         began = time.perf_counter()
-        with self._meter.time("checkpoint"):
+        with self._metrics.time("checkpoint"):
             yield
         self._save_seconds += time.perf_counter() - began
 
@@ -197,13 +197,13 @@ class FaultHandler:
         received = self._mesh.progress.leave_signal or (
             signal.SIGTERM if self._launcher.has_ended else 0
         )
-        self._meter.record("agreed/told", float(received), "max")
+        self._metrics.record("agreed/told", float(received), "max")
         lost = self._ledger.record_step(step, self._save_seconds)
         self._save_seconds = 0.0
         for cause, seconds in lost.items():
-            self._meter.record(f"lost_seconds/{cause}", seconds, "last")
+            self._metrics.record(f"lost_seconds/{cause}", seconds, "last")
         for line in self._stragglers.add_step() if self._stragglers else ():
-            self._meter.note(f"step {step}: {line}")
+            self._metrics.note(f"step {step}: {line}")
 
     def judge_steps(self, known: Sequence[StepValues]) -> bool:
         """Judge the next steps and act on the result.
@@ -229,13 +229,13 @@ class FaultHandler:
             text += f": {reason}; update skipped"
         judgement = self.history.judge(done.first, metrics["loss"], finite)
         if judgement.choice == "stop":
-            self._meter.note(text)
-            self._meter.close([("cut short", f"after step {done.step}: {judgement.why}")])
+            self._metrics.note(text)
+            self._metrics.close([("cut short", f"after step {done.step}: {judgement.why}")])
             raise NotFinite(f"{text}; {judgement.why}")
         if judgement.choice == "go_back":
             return self._go_back(done.step, f"{text}: {judgement.why}")
         if not finite:
-            self._meter.note(text)
+            self._metrics.note(text)
         return False
 
     def replicas_differ(self, step: int) -> bool:
@@ -250,14 +250,14 @@ class FaultHandler:
             self._compared = step
             if before is not None:
                 text = f"step {step}: all replicas are equal when rerun; the difference on"
-                self._meter.note(f"{text} {name_ranks(before.ranks)} was a transient fault")
+                self._metrics.note(f"{text} {name_ranks(before.ranks)} was a transient fault")
             return False
         which = name_ranks(mismatch.ranks) + (
             "" if mismatch.sure else ", of which one must be wrong,"
         )
         text = f"step {step}: weights on {which} differ from their replicas"
         if before is not None:
-            self._meter.note(text)
+            self._metrics.note(text)
             raise BadDevice(f"{text}, again after resuming from a checkpoint: check the device")
         self._mismatches[step] = mismatch
         if not self._go_back(self._compared + 1, text):
@@ -293,17 +293,17 @@ class FaultHandler:
             name = mesh.store.get(key).decode()
             return home / name if name else None
 
-        with self._meter.time("checkpoint"):
+        with self._metrics.time("checkpoint"):
             loaded = self._load_earlier(choose)
         if loaded is None:
-            self._meter.note(f"{why}; there is no earlier checkpoint to resume from")
+            self._metrics.note(f"{why}; there is no earlier checkpoint to resume from")
             return False
         step, state = loaded
         self.history.load(state.history)
         self._unjudged.clear()
-        self._meter.rewind(step)
+        self._metrics.rewind(step)
         text = f"{why}; continuing from the checkpoint of step {step}"
-        self._meter.note(text)
+        self._metrics.note(text)
         self._ledger.record_rollback(step, text)
         if not self.history.allow_rollback(step):
             raise NotFinite(f"{text} too often, giving up")

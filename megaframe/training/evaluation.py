@@ -119,7 +119,7 @@ def compute_log_probabilities(stage: Stage, microbatch: Microbatch) -> tuple[Ten
     token, without what `train.label_smoothing` and `train.z_loss` add in training."""
     head = stage.head
     assert head is not None, "the whole model has a head"
-    x = stage.hidden(microbatch)
+    x = stage.compute_hidden(microbatch)
     labels = microbatch.labels_BS.flatten()
     places = (labels != IGNORE).nonzero().flatten()
     rows = max(1, max_logits_per_chunk(host=x.device.type == "cpu") // head.weight.value.shape[0])

@@ -20,7 +20,7 @@ from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
 from megaframe.errors import UserError
-from megaframe.pipeline_parallel.stage import Stage, whole_model
+from megaframe.pipeline_parallel.stage import Stage, build_whole_model
 from megaframe.training.autotune import tune
 
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
@@ -46,7 +46,7 @@ def load_model(
             config = config.model_copy(update={"train": train})
         if device == "cpu":
             tune(config, state.routines)
-        stage = whole_model(config)
+        stage = build_whole_model(config)
         saved = checkpoint.tensors
         if ema and not any(name.startswith(EMA_PREFIX) for name in saved):
             raise UserError(
@@ -159,7 +159,7 @@ def sample(
     for _ in range(tokens):
         window = torch.tensor([ids[-context:]], device=device)
         microbatch = Microbatch(window, window, window.new_zeros(1))
-        ids.append(how.choose(head.logits(stage.hidden(microbatch)[-1]).cpu(), generator))
+        ids.append(how.choose(head.logits(stage.compute_hidden(microbatch)[-1]).cpu(), generator))
         yield ids
         if ids[-1] == stop:
             return

@@ -6,17 +6,21 @@ from step to step, and a `TrainState` with everything that is no tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaframe.checkpoint import (
     Checkpoint,
+    CheckpointWriter,
     Slice,
     find_checkpoint,
     locate_checkpoint,
     open_checkpoint,
 )
 from megaframe.checkpoint.manager import CheckpointManager
+from megaframe.checkpoint.stores.peer_memory import PeerMemoryWriter
 from megaframe.checkpoint.train_state import (
     TrainState,
     check_same_run,
@@ -95,7 +99,39 @@ class RunCheckpoint:
         data_notes = self._loader.load(restored.state.data)
         return Restored(restored.step, restored.state, (*restored.notes, *data_notes))
 
-    def slices(self, *, owned_only: bool) -> list[Slice]:
+    def start_save(
+        self,
+        writer: CheckpointWriter | PeerMemoryWriter,
+        step: int,
+        state: TrainState,
+        note: Callable[[str], None],
+        time_save: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        """Start a save of the last step. Weights are copied while the next step runs: its update
+        waits for the copy.
+
+        Args:
+            writer: Writes the checkpoint.
+            step: The step's number.
+            state: What is saved besides tensors.
+            note: Called with lines to show.
+            time_save: Returns a context whose time is counted as waiting for the save.
+        """
+        slices = self.list_slices(owned_only=True)
+        residuals = self.list_compression_slices()
+        tensors, values = [*slices, *residuals], state.model_dump(mode="json")
+        self._checkpointer.start_save(writer, step, tensors, values, note)
+        if residuals or self._config.parallel.serial:  # residuals change before the update
+            writer.wait_for_copy()
+            return
+
+        def wait_for_copy() -> None:
+            with time_save():
+                writer.wait_for_copy()
+
+        self._optimizer.delay_update(wait_for_copy)
+
+    def list_slices(self, *, owned_only: bool) -> list[Slice]:
         """Return this rank's pieces of weights and optimizer state in a checkpoint. owned_only:
         only those that this rank saves."""
         return [
@@ -103,7 +139,7 @@ class RunCheckpoint:
             for name, spec, box, tensor in self._optimizer.tensors(owned=owned_only)
         ]
 
-    def compression_slices(self) -> list[Slice]:
+    def list_compression_slices(self) -> list[Slice]:
         """Return what gradient compression on this rank keeps from step to step."""
         return [
             Slice(name, tuple(tensor.shape), (0,), tensor)
@@ -117,10 +153,10 @@ class RunCheckpoint:
         with source as checkpoint:
             state = read_train_state(checkpoint)
             check_same_run(state.config, config, checkpoint.path)
-            slices = self.slices(owned_only=False)
+            slices = self.list_slices(owned_only=False)
             saved = checkpoint.tensors
-            residuals = [part for part in self.compression_slices() if part.name in saved]
-            owned = {(part.name, part.box) for part in self.slices(owned_only=True)}
+            residuals = [part for part in self.list_compression_slices() if part.name in saved]
+            owned = {(part.name, part.box) for part in self.list_slices(owned_only=True)}
             checkpoint.load([*select_saved(slices, saved), *residuals], owned)
             notes = [
                 *describe_resumption(state.config, config, checkpoint.step, str(checkpoint)),

@@ -44,7 +44,7 @@ def log_start(
         logger.note(line)
     settings = mesh.nccl_settings if mesh.layout.world > 1 else None
     for line in (*summary[1:], *details, *(settings.lines if settings else ())):
-        logger.detail(line)
+        logger.log_detail(line)
     for line in settings.warnings if settings else ():
         logger.note(line)
     if old_metrics is not None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaframe.architecture.spec import even_share
+from megaframe.architecture.spec import locate_shard
 from megaframe.distributed.interleaving import InterleaveHook
 from megaframe.distributed.mesh import Mesh
 from megaframe.expert_parallel.dispatch import DROPPED, ExpertParallel, route_tokens
@@ -72,7 +72,7 @@ def sent(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_reach_their_experts_and_come_home(kind, pool):
     of_ranks = pool.run(RANKS, sent, kind)
-    owner = [rank for rank in range(RANKS) for _ in range(even_share(EXPERTS, rank, RANKS)[1])]
+    owner = [rank for rank in range(RANKS) for _ in range(locate_shard(EXPERTS, rank, RANKS)[1])]
     for routing in ROUTINGS:
         chosen = [chosen_by(routing, rank) for rank in range(RANKS)]
         for rank, found in enumerate(of_ranks):

@@ -140,7 +140,7 @@ def told(trainer, step, number=signal.SIGTERM):
 
 def nan_in_weights(trainer, step):
     if once(trainer, step):
-        for bucket in trainer.sharded_parameters.buckets:
+        for bucket in trainer.train_step.sharded_parameters.buckets:
             bucket.weights[3] = torch.nan
             bucket.publish_weights()
 
@@ -207,7 +207,7 @@ def wrong_labels(trainer, first, samples):
 def flip(trainer, step, always=False):
     """Flip one bit of a weight, on one replica."""
     if (always and trainer.step == step) or once(trainer, step):
-        bucket = trainer.sharded_parameters.buckets[-1]
+        bucket = trainer.train_step.sharded_parameters.buckets[-1]
         bits = bucket.weights.view(torch.int64)
         bits[5] ^= 1 << 20
         bucket.publish_weights()

@@ -53,7 +53,7 @@ class Experts(Module):
         width = moe.ffn or model.ffn
         gated = model.activation == "swiglu"
         self.activation = model.activation
-        used = Fraction(moe.top_k, moe.experts)
+        token_share = Fraction(moe.top_k, moe.experts)
         # Along dim 0 the weight is one matrix per expert.
         every = {0: (1,) * moe.experts}
         self.up = Parameter(
@@ -65,7 +65,7 @@ class Experts(Module):
                 decay=True,
                 axes={0: "expert", 2 if gated else 1: "expert_tensor"},
                 fused={**every, 1: (1, 1)} if gated else every,
-                used=used,
+                token_share=token_share,
             )
         )
         self.down = Parameter(
@@ -77,7 +77,7 @@ class Experts(Module):
                 decay=True,
                 axes={0: "expert", 2: "expert_tensor"},
                 fused=every,
-                used=used,
+                token_share=token_share,
             )
         )
 

@@ -7,14 +7,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.architecture.spec import Box, Constant, ParamSpec, even_share, row_major_runs
+from megaframe.architecture.spec import Box, Constant, ParamSpec, locate_shard, row_major_runs
 
 AXES = ("tensor", "context", "data")
 
 
 @given(st.integers(0, 1000), st.integers(1, 17))
 def test_shares_tile_in_order_and_differ_by_at_most_one(total, parts):
-    shares = [even_share(total, index, parts) for index in range(parts)]
+    shares = [locate_shard(total, index, parts) for index in range(parts)]
     ends = [start + length for start, length in shares]
     assert [start for start, _ in shares] == [0, *ends[:-1]]
     assert ends[-1] == total

@@ -78,8 +78,8 @@ def test_a_line_is_written_one_step_later_or_when_settled(tmp_path):
     assert read(tmp_path) == []
     step(meter, 2)
     assert [line["step"] for line in read(tmp_path)] == [1]
-    meter.settle()
-    meter.settle()
+    meter.write_pending_steps()
+    meter.write_pending_steps()
     assert [line["step"] for line in read(tmp_path)] == [1, 2]
     step(meter, 3)
     meter.close()
@@ -108,4 +108,4 @@ def test_names_of_the_meter_itself_are_refused(tmp_path):
     meter.record("mfu", 1.0)
     meter.flush(1)
     with pytest.raises(ValueError, match=r"\['mfu'\]"):
-        meter.settle()
+        meter.write_pending_steps()

@@ -32,7 +32,7 @@ PLACES = {
     "data": (Loader, "next"),
     "evaluation": (TrainStep, "evaluate"),
     "checkpoint": (Trainer, "_save"),
-    "other": (Trainer, "_due"),
+    "other": (Trainer, "_is_due"),
     "communication/data": (Pending, "_wait_for_all"),
     "communication/tensor": (Pending, "_wait_for_all"),
 }

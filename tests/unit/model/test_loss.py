@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from tolerances import assert_near, assert_within, growth, unit_roundoff
 
-from megaframe.architecture.spec import Box, Constant, ParamSpec, even_share
+from megaframe.architecture.spec import Box, Constant, ParamSpec, locate_shard
 from megaframe.data.microbatch import IGNORE
 from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.mesh import Mesh, world_size
@@ -89,8 +89,8 @@ def surely(dtype, options):
     have the weight's gradient."""
     mesh = Mesh(Layout(tensor=world_size()), device="cpu", timeout=60)
     tensor, tokens = mesh.group("tensor"), len(SURE)
-    start, count = even_share(VOCAB, tensor.index, tensor.size)
-    first, rows = even_share(tokens, tensor.index, tensor.size)
+    start, count = locate_shard(VOCAB, tensor.index, tensor.size)
+    first, rows = locate_shard(tokens, tensor.index, tensor.size)
     weight = Parameter(ParamSpec("head.weight", (VOCAB, tokens), Constant(0), role="head"))
     weight.bind(Box((start, 0), (count, tokens)), lambda: None)
     logits = torch.zeros(VOCAB, tokens, dtype=dtype)

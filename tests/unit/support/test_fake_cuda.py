@@ -36,7 +36,7 @@ MAY_WAIT = {
     "_can_accumulate_wide": "tries a product, once",
     "_check_size": "the ranks of a communicator, when it is made",
     "_sum_totals": "the totals of an evaluation",
-    "_compare_with_before": "the first loss after a load",
+    "_compare_with_previous_loss": "the first loss after a load",
     "_save": "the loss and the norm in a checkpoint",
     "_load": "a checkpoint",
     "restore": "ranks agree on the checkpoint to resume from",

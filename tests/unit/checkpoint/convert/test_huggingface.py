@@ -150,7 +150,7 @@ def exact_logits(folder):
 def our_logits(path):
     """Return our logits, computed in fp64 and rounded to fp32 at the end."""
     _, stage = load_model(path, precision="fp64")
-    x = stage.hidden(Microbatch(TOKENS, TOKENS, torch.arange(2)))
+    x = stage.compute_hidden(Microbatch(TOKENS, TOKENS, torch.arange(2)))
     return stage.head.logits(x).view(2, 18, -1)
 
 

@@ -1,0 +1,132 @@
+"""StepMetrics: what a run records of each training step.
+
+The loss of a step stays on the device. It is summed over all ranks only where a number is needed at
+once: for a checkpoint, and to compare the first loss after a load with the last one before it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megaframe.config import RunConfig
+from megaframe.data.loader import Loader
+from megaframe.distributed.collectives import all_reduce
+from megaframe.distributed.mesh import Mesh
+from megaframe.metrics import MetricsLogger, StepTimer
+from megaframe.metrics.expert_load import ExpertLoadMetrics
+from megaframe.metrics.run_summary import opening_lines
+from megaframe.model.model_chunk import model_specs
+from megaframe.training.train_step import StepResult, TrainStep
+
+_LOSS_JUMP = 1.5
+"""A first loss after a load that exceeds the last one before it by this factor gets a warning."""
+
+
+class StepMetrics:
+    """Records the metrics of training steps.
+
+    Attributes:
+        logger: Takes the metrics, and writes their lines.
+        previous_loss: The loss in the checkpoint that was loaded, until the first step after it is
+            recorded; None if there is nothing to compare.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        train_step: TrainStep,
+        loader: Loader,
+        timer: StepTimer,
+        *,
+        start_step: int = 0,
+        previous_loss: float | None = None,
+    ) -> None:
+        """Open the sinks of metrics, and print the first lines of the run.
+
+        Args:
+            config: The run.
+            mesh: This rank's groups.
+            train_step: Computes the steps.
+            loader: Gives the data of the steps.
+            timer: Of the steps.
+            start_step: Number of steps that the run has already done.
+            previous_loss: The loss of the last of these steps, if it is known.
+        """
+        self._config, self._mesh = config, mesh
+        self._sharded_parameters = train_step.sharded_parameters
+        self._optimizer, self._loader = train_step.optimizer, loader
+        self.previous_loss = previous_loss
+        self._loss = torch.zeros((), dtype=torch.float64)
+        self._grad_norm: Tensor | None = None
+        specs = model_specs(config)
+        self._experts: ExpertLoadMetrics | None = None
+        if config.model.moe is not None:
+            self._experts = ExpertLoadMetrics(config, specs, mesh.layout.expert)
+        self.logger = MetricsLogger(
+            config,
+            mesh,
+            specs,
+            timer,
+            start_step=start_step,
+            held=self._optimizer.memory_bytes,
+            kernels=train_step.kernels.record(),
+            opening=[
+                *opening_lines(config, mesh, specs, loader.sizes),
+                *train_step.describe_kernels(),
+            ],
+        )
+
+    def record(self, step: int, result: StepResult, samples: int, valid: int) -> None:
+        """Record the metrics of a step.
+
+        Args:
+            step: Its number, counted from 1.
+            result: What it computed on this rank.
+            samples: Samples of the global batch.
+            valid: Tokens of the global batch with a label, the normaliser of all losses.
+        """
+        record, update = self.logger.record, result.update
+        self._loss, self._grad_norm = result.loss / valid, update.grad_norm
+        record("loss", self._loss, "sum")
+        if self._config.model.mtp_depth:
+            record("mtp_loss", result.mtp_loss / valid, "sum")
+        if self._experts is not None:
+            loads = self._sharded_parameters.expert_loads()
+            for name, row, how in self._experts.records(loads, result.statistics, valid, step):
+                record(name, row, how)
+        record("grad_norm", update.grad_norm, "last")
+        record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")
+        record("lr", update.lr, "last")
+        record("tokens", samples * self._config.train.seq, "last")
+        record("sources", torch.tensor(self._loader.consumed), "last")
+        if self._config.train.precision == "fp16":
+            record("loss_scale", self._optimizer.loss_scale, "last")
+        self._compare_with_previous_loss()
+
+    def reduce_loss(self) -> float:
+        """Return the loss of the last step, summed over all ranks. Collective."""
+        loss = float(all_reduce(self._loss.clone(), self._mesh.world).wait())
+        # On a GPU, what is computed from an ended transfer is complete too.
+        self._mesh.progress.check_not_ended()
+        return loss
+
+    def read_grad_norm(self) -> float:
+        """Return the norm of the gradients of the last step, NaN before the first one. Waits for
+        the device."""
+        return math.nan if self._grad_norm is None else float(self._grad_norm)
+
+    def _compare_with_previous_loss(self) -> None:
+        """After a load, log a note if the first loss is much larger than the last one before."""
+        if self.previous_loss is None:
+            return
+        previous, self.previous_loss = self.previous_loss, None
+        loss = self.reduce_loss()
+        if loss > _LOSS_JUMP * previous:
+            self.logger.note(
+                f"the first loss after the load is {loss:.4f}, the last before it was "
+                f"{previous:.4f}: check that data and config are those of the run"
+            )
