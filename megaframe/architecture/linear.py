@@ -170,7 +170,7 @@ class GroupedLinearSpec(LinearSpec):
                 0: (1,) * self.experts,  # one matrix per expert
                 **{dim + 1: sizes for dim, sizes in self.fused.items()},
             },
-            used=Fraction(self.top_k, self.experts),
+            token_share=Fraction(self.top_k, self.experts),
         )
 
     @property
