@@ -14,7 +14,7 @@ from itertools import product
 from math import gcd, isqrt
 from typing import Protocol
 
-from megaframe.errors import TIMES, UserError, nearest_divisors, nearest_multiples
+from megaframe.errors import TIMES, UserError, find_nearest_divisors, find_nearest_multiples
 
 DENSE_VIEW = ("tensor", "context", "data", "pipeline")
 EXPERT_VIEW = ("expert_tensor", "expert", "expert_data", "pipeline")
@@ -316,7 +316,7 @@ def layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
     if data % replicas:
         mistakes.append(
             f"parallel.data_replicate={replicas} does not divide parallel.data={data}; "
-            f"use {nearest_divisors(data, replicas)}"
+            f"use {find_nearest_divisors(data, replicas)}"
         )
     stage = sizes["tensor"] * sizes["context"] * data
     of_a_stage = f"the {stage} ranks of a stage ({TIMES.join(('tensor', 'context', 'data'))})"
@@ -324,20 +324,20 @@ def layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
     if stage % expert_tensor:
         mistakes.append(
             f"parallel.expert_tensor={expert_tensor} does not divide {of_a_stage}; "
-            f"use {nearest_divisors(stage, expert_tensor)}"
+            f"use {find_nearest_divisors(stage, expert_tensor)}"
         )
     elif stage % (expert * expert_tensor):
         mistakes.append(
             f"parallel.expert={expert}{TIMES}parallel.expert_tensor={expert_tensor} does not "
             f"divide {of_a_stage}; use "
-            f"parallel.expert={nearest_divisors(stage // expert_tensor, expert)}"
+            f"parallel.expert={find_nearest_divisors(stage // expert_tensor, expert)}"
         )
     elif data % replicas == 0 and stage // replicas % (expert * expert_tensor):
         mistakes.append(
             f"parallel.expert={expert}{TIMES}parallel.expert_tensor={expert_tensor} does not "
             f"divide the {stage // replicas} ranks of a stage that hold one of "
             f"parallel.data_replicate={replicas} copies; use parallel.data_replicate="
-            f"{nearest_divisors(gcd(stage // (expert * expert_tensor), data), replicas)}"
+            f"{find_nearest_divisors(gcd(stage // (expert * expert_tensor), data), replicas)}"
         )
     return mistakes
 
@@ -381,8 +381,8 @@ def _world_mistake(parallel: AxisSizes, data: int, rest: int, world: int) -> str
     if world % rest:
         return (
             f"{axes} = {rest} does not divide the world of {world} ranks; start "
-            f"{nearest_multiples(rest, world)} ranks or make the product "
-            f"{nearest_divisors(world, rest)}"
+            f"{find_nearest_multiples(rest, world)} ranks or make the product "
+            f"{find_nearest_divisors(world, rest)}"
         )
     return (
         f"parallel.data={data}{TIMES}{axes} = {data * rest} is not the world of {world} ranks; "

@@ -43,7 +43,12 @@ from megaframe.distributed.collectives import (
     shift_ring,
 )
 from megaframe.distributed.flight_recorder import write_flight_record
-from megaframe.distributed.mesh import Mesh, global_rank, ranks_on_this_node, world_size
+from megaframe.distributed.mesh import (
+    Mesh,
+    read_global_rank,
+    read_local_world_size,
+    read_world_size,
+)
 from megaframe.distributed.nccl_settings import NcclSettings, allow_abort, configure_nccl
 from megaframe.errors import LostRanks, report_errors
 from megaframe.layout import Layout
@@ -91,7 +96,7 @@ class Doctor:
     latest: Mesh | None = None
 
     def __post_init__(self) -> None:
-        self.rank, self.world = global_rank(), world_size()
+        self.rank, self.world = read_global_rank(), read_world_size()
 
     def tell(self, **what: object) -> None:
         """Write a line to this rank's file."""
@@ -139,7 +144,7 @@ def settings(doctor: Doctor) -> None:
     mesh = doctor.mesh(data=doctor.world)
     device = mesh.device
     mine: dict[str, object] = {
-        "node": doctor.rank // ranks_on_this_node(),
+        "node": doctor.rank // read_local_world_size(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "megaframe": __version__,
@@ -168,7 +173,7 @@ def settings(doctor: Doctor) -> None:
         }
     every: list[Any] = [None] * doctor.world
     if doctor.world > 1:
-        dist.all_gather_object(every, mine, group=mesh.new_control_group().handle)
+        dist.all_gather_object(every, mine, group=mesh.make_control_group().handle)
     for name in ("torch", "megaframe", "device", "cuda", "nccl", "variables"):
         values = [one.get(name) for one in every]
         if not any(values):
@@ -179,7 +184,7 @@ def settings(doctor: Doctor) -> None:
         doctor.find(name, not odd, said)
     for line in doctor.nccl.lines if doctor.nccl is not None and device.type == "cuda" else ():
         doctor.find(line.partition(" ")[2], True, "")
-    doctor.find("ranks", True, f"{doctor.world}, {ranks_on_this_node()} on a node", ranks=every)
+    doctor.find("ranks", True, f"{doctor.world}, {read_local_world_size()} on a node", ranks=every)
     mesh.close()
 
 
@@ -441,7 +446,7 @@ def main() -> None:
     allow_abort()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with report_errors(global_rank()):
+    with report_errors(read_global_rank()):
         nccl = configure_nccl(None) if given.device != "cpu" else None  # before CUDA starts
         doctor = Doctor(given.device, given.timeout, given.folder, nccl=nccl)
         run(json.loads(given.parts), given.first, doctor)

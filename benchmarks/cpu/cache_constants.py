@@ -56,7 +56,7 @@ def head(dtype: torch.dtype) -> Work:
 
     def work() -> None:
         weight.fresh = True
-        loss.head_loss(hidden, labels, weight, loss.LossOptions(), scale, ALONE)
+        loss.compute_head_loss(hidden, labels, weight, loss.LossOptions(), scale, ALONE)
 
     return work
 

@@ -66,6 +66,8 @@ class SoftmaxAttention(MixerDescription):
         window: How many tokens a query sees, with itself; None for all before it.
         bias: Whether the output product has a bias.
         norm_eps: Of the norms inside the layer.
+        score_scale: Factor of the scores.
+        rotary_dim: Rotated dims of a head, 0 if nothing is rotated.
         init_std: Standard deviation of initial matrices.
         output_std: That of the output matrix.
     """
@@ -75,10 +77,17 @@ class SoftmaxAttention(MixerDescription):
     window: int | None
     bias: bool
     norm_eps: float
+    score_scale: float
+    rotary_dim: int
     init_std: float
     output_std: float
 
     name = "attention"
+
+    @property
+    def rotary_width(self) -> int:
+        """The rotated dims."""
+        return self.rotary_dim
 
     @property
     def query_width(self) -> int:
@@ -121,14 +130,12 @@ class AttentionDescription(SoftmaxAttention):
         head_dim: Width of a head.
         qk_norm: Whether heads of queries and keys are normalised.
         qkv_bias: Whether queries, keys and values have biases.
-        rotary_width: Rotated dims of a head.
     """
 
     kv_heads: int
     head_dim: int
     qk_norm: bool
     qkv_bias: bool
-    rotary_width: int
 
     @property
     def heads_per_group(self) -> int:
@@ -179,7 +186,7 @@ class AttentionDescription(SoftmaxAttention):
         """
         tensor, sharing = parallel.tensor, exchanging_ranks(parallel)
         ring = parallel.context > sharing
-        rotated, normalised = self.rotary_width > 0, self.qk_norm
+        rotated, normalised = self.rotary_dim > 0, self.qk_norm
         groups = max(self.kv_heads, tensor)
         queries, keys = self.heads * self.head_dim, groups * self.head_dim
         # The queries of several groups are not contiguous.

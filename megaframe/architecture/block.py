@@ -20,6 +20,7 @@ from megaframe.architecture.mla import LatentAttentionDescription
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription, has_experts
 from megaframe.architecture.norm import NormDescription
+from megaframe.architecture.rotary import compute_scores_factor, count_rotated_dims
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
@@ -139,13 +140,26 @@ def describe_block(model: ModelConfig, layer: int) -> BlockDescription:
     # GPT-2's initialisation: outputs into the stream shrink with the number of layers.
     output_std = model.init_std / math.sqrt(2 * model.layers)
     moe = model.moe
-    stds = {"init_std": model.init_std, "output_std": output_std}
-    common = {"hidden": model.hidden, "activation": model.activation, "bias": model.bias, **stds}
     feed_forward: FeedForwardDescription
     if moe is not None and has_experts(moe, layer):
-        feed_forward = MoEDescription(width=moe.ffn or model.ffn, moe=moe, **common)
+        feed_forward = MoEDescription(
+            hidden=model.hidden,
+            width=moe.ffn or model.ffn,
+            activation=model.activation,
+            bias=model.bias,
+            init_std=model.init_std,
+            output_std=output_std,
+            moe=moe,
+        )
     else:
-        feed_forward = MLPDescription(width=model.ffn, **common)
+        feed_forward = MLPDescription(
+            hidden=model.hidden,
+            width=model.ffn,
+            activation=model.activation,
+            bias=model.bias,
+            init_std=model.init_std,
+            output_std=output_std,
+        )
     return BlockDescription(
         _describe_attention(model, layer, output_std), feed_forward, describe_norm(model)
     )
@@ -163,7 +177,10 @@ def describe_norm(model: ModelConfig) -> NormDescription:
 
 
 def _describe_attention(model: ModelConfig, layer: int, output_std: float) -> MixerDescription:
-    window, latent = window_of(model, layer), model.latent
+    latent, window = model.latent, window_of(model, layer)
+    width = model.head_dim if latent is None else latent.head_dim + latent.rotary_dim
+    score_scale = compute_scores_factor(model) / math.sqrt(width)
+    rotary_dim = count_rotated_dims(model)
     if latent is not None:
         return LatentAttentionDescription(
             hidden=model.hidden,
@@ -171,26 +188,27 @@ def _describe_attention(model: ModelConfig, layer: int, output_std: float) -> Mi
             window=window,
             bias=model.bias,
             norm_eps=model.norm_eps,
+            score_scale=score_scale,
+            rotary_dim=rotary_dim,
             init_std=model.init_std,
             output_std=output_std,
             query_rank=latent.query_rank,
             kv_rank=latent.kv_rank,
             head_dim=latent.head_dim,
-            rotary_width=latent.rotary_dim,
             value_dim=latent.value_dim,
         )
-    rotated = round(model.rotary_fraction * model.head_dim) if model.position == "rotary" else 0
     return AttentionDescription(
         hidden=model.hidden,
         heads=model.heads,
         window=window,
         bias=model.bias,
         norm_eps=model.norm_eps,
+        score_scale=score_scale,
+        rotary_dim=rotary_dim,
         init_std=model.init_std,
         output_std=output_std,
         kv_heads=model.kv_heads,
         head_dim=model.head_dim,
         qk_norm=model.qk_norm,
         qkv_bias=model.qkv_bias,
-        rotary_width=rotated,
     )

@@ -1,4 +1,4 @@
-"""Tables that are looked up by number: tokens and learned positions."""
+"""Tables that are looked up by number, tokens and learned positions, and the weight of the head."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TableDescription:
         yield ParamSpec(f"{name}.weight", shape, init, role="embedding", decay=True, axes=axes)
 
 
-def vocab_size(model: ModelConfig) -> int:
+def get_vocab_size(model: ModelConfig) -> int:
     """Return the rows of the token table.
 
     Raises:
@@ -44,8 +44,8 @@ def vocab_size(model: ModelConfig) -> int:
 
 
 def describe_token_table(model: ModelConfig) -> TableDescription:
-    """Return the table of tokens. Raises as `vocab_size` does."""
-    return TableDescription(vocab_size(model), model.hidden, model.init_std, split=True)
+    """Return the table of tokens. Raises as `get_vocab_size` does."""
+    return TableDescription(get_vocab_size(model), model.hidden, model.init_std, split=True)
 
 
 def describe_position_table(model: ModelConfig, seq: int) -> TableDescription | None:
@@ -53,3 +53,9 @@ def describe_position_table(model: ModelConfig, seq: int) -> TableDescription | 
     if model.position != "learned":
         return None
     return TableDescription(model.positions or seq, model.hidden, model.init_std, split=False)
+
+
+def describe_head_weight(model: ModelConfig) -> ParamSpec:
+    """Return the matrix of an output head that is not tied to the token table."""
+    shape, init = (get_vocab_size(model), model.hidden), Normal(model.init_std)
+    return ParamSpec("head.weight", shape, init, role="head", decay=True, axes={0: "tensor"})

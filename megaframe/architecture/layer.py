@@ -78,12 +78,7 @@ class LayerDescription(ABC):
 
     name: str
     """Of the layer within a block."""
-    rotary_width: int = 0
-    """Rotated dims of a head, for which the microbatch has tables; 0 if nothing is rotated."""
-    tensor_gathers: int = 0
-    """Elements per token that are gathered over tensor ranks besides the inputs of linears, and
-    whose gradients are scattered."""
-    keeps_normed_input: bool = False
+    keeps_normed_input = False
     """Whether it normalises its input for several uses, so that recompute cannot leave the norm to
     a linear."""
 
@@ -127,6 +122,12 @@ class LayerDescription(ABC):
         """Return the products of activations with activations in a sample of `seq` tokens."""
         return ()
 
+    @property
+    def tensor_gathers(self) -> int:
+        """Elements per token that are gathered over tensor ranks besides the inputs of linears, and
+        whose gradients are scattered."""
+        return 0
+
     def saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what a backward pass leaves for a separate weight pass."""
         tensor = parallel.tensor
@@ -145,8 +146,10 @@ class LayerDescription(ABC):
 class FeedForwardDescription(LayerDescription):
     """A layer that treats every token alone."""
 
-    experts_per_token: int = 0
-    """To how many experts the rows of a token are sent, if there are experts."""
+    @property
+    def experts_per_token(self) -> int:
+        """To how many experts the rows of a token are sent; 0 without experts."""
+        return 0
 
     @property
     @abstractmethod
@@ -163,9 +166,23 @@ class FeedForwardDescription(LayerDescription):
 class MixerDescription(LayerDescription):
     """A layer in which tokens of a sample see each other, such as attention."""
 
-    exchanged_elements: int = 0
-    """Elements per token that context ranks exchange if they divide heads (all-to-all)."""
-    ring_groups: int = 0
-    """Key and value heads that go around a ring of context ranks, of `ring_width` elements per
-    token each."""
-    ring_width: int = 0
+    @property
+    def rotary_width(self) -> int:
+        """Rotated dims of a head, for which the microbatch has tables; 0 if nothing is rotated."""
+        return 0
+
+    @property
+    def exchanged_elements(self) -> int:
+        """Elements per token that context ranks exchange if they divide heads (all-to-all)."""
+        return 0
+
+    @property
+    def ring_groups(self) -> int:
+        """Key and value heads that go around a ring of context ranks, of `ring_width` elements per
+        token each."""
+        return 0
+
+    @property
+    def ring_width(self) -> int:
+        """Elements per token of what goes around a ring."""
+        return 0

@@ -25,20 +25,18 @@ class LatentAttentionDescription(SoftmaxAttention):
         query_rank: Width of the latent of the queries; None if they come from the stream.
         kv_rank: Width of the latent of keys and values.
         head_dim: Width of the part of a query or key head that is not rotated.
-        rotary_width: Width of the rotated part.
         value_dim: Width of a value head.
     """
 
     query_rank: int | None
     kv_rank: int
     head_dim: int
-    rotary_width: int
     value_dim: int
 
     @property
     def query_width(self) -> int:
         """Width of a query or key head."""
-        return self.rotary_width + self.head_dim
+        return self.rotary_dim + self.head_dim
 
     @property
     def value_width(self) -> int:
@@ -50,7 +48,7 @@ class LatentAttentionDescription(SoftmaxAttention):
         """The outputs of `down`: latent of the queries (if there is one), latent of keys and
         values, rotated part of the keys."""
         rank = (self.query_rank,) if self.query_rank else ()
-        return (*rank, self.kv_rank, self.rotary_width)
+        return (*rank, self.kv_rank, self.rotary_dim)
 
     @property
     def down(self) -> LinearSpec:
@@ -102,7 +100,7 @@ class LatentAttentionDescription(SoftmaxAttention):
     @property
     def tensor_gathers(self) -> int:
         """The rotated part of the keys, which no product gathers."""
-        return self.rotary_width
+        return self.rotary_dim
 
     def saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the latents, what attention keeps, and unless they are recomputed the normalised

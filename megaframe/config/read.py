@@ -18,7 +18,7 @@ import yaml
 
 from megaframe.config.describe import config_keys, suggest_keys
 from megaframe.config.url import find_text_mistake
-from megaframe.io.untrusted import PlainLoader, open_file, plain_data
+from megaframe.io.untrusted import PlainLoader, open_file, to_plain_data
 
 COMMAND_LINE = "command line"
 MAX_BYTES = 1_000_000
@@ -79,7 +79,7 @@ class ConfigValue:
 
     def to_plain(self) -> Any:
         """Return the value as plain lists, dicts and text; None for null."""
-        return plain_data(self.node)
+        return to_plain_data(self.node)
 
 
 ConfigTable = dict[str, ConfigValue]

@@ -23,7 +23,7 @@ from megaframe.data_parallel.buffers import BufferPool
 from megaframe.data_parallel.gradient_reducer import GradientReducer
 from megaframe.data_parallel.partition import BucketPartition
 from megaframe.data_parallel.reducer_config import UNCOMPRESSED, ReducerConfig
-from megaframe.distributed.collectives import Group, Pending, all_gather_, own_part
+from megaframe.distributed.collectives import Group, Pending, all_gather_, get_own_part
 from megaframe.parameters.initialization import fill_initial_values
 from megaframe.parameters.parameter import Parameter, Precision
 
@@ -163,7 +163,7 @@ class Bucket:
         if self.sharding.stage:
             return self.grad_sums
         # At stage 0 all ranks hold the whole sum, but each still owns a part of it.
-        return own_part(self.grad_sums, self.sharding.shard)
+        return get_own_part(self.grad_sums, self.sharding.shard)
 
     def initialize_weights(self, seed: int) -> None:
         """Set the initial weights and nothing else; `publish_weights` makes them values."""
@@ -289,7 +289,7 @@ class Bucket:
     def _accumulate(self, grads: Tensor) -> None:
         """Add this rank's part to its sums, and give the buffer back."""
         # Microbatches are added up in master precision, one after the other.
-        own = own_part(grads, self.sharding.shard)
+        own = get_own_part(grads, self.sharding.shard)
         if self._summed:
             self.grad_sums.add_(own)
         else:

@@ -28,7 +28,7 @@ from megaframe.distributed.collectives import (
     all_gather_,
     all_reduce,
     exchange_messages,
-    own_part,
+    get_own_part,
     reduce_scatter_,
 )
 
@@ -55,7 +55,7 @@ class GradientReducer:
 
     def sum_part(self, flat: Tensor) -> Transfers:
         """Replace this rank's part by its sum; the other parts become undefined."""
-        if self._buffers is None or not self.group.sends_pairwise(flat):
+        if self._buffers is None or not self.group.should_send_pairwise(flat):
             yield reduce_scatter_(flat, self.group)
             return
         others = len(flat) - len(flat) // self.group.size
@@ -93,12 +93,12 @@ class CompressedReducer(GradientReducer):
     def sum_part(self, flat: Tensor) -> Transfers:
         # The owner keeps the sum unrounded: nothing is sent back, so nothing of it is left out.
         total = yield from self._scatter(flat)
-        own_part(flat, self.group).copy_(total)
+        get_own_part(flat, self.group).copy_(total)
         if self.residual is not None:
             total.zero_()
 
     def spread(self, flat: Tensor) -> Transfers:
-        yield from self._gather(own_part(flat, self.group), flat)
+        yield from self._gather(get_own_part(flat, self.group), flat)
 
     def _scatter(self, flat: Tensor) -> Generator[Pending[Tensor], None, Tensor]:
         """Return the sum of this rank's part, padded to the length of a part."""

@@ -22,7 +22,7 @@ from megaframe.data_parallel.bucket import Bucket, BucketSharding
 from megaframe.data_parallel.buffers import BufferPool
 from megaframe.data_parallel.reducer_config import UNCOMPRESSED, ReducerConfig
 from megaframe.distributed.collectives import Group, all_reduce
-from megaframe.distributed.mesh import Mesh, ranks_on_this_node
+from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.parameters.parameter import PRECISIONS, Module, Parameter, Precision
 from megaframe.schedule.zero_buffers import BLOCKS_PRESENT, REDUCTIONS_IN_FLIGHT
 
@@ -146,7 +146,7 @@ class ShardedParameters:
         self._config, self._mesh, self._bucketing, self._tied = config, mesh, bucketing, tied
         self.buffers = BufferPool(mesh.device, mesh.allocate)
         if config.parallel.reduce_precision == "bf16":
-            node_size = config.parallel.node_size or ranks_on_this_node()
+            node_size = config.parallel.node_size or read_local_world_size()
             mesh.divide_exchanges(self._summing_axes(), node_size)
         self._owned: dict[int, list[Bucket]] = {}
         """For each unit and second half, the trained buckets whose gradients it completes."""

@@ -102,7 +102,7 @@ def blame_for_loss(
     return tuple(sorted(suspected - set(answered) or suspected))
 
 
-def polling_interval(seconds: float, requests: int) -> float:
+def compute_polling_interval(seconds: float, requests: int) -> float:
     """Return the seconds between two looks at the store: those given, or more if a look of all
     ranks makes so many requests that they would exceed `MAX_REQUESTS_PER_SECOND` per second."""
     return max(seconds, requests / MAX_REQUESTS_PER_SECOND)

@@ -45,17 +45,17 @@ def connect_lazily() -> Iterator[None]:
 
 def shut_down_sockets() -> None:
     """Shut down all connections of gloo groups in this process."""
-    for connection in _sockets():
+    for connection in _list_sockets():
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
 
 def count_sockets() -> int:
     """Return the number of connections of gloo groups in this process."""
-    return sum(1 for _ in _sockets())
+    return sum(1 for _ in _list_sockets())
 
 
-def _sockets() -> Iterator[socket.socket]:
+def _list_sockets() -> Iterator[socket.socket]:
     """Yield each connection; none if the system does not list the open files of a process."""
     with suppress(OSError):
         for number in os.listdir(_FILE_DESCRIPTORS):
@@ -86,7 +86,7 @@ _RESERVE = 256
 counted; NCCL raises the limit for itself (`setFilesLimit` in its bootstrap.cc)."""
 
 
-def files_of_group(size: int) -> int:
+def count_files_of_group(size: int) -> int:
     """Return the files that a rank opens for a gloo group in which all ranks are connected."""
     return size - 1 + _PER_GROUP
 
@@ -105,11 +105,11 @@ def reserve_open_files(needed: int, what: str, process: int = 0) -> None:
     """
     needed += _count_open_files(process) + _RESERVE
     try:
-        soft, hard = _file_limits(process)
+        soft, hard = _set_file_limits(process)
         if resource.RLIM_INFINITY in (soft, hard) or needed <= soft:
             return
         if needed <= hard:
-            _file_limits(process, (hard, hard))
+            _set_file_limits(process, (hard, hard))
             return
     except (OSError, AttributeError):  # another user's process, or a system without `prlimit`
         return
@@ -123,7 +123,7 @@ def reserve_open_files(needed: int, what: str, process: int = 0) -> None:
     )
 
 
-def _file_limits(process: int, wanted: tuple[int, int] | None = None) -> tuple[int, int]:
+def _set_file_limits(process: int, wanted: tuple[int, int] | None = None) -> tuple[int, int]:
     """Return the soft and hard limit of a process, after setting them to `wanted`."""
     if process:
         return resource.prlimit(process, resource.RLIMIT_NOFILE, *([wanted] if wanted else []))

@@ -60,13 +60,13 @@ class Group:
         """All ranks but this one."""
         return self.ranks[: self.index] + self.ranks[self.index + 1 :]
 
-    def sends_pairwise(self, tensor: Tensor) -> bool:
+    def should_send_pairwise(self, tensor: Tensor) -> bool:
         """Return whether all-gather and reduce-scatter of this tensor are made of messages between
         all pairs of ranks."""
         # Gloo's own collectives are slower and add in low precision (`collectives.py`).
         return tensor.device.type == "cpu" and not self.host_staged and not self.control
 
-    def batches_messages(self, tensor: Tensor) -> bool:
+    def should_batch_messages(self, tensor: Tensor) -> bool:
         """Return whether several sends and receives of such tensors are one operation, as in a
         group of NCCL's calls."""
         return tensor.is_cuda and not self.host_staged
@@ -152,12 +152,12 @@ class Ring:
     @property
     def next(self) -> int:
         """Index in the group of the rank after this one."""
-        return self._at(self.index + 1)
+        return self._wrap_index(self.index + 1)
 
     @property
     def before(self) -> int:
         """Index in the group of the rank before this one."""
-        return self._at(self.index - 1)
+        return self._wrap_index(self.index - 1)
 
-    def _at(self, offset: int) -> int:
+    def _wrap_index(self, offset: int) -> int:
         return offset % self.size

@@ -123,7 +123,7 @@ class _Assignment:
         axis, device = self.parallel.axis, self.chosen_RK.device
         spans = [locate_shard(self.experts, index, axis.size) for index in range(axis.size)]
         self.spans = [slice(start, start + size) for start, size in spans]
-        self.owner_E = _expert_owners(self.experts, axis.size, device)
+        self.owner_E = _list_expert_owners(self.experts, axis.size, device)
         self.mine = self.spans[axis.index]
 
     @property
@@ -136,7 +136,7 @@ class _Assignment:
 
 
 @cache
-def _expert_owners(experts: int, ranks: int, device: torch.device) -> Tensor:
+def _list_expert_owners(experts: int, ranks: int, device: torch.device) -> Tensor:
     """Return the rank that has each expert, copied to the device once."""
     sizes = torch.tensor([locate_shard(experts, index, ranks)[1] for index in range(ranks)])
     return torch.arange(ranks).repeat_interleave(sizes).to(device)
@@ -168,8 +168,8 @@ def _route_all_to_all(choice: _Assignment) -> TokenRoute:
     loads = loads_XE.tolist()  # the only time that the host waits
     own_load, arriving = loads[axis.index], [row[choice.mine] for row in loads]
     sent = [sum(own_load[span]) for span in choice.spans]
-    exchange = _if_divided(AllToAllRows(axis, sent, list(map(sum, arriving))))
-    rows, gates = _first_steps(choice, _drop_unsent(order_P, own_load))
+    exchange = _list_if_divided(AllToAllRows(axis, sent, list(map(sum, arriving))))
+    rows, gates = _make_first_steps(choice, _drop_unsent(order_P, own_load))
     arrivals_SL = loads_XE[:, choice.mine]
     return _finish_route(choice, [rows, *exchange], [gates, *exchange], arrivals_SL, arriving)
 
@@ -185,7 +185,7 @@ def _route_all_gather(choice: _Assignment) -> TokenRoute:
     order_P, load = _sort_by_expert(local.flatten(), choice.mine.stop - choice.mine.start)
     loads = load.tolist()
     pairs_P = _drop_unsent(order_P, loads)
-    gather = _if_divided(AllGatherRows(axis, sizes))
+    gather = _list_if_divided(AllGatherRows(axis, sizes))
     rows = SelectRows(pairs_P // choice.choices, len(all_chosen))
     gates = SelectGates(pairs_P, len(all_chosen), choice.choices)
     return _finish_route(choice, [*gather, rows], [*gather, gates], load[None], [loads])
@@ -233,8 +233,12 @@ def _route_hierarchical(choice: _Assignment) -> TokenRoute:
         [sum(sum(row[span]) for row in neighbours) for span in relayed],
         [sum(map(sum, rows)) for rows in mine],
     )
-    rows, gates = _first_steps(choice, _drop_unsent(order_P, own_load))
-    steps = [*_if_divided(within), SelectRows(regroup, len(regroup)), *_if_divided(across)]
+    rows, gates = _make_first_steps(choice, _drop_unsent(order_P, own_load))
+    steps = [
+        *_list_if_divided(within),
+        SelectRows(regroup, len(regroup)),
+        *_list_if_divided(across),
+    ]
     # Node after node, and of each, as regrouped there, expert after expert from all neighbours.
     arrivals = grid[:, :, choice.mine].sum(1)
     arriving = [[sum(column) for column in zip(*rows, strict=True)] for rows in mine]
@@ -271,7 +275,7 @@ def _route_deduplicated(choice: _Assignment) -> TokenRoute:
     pairs_P = _drop_unsent(order_P, own_load)
     select_rows = SelectRows(pairs_P // choice.choices, len(arrived))
     select_gates = SelectGates(pairs_P, len(arrived), choice.choices)
-    before, after = [first, *_if_divided(across)], _if_divided(within)
+    before, after = [first, *_list_if_divided(across)], _list_if_divided(within)
     rows, gates = [*before, select_rows, *after], [*before, select_gates, *after]
     return _finish_route(choice, rows, gates, loads_SL[:, mine], arriving)
 
@@ -284,12 +288,12 @@ _METHODS: Mapping[str, Callable[[_Assignment], TokenRoute]] = {
 }
 
 
-def _if_divided(step: AllToAllRows | AllGatherRows) -> list[RouteStep]:
+def _list_if_divided(step: AllToAllRows | AllGatherRows) -> list[RouteStep]:
     """Return the step as a list, empty if its group has one rank."""
     return [step] if step.communicates else []
 
 
-def _first_steps(choice: _Assignment, pairs_P: Tensor) -> tuple[RouteStep, RouteStep]:
+def _make_first_steps(choice: _Assignment, pairs_P: Tensor) -> tuple[RouteStep, RouteStep]:
     """Return the first steps of rows and of gates, which select these pairs in this order."""
     return (
         SelectRows(pairs_P // choice.choices, choice.rows),

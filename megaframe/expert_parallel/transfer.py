@@ -67,7 +67,7 @@ class ExpertRows:
     ends_E: Tensor
     counts: Sequence[int] | None = None
 
-    def counts_on_host(self) -> Sequence[int]:
+    def read_counts(self) -> Sequence[int]:
         """Return the counts. The host waits for the device if it does not know them."""
         if self.counts is not None:
             return self.counts
@@ -202,19 +202,19 @@ _Move = tuple[bool, Callable[[Tensor], Pending[Tensor]]]
 
 def dispatch_along(steps: RouteSteps, interleave_hook: InterleaveHook) -> TokenTransfer:
     """Return the transfer to the experts: [R, ...] to [N, ...]."""
-    return TokenTransfer(_forward_moves(steps), _transposed_moves(steps), interleave_hook)
+    return TokenTransfer(_forward_moves(steps), _transpose_moves(steps), interleave_hook)
 
 
 def combine_along(steps: RouteSteps, interleave_hook: InterleaveHook) -> TokenTransfer:
     """Return the transfer back from the experts: [N, ...] to [R, ...]."""
-    return TokenTransfer(_transposed_moves(steps), _forward_moves(steps), interleave_hook)
+    return TokenTransfer(_transpose_moves(steps), _forward_moves(steps), interleave_hook)
 
 
 def _forward_moves(steps: RouteSteps) -> list[_Move]:
     return [(step.communicates, step.forward) for step in steps]
 
 
-def _transposed_moves(steps: RouteSteps) -> list[_Move]:
+def _transpose_moves(steps: RouteSteps) -> list[_Move]:
     return [(step.communicates, step.transpose) for step in reversed(steps)]
 
 

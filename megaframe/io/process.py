@@ -42,7 +42,7 @@ def has_ended(process: int, start: int) -> bool:
     return Path(f"/proc/{process}/stat").exists() and read_start_time(process) != start
 
 
-def namespace() -> str:
+def read_namespace() -> str:
     """Return what identifies the boot and the namespace in which this process's id is valid; empty
     if the system does not say."""
     try:

@@ -20,7 +20,7 @@ from rich.table import Table
 from megaframe.config import RunConfig
 from megaframe.io.run_files import LOG_FILE, METRICS_FILE
 from megaframe.io.untrusted import escape_unprintable
-from megaframe.metrics.sinks import Line, cannot_write, replace_nonfinite
+from megaframe.metrics.sinks import Line, make_write_error, replace_nonfinite
 from megaframe.metrics.totals import RunTotals
 
 _RECENT_STEPS = 50
@@ -38,7 +38,7 @@ class ConsoleSink:
         self._config = config
         self._folder = Path(config.run.dir)
         self._start_step = start_step
-        self._columns = column_widths(config.train.steps)
+        self._columns = choose_column_widths(config.train.steps)
         self._has_header = False
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
         self._run, self._since = RunTotals(), RunTotals()
@@ -46,7 +46,7 @@ class ConsoleSink:
         try:
             self._log = open(self._folder / LOG_FILE, "a", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
-            raise cannot_write(self._folder / LOG_FILE, error) from None
+            raise make_write_error(self._folder / LOG_FILE, error) from None
 
     def note(self, text: str) -> None:
         """Print a text that is not the line of a step."""
@@ -57,7 +57,7 @@ class ConsoleSink:
         try:
             print(text, file=self._log, flush=True)
         except OSError as error:
-            raise cannot_write(self._folder / LOG_FILE, error) from None
+            raise make_write_error(self._folder / LOG_FILE, error) from None
 
     def write(self, line: Line) -> None:
         step, last = line["step"], self._config.train.steps
@@ -71,7 +71,7 @@ class ConsoleSink:
             if not self._has_header:
                 self._has_header = True
                 self._print(align(self._columns, list(self._columns)), None)
-            self._print(align(self._columns, self._cells(line)), None)
+            self._print(align(self._columns, self._format_cells(line)), None)
             self._since = RunTotals()
         if line.get("eval_loss") is not None:
             self._print(format_evaluation(line), None)
@@ -91,11 +91,11 @@ class ConsoleSink:
             files += ["tensorboard"] * self._config.meter.tensorboard
             files += ["wandb"] * (self._config.meter.wandb is not None)
             places = f"{self._folder}: {', '.join(files)}"
-            rows = [*self._run.summary(self._start_step), ("files", places), *self.ending]
+            rows = [*self._run.summarize(self._start_step), ("files", places), *self.ending]
             self._print(format_table("Summary", rows), {"summary": dict(rows)})
         self._log.close()
 
-    def _cells(self, line: Line) -> list[str]:
+    def _format_cells(self, line: Line) -> list[str]:
         # The oldest is left out, because the first step of a run includes warm-up.
         recent = list(self._recent)[1:] or list(self._recent)
         left = self._config.train.steps - line["step"]
@@ -105,8 +105,8 @@ class ConsoleSink:
             format_number(line["grad_norm"], ".3f"),
             format_number(line["lr"], ".2e"),
             format_number(self._since.tokens_per_second, ",.0f"),
-            format_number(self._since.mean("tflops_per_second"), ".4g"),
-            format_number(self._since.mean("mfu"), ".1%"),
+            format_number(self._since.compute_mean("tflops_per_second"), ".4g"),
+            format_number(self._since.compute_mean("mfu"), ".1%"),
             format_number(self._since.seconds / self._since.steps, ".4g"),
             format_duration(left * sum(recent) / len(recent)),
         ]
@@ -132,10 +132,10 @@ def print_note(config: RunConfig, text: str) -> None:
         with open(path, "a", encoding="utf-8") as log:
             print(text, file=log, flush=True)
     except OSError as error:
-        raise cannot_write(path, error) from None
+        raise make_write_error(path, error) from None
 
 
-def column_widths(steps: int) -> dict[str, int]:
+def choose_column_widths(steps: int) -> dict[str, int]:
     """Return names and widths of the columns of a line."""
     widths = {"loss": 9, "grad norm": 10, "lr": 10, "tokens/s": 11, "TFLOP/s": 9, "MFU": 7}
     return {"step": max(9, 2 * len(str(steps)) + 1), **widths, "seconds": 9, "ETA": 9}

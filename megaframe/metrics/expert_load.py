@@ -36,7 +36,7 @@ class ExpertLoadMetrics:
         spans = (locate_shard(moe.experts, index, ranks) for index in range(ranks))
         self._spans = [slice(start, start + size) for start, size in spans]
 
-    def records(
+    def make_records(
         self,
         loads: Iterable[tuple[str, Tensor, Tensor]],
         tallies: Iterable[LayerStatistics],
@@ -55,8 +55,8 @@ class ExpertLoadMetrics:
         }
         for name, (load_E, kept_E) in found.items():
             place = self._place[name]
-            rows["max_load"][place] = _peak_over_mean(load_E)
-            rows["rank_load"][place] = _peak_over_mean(
+            rows["max_load"][place] = _compute_peak_over_mean(load_E)
+            rows["rank_load"][place] = _compute_peak_over_mean(
                 torch.stack([load_E[span].sum() for span in self._spans])
             )
             if self._moe.balance == "bias":
@@ -81,7 +81,7 @@ class ExpertLoadMetrics:
                 yield f"experts/tokens/{place}", found.get(name, (none, none))[0], "max"
 
 
-def _peak_over_mean(load: Tensor) -> Tensor:
+def _compute_peak_over_mean(load: Tensor) -> Tensor:
     """Return maximum over mean; 1 if there is no load at all."""
     mean = load.mean()
     return torch.where(mean > 0, load.max() / mean, 1.0)

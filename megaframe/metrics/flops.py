@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megaframe.architecture.block import describe_block, describe_predictor
-from megaframe.architecture.embedding import vocab_size
+from megaframe.architecture.embedding import get_vocab_size
 from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.stages import block_work, stage_plans
 from megaframe.config import RunConfig
@@ -55,7 +55,7 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
             elements[spec.role] += spec.size * spec.token_share
     if model.tie_embeddings:
         # A tied table is declared as an embedding, but it is also multiplied as the head.
-        elements["head"] = Fraction(vocab_size(model) * model.hidden)
+        elements["head"] = Fraction(get_vocab_size(model) * model.hidden)
     depth = model.mtp_depth
     described = [describe_block(model, layer) for layer in range(model.layers + depth)]
     causal, full = (

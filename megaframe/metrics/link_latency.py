@@ -18,7 +18,7 @@ from megaframe.parameters.parameter import PRECISIONS
 _TIMES = 5
 
 
-def message_elements(config: RunConfig, mesh: Mesh) -> int:
+def count_message_elements(config: RunConfig, mesh: Mesh) -> int:
     """Return the number of elements that a rank sends to the next stage for one microbatch."""
     rows = config.train.microbatch * config.train.seq // mesh.layout.context
     return -(-rows // mesh.layout.tensor) * config.model.hidden
@@ -29,7 +29,7 @@ def measure_idle_links(config: RunConfig, mesh: Mesh) -> dict[tuple[int, int], f
     round trip. All ranks call it, and measure their links in the same order."""
     found: dict[tuple[int, int], float] = {}
     message = torch.zeros(
-        message_elements(config, mesh),
+        count_message_elements(config, mesh),
         dtype=PRECISIONS[config.train.precision].compute,
         device=mesh.device,
     )

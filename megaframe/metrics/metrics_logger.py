@@ -18,7 +18,11 @@ from megaframe.metrics.console import ConsoleSink, print_note
 from megaframe.metrics.environment import write_environment
 from megaframe.metrics.flops import count_flops
 from megaframe.metrics.link_latency import measure_idle_links
-from megaframe.metrics.memory import allocator_metrics, memory_metrics, peak_memory
+from megaframe.metrics.memory import (
+    measure_peak_memory,
+    read_allocator_metrics,
+    read_memory_metrics,
+)
 from megaframe.metrics.peak_flops import find_device_peak
 from megaframe.metrics.profiler import Profiler
 from megaframe.metrics.prometheus import PrometheusSink
@@ -62,8 +66,8 @@ class MetricsLogger:
         self._config, self._mesh, self._world = config, mesh, mesh.world
         self._device = mesh.device
         self._flops = count_flops(specs, config)
-        self._timer = timer or StepTimer.for_device(mesh.device)
-        self._splits = StepBreakdown(config, mesh, lambda: memory_metrics(held(), mesh.device))
+        self._timer = timer or StepTimer.make_for_device(mesh.device)
+        self._splits = StepBreakdown(config, mesh, lambda: read_memory_metrics(held(), mesh.device))
         self._trace = Tracer(config, mesh, self._timer, start_step)
         self._profiler = Profiler(config, mesh, start_step)
         self._start = start_step
@@ -115,8 +119,8 @@ class MetricsLogger:
         split = self._timer.take()
         self._trace.end(step, split)
         self._profiler.end(step)
-        self._records.add("memory_bytes", peak_memory(self._device), "max")
-        for name, value in allocator_metrics(self._device).items():
+        self._records.add("memory_bytes", measure_peak_memory(self._device), "max")
+        for name, value in read_allocator_metrics(self._device).items():
             self._records.add(f"allocator/{name}", value, "max")
         self._records.add("at", time.time(), "last")
         for axes, size in self._mesh.take_traffic().items():
@@ -130,7 +134,7 @@ class MetricsLogger:
     def _send(self) -> list[StepValues]:
         """Start reducing the values of the first due step; write the line of the one before."""
         step, records, split = self._due.popleft()
-        for name, value, how in self._splits.records(split, step):
+        for name, value, how in self._splits.make_records(split, step):
             records.add(name, value, how)
         previous = self._flight
         self._flight = step, records.reduce(self._world, self._device)
@@ -210,20 +214,20 @@ class MetricsLogger:
         values = reduction.wait()
         if self._sinks:
             shown = {name: values[name] for name in values if not name.startswith(_AGREED)}
-            line = self._line(step, shown)
+            line = self._make_line(step, shown)
             for sink in self._sinks:
                 sink.write(line)
         return [values]
 
-    def _line(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
+    def _make_line(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """Return the line of a step. What else was recorded follows the named keys. Raises
         `ValueError` if a recorded name is the same as one of these."""
-        found = self._splits.line(values)
+        found = self._splits.take_values(values)
         seconds = found["seconds"]
         tokens = int(values.pop("tokens", 0))
         per_device = tokens / seconds / self._world.size / 1e12
         flops = self._flops
-        mfu = self._peak.utilization(per_device * flops.model)
+        mfu = self._peak.compute_utilization(per_device * flops.model)
         line: dict[str, Any] = {
             "step": step,
             "at": values.pop("at"),
@@ -234,8 +238,8 @@ class MetricsLogger:
             "tokens_per_second": tokens / seconds,
             "tflops_per_second": per_device * flops.model,
             "mfu": mfu,
-            "mfu_full_attention": self._peak.utilization(per_device * flops.full_attention),
-            "hfu": self._peak.utilization(per_device * flops.hardware),
+            "mfu_full_attention": self._peak.compute_utilization(per_device * flops.full_attention),
+            "hfu": self._peak.compute_utilization(per_device * flops.hardware),
             "memory_bytes": int(values.pop("memory_bytes")),
             "bytes": {
                 name.removeprefix(_BYTES): int(values.pop(name))

@@ -32,7 +32,7 @@ class DevicePeak:
     note: str
     measured: bool = False
 
-    def utilization(self, tflops: float) -> float | None:
+    def compute_utilization(self, tflops: float) -> float | None:
         """Return `tflops` as a share of the peak; None if the peak is unknown. A share above 1 of a
         measured peak also gives None: the machine was busy during the measurement."""
         if self.tflops is None or (self.measured and tflops > self.tflops):

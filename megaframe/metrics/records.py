@@ -86,7 +86,7 @@ class PendingReduction:
             for name, entry in entries.items()
             if isinstance(entry.value, Tensor) and entry.value.dim()
         }
-        token = float(zlib.crc32(repr(self._shared()).encode()))
+        token = float(zlib.crc32(repr(self._list_shared_names()).encode()))
         largest = [token, -token, *values["max"], *(-value for value in values["min"])]
         # A max reduction may lose a NaN; infinity signals the same and survives it.
         infinite = torch.nan_to_num(
@@ -110,7 +110,7 @@ class PendingReduction:
         if next(largest) != -next(largest):
             raise RuntimeError(
                 "ranks recorded different metrics in one step; those of rank "
-                f"{self._index}: {self._shared()}"
+                f"{self._index}: {self._list_shared_names()}"
             )
         result = self._take("last", last) | self._take("sum", sums)
         means = self._take("mean", sums)
@@ -128,7 +128,7 @@ class PendingReduction:
             for name in self._names[how]
         }
 
-    def _shared(self) -> list[str]:
+    def _list_shared_names(self) -> list[str]:
         """The names that must be the same on all ranks, with their kinds and lengths."""
         return [
             f"{name}:{how}" + (f":{self._lengths[name]}" if name in self._lengths else "")

@@ -58,7 +58,7 @@ def open_sinks(config: RunConfig, start_step: int) -> list[Sink]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cannot_write(folder, error) from None
+        raise make_write_error(folder, error) from None
     sinks: list[Sink] = [JsonlSink(folder / METRICS_FILE, start_step)]
     if config.meter.tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard", start_step))
@@ -86,7 +86,7 @@ def flatten(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
             yield prefix + name, value
 
 
-def cannot_write(path: Path, error: OSError) -> UserError:
+def make_write_error(path: Path, error: OSError) -> UserError:
     """Return the error for a full disk or a folder that is not writable."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     advice = (
@@ -110,7 +110,7 @@ class JsonlSink:
             truncate_metrics(self._path, start_step)
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         except OSError as error:
-            raise cannot_write(self._path, error) from None
+            raise make_write_error(self._path, error) from None
 
     def write(self, line: Line) -> None:
         text = (json.dumps(replace_nonfinite(line), allow_nan=False) + "\n").encode()
@@ -119,7 +119,7 @@ class JsonlSink:
             if self._file.write(text) != len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise cannot_write(self._path, error) from None
+            raise make_write_error(self._path, error) from None
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""
@@ -170,7 +170,7 @@ def set_metrics_aside(path: Path) -> tuple[Path, int] | None:
         kept = next(name for name in names if not name.exists())
         path.rename(kept)
     except OSError as error:
-        raise cannot_write(path, error) from None
+        raise make_write_error(path, error) from None
     return kept, lines
 
 
@@ -181,7 +181,7 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise _missing_extra("meter.tensorboard=true", "tensorboard") from None
+            raise _make_missing_extra_error("meter.tensorboard=true", "tensorboard") from None
         self._open = partial(SummaryWriter, str(folder))
         self._writer = self._open(purge_step=start_step + 1)
 
@@ -215,7 +215,7 @@ class WandbSink:
                 folder, project, fresh=start_step == 0, config=config.model_dump(mode="json")
             )
         except ImportError:
-            raise _missing_extra(f"meter.wandb={project}", "wandb") from None
+            raise _make_missing_extra_error(f"meter.wandb={project}", "wandb") from None
         self._run.define_metric("step", hidden=True)
         for name, summary in (("loss", "last"), ("eval_loss", "min"), ("mfu", "mean")):
             self._run.define_metric(name, step_metric="step", summary=summary)
@@ -234,7 +234,7 @@ class WandbSink:
         self._run.finish()
 
 
-def _missing_extra(key: str, extra: str) -> UserError:
+def _make_missing_extra_error(key: str, extra: str) -> UserError:
     return UserError(f"{key} needs the extra {extra!r}: pip install 'megaframe[{extra}]'")
 
 

@@ -37,29 +37,29 @@ class StepBreakdown:
         self._world, self._stages = mesh.layout.world, mesh.layout.pipeline
         self._every = config.meter.ranks_every
 
-    def records(self, split: StepTimeline, step: int) -> Iterator[Record]:
+    def make_records(self, split: StepTimeline, step: int) -> Iterator[Record]:
         """Yield what this rank reports about a step."""
-        parts = {name: spent / 1e9 for name, spent in split.parts().items()}
+        parts = {name: spent / 1e9 for name, spent in split.sum_parts().items()}
         for name in self._parts:
             yield f"time/{name}", parts.get(name, 0.0), "mean"
         work = sum(parts[name] for name in _WORK)
         if self._every and step % self._every == 0:
             rows = {name: parts.get(name, 0.0) for name in self._parts} | {"work": work}
             for name, value in (rows | dict(self._more())).items():
-                yield f"ranks/{name}", self._at(self._rank, self._world, value), "sum"
+                yield f"ranks/{name}", self._make_row(self._rank, self._world, value), "sum"
         if self._world == 1:
             return
         for how in _EXTREMES:
             for name in self._parts:
                 yield f"time_{how}/{name}", parts.get(name, 0.0), how
-        yield "stages/work_max", self._at(self._place, self._stages, work), "max"
-        yield "stages/work", self._at(self._place, self._stages, work), "sum"
-        yield "stages/bubble", self._at(self._place, self._stages, parts["bubble"]), "sum"
-        rates = split.rates()
+        yield "stages/work_max", self._make_row(self._place, self._stages, work), "max"
+        yield "stages/work", self._make_row(self._place, self._stages, work), "sum"
+        yield "stages/bubble", self._make_row(self._place, self._stages, parts["bubble"]), "sum"
+        rates = split.compute_rates()
         for axes in self._axes:
             yield f"bandwidth/{axes}", rates.get(axes, 0.0), "max"
 
-    def line(self, values: dict[str, Any]) -> dict[str, Any]:
+    def take_values(self, values: dict[str, Any]) -> dict[str, Any]:
         """Take the recorded values out of `values`, and return their part of the step's line.
         bandwidth: bytes per second, measured by the rank that was last to start what others waited
         for; None if nobody waited. stages: by pipeline rank, seconds of the mean rank, and
@@ -90,7 +90,7 @@ class StepBreakdown:
         found["bandwidth"] = {axes: values.pop(f"bandwidth/{axes}") or None for axes in self._axes}
         return found
 
-    def _at(self, place: int, length: int, value: float) -> torch.Tensor:
+    def _make_row(self, place: int, length: int, value: float) -> torch.Tensor:
         row = torch.zeros(length, dtype=torch.float64)
         row[place] = value
         return row

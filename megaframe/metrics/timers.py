@@ -47,7 +47,7 @@ class DeviceClock:
             self._latest.record(self._stream)
         return self._latest
 
-    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> int:
+    def measure_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> int:
         """Return the nanoseconds between two events; waits until both have passed."""
         end.synchronize()
         return round(start.elapsed_time(end) * 1e6)
@@ -81,7 +81,7 @@ class StepTimeline:
     transfers: list[TransferRecord] = field(default_factory=list)
     actions: list[tuple[str, str, Any, Any]] = field(default_factory=list)
 
-    def intervals(self) -> Iterator[tuple[str, int]]:
+    def list_intervals(self) -> Iterator[tuple[str, int]]:
         """Yield parts and nanoseconds in order. A wait for a message is communication for as long
         as the message takes on a free link; the rest is bubble, because the sender was not done."""
         before = self.begin
@@ -95,14 +95,14 @@ class StepTimeline:
                 yield "bubble", passed - min(passed, free)
                 yield _PIPELINE, min(passed, free)
 
-    def parts(self) -> dict[str, int]:
+    def sum_parts(self) -> dict[str, int]:
         """Return the nanoseconds of each part."""
         found: dict[str, int] = dict.fromkeys(PARTS, 0)
-        for part, passed in self.intervals():
+        for part, passed in self.list_intervals():
             found[part] = found.get(part, 0) + passed
         return found
 
-    def rates(self) -> dict[str, float]:
+    def compute_rates(self) -> dict[str, float]:
         """Return bytes per second over each set of axes. Messages count with their time on a free
         link. Other transfers count only if most of their time was waited for, because only then is
         it known when they ended. Transfers over the same axes are assumed to run one after the
@@ -134,36 +134,36 @@ class StepTimer:
 
     def __init__(self, clock: Clock = time.perf_counter_ns, between: Elapsed | None = None) -> None:
         self.clock = clock
-        self._between = between or _elapsed
+        self._between = between or _compute_elapsed
         self.checks_arrival = between is None
         self._charged: str = "other"
         self._open: list[tuple[str, Any]] = []
         self._waited: Any = None
         self._running = False
         self._transit: dict[str, int] = {}
-        self._split = self._new(clock())
+        self._split = self._make_timeline(clock())
         self._spans: dict[str, PartTimer] = {}
         self.records_actions = False
         """Whether actions and all transfers are noted."""
 
     @staticmethod
-    def for_device(device: torch.device) -> StepTimer:
+    def make_for_device(device: torch.device) -> StepTimer:
         """Return the timer for steps that run on `device`."""
         if device.type != "cuda":
             return StepTimer()
         clock = DeviceClock(device)
-        return StepTimer(clock, clock.between)
+        return StepTimer(clock, clock.measure_between)
 
     def start(self) -> None:
         """Start the first step, and forget the time before it. Later calls do nothing, because a
         step starts where the one before it ended."""
         if not self._running:
             self._running = True
-            self._split = self._new(self.clock())
+            self._split = self._make_timeline(self.clock())
 
     def time(self, part: Part) -> PartTimer:
         """Return a context whose time is charged to `part`."""
-        return self._span(part)
+        return self._get_part_timer(part)
 
     def time_waits(self, axes: str) -> TransferTimer:
         """Return the context of waits for collectives over `axes`."""
@@ -187,13 +187,13 @@ class StepTimer:
         """
         self._switch(self._charged)
         taken = self._split
-        self._split = self._new(taken.marks[-1][1])
+        self._split = self._make_timeline(taken.marks[-1][1])
         return taken
 
-    def _new(self, begin: Any) -> StepTimeline:
+    def _make_timeline(self, begin: Any) -> StepTimeline:
         return StepTimeline(begin, self._between, self._transit)
 
-    def _span(self, part: str) -> PartTimer:
+    def _get_part_timer(self, part: str) -> PartTimer:
         if part not in self._spans:
             self._spans[part] = PartTimer(self, part)
         return self._spans[part]
@@ -213,7 +213,7 @@ class StepTimer:
         self._switch(part)
 
 
-def _elapsed(start: int, end: int) -> int:
+def _compute_elapsed(start: int, end: int) -> int:
     return end - start
 
 

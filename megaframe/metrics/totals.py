@@ -46,12 +46,12 @@ class RunTotals:
         """Tokens per second of all ranks together."""
         return self.tokens / self.seconds
 
-    def mean(self, rate: str) -> float | None:
+    def compute_mean(self, rate: str) -> float | None:
         """Return the mean over time of a line's rate; None if any line did not know it."""
         work = self._work[rate]
         return None if work is None else work / self.seconds
 
-    def summary(self, start_step: int) -> list[tuple[str, str]]:
+    def summarize(self, start_step: int) -> list[tuple[str, str]]:
         """Return rows of a name and a value, for the table at the end of a run."""
         shares = [
             f"{part} {seconds / self.seconds:.1%}"
@@ -68,7 +68,7 @@ class RunTotals:
             ("final loss", "n/a" if self._loss is None else f"{self._loss:.4f}"),
             ("best validation loss", f"{self._best:.4f}" if self._best < math.inf else "n/a"),
             ("tokens/s", f"{self.tokens_per_second:,.0f}"),
-            ("TFLOP/s per device", f"{self.mean('tflops_per_second'):.4g}"),
+            ("TFLOP/s per device", f"{self.compute_mean('tflops_per_second'):.4g}"),
             ("MFU", self._share("mfu")),
             ("MFU, full attention", self._share("mfu_full_attention")),
             ("HFU", self._share("hfu")),
@@ -78,5 +78,5 @@ class RunTotals:
         ]
 
     def _share(self, rate: str) -> str:
-        mean = self.mean(rate)
+        mean = self.compute_mean(rate)
         return "n/a" if mean is None else f"{mean:.1%}"

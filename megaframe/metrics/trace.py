@@ -15,7 +15,7 @@ from typing import Any
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.object_collectives import gather_bytes, measure_clock_offset
-from megaframe.metrics.sinks import cannot_write
+from megaframe.metrics.sinks import make_write_error
 from megaframe.metrics.timers import StepTimeline, StepTimer
 from megaframe.schedule import ActionKind
 from megaframe.schedule.draw_trace import metadata_event, slice_event
@@ -75,7 +75,7 @@ class Tracer:
         try:
             self._path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise cannot_write(self._path, error) from None
+            raise make_write_error(self._path, error) from None
 
 
 def _trace_slices(split: StepTimeline, step: int, base: Any, host: int) -> Iterator[Slice]:

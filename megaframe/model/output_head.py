@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megaframe.architecture.spec import Normal, ParamSpec
+from megaframe.architecture.block import describe_norm
+from megaframe.architecture.embedding import describe_head_weight
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.data.microbatch import IGNORE, Microbatch
-from megaframe.model.embedding import Embedding, make_token_table, vocab_size
+from megaframe.model.embedding import Embedding, make_token_table
 from megaframe.model.forward_context import MicrobatchContext, RunContext
-from megaframe.model.loss import HeadResult, LossOptions, head_loss
+from megaframe.model.loss import HeadResult, LossOptions, compute_head_loss
 from megaframe.model.multi_token_prediction import MultiTokenPredictor
-from megaframe.model.norm import Norm, make_norm
+from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
 from megaframe.ops.autograd import backward
 from megaframe.parameters.parameter import Module, Parameter
@@ -48,23 +49,16 @@ class OutputHead(Module):
         """
         model = config.model
         self.run = run
-        self.norm = make_norm("head.norm", model)
+        norm = describe_norm(model)
+        self.norm = Norm("head.norm", norm)
         self.norms_ahead = [
-            make_norm(f"predictors.{index}.norm", model) for index in range(model.mtp_depth)
+            Norm(f"predictors.{index}.norm", norm) for index in range(model.mtp_depth)
         ]
         if model.tie_embeddings:
             assert tokens is not None
             self.weight = tokens.weight
         else:
-            spec = ParamSpec(
-                "head.weight",
-                (vocab_size(model), model.hidden),
-                Normal(model.init_std),
-                role="head",
-                decay=True,
-                axes={0: "tensor"},
-            )
-            self.weight = Parameter(spec)
+            self.weight = Parameter(describe_head_weight(model))
         self.evaluation_options = LossOptions(softcap=model.logit_softcap)
         self.training_options = replace(
             self.evaluation_options,
@@ -77,10 +71,10 @@ class OutputHead(Module):
         """The final norm of the next token, then those of the tokens further ahead."""
         return [self.norm, *self.norms_ahead]
 
-    def loss(
+    def compute_loss(
         self, y: Tensor, labels_BS: Tensor, scale: Tensor | None, context: MicrobatchContext
     ) -> HeadResult:
-        """Compute the loss sum, and with a scale its gradients; see `head_loss`.
+        """Compute the loss sum, and with a scale its gradients; see `compute_head_loss`.
 
         Args:
             y: Normalised hidden states of this rank's rows, [rows, hidden].
@@ -93,11 +87,11 @@ class OutputHead(Module):
         options = self.evaluation_options if scale is None else self.training_options
         tensor = self.run.tensor
         # Detached: the head computes its own gradient, which `PostProcess.backward` passes on.
-        return head_loss(
+        return compute_head_loss(
             y.detach(), labels, self.weight, options, scale, tensor.group, tensor.kernels
         )
 
-    def logits(self, x: Tensor) -> Tensor:
+    def compute_logits(self, x: Tensor) -> Tensor:
         """Return fp32 logits of hidden states [..., hidden], for use without training."""
         logits = (self.norm(x) @ self.weight.value.t()).float()
         cap = self.evaluation_options.softcap
@@ -141,7 +135,7 @@ class PostProcess:
             run: What the run fixes.
         """
         model, train = config.model, config.train
-        self.tokens = output_token_table(model, embedding, run)
+        self.tokens = get_output_token_table(model, embedding, run)
         self.head = OutputHead(config, self.tokens, run)
         self.predictors: list[MultiTokenPredictor] = []
         for index in range(model.mtp_depth):
@@ -208,7 +202,7 @@ class PostProcess:
             normed = norm(leaf, self.head.run.kernels)
             # The first loss is that of the next token, whose weight is 1.
             depth_scale = scale * self._loss_weight if losses else scale
-            result = self.head.loss(normed, labels_BS, depth_scale, kept.context)
+            result = self.head.compute_loss(normed, labels_BS, depth_scale, kept.context)
             assert result.d_hidden is not None
             kept.normed.append(get_gradient_edge(normed))
             kept.d_normed.append(result.d_hidden)
@@ -269,10 +263,10 @@ class PostProcess:
         """Return the summed cross-entropy of the next token, without gradients."""
         with values(self.head):
             normed = self.head.norm(x, self.head.run.kernels)
-            return self.head.loss(normed, microbatch.labels_BS, None, context).loss
+            return self.head.compute_loss(normed, microbatch.labels_BS, None, context).loss
 
 
-def output_token_table(
+def get_output_token_table(
     model: ModelConfig, embedding: Embedding | None, run: RunContext
 ) -> EmbeddingTable | None:
     """Return the token table of the last stage: that of `embedding` if given, which is on the same

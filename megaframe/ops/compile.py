@@ -40,10 +40,10 @@ class Compiled:
     def __call__(self, *arguments: Any) -> Any:
         """Call the function, compiled unless its limit of kinds is reached."""
         # Torch compiles anew when any of these changes.
-        kind = (torch.is_grad_enabled(), *map(_kind_of, arguments))
+        kind = (torch.is_grad_enabled(), *map(_get_kind, arguments))
         if kind not in self._met:
             if len(self._met) == MAX_KINDS:
-                self._say()
+                self._warn_once()
                 return self._plain(*arguments)
             self._met.add(kind)
             # Torch counts the compilations of a function over the whole process, thus all runs.
@@ -51,7 +51,7 @@ class Compiled:
                 return self._fast(*arguments)
         return self._fast(*arguments)
 
-    def _say(self) -> None:
+    def _warn_once(self) -> None:
         if not self._told:
             self._told = True
             name = self._plain.__name__.strip("_")
@@ -61,7 +61,7 @@ class Compiled:
             )
 
 
-def _kind_of(argument: Any) -> Any:
+def _get_kind(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.requires_grad
     return argument

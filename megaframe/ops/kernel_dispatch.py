@@ -125,11 +125,11 @@ class Kernels:
         """Return whether there is a choice for this kernel; `find` may still refuse arguments."""
         return name in self._choices
 
-    def active(self) -> dict[str, str]:
+    def list_active(self) -> dict[str, str]:
         """Return the implementation that runs for each kernel unless it refuses the arguments."""
         return {name: choice.active for name, choice in self._choices.items()}
 
-    def refusal(self, name: str, *arguments: Any, **options: Any) -> str | None:
+    def explain_refusal(self, name: str, *arguments: Any, **options: Any) -> str | None:
         """Return why plain code computes a kernel for these arguments, or None if it does not."""
         choice = self._choices.get(name)
         if choice is None:
@@ -185,7 +185,7 @@ def _describe_choice(choice: KernelChoice) -> str:
     return f"{choice.active} ({absent})" if absent else choice.active
 
 
-def _families_used(config: RunConfig) -> tuple[str, ...]:
+def _list_used_families(config: RunConfig) -> tuple[str, ...]:
     """Return the keys of `FAMILIES` whose kernels a step of this run calls."""
     unused = {"experts": config.model.moe is None, "fp8": config.train.fp8 == "none"}
     return tuple(key for key in FAMILIES if not unused.get(key, False))
@@ -213,8 +213,8 @@ def make_kernels(
     """
     requested = {key: getattr(config.kernels, key) for key in FAMILIES}
     named = {key: name for key, name in requested.items() if name not in (AUTO, PLAIN_CODE)}
-    plain = {key: _why_plain(config, device, compiler is not None, key) for key in FAMILIES}
-    used_families = _families_used(config)
+    plain = {key: _explain_plain(config, device, compiler is not None, key) for key in FAMILIES}
+    used_families = _list_used_families(config)
     selected = [
         key for key in FAMILIES if plain[key] is None and (key in used_families or key in named)
     ]
@@ -256,7 +256,7 @@ def make_kernels(
     return Kernels(choices, compiler, reasons, tell)
 
 
-def _why_plain(config: RunConfig, device: torch.device, compiled: bool, key: str) -> str | None:
+def _explain_plain(config: RunConfig, device: torch.device, compiled: bool, key: str) -> str | None:
     """Return why no kernels of this key of `FAMILIES` are chosen, or None if some are."""
     requested = getattr(config.kernels, key)
     if requested == PLAIN_CODE:

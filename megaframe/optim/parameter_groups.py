@@ -21,7 +21,7 @@ from megaframe.data_parallel.partition import BucketPartition
 from megaframe.data_parallel.sharded_parameters import BucketingRule
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError, join_or
-from megaframe.model.model_chunk import model_specs
+from megaframe.model.model_chunk import list_model_specs
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.element_ids import ElementIds
@@ -145,7 +145,7 @@ class ParameterGroups:
         layout, ranks = self._mesh.layout, self.owner_group.ranks
         places, sizes = map(layout.full_coordinate, ranks), layout.sizes
         # No transfer: a partition follows from layout and specs, for any rank.
-        indices = self._mesh.indices(ranks, *bucket.sharding.shard.axes)
+        indices = self._mesh.find_indices(ranks, *bucket.sharding.shard.axes)
         return [
             bucket.partition_of([p.spec.local(place, sizes) for p in bucket.parameters], index)
             for place, index in zip(places, indices, strict=True)
@@ -199,7 +199,7 @@ def frozen_names(config: RunConfig) -> frozenset[str]:
     patterns = config.optim.frozen
     if not patterns:
         return frozenset()
-    names = [spec.name for spec in model_specs(config)]
+    names = [spec.name for spec in list_model_specs(config)]
     frozen: set[str] = set()
     for pattern in patterns:
         expression = re.compile(".*".join(map(re.escape, pattern.split("*"))))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megaframe.config.schema import RunConfig
-from megaframe.errors import divisors
+from megaframe.errors import list_divisors
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array, LayoutSizes
 from megaframe.schedule.limits import SCHEDULE_LIMITS
@@ -180,7 +180,7 @@ def _enumerate_axes(
     for tensor in _tensor_sizes(config, gpus, cluster, fixed):
         for context in _context_sizes(config, gpus // tensor, tensor, fixed):
             ranks_left = gpus // (tensor * context)
-            for pipeline in _fixed_or(fixed, "pipeline", divisors(ranks_left)):
+            for pipeline in _fixed_or(fixed, "pipeline", list_divisors(ranks_left)):
                 if ranks_left % pipeline or pipeline > config.model.layers:
                     continue
                 data = ranks_left // pipeline
@@ -206,7 +206,7 @@ def _enumerate_axes(
 
 def _tensor_sizes(config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys) -> list[int]:
     largest = min(_MOST_TENSOR, 2 * cluster.node)
-    sizes = _fixed_or(fixed, "tensor", tuple(d for d in divisors(gpus) if d <= largest))
+    sizes = _fixed_or(fixed, "tensor", tuple(d for d in list_divisors(gpus) if d <= largest))
     return [
         t
         for t in sizes
@@ -218,7 +218,7 @@ def _context_sizes(config: RunConfig, rest: int, tensor: int, fixed: FixedKeys) 
     largest = max(1, min(_MOST_CONTEXT, config.train.seq // _LEAST_TOKENS))
     if config.parallel.context_kind == "nested":
         largest = 1
-    sizes = _fixed_or(fixed, "context", tuple(d for d in divisors(rest) if d <= largest))
+    sizes = _fixed_or(fixed, "context", tuple(d for d in list_divisors(rest) if d <= largest))
     return [
         context
         for context in sizes
@@ -237,7 +237,9 @@ def _replica_counts(
     if "data_replicate" in fixed:
         return (fixed["data_replicate"],) if data % fixed["data_replicate"] == 0 else ()
     counts = [
-        r for r in divisors(data) if (ranks_per_sample * data // r) % cluster.node == 0 and r > 1
+        r
+        for r in list_divisors(data)
+        if (ranks_per_sample * data // r) % cluster.node == 0 and r > 1
     ]
     return (1, *counts[: -_REPLICAS - 1 : -1][::-1])
 
@@ -251,7 +253,7 @@ def _expert_sizes(
         yield 1, 1
         return
     inner = _fixed_or(fixed, "expert_tensor", tuple(sorted({1, tensor})))
-    outer = _fixed_or(fixed, "expert", divisors(moe.experts))
+    outer = _fixed_or(fixed, "expert", list_divisors(moe.experts))
     for inside in inner:
         for expert in outer:
             sized = _with_sizes(config, expert=expert, expert_tensor=inside, expert_overlap=False)

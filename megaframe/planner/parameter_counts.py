@@ -263,7 +263,7 @@ def _count_predictor(
     predictor = describe_predictor(model, index)
     block = predictor.block
     norms = {"stream_norm": predictor.norm, "token_norm": predictor.norm}
-    first_half = {**norms, "join": predictor.join, **block.first_half}
+    first_half: dict[str, HasParameters] = {**norms, "join": predictor.join, **block.first_half}
     return _count_part(first_half, sizes), _count_part(block.second_half, sizes)
 
 

@@ -128,7 +128,7 @@ class FaultHandler:
         self._mesh.progress.in_step_loop = lost
         self.begin("")
         if error is None:
-            self._metrics.note(self._ledger.summary())
+            self._metrics.note(self._ledger.summarize())
 
     def start_after(self, step: int, state: TrainState | None) -> None:
         """Announce that training continues after `step`. state: the state of the checkpoint that
@@ -143,7 +143,7 @@ class FaultHandler:
         is; empty for something without a time limit."""
         self._mesh.progress.begin_activity(doing)
 
-    def skips(self, batch: StepBatch) -> bool:
+    def is_skipped(self, batch: StepBatch) -> bool:
         """Return whether this data is to be skipped."""
         return self.history.is_skipped(batch.first)
 
@@ -238,7 +238,7 @@ class FaultHandler:
             self._metrics.note(text)
         return False
 
-    def replicas_differ(self, step: int) -> bool:
+    def compare_replicas(self, step: int) -> bool:
         """Compare the weights after `step` with their replicas. Returns whether the run has gone
         back to a checkpoint because they differ.
 
@@ -288,7 +288,7 @@ class FaultHandler:
             # Only the first rank looks, because others may not yet see a checkpoint that was just
             # published.
             if mesh.rank == 0:
-                names = [path.name for path in _checkpoints_in(home) if step_of(path) < before]
+                names = [path.name for path in _list_checkpoints(home) if step_of(path) < before]
                 mesh.store.set(key, names[0] if names else "")
             name = mesh.store.get(key).decode()
             return home / name if name else None
@@ -305,12 +305,12 @@ class FaultHandler:
         text = f"{why}; continuing from the checkpoint of step {step}"
         self._metrics.note(text)
         self._ledger.record_rollback(step, text)
-        if not self.history.allow_rollback(step):
+        if not self.history.count_rollback(step):
             raise NotFinite(f"{text} too often, giving up")
         return True
 
 
-def _checkpoints_in(home: StorePath) -> list[StorePath]:
+def _list_checkpoints(home: StorePath) -> list[StorePath]:
     try:
         return list_checkpoints(home)
     except OSError as error:

@@ -16,8 +16,8 @@ import torch
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
 from megaframe.data.tokenizer import load_tokenizer
-from megaframe.distributed.device import explain_hidden_gpu, host_memory
-from megaframe.distributed.mesh import ranks_on_this_node
+from megaframe.distributed.device import explain_hidden_gpu, read_host_memory
+from megaframe.distributed.mesh import read_local_world_size
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import DEFAULT, Cluster, cluster_for_device, load_cluster
 from megaframe.io.run_files import CONFIG_FILE
@@ -107,7 +107,7 @@ def find_cluster(config: RunConfig) -> Cluster:
     device, here = config.run.device, torch.cuda.is_available()
     if device == "cpu" or (device != "cuda" and not here):
         cpu = load_cluster("cpu")
-        memory = host_memory() / ranks_on_this_node()
+        memory = read_host_memory() / read_local_world_size()
         return replace(cpu, chip=replace(cpu.chip, memory=memory))
     if not here:
         text = (

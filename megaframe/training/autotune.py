@@ -95,7 +95,7 @@ def tune(
     """
     dtype = PRECISIONS[config.train.precision].compute
     on_cpu = mesh is None or mesh.device.type == "cpu"
-    if not on_cpu or len(matmul.libraries_for(dtype)) == 1:
+    if not on_cpu or len(matmul.list_libraries(dtype)) == 1:
         return CPURoutines(), []
     wanted = config.kernels.matmul
     if wanted != "auto":
@@ -116,14 +116,16 @@ def tune(
 def named_routines(dtype: torch.dtype, library: str) -> CPURoutines:
     """Return the routines if one library is named for all products. library: `torch`, or `onednn`
     where torch would use MKL."""
-    found = matmul.default_library(dtype)
+    found = matmul.get_default_library(dtype)
     if library == "onednn" and (found != "torch" or dtype is torch.float32):
         named: MatmulLibrary = "onednn" if dtype is torch.float32 else "fp32-onednn"
-        found = named if named in matmul.libraries_for(dtype) else found
+        found = named if named in matmul.list_libraries(dtype) else found
     return CPURoutines(
         type=str(dtype),
         products={kind: found for kind in matmul.KINDS},
-        attention={size: cpu_attention.default_method(dtype, size) for size in cpu_attention.SIZES},
+        attention={
+            size: cpu_attention.get_default_method(dtype, size) for size in cpu_attention.SIZES
+        },
     )
 
 
@@ -219,11 +221,11 @@ def measure(dtype: torch.dtype) -> CPURoutines:
     """Return the fastest routines for a type, in at most about `BUDGET` seconds. Raises
     `MachineBusyError` if one of them could not be measured."""
     end = time.perf_counter() + BUDGET
-    methods = cpu_attention.methods_for(dtype)
+    methods = cpu_attention.list_methods(dtype)
     default = named_routines(dtype, "torch")
     products, attention = default.products, default.attention
     left = len(products) + len(attention)
-    before = matmul.libraries_in_use(dtype), cpu_attention.methods_in_use(dtype)
+    before = matmul.get_libraries_in_use(dtype), cpu_attention.get_methods_in_use(dtype)
 
     def share() -> float:
         """Return when the next measurement must end: all get an equal part of what is left."""
@@ -235,7 +237,7 @@ def measure(dtype: torch.dtype) -> CPURoutines:
     try:
         for kind in products:
             work = partial(_multiply, dtype, kind)
-            products[kind] = fastest(matmul.libraries_for(dtype), work, share(), products[kind])
+            products[kind] = fastest(matmul.list_libraries(dtype), work, share(), products[kind])
         matmul.use_libraries(
             dtype, products
         )  # attention is measured with the products that it will use

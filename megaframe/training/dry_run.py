@@ -10,7 +10,7 @@ from megaframe.config import RunConfig, dump
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.metrics.run_summary import summarize_model
-from megaframe.model.model_chunk import model_specs
+from megaframe.model.model_chunk import list_model_specs
 from megaframe.optim.parameter_groups import parameter_group_table
 from megaframe.planner.memory import compute_rank_memory
 from megaframe.schedule import Schedule, lower
@@ -23,7 +23,7 @@ def describe_run(config: RunConfig, layout: Layout, cluster: Cluster | None = No
 
     cluster: the machine of the run; by default some GPUs in one node.
     """
-    specs, train = model_specs(config), config.train
+    specs, train = list_model_specs(config), config.train
     microbatches = train.global_batch // (train.microbatch * layout.data)
     schedule = build_step_schedule(config, microbatches)
     host = cluster is not None and cluster.chip.is_host

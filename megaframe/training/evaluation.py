@@ -125,7 +125,7 @@ def compute_log_probabilities(stage: Stage, microbatch: Microbatch) -> tuple[Ten
     rows = max(1, max_logits_per_chunk(host=x.device.type == "cpu") // head.weight.value.shape[0])
     likelihoods, greedy = [], []
     for piece in places.split(rows):
-        logits_TV, wanted = head.logits(x[piece]), labels[piece]
+        logits_TV, wanted = head.compute_logits(x[piece]), labels[piece]
         at_label = logits_TV.gather(1, wanted[:, None])[:, 0]
         likelihoods.append(at_label - logits_TV.logsumexp(-1))
         greedy.append(at_label >= logits_TV.amax(-1))

@@ -159,7 +159,9 @@ def sample(
     for _ in range(tokens):
         window = torch.tensor([ids[-context:]], device=device)
         microbatch = Microbatch(window, window, window.new_zeros(1))
-        ids.append(how.choose(head.logits(stage.compute_hidden(microbatch)[-1]).cpu(), generator))
+        ids.append(
+            how.choose(head.compute_logits(stage.compute_hidden(microbatch)[-1]).cpu(), generator)
+        )
         yield ids
         if ids[-1] == stop:
             return

@@ -34,7 +34,7 @@ from megaframe.data.loader import Loader
 from megaframe.data_parallel.bucket import COMPRESSION_PREFIX
 from megaframe.errors import UnreadableFile, UserError
 from megaframe.io.run_files import METRICS_FILE
-from megaframe.resilience.downtime import last_saved
+from megaframe.resilience.downtime import find_last_saved
 from megaframe.training.initialize_from import match_weights
 from megaframe.training.train_step import TrainStep
 
@@ -182,7 +182,7 @@ class RunCheckpoint:
         """Raise `UserError` if this run has saved a checkpoint, because none was found to resume
         from. Only a run that never saved one, for example because it was killed before, may start
         from scratch."""
-        reached_and_saved = last_saved(self._folder)
+        reached_and_saved = find_last_saved(self._folder)
         if reached_and_saved is not None:
             reached, saved = reached_and_saved
             folder = self._folder

@@ -25,7 +25,7 @@ from megaframe.config import RunConfig
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.data.microbatch import Microbatch, context_part, look_ahead
 from megaframe.data_parallel.sharded_parameters import ShardedParameters, TiedEmbedding
-from megaframe.distributed.mesh import Mesh, ranks_on_this_node
+from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.layout import EXPERT_SETS
 from megaframe.metrics import Part
@@ -244,7 +244,7 @@ def _expert_parallel(config: RunConfig, mesh: Mesh) -> ExpertParallel:
     if config.model.moe is None:
         return ExpertParallel()
     mesh.add_groups(EXPERT_SETS)
-    near = near_experts(config.parallel, config.parallel.node_size or ranks_on_this_node())
+    near = near_experts(config.parallel, config.parallel.node_size or read_local_world_size())
     return ExpertParallel(
         mesh.group("expert"),
         *mesh.divide_experts(near),

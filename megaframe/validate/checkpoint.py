@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megaframe.config.schema import CheckpointConfig, RunConfig
 from megaframe.config.url import find_url_mistake, is_url
-from megaframe.errors import nearest_multiples
+from megaframe.errors import find_nearest_multiples
 from megaframe.layout import Layout
 
 _API_KEY = re.compile("[0-9a-f]{40}")
@@ -24,7 +24,7 @@ def saving_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
     elif keep_every and keep_every % every:
         yield (
             f"checkpoint.keep_every={keep_every} is not a multiple of checkpoint.every={every}; "
-            f"use {nearest_multiples(every, keep_every)}"
+            f"use {find_nearest_multiples(every, keep_every)}"
         )
 
 

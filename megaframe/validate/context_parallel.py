@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megaframe.architecture.attention import exchanging_ranks
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
-from megaframe.errors import divisors, join_or
+from megaframe.errors import join_or, list_divisors
 
 
 def context_mistakes(config: RunConfig) -> Iterator[str]:
@@ -31,7 +31,7 @@ def context_mistakes(config: RunConfig) -> Iterator[str]:
 
 def _nesting_mistake(config: RunConfig) -> str:
     context, neighbours = config.parallel.context, config.parallel.context_heads
-    inner = [d for d in divisors(context)[1:-1] if _fits(config, d)]
+    inner = [d for d in list_divisors(context)[1:-1] if _fits(config, d)]
     value = "left out" if neighbours is None else str(neighbours)
     alternatives = "parallel.context_kind=ring"
     if _fits(config, context):

@@ -8,7 +8,7 @@ from megaframe.architecture.moe import expert_layers
 from megaframe.config.model import MoEConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import RunConfig
-from megaframe.errors import nearest_divisors
+from megaframe.errors import find_nearest_divisors
 
 
 def expert_mistakes(config: RunConfig) -> Iterator[str]:
@@ -64,7 +64,7 @@ def _router_mistakes(moe: MoEConfig) -> Iterator[str]:
     if moe.experts % moe.groups:
         yield (
             f"model.moe.groups={moe.groups} does not divide model.moe.experts={moe.experts}; "
-            f"use {nearest_divisors(moe.experts, moe.groups)}"
+            f"use {find_nearest_divisors(moe.experts, moe.groups)}"
         )
         return
     size = moe.experts // moe.groups

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from megaframe.architecture.attention import windows
 from megaframe.config.model import LatentAttentionConfig, ModelConfig
 from megaframe.config.schema import RunConfig
-from megaframe.errors import nearest_divisors
+from megaframe.errors import find_nearest_divisors
 
 TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
 
@@ -26,14 +26,14 @@ def model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
     if model.heads % model.kv_heads and model.latent is None:
         yield (
             f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; "
-            f"use {nearest_divisors(model.heads, model.kv_heads)}"
+            f"use {find_nearest_divisors(model.heads, model.kv_heads)}"
         )
     if model.latent is not None:
         yield from latent_mistakes(model, model.latent)
     elif model.hidden % model.heads and "head_dim" not in model.model_fields_set:
         yield (
             f"model.heads={model.heads} does not divide model.hidden={model.hidden}; "
-            f"use {nearest_divisors(model.hidden, model.heads)}, or set model.head_dim"
+            f"use {find_nearest_divisors(model.hidden, model.heads)}, or set model.head_dim"
         )
     elif model.position == "rotary":
         yield from _rotary_mistakes(model)

@@ -9,7 +9,7 @@ from math import gcd
 from megaframe.architecture.block import describe_block
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
-from megaframe.errors import TIMES, divisors, join_or, nearest_divisors
+from megaframe.errors import TIMES, find_nearest_divisors, join_or, list_divisors
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
 
@@ -31,10 +31,10 @@ def _matrix_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
         if heads % tensor:
             yield (
                 f"parallel.tensor={tensor} does not divide model.heads={heads}; "
-                f"use {nearest_divisors(heads, tensor)}"
+                f"use {find_nearest_divisors(heads, tensor)}"
             )
     elif groups % tensor and (tensor % groups or heads % tensor):
-        fits = [t for t in divisors(heads) if groups % t == 0 or t % groups == 0]
+        fits = [t for t in list_divisors(heads) if groups % t == 0 or t % groups == 0]
         near = [t for t in fits if t < tensor][-1:] + [t for t in fits if t > tensor][:1]
         yield (
             f"parallel.tensor={tensor} can neither divide model.kv_heads={groups} nor share them "

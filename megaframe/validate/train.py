@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megaframe.config.describe import format_value
 from megaframe.config.schema import BatchRampConfig, RunConfig, TrainConfig
-from megaframe.errors import divisors, join_or, nearest_multiples
+from megaframe.errors import find_nearest_multiples, join_or, list_divisors
 
 _MOST_MICROBATCHES = 1 << 16
 """Microbatches of a step. A schedule lists every pass, and training has hundreds at most."""
@@ -25,7 +25,7 @@ def batch_mistakes(train: TrainConfig, data: int) -> Iterator[str]:
     if top % together:
         yield (
             f"train.global_batch={top} does not divide into microbatches of {on_ranks}; "
-            f"use {nearest_multiples(together, top)}"
+            f"use {find_nearest_multiples(together, top)}"
         )
         top = max(1, round(top / together)) * together  # what a ramp is to rise to
     if top // together > _MOST_MICROBATCHES:
@@ -66,7 +66,7 @@ def _nearest_ramps(ramp: BatchRampConfig, top: int, together: int) -> Iterator[s
     and the one above; otherwise the increment below and the one above, each with its nearest
     start."""
     # Increments divide the start and the rise to `top`, and therefore `top` itself.
-    fitting = [together * number for number in divisors(top // together)]
+    fitting = [together * number for number in list_divisors(top // together)]
     if ramp.increment in fitting:
         below = min(top, ramp.start) // ramp.increment * ramp.increment
         starts = (size for size in (below, below + ramp.increment) if 0 < size <= top)

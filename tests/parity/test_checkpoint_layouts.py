@@ -13,7 +13,7 @@ import torch
 
 from megaframe.checkpoint import CheckpointWriter, Slice, open_checkpoint
 from megaframe.config import RunConfig
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.training.train_step import TrainStep
@@ -72,7 +72,7 @@ def built(model, parallel):
         train={"seq": 12, "global_batch": 12, "precision": precision},
         parallel=parallel,
     )
-    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
     return mesh, TrainStep(config, mesh, StepTimer().time).optimizer, precision
 
 

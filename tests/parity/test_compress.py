@@ -12,7 +12,7 @@ from tolerances import unit_roundoff
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import all_reduce
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.training.train_step import TrainStep
@@ -63,7 +63,7 @@ def learn(parallel, feedback=True, optim=None, steps=RUN_STEPS):
         optim={"lr": 6e-3, "schedule": "constant", "warmup": 10, **(optim or {})},
         parallel=parallel,
     )
-    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(0)
     if not feedback:

@@ -10,7 +10,7 @@ from parity_runs import FEW, MODELS, assert_same, assert_same_bits, global_batch
 from tolerances import promised
 
 from megaframe.config import RunConfig, load
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.training.train_step import TrainStep
@@ -94,7 +94,7 @@ def test_overlap_changes_no_bit(pool):
 def train(overrides):
     """Run the trainer on this rank, from the config to the metrics."""
     config = load(None, overrides)
-    layout = Layout.from_parallel(config.parallel, world_size())
+    layout = Layout.from_parallel(config.parallel, read_world_size())
     mesh = Mesh(layout, device="cpu", timeout=60)
     Trainer(config, mesh).run()
     mesh.close()

@@ -12,7 +12,7 @@ from tolerances import promised
 
 from megaframe.config import load
 from megaframe.data.microbatch import IGNORE, Microbatch, context_part, look_ahead
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.training.trainer import Trainer
 
@@ -95,7 +95,7 @@ def test_parts_of_a_sample_are_ahead_of_themselves_as_the_whole_is():
 def train(overrides):
     """Run the trainer on this rank, from the config to the metrics."""
     config = load(None, overrides)
-    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
     Trainer(config, mesh).run()
     mesh.close()
 

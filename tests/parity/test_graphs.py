@@ -17,7 +17,7 @@ from parity_runs import MODELS, deterministic, global_batch, on, share, with_doc
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import IGNORE
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.distributed.nccl_settings import keep_launch_order
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
@@ -54,7 +54,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
         parallel=parallel,
         kernels=kernels,
     )
-    layout = Layout.from_parallel(config.parallel, world_size())
+    layout = Layout.from_parallel(config.parallel, read_world_size())
     assert not [*graph_reasons(config, layout.sizes)]
     mesh = Mesh(layout, device=device, timeout=60)
 
@@ -125,7 +125,7 @@ def begun(config, mesh, graphs, told, order):
 
             def again():
                 play()
-                told.append(mesh.progress.status(mesh.rank).activity)
+                told.append(mesh.progress.read_status(mesh.rank).activity)
 
             return passed, again
 

@@ -6,7 +6,7 @@ from parity_runs import global_batch, share
 from tolerances import near
 
 from megaframe.config import RunConfig
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.pipeline_parallel.nonfinite import locate_nonfinite
@@ -20,7 +20,7 @@ def built(parallel, precision, microbatch=2, **optim):
         optim={"lr": 0.01, **optim},
         parallel=parallel,
     )
-    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(1)
     data = mesh.group("data")

@@ -71,7 +71,7 @@ def run_beside(push, *given):
     between two 8-bit numbers, results differ by far more than that error. Which numbers are so near
     to a boundary depends on the model alone, but whether they are carried over, on the processor.
     """
-    product, fp32 = Fp8Matmul.product, torch.float32
+    product, fp32 = Fp8Matmul.multiply, torch.float32
 
     def beside(numbers, error):
         return numbers + push * error * numbers.abs().amax(1, keepdim=True)
@@ -82,7 +82,7 @@ def run_beside(push, *given):
         return product(self, beside(left, activations), right, gradient=gradient, matrix=matrix)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fp8Matmul, "product", pushed)
+        patch.setattr(Fp8Matmul, "multiply", pushed)
         return run_small(*given)
 
 

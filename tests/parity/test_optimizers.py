@@ -8,7 +8,7 @@ import pytest
 from parity_runs import FEW, MODELS, assert_same, run
 
 from megaframe.config import RunConfig
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.optim.matrix_gather import MatrixPiece
 from megaframe.optim.muon import Muon
@@ -194,7 +194,7 @@ def muons(parallel, **model):
         parallel=parallel,
         train={"precision": "fp64"},
     )
-    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu")
+    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu")
     optimizer = TrainStep(config, mesh, lambda part: nullcontext()).optimizer
     yield [shard for shard in optimizer.shards if isinstance(shard.rule, Muon)]
     mesh.close()

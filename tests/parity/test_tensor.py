@@ -114,7 +114,7 @@ def run_fused(model, train, parallel):
 
         library.impl(name, counted, "CPU")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symmetric_memory, "available", lambda group, node_size: group.size > 1)
+        patch.setattr(symmetric_memory, "is_available", lambda group, node_size: group.size > 1)
         result = run(model, train, parallel)
     library._destroy()
     return result, [calls[name] for name in references]
@@ -131,12 +131,12 @@ def test_fused_operators_mean_by_their_operands_what_is_handed_to_them(pool, exp
 
 def test_nothing_is_fused_without_gpus(pool):
     assert pool.run(2, fused, 2) == [False, False]
-    assert not symmetric_memory.available(ALONE, 1)
+    assert not symmetric_memory.is_available(ALONE, 1)
 
 
 def fused(tensor):
     mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
-    found = symmetric_memory.available(mesh.group("tensor"), tensor)
+    found = symmetric_memory.is_available(mesh.group("tensor"), tensor)
     mesh.close()
     return found
 

@@ -9,7 +9,7 @@ from parity_runs import MODELS, assert_same, assert_same_bits, run
 from megaframe.architecture.spec import Box, Constant, ParamSpec
 from megaframe.data_parallel.bucket import Bucket, BucketSharding
 from megaframe.data_parallel.buffers import BufferPool
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.optim.elementwise import (
     ElementwiseRule,
@@ -109,7 +109,7 @@ def test_with_one_data_rank_the_default_changes_no_bit(stages, precision, pool):
 def tiny(zero):
     """Update a tensor of three elements twice by SGD with rate 1; each rank's gradient is the rank
     plus one -> after each update, its values and those of a tensor without gradients."""
-    mesh = Mesh(Layout(data=world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout(data=read_world_size()), device="cpu", timeout=60)
     used, unused = (
         Parameter(ParamSpec(name, (3,), Constant(100.0), role="matrix")) for name in ("a", "b")
     )

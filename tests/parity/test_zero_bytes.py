@@ -8,7 +8,7 @@ from parity_runs import MODELS, global_batch, run, share
 
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import barrier
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.training.train_step import TrainStep
@@ -101,7 +101,7 @@ def moved(model, train, parallel, axes):
         train={"seq": 10, "global_batch": 8, "precision": "fp64", "steps": 9, **train},
         parallel=parallel,
     )
-    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(config.run.seed)
     group = mesh.group("data")

@@ -6,7 +6,7 @@ import pytest
 
 from megaframe.architecture.spec import count_active_parameters, count_parameters
 from megaframe.config import load
-from megaframe.model.model_chunk import model_specs
+from megaframe.model.model_chunk import list_model_specs
 from megaframe.validate.run import validate_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -43,7 +43,7 @@ ACTIVE = {
 
 
 def specs_of(name, depth=0):
-    return model_specs(load(str(CONFIGS / f"{name}.yaml"), [f"model.mtp_depth={depth}"]))
+    return list_model_specs(load(str(CONFIGS / f"{name}.yaml"), [f"model.mtp_depth={depth}"]))
 
 
 def count(name):

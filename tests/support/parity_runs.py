@@ -10,7 +10,7 @@ from megaframe.config import RunConfig
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.device import set_deterministic
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.training.train_step import TrainStep
@@ -70,7 +70,7 @@ def run(
         parallel=parallel or {},
         kernels=kernels or {},
     )
-    layout = Layout.from_parallel(config.parallel, world_size())
+    layout = Layout.from_parallel(config.parallel, read_world_size())
     mesh = Mesh(layout, device=device, serial=serial, timeout=60)
     group, everywhere = mesh.group("data"), mesh.world
     train_step = TrainStep(config, mesh, StepTimer().time)

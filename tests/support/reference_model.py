@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megaframe.data.microbatch import IGNORE
-from megaframe.model.rotary import frequencies
+from megaframe.model.rotary import compute_frequencies
 
 
 def loss(weights, config, microbatch):
@@ -159,7 +159,7 @@ def _latent_attention(weights, model, name, x, mask, positions):
 def _rotate(model, x, positions):
     if model.position != "rotary":
         return x
-    rate, factor = frequencies(model)
+    rate, factor = compute_frequencies(model)
     pairs = len(rate)
     turned = torch.polar(
         torch.full_like(positions, factor, dtype=torch.float64)[..., None],

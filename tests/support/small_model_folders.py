@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from megaframe.checkpoint.convert.huggingface.families import model_from_config
 from megaframe.checkpoint.convert.huggingface.tensors import map_tensors
 from megaframe.config import RunConfig
-from megaframe.model.model_chunk import model_specs
+from megaframe.model.model_chunk import list_model_specs
 
 _SHAPE = {
     "num_hidden_layers": 2,
@@ -68,7 +68,7 @@ def weights(config, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     return {
         one.name: torch.randn(one.shape, generator=generator).to(dtype)
-        for one in map_tensors(run.model, model_specs(run))
+        for one in map_tensors(run.model, list_model_specs(run))
     }
 
 

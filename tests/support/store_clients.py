@@ -16,7 +16,7 @@ from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.failure_verdict import FailureStore
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.rank_progress import RankProgress
-from megaframe.distributed.rendezvous import fresh_store
+from megaframe.distributed.rendezvous import find_fresh_store
 from megaframe.distributed.watchdog import Watchdog
 from megaframe.errors import LostRanks
 from megaframe.layout import Layout
@@ -80,7 +80,7 @@ def start(world):
     counted = {rank: RequestLog(connection(host.port)) for rank in range(world)}
     prefixed, rendezvous.PrefixStore = rendezvous.PrefixStore, lambda prefix, store: prefix
     try:
-        in_threads(lambda rank: fresh_store(counted[rank], rank, world, 30.0), counted)
+        in_threads(lambda rank: find_fresh_store(counted[rank], rank, world, 30.0), counted)
     finally:
         rendezvous.PrefixStore = prefixed
     return [one.asked for one in counted.values()]
@@ -144,7 +144,7 @@ def make_groups():
     found = [gloo_sockets.count_sockets() - before]
     all_reduce(torch.ones(()), mesh.data_control_group).wait()
     found.append(gloo_sockets.count_sockets() - before)
-    beside = mesh.new_control_group()
+    beside = mesh.make_control_group()
     found.append(gloo_sockets.count_sockets() - before)
     told = gather_json(beside, "x" * mesh.rank)
     found.append(gloo_sockets.count_sockets() - before)

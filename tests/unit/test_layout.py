@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.config import ParallelConfig
-from megaframe.errors import UserError, divisors
+from megaframe.errors import UserError, list_divisors
 from megaframe.layout import DENSE_VIEW, EXPERT_VIEW, Layout
 
 sizes = st.sampled_from([1, 1, 2, 3, 4])
@@ -17,16 +17,16 @@ sizes = st.sampled_from([1, 1, 2, 3, 4])
 @st.composite
 def layouts(draw):
     tensor, context, data, pipeline = (draw(sizes) for _ in range(4))
-    replicate = draw(st.sampled_from(divisors(data)))
+    replicate = draw(st.sampled_from(list_divisors(data)))
     copy = tensor * context * data // replicate
-    expert = draw(st.sampled_from(divisors(copy)))
+    expert = draw(st.sampled_from(list_divisors(copy)))
     return Layout(
         tensor,
         context,
         data,
         pipeline,
         expert=expert,
-        expert_tensor=draw(st.sampled_from(divisors(copy // expert))),
+        expert_tensor=draw(st.sampled_from(list_divisors(copy // expert))),
         data_replicate=replicate,
     )
 

@@ -19,7 +19,7 @@ from megaframe.checkpoint.background import BackgroundCopier
 from megaframe.checkpoint.slices import Slice
 from megaframe.distributed import process_groups
 from megaframe.distributed.collectives import Pending, Ring, all_reduce, receive, send, shift_ring
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.distributed.nccl_settings import LINK_CTAS
 from megaframe.distributed.pending import copy_to_host
 from megaframe.layout import Layout
@@ -337,7 +337,7 @@ def transfer():
 def layout_of_a_test():
     """Do with real ranks what is recorded of ranks that run alone."""
     config = configured(*LAYOUTS[int(sys.argv[2])])
-    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cuda", timeout=60)
+    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cuda", timeout=60)
     trained(config)(mesh)
     mesh.close()
 
@@ -376,7 +376,7 @@ def communicators_in_another_order():
     mesh, _, _ = two_ranks()
     members = [(0,), (0, 1)] if mesh.rank else [(0, 1), (0,)]
     for ranks in members:
-        mesh._new_handles([ranks], None, "data", link=True)
+        mesh._make_handles([ranks], None, "data", link=True)
 
 
 def a_collective_without_a_rank():

@@ -143,9 +143,9 @@ class RecordingMesh(Mesh):
         self.calls, self._made = calls, 0
         super().__init__(layout, alone=rank)
 
-    def _new_handle(self, ranks, backend, **options):
+    def _make_handle(self, ranks, backend, **options):
         if backend == "gloo":
-            return super()._new_handle(ranks, backend, **options)
+            return super()._make_handle(ranks, backend, **options)
         self._made += 1
         name = f"communicator {self._made}"
         self.calls.append(CreateCommunicator(name, ranks, line()))
@@ -176,8 +176,8 @@ class _RecordedMetaTensors(MetaTensorMode):
 def _as_on_a_gpu():
     """Start what a GPU would, although tensors are on the host or have no content."""
     methods = {
-        "sends_pairwise": lambda self, tensor: False,
-        "batches_messages": lambda self, tensor: isinstance(self.handle, RecordedGroup),
+        "should_send_pairwise": lambda self, tensor: False,
+        "should_batch_messages": lambda self, tensor: isinstance(self.handle, RecordedGroup),
     }
     before = {name: vars(collectives.Group)[name] for name in methods}
     _set(methods)

@@ -162,9 +162,9 @@ def run_folder():
 def continue_metrics():
     """Begin a run again in a folder that has metrics."""
     from megaframe.metrics.sinks import open_sinks, set_metrics_aside
-    from megaframe.resilience.downtime import last_saved
+    from megaframe.resilience.downtime import find_last_saved
 
-    last_saved(Path("run"))
+    find_last_saved(Path("run"))
     config = RunConfig.model_validate({"run": {"dir": "run"}})
     for sink in open_sinks(config, 30):
         sink.close()

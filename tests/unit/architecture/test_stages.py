@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.stages import (
-    active_matrix_elements,
     divide_blocks,
     stage_costs,
     stage_plans,
@@ -15,7 +15,7 @@ from megaframe.architecture.stages import (
 from megaframe.config import RunConfig
 from megaframe.metrics import count_flops
 from megaframe.model.forward_context import RunContext
-from megaframe.model.model_chunk import build_chunks, model_specs
+from megaframe.model.model_chunk import build_chunks, list_model_specs
 from megaframe.planner.activations import block_bytes, rotary_bytes
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters
@@ -113,11 +113,11 @@ def test_layers_are_as_given_and_blocks_run_again_as_said():
 def test_work_adds_up_to_the_counted_flops(model, recompute):
     config = config_of(model=model, pipeline=3, train={"recompute": recompute})
     costs = stage_costs(config, stage_plans(config))
-    flops = count_flops(model_specs(config), config)
+    flops = count_flops(list_model_specs(config), config)
     assert sum(map(sum, costs.per_stage(3))) == pytest.approx(flops.hardware, rel=1e-12)
-    matrices = sum(spec.size for spec in model_specs(config) if spec.role == "matrix")
+    matrices = sum(spec.size for spec in list_model_specs(config) if spec.role == "matrix")
     depth = config.model.mtp_depth
-    blocks = sum(active_matrix_elements(config.model, layer) for layer in range(6 + depth))
+    blocks = sum(describe_block(config.model, layer).matrix_elements for layer in range(6 + depth))
     assert blocks + 2 * 64 * 64 * depth == matrices
 
 
@@ -131,7 +131,7 @@ def test_stages_hold_the_parameters_of_the_model_once(tied, depth):
         for chunk in build_chunks(config, [plan], RunContext()).values()
         for p in chunk.parameters()
     ]
-    assert [p.spec for p in held if not p.replica] == model_specs(config)
+    assert [p.spec for p in held if not p.replica] == list_model_specs(config)
     assert [p.spec.name for p in held if p.replica] == ["embedding.tokens.weight"]
 
 

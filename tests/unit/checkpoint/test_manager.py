@@ -13,7 +13,7 @@ from megaframe.checkpoint import CheckpointWriter, open_checkpoint
 from megaframe.checkpoint.background import BackgroundCopier
 from megaframe.checkpoint.slices import Slice
 from megaframe.config import load
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.training.trainer import Trainer
 
@@ -32,7 +32,7 @@ def train(keys, seconds=0.0, after=None):
     """Run training with copies that take `seconds` longer. after: called with the trainer after
     each step."""
     config = load(None, keys)
-    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
     trainer = Trainer(config, mesh)
     step, copy = trainer._train_step, BackgroundCopier._copy
 

@@ -21,7 +21,7 @@ from megaframe.checkpoint.stores.peer_memory import (
 )
 from megaframe.checkpoint.stores.peer_memory_load import open_peer_memory
 from megaframe.config import load
-from megaframe.distributed.mesh import Mesh, global_rank, world_size
+from megaframe.distributed.mesh import Mesh, read_global_rank, read_world_size
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.training.trainer import Trainer
@@ -44,9 +44,9 @@ class Stopped(Exception):
 
 def train(keys, memory, stop=False, node_size=2):
     """Run training with a folder for each node's memory; return True if `stop` ended it."""
-    node = global_rank() // node_size
+    node = read_global_rank() // node_size
     config = load(None, [*keys, f"checkpoint.memory_dir={memory}/{node}"])
-    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
     trainer = Trainer(config, mesh)
     step = trainer._train_step
 
@@ -200,7 +200,7 @@ def copy_without_room(memory):
     """Save with a second rank that cannot write; return its messages and what is recalled."""
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
     memory_folder = MemoryFolder.create(memory / str(mesh.rank), memory)
-    group, run, full = mesh.new_control_group(), "0" * 16, torch.arange(8.0).view(4, 2)
+    group, run, full = mesh.make_control_group(), "0" * 16, torch.arange(8.0).view(4, 2)
     writer = PeerMemoryWriter(memory_folder, group, PeerRanks.for_rank(mesh.rank, 2, 1), run, None)
     mine = [part("a", full, ((2 * mesh.rank, 0), (2, 2)))]
     said = []
@@ -257,7 +257,7 @@ def test_a_record_is_what_was_written_or_none(data):
         memory_folder = MemoryFolder.create(Path(name), Path(name))
         mesh = Mesh(Layout(), device="cpu")
         writer = PeerMemoryWriter(
-            memory_folder, mesh.new_control_group(), PeerRanks(None, ()), "0" * 16, None
+            memory_folder, mesh.make_control_group(), PeerRanks(None, ()), "0" * 16, None
         )
         writer.save(1, [part("a", torch.ones(2), ((0,), (2,)))], {"x": [1.5]})
         writer.wait()

@@ -8,7 +8,7 @@ from megaframe.config import RunConfig
 from megaframe.data.loader import Loader
 from megaframe.data.microbatch import IGNORE
 from megaframe.distributed.collectives import barrier, receive, send
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.training.batches import Batches
 
@@ -26,8 +26,8 @@ def make(path, *, masked=True, **data):
         train={"seq": SEQ, "global_batch": BATCH, "microbatch": 1},
         data={"sources": [{"path": path}], "split": (1, 0, 0), "mask_eod": masked, **data},
     )
-    mesh = Mesh(Layout(data=world_size()), device="cpu", timeout=60)
-    loader = Loader(config, mesh.rank, world_size())
+    mesh = Mesh(Layout(data=read_world_size()), device="cpu", timeout=60)
+    loader = Loader(config, mesh.rank, read_world_size())
     return mesh, loader, Batches(loader, mesh.data_control_group, masked=masked)
 
 

@@ -15,7 +15,7 @@ from megaframe.data_parallel.compression import Bf16Codec, Int8Codec
 from megaframe.data_parallel.powersgd import as_matrix
 from megaframe.data_parallel.reducer_config import ReducerConfig
 from megaframe.distributed.collectives import barrier
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout, exchange_groups, exchange_steps
 
 STEPS = 6
@@ -84,7 +84,7 @@ def coded(mesh, kind, dtype, length):
     """Compare a sum and a part of one with their definition -> (equal, equal, bytes of the sum)."""
     codec, keys = CODED[kind]
     harness, here = Harness(mesh, length, dtype, **keys), mesh.rank
-    ranks, size = range(world_size()), math.ceil(length / world_size())
+    ranks, size = range(read_world_size()), math.ceil(length / read_world_size())
     every = [gradients(length, rank, 0, dtype) for rank in ranks]
     wide = [torch.nn.functional.pad(one, (0, size * len(ranks) - length)) for one in every]
 
@@ -134,7 +134,7 @@ def in_steps(every, sizes, again):
 def stepped(mesh, sizes, dtype, length):
     """Compare a sum in steps with its definition, and with the sum in fp64 -> (equal, equal, bytes,
     calls of a part)."""
-    codec, ranks, here = Bf16Codec(), world_size(), mesh.rank
+    codec, ranks, here = Bf16Codec(), read_world_size(), mesh.rank
     size = math.ceil(length / ranks)
     every = [gradients(length, rank, 0, dtype) for rank in range(ranks)]
     wide = [torch.nn.functional.pad(one, (0, size * ranks - length)) for one in every]
@@ -224,7 +224,7 @@ def test_coded_sums_are_the_quantised_ones_bit_by_bit(ranks, pool):
 
 def each(function, cases):
     """Return function(mesh, *case) for all cases, in one world."""
-    mesh = Mesh(Layout(data=world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout(data=read_world_size()), device="cpu", timeout=60)
     found = [function(mesh, *case) for case in cases]
     barrier(mesh.world)
     mesh.close()
@@ -233,7 +233,7 @@ def each(function, cases):
 
 def sums(mesh, make, keys):
     """Return three sums of the reducer, the true sums, and the bytes sent."""
-    harness, ranks = Harness(mesh, **keys), range(world_size())
+    harness, ranks = Harness(mesh, **keys), range(read_world_size())
     found = [harness.add(make(LENGTH, mesh.rank, step)) for step in range(3)]
     wanted = [sum(make(LENGTH, rank, step) for rank in ranks) for step in range(3)]
     return found, wanted, harness.group.traffic.take()[0]

@@ -12,7 +12,7 @@ from megaframe.distributed import device
 from megaframe.distributed.device import (
     explain_hidden_gpu,
     explain_unusable_gpu,
-    host_memory,
+    read_host_memory,
     select_device,
 )
 from megaframe.distributed.mesh import Mesh
@@ -163,10 +163,10 @@ def test_a_machine_without_gpus_or_with_hidden_ones_is_a_cpu(
 
 
 def test_memory_of_the_host_is_at_most_that_of_its_container(tmp_path):
-    whole = host_memory(tmp_path)
+    whole = read_host_memory(tmp_path)
     assert 2**28 < whole < 2**50
     limit = tmp_path / "sys/fs/cgroup/memory.max"
     limit.parent.mkdir(parents=True)
     for text, found in (("max", whole), (str(2**26), 2**26), (str(2**60), whole)):
         limit.write_text(text + "\n")
-        assert host_memory(tmp_path) == found
+        assert read_host_memory(tmp_path) == found

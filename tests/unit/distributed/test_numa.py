@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from megaframe.distributed.numa import (
+    assign_nodes,
     divide_cores,
+    find_node_at,
     format_ranges,
-    node_at,
-    node_cores,
-    nodes_by_rank,
+    read_node_cores,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,16 +47,16 @@ def numbers(text):
 
 
 def test_nodes_and_devices_are_read_as_the_kernel_writes_them(system):
-    known = node_cores(system)
+    known = read_node_cores(system)
     assert {node: format_ranges(cores) for node, cores in known.items()} == {
         0: "0-7,16-23",
         1: "8-15,24-31",
     }
-    found = {address: node_at(address.upper(), known, system) for address in GPUS}
+    found = {address: find_node_at(address.upper(), known, system) for address in GPUS}
     assert [*found.values()] == [0, 0, 1, None]
-    assert node_at("0000:00:00.0", known, system) is None
-    assert node_at("0000:d8:00.0", {0: known[0]}, system) == 0, "there is only one"
-    assert node_cores(system / "nothing") == {}
+    assert find_node_at("0000:00:00.0", known, system) is None
+    assert find_node_at("0000:d8:00.0", {0: known[0]}, system) == 0, "there is only one"
+    assert read_node_cores(system / "nothing") == {}
 
 
 @pytest.mark.parametrize(
@@ -73,20 +73,20 @@ def test_nodes_and_devices_are_read_as_the_kernel_writes_them(system):
     ],
 )
 def test_ranks_of_a_node_divide_its_allowed_cores(nodes, allowed, expected, system):
-    binding = divide_cores(nodes, node_cores(system), numbers(allowed), system)
+    binding = divide_cores(nodes, read_node_cores(system), numbers(allowed), system)
     assert [format_ranges(cores) for cores in binding.cores] == expected
 
 
 def test_without_gpus_ranks_are_spread_over_the_nodes_they_may_use(system):
-    known = node_cores(system)
-    assert nodes_by_rank(4, known, range(32)) == [0, 0, 1, 1]
-    assert nodes_by_rank(3, known, range(32)) == [0, 0, 1]
-    assert nodes_by_rank(2, known, range(8, 12)) == [1, 1]
-    assert nodes_by_rank(2, {}, range(8)) == [None, None]
+    known = read_node_cores(system)
+    assert assign_nodes(4, known, range(32)) == [0, 0, 1, 1]
+    assert assign_nodes(3, known, range(32)) == [0, 0, 1]
+    assert assign_nodes(2, known, range(8, 12)) == [1, 1]
+    assert assign_nodes(2, {}, range(8)) == [None, None]
 
 
 def test_the_log_says_where_the_ranks_of_a_machine_are(system):
-    binding = divide_cores([0, 0, 1, 1, None], node_cores(system), range(32), system)
+    binding = divide_cores([0, 0, 1, 1, None], read_node_cores(system), range(32), system)
     assert str(binding) == (
         "local ranks 0-1 on node 0 (cores 0-3,16-19 and 4-7,20-23), "
         "local ranks 2-3 on node 1 (cores 8-11,24-27 and 12-15,28-31)"

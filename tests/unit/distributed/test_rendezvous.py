@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from megaframe.distributed.rendezvous import fresh_store
+from megaframe.distributed.rendezvous import find_fresh_store
 
 
 def start(store, ranks, world, timeout=5.0):
@@ -15,7 +15,7 @@ def start(store, ranks, world, timeout=5.0):
 
     def run(rank):
         try:
-            found[rank] = fresh_store(store.clone(), rank, world, timeout)
+            found[rank] = find_fresh_store(store.clone(), rank, world, timeout)
         except RuntimeError:
             found[rank] = None
 

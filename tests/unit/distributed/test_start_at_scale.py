@@ -18,9 +18,9 @@ from megaframe.distributed import gloo_sockets
 from megaframe.distributed.failure_verdict import (
     MAX_REQUESTS_PER_SECOND,
     FailureVerdict,
+    compute_polling_interval,
     decode_ranks,
     encode_ranks,
-    polling_interval,
 )
 from megaframe.errors import UserError
 from megaframe.layout import Layout
@@ -79,18 +79,18 @@ def test_a_start_costs_rank_0_one_answer_to_all(pool):
 
 
 def test_who_does_not_come_is_named():
-    from test_rendezvous import HashStore, fresh_store
+    from test_rendezvous import HashStore, find_fresh_store
 
     store = HashStore()
     store.append("never", "")
     with pytest.raises(RuntimeError, match=r"^ranks 1, 2, 3 did not answer within 0.05 s$"):
-        fresh_store(store, 0, 4, 0.05)
+        find_fresh_store(store, 0, 4, 0.05)
 
 
 def test_very_many_ranks_look_less_often():
-    assert polling_interval(1.0, 4096) == 1.0 and polling_interval(0.1, 64) == 0.1
+    assert compute_polling_interval(1.0, 4096) == 1.0 and compute_polling_interval(0.1, 64) == 0.1
     for world in (1, 4096, 10**5):
-        assert world / polling_interval(0.1, world) <= MAX_REQUESTS_PER_SECOND
+        assert world / compute_polling_interval(0.1, world) <= MAX_REQUESTS_PER_SECOND
 
 
 @given(st.sets(st.integers(0, 60)))

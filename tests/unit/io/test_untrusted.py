@@ -12,7 +12,7 @@ from megaframe.errors import UserError, report_errors
 from megaframe.io.untrusted import (
     MAX_DEPTH,
     escape_unprintable,
-    integer_parser,
+    make_integer_parser,
     mask_secrets,
     open_file,
     parse_json,
@@ -107,7 +107,7 @@ def test_secrets_of_settings_are_masked_by_their_names():
 @pytest.mark.parametrize("text", ["0", "-1", "1_000", "١٢", "1.0", "", "65536", "9" * 5000, "²"])
 def test_a_number_in_an_argument_is_in_its_range(text, capsys):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=integer_parser(1, 65535))
+    parser.add_argument("--port", type=make_integer_parser(1, 65535))
     assert parser.parse_args(["--port", "65535"]).port == 65535
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(["--port", text])

@@ -10,7 +10,7 @@ from megaframe.architecture.attention import mean_keys
 from megaframe.architecture.spec import Normal, ParamSpec
 from megaframe.config import RunConfig
 from megaframe.metrics.flops import count_flops
-from megaframe.model.model_chunk import model_specs
+from megaframe.model.model_chunk import list_model_specs
 
 
 def config(model, **train):
@@ -19,7 +19,7 @@ def config(model, **train):
 
 def test_the_model_of_the_benchmarks():
     given_config = config({"layers": 6, "hidden": 512, "heads": 8, "vocab": 50304}, seq=256)
-    flops = count_flops(model_specs(given_config), given_config)
+    flops = count_flops(list_model_specs(given_config), given_config)
     # A layer has 4 matrices 512 x 512 (attention) and 2 of 512 x 2048 (MLP); the head 50304 x 512.
     matrices = 6 * (4 * 512 * 512 + 2 * 512 * 2048) + 50304 * 512
     assert matrices == 44_630_016
@@ -41,7 +41,7 @@ def test_gpt2_124m():
         },
         seq=1024,
     )
-    flops = count_flops(model_specs(given_config), given_config)
+    flops = count_flops(list_model_specs(given_config), given_config)
     # 12 layers of 12 x 768^2; the tied table counts once, as head; positions, norms, biases do not.
     matrices = 12 * 12 * 768**2 + 50257 * 768
     assert matrices == 123_532_032
@@ -54,14 +54,14 @@ def test_tying_the_head_changes_nothing():
     counts = []
     for tied in (False, True):
         given_config = config({**shape, "tie_embeddings": tied}, seq=16)
-        counts.append(count_flops(model_specs(given_config), given_config))
+        counts.append(count_flops(list_model_specs(given_config), given_config))
     assert counts[0] == counts[1]
 
 
 def test_recompute_adds_the_forward_of_the_blocks_but_not_of_the_head():
     shape = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 97, "window": 5}
     plain, again = (config(shape, seq=16, recompute=kind) for kind in ("none", "full"))
-    flops, more = (count_flops(model_specs(one), one) for one in (plain, again))
+    flops, more = (count_flops(list_model_specs(one), one) for one in (plain, again))
     head = 6 * 97 * 32
     assert (more.model, more.full_attention) == (flops.model, flops.full_attention)
     assert more.hardware == pytest.approx((flops.model - head) * 4 / 3 + head, rel=1e-14)
@@ -88,7 +88,7 @@ def test_every_layer_counts_the_keys_of_its_own_window():
     shape = {"layers": 5, "hidden": 32, "heads": 4, "vocab": 97, "mtp_depth": 2}
     keys = [64 - 64**2 / 2048, 512, 128 - 128**2 / 2048]
     mixed, none = (
-        count_flops(model_specs(one), one)
+        count_flops(list_model_specs(one), one)
         for one in (config({**shape, "window": (64, None, 128)}, seq=1024), config(shape, seq=1024))
     )
     assert mixed.full_attention == none.full_attention
@@ -96,7 +96,9 @@ def test_every_layer_counts_the_keys_of_its_own_window():
     assert none.model - mixed.model == saved
     alone = config({**shape, "window": (64,)}, seq=1024)
     number = config({**shape, "window": 64}, seq=1024)
-    assert count_flops(model_specs(alone), alone) == count_flops(model_specs(number), number)
+    assert count_flops(list_model_specs(alone), alone) == count_flops(
+        list_model_specs(number), number
+    )
 
 
 def test_without_a_window_half_of_the_square_counts():

@@ -13,7 +13,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import MetricsLogger
 from megaframe.metrics.records import StepRecords
-from megaframe.model.model_chunk import model_specs
+from megaframe.model.model_chunk import list_model_specs
 
 
 def work(folder):
@@ -58,7 +58,7 @@ def found(folder):
         train={"steps": 3, "seq": 16, "precision": "fp32"},
         model={"layers": 2, "hidden": 32, "heads": 4, "vocab": 97},
     )
-    meter = MetricsLogger(config, mesh, model_specs(config))
+    meter = MetricsLogger(config, mesh, list_model_specs(config))
     meter.note(f"note of rank {rank}")
     for step in (1, 2, 3):
         meter.start_step()

@@ -12,7 +12,7 @@ from megaframe.config import load
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.metrics.memory import allocator_metrics, explain_out_of_memory
+from megaframe.metrics.memory import explain_out_of_memory, read_allocator_metrics
 from megaframe.metrics.peak_flops import DevicePeak
 from megaframe.metrics.prometheus import PrometheusSink, to_exposition_format
 from megaframe.training.train_step import TrainStep
@@ -99,16 +99,16 @@ def test_out_of_memory_leaves_a_snapshot_on_a_gpu(tmp_path):
 def test_a_gpu_tells_of_fragmentation():
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = allocator_metrics(torch.device("cuda"))
+    before = read_allocator_metrics(torch.device("cuda"))
     kept = [torch.empty(3 << 20, dtype=torch.uint8, device="cuda") for _ in range(12)]
     del kept[::2]  # leaves holes of 3 MiB between used blocks
-    after = allocator_metrics(torch.device("cuda"))
+    after = read_allocator_metrics(torch.device("cuda"))
     assert after["reserved_bytes"] >= before["reserved_bytes"] + (36 << 20) - (20 << 20)
     assert after["fragmented_bytes"] >= 3 << 20
 
 
 def test_a_cpu_has_no_allocator_of_torchs_to_tell_of():
-    assert allocator_metrics(torch.device("cpu")) == {}
+    assert read_allocator_metrics(torch.device("cpu")) == {}
 
 
 def test_out_of_memory_says_what_held_it_and_what_to_change(overrides, monkeypatch):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megaframe.config import load
 from megaframe.data.loader import Loader
 from megaframe.distributed.collectives import Pending
-from megaframe.distributed.mesh import Mesh, global_rank, world_size
+from megaframe.distributed.mesh import Mesh, read_global_rank, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import MetricsLogger, StepTimer
 from megaframe.optim.optimizer import Optimizer
@@ -46,7 +46,7 @@ class OwnClock:
 
     def __init__(self, patch):
         self.now = 0
-        patch.setattr(StepTimer, "for_device", lambda device: StepTimer(self))
+        patch.setattr(StepTimer, "make_for_device", lambda device: StepTimer(self))
 
     def __call__(self):
         self.now += self.TICK
@@ -87,7 +87,7 @@ class Delays:
 
 def run(overrides, prepare):
     config = load(None, overrides)
-    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
     with pytest.MonkeyPatch.context() as patch:
         prepare(patch)
         Trainer(config, mesh).run()
@@ -150,7 +150,7 @@ def one_rank_of_four_is_late(line):
 
 
 def late(patch):
-    if global_rank() == 2:
+    if read_global_rank() == 2:
         slower(patch, TrainStep, "train", DELAY)
 
 
@@ -188,7 +188,7 @@ def slow_link(patch):
 
 
 def slow_stage(patch):
-    if global_rank() == 0:
+    if read_global_rank() == 0:
         slower(patch, Stage, "forward", SlowWork.latency)
 
 

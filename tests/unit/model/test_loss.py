@@ -8,10 +8,10 @@ from tolerances import assert_near, assert_within, growth, unit_roundoff
 from megaframe.architecture.spec import Box, Constant, ParamSpec, locate_shard
 from megaframe.data.microbatch import IGNORE
 from megaframe.distributed.collectives import ALONE
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.model import loss as loss_module
-from megaframe.model.loss import LossOptions, head_loss
+from megaframe.model.loss import LossOptions, compute_head_loss
 from megaframe.parameters.parameter import Parameter
 
 pytestmark = pytest.mark.numeric
@@ -35,7 +35,7 @@ def head(dtype, master):
 
 def loss_of(hidden, labels, weight, options=None, tensor=ALONE):
     scale = torch.tensor(SCALE, dtype=torch.float64)
-    return head_loss(hidden, labels, weight, options or LossOptions(), scale, tensor)
+    return compute_head_loss(hidden, labels, weight, options or LossOptions(), scale, tensor)
 
 
 def expected(hidden, labels, weight):
@@ -87,7 +87,7 @@ def surely(dtype, options):
     """Return the loss of increasingly sure predictions, and the gradient of this rank's logits
     [T, V]. The hidden states are the identity matrix, so the logits are the weight (transposed) and
     have the weight's gradient."""
-    mesh = Mesh(Layout(tensor=world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout(tensor=read_world_size()), device="cpu", timeout=60)
     tensor, tokens = mesh.group("tensor"), len(SURE)
     start, count = locate_shard(VOCAB, tensor.index, tensor.size)
     first, rows = locate_shard(tokens, tensor.index, tensor.size)

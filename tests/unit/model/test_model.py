@@ -153,7 +153,7 @@ def test_evaluation_is_the_plain_training_loss_without_dropout(build, make_micro
 def test_logits_give_the_loss(build, make_microbatch):
     built = build({"logit_softcap": 3.0})
     microbatch = make_microbatch(built.config)
-    logits = built.stage.head.logits(built.stage.compute_hidden(microbatch)).double()
+    logits = built.stage.head.compute_logits(built.stage.compute_hidden(microbatch)).double()
     labels = microbatch.labels_BS.flatten()
     valid = labels != IGNORE
     loss = torch.nn.functional.cross_entropy(logits[valid], labels[valid], reduction="sum")

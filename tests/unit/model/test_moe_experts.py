@@ -50,20 +50,20 @@ def test_in_8_bits_all_experts_at_once_are_each_alone(scaling, dtype, counts):
     width = 256 if scaling == "block" else 144  # 128 does not divide
     x, dy = random(sum(counts), 128), random(sum(counts), width)
     matrices, ends = random(len(counts), width, 128), torch.tensor(counts).cumsum(0).int()
-    made = eight.grouped_product(x, matrices, ends)
-    back = eight.grouped_input_gradient(dy, matrices, ends)
+    made = eight.multiply_grouped(x, matrices, ends)
+    back = eight.compute_grouped_input_gradient(dy, matrices, ends)
     written, added = torch.ones(2, len(counts), 2, width // 2, 128, dtype=dtype)
-    eight.grouped_gradient(dy, x, ends, written, False)
-    eight.grouped_gradient(dy, x, ends, added, True)
+    eight.compute_grouped_gradient(dy, x, ends, written, False)
+    eight.compute_grouped_gradient(dy, x, ends, added, True)
     start = 0
     for matrix, count, first, second in zip(matrices, counts, written, added, strict=True):
         rows, grad = slice(start, start + count), torch.zeros(width, 128, dtype=dtype)
         start += count
         if count:
-            wanted = eight.product(x[rows], matrix, gradient=False, matrix=True)
+            wanted = eight.multiply(x[rows], matrix, gradient=False, matrix=True)
             assert_near(made[rows], wanted, 128)
-            wanted = eight.product(dy[rows], matrix.t(), gradient=True, matrix=True)
+            wanted = eight.multiply(dy[rows], matrix.t(), gradient=True, matrix=True)
             assert_near(back[rows], wanted, width)
-            grad = eight.weight_gradient(dy[rows], x[rows])
+            grad = eight.compute_weight_gradient(dy[rows], x[rows])
         assert_near(first.view(width, 128), grad, count)
         assert_near(second.view(width, 128), grad + 1.0, count + 1)

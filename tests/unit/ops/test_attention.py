@@ -14,7 +14,7 @@ from tolerances import assert_near, unit_roundoff
 
 from megaframe.config import ModelConfig
 from megaframe.context_parallel.context import ContextParallel
-from megaframe.context_parallel.ring import RingMask, document_ends
+from megaframe.context_parallel.ring import RingMask, find_document_ends
 from megaframe.data.microbatch import Microbatch, zigzag
 from megaframe.distributed.collectives import Ring
 from megaframe.model.attention import _attend_locally
@@ -95,20 +95,20 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
     shape = (*query.shape[:3], value_width)
     d_out = torch.randn(shape, dtype=torch.float64, generator=generator)
     mask, places = AttentionMask(window, numbers), torch.arange(length)
-    wanted = whole(query, key, value, mask.dense(places, places), d_out)
+    wanted = whole(query, key, value, mask.make_dense(places, places), d_out)
     found = [torch.zeros_like(tensor) for tensor in (d_out, query, key, value)]
     parts = [zigzag(places, index, ranks, 0) for index in range(ranks)]
     for here, mine in enumerate(parts):
-        ends = document_ends(numbers, 2 * piece)
+        ends = find_document_ends(numbers, 2 * piece)
         ring_mask = RingMask(Ring(here, ranks), 2 * piece, mask, ends)
         out = torch.zeros_like(d_out[:, mine])
         lse = torch.full((BATCH, HEADS, len(mine)), -math.inf, dtype=torch.float64)
         order = [(here - step) % ranks for step in range(ranks)]
-        every = [(there, tile) for there in order for tile in ring_mask.tiles(there)]
+        every = [(there, tile) for there in order for tile in ring_mask.get_tiles(there)]
         for there, tile in every:
             rows, keys = tile.queries, parts[there][tile.keys]
             how = {"causal": tile.kind == "causal", "scale": SCALE}
-            dense = ring_mask.dense_tile(tile, there, query.device)
+            dense = ring_mask.make_dense_tile(tile, there, query.device)
             part = forward(query[:, mine[rows]], key[:, keys], value[:, keys], dense, **how)
             merge(out[:, rows], lse[:, :, rows], *part)
         found[0][:, mine] = out
@@ -121,7 +121,7 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
                 value[:, keys],
                 out[:, rows],
                 lse[:, :, rows],
-                ring_mask.dense_tile(tile, there, query.device),
+                ring_mask.make_dense_tile(tile, there, query.device),
                 causal=tile.kind == "causal",
                 scale=SCALE,
             )
@@ -148,7 +148,7 @@ def test_tiles_among_tokens_that_are_here_are_the_whole(
     query, key, value, numbers = samples(length, documents, generator, value_width)
     d_out = torch.randn(*query.shape[:3], value_width, dtype=torch.float64, generator=generator)
     mask, places = AttentionMask(window, numbers), torch.arange(length)
-    wanted = whole(query, key, value, mask.dense(places, places), d_out)
+    wanted = whole(query, key, value, mask.make_dense(places, places), d_out)
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_mask, "_QUERIES_PER_TILE", 4)
@@ -211,14 +211,16 @@ def test_tiles_are_computed_by_the_chosen_method(length, dtype, method, monkeypa
     for one size leaves the other as it was."""
     monkeypatch.setattr(cpu_attention, "_method_of", {})
     size = "long" if length == 1024 else "short"
-    if method in cpu_attention.methods_for(dtype):
+    if method in cpu_attention.list_methods(dtype):
         cpu_attention.use_methods(dtype, {size: method})
     query, kv = torch.randn(1, length, 1, 8), torch.randn(2, 1, length, 1, 8)
     heads_first = [x.to(dtype).transpose(1, 2) for x in (query, *kv)]
     pays = cpu_attention.is_faster(*heads_first[:2])
     assert pays == (method == "blocks" and dtype is not torch.float64)
     other = "short" if size == "long" else "long"
-    assert cpu_attention.methods_in_use(dtype)[other] == cpu_attention.default_method(dtype, other)
+    assert cpu_attention.get_methods_in_use(dtype)[other] == cpu_attention.get_default_method(
+        dtype, other
+    )
     how = {"causal": True, "scale": SCALE}
     found, _ = attend(query.to(dtype), *kv.to(dtype), None, **how)
     products, _ = cpu_attention.attend(*heads_first, **how)
@@ -245,7 +247,7 @@ def test_ranks_compute_equally_much_and_need_no_mask(ranks):
     for here in range(ranks):
         ring_mask = RingMask(Ring(here, ranks), length, AttentionMask(None, None), None)
         for there in range(ranks):
-            (tile,) = ring_mask.tiles(there)
+            (tile,) = ring_mask.get_tiles(there)
             queries, keys = (len(range(*s.indices(length))) for s in (tile.queries, tile.keys))
             assert tile.kind == ("causal" if here == there else "all")
             assert queries * keys == length**2 // (1 if here == there else 2)
@@ -257,11 +259,11 @@ def test_what_nobody_sees_is_not_computed():
     numbers = torch.arange(2 * ranks).repeat_interleave(piece).expand(BATCH, -1)
     for here in range(ranks):
         near = RingMask(Ring(here, ranks), 2 * piece, AttentionMask(piece, None), None)
-        ends = document_ends(numbers, 2 * piece)
+        ends = find_document_ends(numbers, 2 * piece)
         alone = RingMask(Ring(here, ranks), 2 * piece, AttentionMask(None, numbers), ends)
         for there in range(ranks):
-            assert bool(near.tiles(there)) == (abs(here - there) <= 1)
-            assert len(alone.tiles(there)) == 2 * (here == there)
+            assert bool(near.get_tiles(there)) == (abs(here - there) <= 1)
+            assert len(alone.get_tiles(there)) == 2 * (here == there)
 
 
 def test_a_microbatch_has_a_ring_mask_for_each_window_and_asks_for_documents_once(monkeypatch):

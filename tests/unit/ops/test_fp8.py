@@ -31,7 +31,7 @@ def test_numbers_of_the_type_are_multiplied_exactly(scaling, matrix, rows, width
     left, right = on_the_grid(rows, width, 0), on_the_grid(160, width, 1)
     eight = Fp8Matmul(scaling, NO_KERNELS)
     # Factors that are powers of two change only the scales.
-    made = eight.product(left * 0.25, right * 8.0, gradient=False, matrix=matrix)
+    made = eight.multiply(left * 0.25, right * 8.0, gradient=False, matrix=matrix)
     assert torch.equal(made, 2.0 * left @ right.t())
 
 
@@ -40,7 +40,7 @@ def test_numbers_of_the_type_are_multiplied_exactly(scaling, matrix, rows, width
 def test_the_error_is_that_of_two_roundings(scaling, gradient):
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(n, 300, generator=generator, dtype=torch.float64) for n in (70, 48))
-    made = Fp8Matmul(scaling, NO_KERNELS).product(left, right, gradient=gradient, matrix=False)
+    made = Fp8Matmul(scaling, NO_KERNELS).multiply(left, right, gradient=gradient, matrix=False)
     e4m3, e5m2 = (2.0**-4, 2.0**-3)  # half a unit in the last place
     of_left = e5m2 if gradient and scaling == "tensor" else e4m3
     relative = (1 + of_left) * (1 + e4m3) - 1
@@ -56,7 +56,7 @@ def test_rounding_is_that_of_quantisation_and_ties_go_to_even():
     eight = Fp8Matmul("row", NO_KERNELS)
     x = torch.full((1, 16), 0.0)
     x[0, :5] = torch.tensor([448.0, 17.0, 19.0, 1.0625, 1.1875])  # ties between grid numbers
-    made = eight.product(x, torch.eye(16) * 448.0, gradient=False, matrix=False) / 448.0
+    made = eight.multiply(x, torch.eye(16) * 448.0, gradient=False, matrix=False) / 448.0
     assert made[0, :5].tolist() == [448.0, 16.0, 20.0, 1.0, 1.25]
 
 

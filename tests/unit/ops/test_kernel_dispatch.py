@@ -99,7 +99,7 @@ def test_a_gpu_without_the_library_is_an_error_that_names_the_way_out(no_library
 
 
 def test_a_cpu_needs_the_library_only_for_what_is_named(no_library):
-    assert make_kernels(RunConfig(), CPU).active() == {}
+    assert make_kernels(RunConfig(), CPU).list_active() == {}
     for keys in ({"kernels": {"loss": "triton"}}, {"train": {"fp8": "row"}}):
         with pytest.raises(UserError, match=r"needs the library of kernels, which needs Triton"):
             make_kernels(RunConfig(**keys), CPU)
@@ -119,8 +119,8 @@ def test_what_a_kernel_refuses_is_said_once_with_the_reason():
     norm, router = said
     assert norm.startswith("kernel norm: torch in place of triton") and "torch.float64" in norm
     assert router.startswith("warning: kernel router: reference in place of triton")
-    assert "router not triton: torch.float64" in kernels.refusal("router", x, 2)
-    assert kernels.refusal("norm", x.float(), x[0].float()) is None
+    assert "router not triton: torch.float64" in kernels.explain_refusal("router", x, 2)
+    assert kernels.explain_refusal("norm", x.float(), x[0].float()) is None
 
 
 def test_8_bits_on_a_cpu_are_a_warning():

@@ -7,7 +7,7 @@ from tolerances import allowance, assert_near, assert_within, unit_roundoff
 from megaframe.ops import matmul as module
 from megaframe.ops.matmul import (
     KINDS,
-    libraries_for,
+    list_libraries,
     multiply,
     multiply_batched,
     multiply_batched_wide,
@@ -18,7 +18,7 @@ from megaframe.ops.matmul import (
 pytestmark = pytest.mark.numeric
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-CHOICES = [(dtype, library) for dtype in DTYPES for library in libraries_for(dtype)]
+CHOICES = [(dtype, library) for dtype in DTYPES for library in list_libraries(dtype)]
 SIZES = [
     (1, 1, 1),
     (5, 7, 3),
@@ -117,7 +117,7 @@ def test_written_or_added_in_pieces(rows, inner, columns, choice, add, piece, mo
 
 def test_fp32_on_a_cpu_keeps_fp32_precision():
     """No lower precision is used: tf32 would give errors of about 0.03."""
-    for library in libraries_for(torch.float32):
+    for library in list_libraries(torch.float32):
         take((torch.float32, library))
         left, right = operands(64, 4096, 64, torch.float32, transposed=False)
         wanted, _ = exactly(left, right)
@@ -127,7 +127,7 @@ def test_fp32_on_a_cpu_keeps_fp32_precision():
 def test_onednn_has_a_fast_routine_for_every_piece(capfd, monkeypatch):
     """oneDNN logs the routine of each product; its `ref` routine is a thousand times slower."""
     monkeypatch.setattr(module, "PIECE_BYTES", 4096)
-    if "onednn" in libraries_for(torch.float32):
+    if "onednn" in list_libraries(torch.float32):
         take((torch.float32, "onednn"))
     with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
         for rows, columns in ((16, 200), (200, 16)):

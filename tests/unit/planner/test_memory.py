@@ -10,7 +10,7 @@ from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch, look_ahead
 from megaframe.distributed.collectives import barrier
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.planner.activations import block_bytes
@@ -94,7 +94,7 @@ def allocated(precision, zero, model, optim=None, expert=1, bucket_size="auto"):
         parallel={"zero": zero, "expert": expert, "bucket_size": bucket_size},
         optim=optim or {},
     )
-    layout = Layout.from_parallel(config.parallel, world_size())
+    layout = Layout.from_parallel(config.parallel, read_world_size())
     mesh = Mesh(layout, device="cpu", timeout=60)
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(1)

@@ -45,8 +45,8 @@ def test_each_second_has_a_cause(tmp_path):
         clock.now += 1
         assert again.record_step(step, 0.0)["repeat"] == (step <= 10)
     whole = 2 + 10 + 30 + 15 + 3 + 7
-    assert again.summary().startswith(f"effective time {1 - (2 + 0.25 + 48 + 5) / whole:.1%} of")
-    assert all(cause in again.summary() for cause in CAUSES)
+    assert again.summarize().startswith(f"effective time {1 - (2 + 0.25 + 48 + 5) / whole:.1%} of")
+    assert all(cause in again.summarize() for cause in CAUSES)
 
 
 def test_a_new_run_forgets_and_torn_lines_do_no_harm(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaframe.config import ModelConfig, RunConfig, dump, load
-from megaframe.distributed.device import host_memory
+from megaframe.distributed.device import read_host_memory
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.training.auto_layout import choose_layout, choose_recomputed_blocks, find_cluster
@@ -135,7 +135,7 @@ def test_a_cpu_has_the_memory_of_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = made(tmp_path, parallel={"auto": False, "cluster": None}, run_device="cpu")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert find_cluster(config).chip.memory == host_memory() / 4
+    assert find_cluster(config).chip.memory == read_host_memory() / 4
     assert choose_layout(config, 4) == (config, [])
 
 

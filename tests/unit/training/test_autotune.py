@@ -29,7 +29,7 @@ FP32 = torch.float32
 TORCH = named_routines(FP32, "torch")
 OTHER = CPURoutines(
     type=str(FP32),
-    products={kind: matmul.libraries_for(FP32)[-1] for kind in matmul.KINDS},
+    products={kind: matmul.list_libraries(FP32)[-1] for kind in matmul.KINDS},
     attention={"short": "blocks", "long": "fused"},
 )
 """What no rule chooses by itself."""
@@ -113,13 +113,16 @@ def test_a_measurement_names_routines_that_this_machine_has(monkeypatch):
     monkeypatch.setattr(autotune, "time_waited", lambda: 0.0)  # whatever else runs here
     for dtype in (FP32, torch.bfloat16, torch.float16):
         matmul.use_libraries(dtype, {"dense": "torch"})
-        before = matmul.libraries_in_use(dtype), cpu_attention.methods_in_use(dtype)
+        before = matmul.get_libraries_in_use(dtype), cpu_attention.get_methods_in_use(dtype)
         found = autotune.measure(dtype)
         assert found.is_available(dtype)
         assert tuple(found.products) == matmul.KINDS
         assert tuple(found.attention) == cpu_attention.SIZES
-        assert set(found.attention.values()) <= set(cpu_attention.methods_for(dtype))
-        assert (matmul.libraries_in_use(dtype), cpu_attention.methods_in_use(dtype)) == before
+        assert set(found.attention.values()) <= set(cpu_attention.list_methods(dtype))
+        assert (
+            matmul.get_libraries_in_use(dtype),
+            cpu_attention.get_methods_in_use(dtype),
+        ) == before
 
 
 def test_a_measurement_is_made_once(clock, monkeypatch):
@@ -231,9 +234,9 @@ def test_a_key_and_deterministic_runs_fix_the_routines(monkeypatch):
     assert tune(config_of(library="torch"), None, mesh)[0] == TORCH
     assert tune(config_of(deterministic=True), None, mesh)[0] == TORCH
     named, lines = tune(config_of(library="onednn"), OTHER, mesh)
-    assert set(named.products.values()) == {matmul.libraries_for(FP32)[-1]}
+    assert set(named.products.values()) == {matmul.list_libraries(FP32)[-1]}
     assert "kernels.matmul=onednn" in lines[0] and "dense onednn" in lines[0]
-    assert matmul.libraries_in_use(FP32) == named.products
+    assert matmul.get_libraries_in_use(FP32) == named.products
     assert tune(config_of("fp64"), None, mesh) == (CPURoutines(), [])
 
 
@@ -244,7 +247,7 @@ def test_narrow_types_are_never_left_to_a_slow_routine(fast, monkeypatch):
     multiplies = matmul.has_fast_matmul
     monkeypatch.setattr(matmul, "has_fast_matmul", lambda x: fast if x in narrow else multiplies(x))
     for dtype in narrow:
-        assert ("torch" in matmul.libraries_for(dtype)) == fast
+        assert ("torch" in matmul.list_libraries(dtype)) == fast
         for library in ("torch", "onednn"):
             (found,) = set(named_routines(dtype, library).products.values())
             assert (found == "torch") == fast
@@ -259,7 +262,7 @@ def choose_on_a_rank(folder):
     mine = OTHER if mesh.rank == 0 else TORCH
     autotune.load_or_measure, kept = lambda dtype: (mine, ""), autotune.load_or_measure
     try:
-        return tune(config_of(), None, mesh)[0], matmul.libraries_in_use(FP32)
+        return tune(config_of(), None, mesh)[0], matmul.get_libraries_in_use(FP32)
     finally:
         autotune.load_or_measure = kept
         matmul.use_libraries(FP32, {})

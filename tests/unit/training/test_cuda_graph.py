@@ -64,7 +64,7 @@ def test_of_what_is_recorded_others_are_told_when_it_runs():
     progress._device_work.popleft()  # the work before the graph
     progress.begin_part("", "UPDATE")
     waiting = "waiting in all_reduce over data with rank 1"
-    assert str(progress.status(0)) == f"step 7, the graph on its device, {waiting}"
+    assert str(progress.read_status(0)) == f"step 7, the graph on its device, {waiting}"
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_a_dry_run_reads_a_tokenizer_only_for_the_size_of_the_vocabulary(dry):
 
 
 def test_a_host_that_is_too_small_gets_a_verdict_and_what_fits(dry, monkeypatch):
-    monkeypatch.setattr(auto_layout, "host_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr(auto_layout, "read_host_memory", lambda: 8 * 2**30)
     said = dry("--config", "gpt2-124m", "run.device=cpu", "train.microbatch=32")
     verdict = said[said.index("does not fit in memory: rank 0 needs ") :].splitlines()
     assert "its device (cpu) has 8.0 GiB" in verdict[0] and "error" not in said
@@ -204,7 +204,7 @@ def test_of_a_chip_of_unknown_speed_only_memory_is_told(gpu):
 
 
 def test_a_host_is_warned_of(monkeypatch):
-    monkeypatch.setattr(auto_layout, "host_memory", lambda: 4 * 2**30)
+    monkeypatch.setattr(auto_layout, "read_host_memory", lambda: 4 * 2**30)
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = load("gpt2-1.5b", ["run.device=cpu"])
     (line,) = check_memory(config, Layout(data=2))

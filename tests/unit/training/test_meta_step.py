@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import barrier
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.training.meta_step import AllocationTracker, measure_step, run_meta_step
 from megaframe.training.meta_step.meta_tensors import MetaTensorMode
@@ -29,7 +29,7 @@ def made(model, train, parallel, optim=None):
 def among_others(*sections):
     """Return what a rank of a real world counts."""
     config = made(*sections)
-    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
     with AllocationTracker() as ledger:
         found = measure_step(config, mesh, ledger)
     barrier(mesh.world)  # no rank closes connections that others use

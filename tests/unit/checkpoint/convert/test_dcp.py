@@ -35,7 +35,7 @@ from megaframe.checkpoint.manifest import DTYPES  # noqa: E402
 from megaframe.checkpoint.train_state import read_train_state  # noqa: E402
 from megaframe.config import RunConfig  # noqa: E402
 from megaframe.errors import UserError  # noqa: E402
-from megaframe.model.model_chunk import model_specs  # noqa: E402
+from megaframe.model.model_chunk import list_model_specs  # noqa: E402
 
 warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
 
@@ -378,7 +378,7 @@ def config():
 
 
 def test_a_config_makes_foreign_weights_those_of_a_run(config, tmp_path):
-    weights = {spec.name: torch.randn(spec.shape) for spec in model_specs(config)}
+    weights = {spec.name: torch.randn(spec.shape) for spec in list_model_specs(config)}
     torch_dcp.save(weights, checkpoint_id=tmp_path / "dcp", no_dist=True)
     done = dcp.import_checkpoint(tmp_path / "dcp", tmp_path / "ours", config)
     same(held(done.path), weights)
