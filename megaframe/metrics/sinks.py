@@ -23,7 +23,7 @@ from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.io.run_files import METRICS_FILE
 from megaframe.io.untrusted import open_file
-from megaframe.io.wandb_run import start_wandb_run
+from megaframe.io.wandb_run import InvalidWandbId, start_wandb_run
 
 Line = Mapping[str, Any]
 """The metrics of one step: numbers, None for unknown values, rows, and dicts of these."""
@@ -216,6 +216,8 @@ class WandbSink:
             )
         except ImportError:
             raise _make_missing_extra_error(f"meter.wandb={project}", "wandb") from None
+        except InvalidWandbId as error:
+            raise UserError(str(error)) from None
         self._run.define_metric("step", hidden=True)
         for name, summary in (("loss", "last"), ("eval_loss", "min"), ("mfu", "mean")):
             self._run.define_metric(name, step_metric="step", summary=summary)

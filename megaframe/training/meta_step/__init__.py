@@ -81,7 +81,7 @@ def measure_step(config: RunConfig, mesh: Mesh, ledger: AllocationTracker) -> Ra
     mesh.take_traffic()
     count = config.train.global_batch // (config.train.microbatch * mesh.layout.data)
     microbatches = [_microbatch(config)] * count
-    state, host = optimizer.memory_bytes()["optimizer"], optimizer.offload.host_bytes
+    state, host = optimizer.count_memory_bytes()["optimizer"], optimizer.offload.host_bytes
 
     def rooms() -> int:
         return buffers.receive_bytes + optimizer.offload.staging_bytes

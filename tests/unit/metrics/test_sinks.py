@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import resource
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -129,6 +131,14 @@ def test_tensorboard_shows_one_curve_after_a_resume(tmp_path):
     TensorBoardSink(tmp_path, 3).close()  # killed again before it wrote a step
     events.Reload()
     assert [event.step for event in events.Scalars("shifted")] == [1, 2, 3]
+
+
+def test_a_damaged_wandb_id_is_one_message(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=None))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "wandb.id").write_text("../../x\n")
+    with pytest.raises(UserError, match="holds no id"):
+        WandbSink(tmp_path, "project", RunConfig(), 1)
 
 
 def test_wandb_offline_holds_the_same_values_under_one_id(tmp_path, monkeypatch):
