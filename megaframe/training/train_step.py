@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.attention import exchanging_ranks
-from megaframe.architecture.experts import near_experts
+from megaframe.architecture.moe import near_experts
 from megaframe.architecture.pipeline import build_forward_schedule, build_step_schedule
 from megaframe.architecture.spec import copies_of
 from megaframe.architecture.stages import stage_costs, stage_plans
