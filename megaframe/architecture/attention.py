@@ -63,31 +63,27 @@ class SoftmaxAttention(MixerDescription):
     Attributes:
         hidden: Width of the stream.
         heads: Query heads.
-        window: How many tokens a query sees, with itself; None for all before it.
         bias: Whether the output product has a bias.
         norm_eps: Of the norms inside the layer.
         score_scale: Factor of the scores.
-        rotary_dim: Rotated dims of a head, 0 if nothing is rotated.
         init_std: Standard deviation of initial matrices.
         output_std: That of the output matrix.
     """
 
     hidden: int
     heads: int
-    window: int | None
     bias: bool
     norm_eps: float
     score_scale: float
-    rotary_dim: int
     init_std: float
     output_std: float
 
     name = "attention"
 
     @property
-    def rotary_width(self) -> int:
-        """The rotated dims."""
-        return self.rotary_dim
+    def rotary_dim(self) -> int:
+        """Rotated dims of a head, 0 if nothing is rotated."""
+        return 0 if self.rotary is None else self.rotary.width
 
     @property
     def query_width(self) -> int:
@@ -186,7 +182,7 @@ class AttentionDescription(SoftmaxAttention):
         """
         tensor, sharing = parallel.tensor, exchanging_ranks(parallel)
         ring = parallel.context > sharing
-        rotated, normalised = self.rotary_dim > 0, self.qk_norm
+        rotated, normalised = self.rotary is not None, self.qk_norm
         groups = max(self.kv_heads, tensor)
         queries, keys = self.heads * self.head_dim, groups * self.head_dim
         # The queries of several groups are not contiguous.

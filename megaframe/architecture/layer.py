@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
+from megaframe.architecture.rotary import RotaryDescription
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config.parallel import ParallelConfig
 
@@ -163,13 +164,18 @@ class FeedForwardDescription(LayerDescription):
         """Elements per token at its widest place."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class MixerDescription(LayerDescription):
-    """A layer in which tokens of a sample see each other, such as attention."""
+    """A layer in which tokens of a sample see each other, such as attention.
 
-    @property
-    def rotary_width(self) -> int:
-        """Rotated dims of a head, for which the microbatch has tables; 0 if nothing is rotated."""
-        return 0
+    Attributes:
+        window: How many tokens a token sees, with itself; None for all before it.
+        rotary: How queries and keys are rotated, for which the microbatch has tables; None if they
+            are not.
+    """
+
+    window: int | None = None
+    rotary: RotaryDescription | None = None
 
     @property
     def exchanged_elements(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megaframe.architecture.block import describe_block, describe_norm
+from megaframe.architecture.block import describe_block, describe_norm, list_mixers
 from megaframe.architecture.stages import StagePlan, stage_layers
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
@@ -132,11 +132,11 @@ def weight_pass_bytes(config: RunConfig, layers: Sequence[int]) -> int:
 
 def rotary_bytes(config: RunConfig) -> int:
     """Return the bytes of the cosines and sines of a microbatch, which all its samples share."""
-    model = config.model
-    if model.position != "rotary" or model.emulate is not None:
+    if config.model.emulate is not None:
         return 0
-    widths = {describe_block(model, layer).mixer.rotary_width for layer in range(model.layers)}
-    return config.train.seq * sum(widths) * DTYPE_BYTES[config.train.precision]
+    tables = {mixer.rotary for mixer in list_mixers(config.model)} - {None}
+    width = sum(table.width for table in tables if table is not None)
+    return config.train.seq * width * DTYPE_BYTES[config.train.precision]
 
 
 def predictor_bytes(config: RunConfig, index: int) -> int:

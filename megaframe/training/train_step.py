@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.attention import exchanging_ranks
+from megaframe.architecture.block import count_kv_copies
 from megaframe.architecture.moe import near_experts
 from megaframe.architecture.pipeline import build_forward_schedule, build_step_schedule
-from megaframe.architecture.spec import copies_of
 from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig
 from megaframe.context_parallel.context import ContextParallel
@@ -150,7 +150,7 @@ class TrainStep:
         ends = rank_of[0], rank_of[-1]
         shared = config.model.tie_embeddings or config.model.mtp_depth > 0
         twice = shared and ends[0] != ends[1]
-        copies = copies_of(config.model.kv_heads, mesh.layout.tensor)
+        copies = count_kv_copies(config.model, mesh.layout.tensor)
         if copies > 1:
             mesh.add_tensor_copies_group(copies)
         mesh.name_stages(rank_of)

@@ -12,6 +12,7 @@ from megaframe.architecture.attention import windows
 from megaframe.config.model import LatentAttentionConfig, ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.errors import find_nearest_divisors
+from megaframe.validate.blocks import check_each_block
 
 TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
 
@@ -23,6 +24,21 @@ def model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
         seq: Tokens per sample.
     """
     yield from window_mistakes(model)
+    yield from check_each_block(model, _shape_mistakes)
+    if model.position == "learned" and model.positions is not None and seq > model.positions:
+        yield (
+            f"train.seq={seq} is longer than the table of model.positions={model.positions}; "
+            f"use train.seq={model.positions} or fewer, or model.positions={seq}"
+        )
+    if model.position != "rotary" and model.rotary_scaling.kind != "none":
+        yield (
+            f"model.rotary_scaling.kind={model.rotary_scaling.kind} has no effect with "
+            f"model.position={model.position}; use model.rotary_scaling.kind=none"
+        )
+
+
+def _shape_mistakes(model: ModelConfig) -> Iterator[str]:
+    """Yield a message for each mistake in heads, widths and their rotation."""
     if model.heads % model.kv_heads and model.latent is None:
         yield (
             f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; "
@@ -39,16 +55,6 @@ def model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
         yield from _rotary_mistakes(model)
     if model.position == "rotary":
         yield from _rotary_scaling_mistakes(model)
-    if model.position == "learned" and model.positions is not None and seq > model.positions:
-        yield (
-            f"train.seq={seq} is longer than the table of model.positions={model.positions}; "
-            f"use train.seq={model.positions} or fewer, or model.positions={seq}"
-        )
-    if model.position != "rotary" and model.rotary_scaling.kind != "none":
-        yield (
-            f"model.rotary_scaling.kind={model.rotary_scaling.kind} has no effect with "
-            f"model.position={model.position}; use model.rotary_scaling.kind=none"
-        )
 
 
 def _rotary_mistakes(model: ModelConfig) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.layout import Layout, axis_sizes
+from megaframe.validate.blocks import block_mistakes
 from megaframe.validate.checkpoint import (
     checkpoint_url_mistakes,
     fault_mistakes,
@@ -52,6 +53,7 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
     sizes, layout_mistakes = axis_sizes(config.parallel, world)
     return [
         *layout_mistakes,
+        *block_mistakes(config.model, config.parallel.tensor),
         *model_mistakes(config.model, config.train.seq),
         *tensor_mistakes(config),
         *expert_mistakes(config),

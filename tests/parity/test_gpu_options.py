@@ -10,6 +10,7 @@ from host_waits import nobody_waits
 from parity_runs import MODELS, assert_same, assert_same_bits, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
@@ -115,7 +116,7 @@ def test_the_tables_of_rotation_come_to_a_device_once():
     found = []
     for _ in range(3):
         with _Moves() as moves:
-            Rotary(model, positions, torch.float32)
+            Rotary(describe_block(model, 0).mixer.rotary, positions, torch.float32)
         found.append(moves.times)
     assert found == [1, 0, 0]
 
