@@ -57,19 +57,19 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
         # A tied table is declared as an embedding, but it is also multiplied as the head.
         elements["head"] = Fraction(get_vocab_size(model) * model.hidden)
     depth = model.mtp_depth
-    every = range(model.layers + depth)
+    all_layers = range(model.layers + depth)
     per_key = 6 * model.heads * sum(head_widths(model))
-    seen = sum(mean_keys(seq, window_of(model, layer)) for layer in every)
-    blocks = 6 * float(elements["matrix"]) + per_key * seen
+    keys_per_query = sum(mean_keys(seq, window_of(model, layer)) for layer in all_layers)
+    blocks = 6 * float(elements["matrix"]) + per_key * keys_per_query
     head = 6 * float(elements["head"]) * (1 + depth)
     layers = [layer for plan in stage_plans(config) for layer in plan.blocks[: plan.recomputed]]
-    again = 0.0
+    recomputed = 0.0
     if config.train.recompute == "full":
         layers += range(model.layers, model.layers + depth)
-        again = 2.0 * depth * predictor_projection_elements(model)
-    again += sum(block_work(config, layer).forward for layer in layers)
+        recomputed = 2.0 * depth * predictor_projection_elements(model)
+    recomputed += sum(block_work(config, layer).forward for layer in layers)
     return Flops(
         model=blocks + head,
-        full_attention=6 * float(elements["matrix"]) + per_key * seq * len(every) + head,
-        hardware=blocks + head + again,
+        full_attention=6 * float(elements["matrix"]) + per_key * seq * len(all_layers) + head,
+        hardware=blocks + head + recomputed,
     )

@@ -258,7 +258,7 @@ def _compiler(
     config: RunConfig, tell: Callable[[str], None]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
     backend = config.train.compile
-    return None if backend == "none" else partial(Compiled, backend=backend, tell=tell)
+    return None if backend == "none" else partial(Compiled, backend=backend, notify=tell)
 
 
 def _links(rank_of: Sequence[int]) -> Iterator[tuple[int, int]]:
