@@ -216,7 +216,7 @@ def links(doctor: Doctor) -> None:
 
         small = torch.ones(2, device=mesh.device)
         large = torch.arange(doctor.large // 4, device=mesh.device, dtype=torch.int32)
-        trip = partial(there_and_back, first=first, out=out, back=back)
+        trip = partial(there_and_back, first=first, out=out, reverse=reverse)
         right = torch.equal(trip(large), large)
         latency = seconds(mesh, lambda: trip(small), _ROUNDS) / 2  # noqa: B023 (called at once)
         taken = seconds(mesh, lambda: trip(large), 3) / 2  # noqa: B023
@@ -238,11 +238,11 @@ def rings(doctor: Doctor) -> None:
         x = torch.full((doctor.large // 16,), float(doctor.rank), device=mesh.device)
         wrong = []
         for step in range(1, doctor.world + 1):
-            x = shift_ring(x, torch.empty_like(x), ring, back=back).wait()
+            x = shift_ring(x, torch.empty_like(x), ring, reverse=reverse).wait()
             source = (doctor.rank + (step if back else -step)) % doctor.world
             if not bool((x == source).all()):
                 wrong.append(step)
-        turn = partial(shift_ring, x, torch.empty_like(x), ring, back=back)
+        turn = partial(shift_ring, x, torch.empty_like(x), ring, reverse=reverse)
         taken = seconds(mesh, lambda: turn().wait(), 3)  # noqa: B023
         said = f"{x.nbytes / taken / 1e9:.2f} GB/s" if not wrong else f"wrong after steps {wrong}"
         doctor.find(name, not wrong, said, rate=x.nbytes / taken)
