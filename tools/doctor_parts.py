@@ -216,7 +216,7 @@ def links(doctor: Doctor) -> None:
 
         small = torch.ones(2, device=mesh.device)
         large = torch.arange(doctor.large // 4, device=mesh.device, dtype=torch.int32)
-        trip = partial(there_and_back, first=first, out=out, reverse=reverse)
+        trip = partial(there_and_back, first=first, out=out, back=back)
         right = torch.equal(trip(large), large)
         latency = seconds(mesh, lambda: trip(small), _ROUNDS) / 2  # noqa: B023 (called at once)
         taken = seconds(mesh, lambda: trip(large), 3) / 2  # noqa: B023
@@ -232,14 +232,14 @@ def rings(doctor: Doctor) -> None:
     """What goes around a ring of all ranks, in both directions, is that of the right rank."""
     mesh = doctor.mesh(context=doctor.world)
     _, ring = mesh.divide_context(1)
-    for back in (False, True):
-        name = "backwards" if back else "forwards"
+    for reverse in (False, True):
+        name = "backwards" if reverse else "forwards"
         doctor.begin(mesh, name)
         x = torch.full((doctor.large // 16,), float(doctor.rank), device=mesh.device)
         wrong = []
         for step in range(1, doctor.world + 1):
             x = shift_ring(x, torch.empty_like(x), ring, reverse=reverse).wait()
-            source = (doctor.rank + (step if back else -step)) % doctor.world
+            source = (doctor.rank + (step if reverse else -step)) % doctor.world
             if not bool((x == source).all()):
                 wrong.append(step)
         turn = partial(shift_ring, x, torch.empty_like(x), ring, reverse=reverse)

@@ -156,7 +156,7 @@ def measure(world: int) -> dict[str, float]:
         train_step = timed("model", model)
         group = mesh.group("data")
         timed("data", lambda: Loader(config, group.index, group.size).close())
-        slices = sum(1 for _ in train_step.optimizer.tensors(owned=True))
+        slices = sum(1 for _ in train_step.optimizer.list_tensors(owned=True))
         found["slices"] = slices
         found["manifest size"] = timed("manifest", lambda: _manifest(world, slices))
     torch.distributed.destroy_process_group()

@@ -33,7 +33,7 @@ class Training:
             f"{name}={active}" for name, active in train_step.kernels.list_active().items()
         ]
         for bucket in train_step.sharded_parameters.buckets:
-            for parameter, _, weights in bucket.pieces(bucket.weights, bucket.master_span):
+            for parameter, _, weights in bucket.iterate_pieces(bucket.weights, bucket.master_span):
                 init = parameter.spec.init
                 if isinstance(init, Normal):
                     weights.normal_(0.0, init.std)

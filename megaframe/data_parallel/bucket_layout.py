@@ -154,7 +154,9 @@ class BucketLayout:
         stage = self._config.parallel.zero
         shard_axes = (_SHARDS.get(axis, axis) for axis in spec.find_reduction_axes(sizes))
         precision = PRECISIONS[self._config.train.precision]
-        reducer = ReducerConfig.of(self._config.parallel, compress=spec.role not in _VECTORS)
+        reducer = ReducerConfig.from_parallel(
+            self._config.parallel, compress=spec.role not in _VECTORS
+        )
         if spec.role in _VECTORS:
             # Autograd saves gains and biases, so their values may not be withdrawn.
             stage = min(stage, 1)

@@ -130,7 +130,7 @@ class ShardedParameters:
             (b for b in self.trained if tied is not None and tied.parameter in b.parameters), None
         )
         self._gradients_divided = config.parallel.zero >= 2
-        plain = ReducerConfig.of(config.parallel, compress=True).uncompressed
+        plain = ReducerConfig.from_parallel(config.parallel, compress=True).uncompressed
         # A plain all-reduce at stage 0 is one transfer and needs no `advance`.
         self._in_parts = config.parallel.zero >= 1 or mesh.layout.data_replicate > 1 or not plain
         """Whether a reduction takes several transfers, or holds a buffer until it is done."""
@@ -145,21 +145,21 @@ class ShardedParameters:
         for bucket in self.buckets:
             bucket.initialize_weights(seed)
 
-    def expert_loads(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def list_expert_loads(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield for each router on this rank the name of its balance parameter, the load [E] of its
         experts in the last step over all ranks, and the parameter's value [E]."""
         for bucket in self.buckets:
             if bucket.parameters[0].spec.role == "balance":
-                loads = bucket.pieces(bucket.grad_sums, bucket.master_span)
-                values = bucket.pieces(bucket.weights, bucket.master_span)
+                loads = bucket.iterate_pieces(bucket.grad_sums, bucket.master_span)
+                values = bucket.iterate_pieces(bucket.weights, bucket.master_span)
                 for (parameter, _, load_E), (*_, value_E) in zip(loads, values, strict=True):
                     yield parameter.spec.name, load_E, value_E
 
-    def compression_state(self) -> Iterator[tuple[str, Tensor]]:
+    def list_compression_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what gradient compression carries over from step to step; only the same rank of the
         same layout can use it."""
         for bucket in self.buckets:
-            yield from bucket.compression_state()
+            yield from bucket.list_compression_state()
 
     # Values.
 

@@ -150,7 +150,7 @@ class FaultHandler:
     def needs_replay(self, update: UpdateResult) -> bool:
         """Return whether a step is to be run again with checks of every block
         (`faults.non_finite=replay`), because its update was skipped."""
-        return self._faults.non_finite == "replay" and not update.finite()
+        return self._faults.non_finite == "replay" and not update.is_finite()
 
     def report_replay(
         self,
@@ -170,7 +170,7 @@ class FaultHandler:
         samples = [microbatch.samples_B for microbatch in microbatches]
         text = f"step {step}: {self._describe_nonfinite(*first, samples)}; "
         update, maxima = replay
-        if update.finite():
+        if update.is_finite():
             text += "finite when rerun: a transient fault"
         else:
             text += f"the same when rerun: {self._locate(maxima, samples)}"
@@ -222,7 +222,7 @@ class FaultHandler:
     def _judge(self, metrics: StepValues) -> bool:
         step = self._unjudged.popleft()
         self.exit_signal = self.exit_signal or int(metrics["agreed/told"])
-        finite = step.update.finite()
+        finite = step.update.is_finite()
         text = f"step {step.step}"
         if not finite:
             reason = self._describe_nonfinite(step.update, step.maxima, step.samples)
@@ -268,7 +268,7 @@ class FaultHandler:
         self, update: UpdateResult, maxima: Sequence[PassMaximum], samples: Sequence[Tensor]
     ) -> str:
         """Describe which gradients of a step were not finite, and where that began. Collective."""
-        names = self._optimizer.nonfinite_parameters(update)
+        names = self._optimizer.find_nonfinite_parameters(update)
         subject = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
         subject = (
             f"gradients of {subject} are" if names else "the norm of all gradients together is"

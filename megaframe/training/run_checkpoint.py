@@ -136,14 +136,14 @@ class RunCheckpoint:
         only those that this rank saves."""
         return [
             Slice(name, spec.shape, box.offset, tensor)
-            for name, spec, box, tensor in self._optimizer.tensors(owned=owned_only)
+            for name, spec, box, tensor in self._optimizer.list_tensors(owned=owned_only)
         ]
 
     def list_compression_slices(self) -> list[Slice]:
         """Return what gradient compression on this rank keeps from step to step."""
         return [
             Slice(name, tuple(tensor.shape), (0,), tensor)
-            for name, tensor in self._parameters.compression_state()
+            for name, tensor in self._parameters.list_compression_state()
         ]
 
     def _load(self, source: Checkpoint) -> Restored:
@@ -175,7 +175,9 @@ class RunCheckpoint:
         with open_checkpoint(locate_checkpoint(location, "checkpoint.weights")) as checkpoint:
             saved = read_train_state(checkpoint).config
             # Optimizer state has names of its own; only the master weights bear the spec's.
-            weights = (piece for piece in self._optimizer.tensors() if piece[0] == piece[1].name)
+            weights = (
+                piece for piece in self._optimizer.list_tensors() if piece[0] == piece[1].name
+            )
             checkpoint.load(match_weights(weights, checkpoint, saved, self._config))
 
     def _refuse_to_begin_again(self) -> None:

@@ -72,7 +72,7 @@ class StepMetrics:
             specs,
             timer,
             start_step=start_step,
-            count_bytes=self._optimizer.memory_bytes,
+            count_bytes=self._optimizer.count_memory_bytes,
             kernels=train_step.kernels.record(),
             opening=[
                 *make_opening_lines(config, mesh, specs, loader.sizes),
@@ -95,7 +95,7 @@ class StepMetrics:
         if self._config.model.mtp_depth:
             record("mtp_loss", result.mtp_loss / valid, "sum")
         if self._experts is not None:
-            loads = self._sharded_parameters.expert_loads()
+            loads = self._sharded_parameters.list_expert_loads()
             for name, row, how in self._experts.make_records(loads, result.statistics, valid, step):
                 record(name, row, how)
         record("grad_norm", update.grad_norm, "last")

@@ -145,7 +145,7 @@ class Trainer:
                 self.checkpointer.finish(self.metrics.note, leaving=not self._is_at_end())
                 barrier(self.mesh.world)
             except torch.OutOfMemoryError as error:
-                memory, device = self.optimizer.memory_bytes(), self.mesh.device
+                memory, device = self.optimizer.count_memory_bytes(), self.mesh.device
                 raise explain_out_of_memory(self.mesh.rank, memory, device, self.folder) from error
             finally:
                 self.loader.close()
@@ -216,7 +216,7 @@ class Trainer:
         metrics, device = self.metrics, self.mesh.device
         metrics.start_step()
         with metrics.time("data"):
-            batch, valid = self.batches.next(self.fault_handler.is_skipped)
+            batch, valid = self.batches.take_next(self.fault_handler.is_skipped)
             microbatches = [move_to_device(microbatch, device) for microbatch in batch.microbatches]
             if self.step + 1 < self.config.train.steps:
                 self.batches.look_ahead()
@@ -247,7 +247,7 @@ class Trainer:
         state = TrainState(
             config=self.config,
             data=self.loader.state,
-            optimizer=self.optimizer.state(),
+            optimizer=self.optimizer.read_state(),
             loss=self._step_metrics.reduce_loss(),
             grad_norm=self._step_metrics.read_grad_norm(),
             history=self.fault_handler.history.save(),

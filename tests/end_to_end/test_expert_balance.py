@@ -49,7 +49,7 @@ def trained(balance):
         result = train_step.train([skewed(step)], step, 1 / (ROWS * SEQ))
         if step >= STEPS - LAST:
             losses.append(float(result.loss) / (ROWS * SEQ))
-            for name, load, _ in train_step.sharded_parameters.expert_loads():
+            for name, load, _ in train_step.sharded_parameters.list_expert_loads():
                 loads[name] = loads.get(name, 0.0) + load
     return np.mean(losses), max(float(load.max() / load.mean()) for load in loads.values())
 

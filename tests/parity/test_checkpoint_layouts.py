@@ -86,11 +86,11 @@ def rounded(tensor, *precisions):
 def save(model, parallel, folder):
     """Draw every tensor, and save a checkpoint."""
     mesh, optimizer, _ = built(model, parallel)
-    for name, spec, box, tensor in optimizer.tensors():
+    for name, spec, box, tensor in optimizer.list_tensors():
         tensor.copy_(drawn(name, spec.shape)[box.slices])
     given = {"rank": mesh.rank, "world": mesh.layout.world, "store": mesh.store}
     writer = CheckpointWriter(folder, **given, keep=1, timeout=60)
-    pieces = optimizer.tensors(owned=True)
+    pieces = optimizer.list_tensors(owned=True)
     writer.save(1, [Slice(name, spec.shape, box.offset, t) for name, spec, box, t in pieces], {})
     writer.wait()
     mesh.close()
@@ -104,7 +104,7 @@ def load(model, parallel, sources):
     mesh, optimizer, precision = built(model, parallel)
     wrong, kinds = [], set()
     for path, saved_in in sources:
-        pieces = list(optimizer.tensors())
+        pieces = list(optimizer.list_tensors())
         for *_, tensor in pieces:
             tensor.fill_(torch.nan)
         with open_checkpoint(path) as checkpoint:

@@ -74,7 +74,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
         mine = share(batch, config.train.microbatch, group.index, group.size, False)
         valid = max(1, int((batch.labels_BS != IGNORE).sum()))
         result = train_step.train(mine, step, train_step.optimizer.loss_scale / valid)
-        assert result.update.finite() == (step != SICK)
+        assert result.update.is_finite() == (step != SICK)
         numbers = [result.loss, result.mtp_loss, result.update.grad_norm]
         numbers += [number for tally in result.statistics for number in tally.counts.values()]
         found.append([*numbers, *(sign.largest for sign in result.maxima)])
@@ -97,17 +97,17 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
                 found.append([train_step.evaluate(mine)])
 
     train_to(KEPT, 0)
-    kept = [x.clone() for *_, x in train_step.optimizer.tensors()]
-    state = train_step.optimizer.state()
+    kept = [x.clone() for *_, x in train_step.optimizer.list_tensors()]
+    state = train_step.optimizer.read_state()
     train_to(STEPS, KEPT)
     for again in range(2):
         if again:
             train_step = begun(config, mesh, graphs, told, order)
-        for (*_, x), value in zip(train_step.optimizer.tensors(), kept, strict=True):
+        for (*_, x), value in zip(train_step.optimizer.list_tensors(), kept, strict=True):
             x.copy_(value)
         train_step.optimizer.load_state(state)
         train_to(KEPT + _EAGER + 3 if again else KEPT + 1, KEPT)
-    found.append([x for *_, x in train_step.optimizer.tensors()])
+    found.append([x for *_, x in train_step.optimizer.list_tensors()])
     found = [[x.to("cpu", copy=True) for x in numbers] for numbers in found]
     mesh.close()
     return found, told, order

@@ -32,7 +32,7 @@ def built(parallel, precision, microbatch=2, **optim):
 
 
 def state(train_step):
-    return [tensor.clone() for _, _, _, tensor in train_step.optimizer.tensors()]
+    return [tensor.clone() for _, _, _, tensor in train_step.optimizer.list_tensors()]
 
 
 def damaged(parallel, rank):
@@ -46,8 +46,8 @@ def damaged(parallel, rank):
         value = last.blocks[-1].mlp.down.weight.value
         kept, value[0, 0] = value[0, 0].clone(), torch.nan
     result = train_step.train(microbatches, 0, 1.0)
-    finite = result.update.finite()
-    names = train_step.optimizer.nonfinite_parameters(result.update)
+    finite = result.update.is_finite()
+    names = train_step.optimizer.find_nonfinite_parameters(result.update)
     where = locate_nonfinite(result.maxima, len(train_step.rank_of), mesh.world, mesh.device)
     if mesh.rank == rank and parallel.get("zero", 0) < 3:
         value[0, 0] = kept
@@ -85,9 +85,9 @@ def overflowing(zero):
         scales.append(float(scale))
         result = train_step.train(microbatches, step, scale / 40)
     place = locate_nonfinite([], 1, mesh.world, mesh.device)
-    updates = train_step.optimizer.state().updates
+    updates = train_step.optimizer.read_state().updates
     kept = {}
-    for name, _, box, piece in train_step.optimizer.tensors():
+    for name, _, box, piece in train_step.optimizer.list_tensors():
         kept.setdefault(name, []).append((box, piece.clone()))
     norm = float(result.update.grad_norm)
     mesh.close()

@@ -100,7 +100,7 @@ def overflowing(zero, offload):
         for step in range(14):
             scales.append(float(train_step.optimizer.loss_scale))
             train_step.train(microbatches, step, scales[-1] / 40)
-            kept.append([piece.clone() for *_, piece in train_step.optimizer.tensors()])
+            kept.append([piece.clone() for *_, piece in train_step.optimizer.list_tensors()])
     mesh.close()
     return scales, kept
 
@@ -195,7 +195,7 @@ def rooms(zero):
     """Train one offloaded step -> bytes of the rooms, of the largest chunk, of what is away, of the
     weights, and what the device holds."""
     largest = 0
-    plain = Moments.chunks
+    plain = Moments.iterate_chunks
 
     def watched(moments, weights, *arguments, **options):
         nonlocal largest
@@ -204,16 +204,16 @@ def rooms(zero):
             yield span, mine, found
 
     with kept_away():
-        Moments.chunks = watched
+        Moments.iterate_chunks = watched
         try:
             mesh, train_step, microbatches = built({"zero": zero}, "bf16", offload=True, ema=0.9)
             train_step.train(microbatches, 0, 1.0)
         finally:
-            Moments.chunks = plain
+            Moments.iterate_chunks = plain
         offload = train_step.optimizer.offload
         weights = sum(bucket.weights.nbytes for bucket in train_step.sharded_parameters.buckets)
         mesh.close()
-        held = train_step.optimizer.memory_bytes()
+        held = train_step.optimizer.count_memory_bytes()
         return offload.staging_bytes, largest, offload.host_bytes, weights, held
 
 

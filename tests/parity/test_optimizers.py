@@ -173,13 +173,13 @@ def boxes_known(parallel):
         for shard in found:
             rule, bucket = shard.rule, shard.bucket
             numbers = {p: n for n, p in enumerate(bucket.parameters)}
-            kept = bucket.pieces(bucket.weights, bucket.master_span)
-            own = bucket.pieces(bucket.owned_grad_sums, bucket.owned_span)
+            kept = bucket.iterate_pieces(bucket.weights, bucket.master_span)
+            own = bucket.iterate_pieces(bucket.owned_grad_sums, bucket.owned_span)
             here = [
                 [MatrixPiece(numbers[p], box) for p, box, _ in pieces] for pieces in (own, kept)
             ]
             every = [
-                list(each) for each in zip(rule._pieces.sent, rule._pieces.wanted, strict=True)
+                list(each) for each in zip(rule._pieces.sent, rule._pieces.received, strict=True)
             ]
             known.append((every, rule._group.ranks, here))
         return known

@@ -19,7 +19,7 @@ from megaframe.optim.elementwise import (
     MomentumOptions,
 )
 from megaframe.optim.optimizer_state import MomentStorage
-from megaframe.optim.state_dtype import state_codecs
+from megaframe.optim.state_dtype import make_state_codecs
 from megaframe.optim.update_rule import OptimizerShard, UpdateStep
 from megaframe.parameters.parameter import PRECISIONS, Parameter
 
@@ -113,7 +113,7 @@ def tiny(zero):
     used, unused = (
         Parameter(ParamSpec(name, (3,), Constant(100.0), role="matrix")) for name in ("a", "b")
     )
-    storage, rates = MomentStorage(*state_codecs("master")), GroupRates()
+    storage, rates = MomentStorage(*make_state_codecs("master")), GroupRates()
     bucket = Bucket(
         [used, unused],
         [Box((0,), (3,))] * 2,

@@ -92,7 +92,7 @@ def run(
     traffic = group.traffic.take()
     evaluation = float(all_reduce(train_step.evaluate(mine).sum(), everywhere).wait()) / valid
     weights = {}
-    for name, _, box, piece in train_step.optimizer.tensors():
+    for name, _, box, piece in train_step.optimizer.list_tensors():
         weights.setdefault(name, []).append((box, piece.to("cpu", copy=True)))
     mesh.close()
     return Result(losses, norms, evaluation, weights, traffic)

@@ -126,7 +126,7 @@ def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, ma
         loss = loss + aside / valid
     weights = {}
     for bucket in built.sharded_parameters.buckets:
-        for parameter, _, piece in bucket.pieces(bucket.weights, bucket.master_span):
+        for parameter, _, piece in bucket.iterate_pieces(bucket.weights, bucket.master_span):
             weights[parameter.spec.name] = piece.clone().requires_grad_()
     expected = reference.loss(weights, built.config, microbatch)
     expected.backward()
@@ -135,7 +135,7 @@ def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, ma
     gradients_of = (weight.grad for weight in weights.values() if weight.grad is not None)
     size = max(float(gradient.abs().max()) for gradient in gradients_of)
     for bucket in built.sharded_parameters.buckets:
-        for parameter, _, grad in bucket.pieces(bucket.grad_sums, bucket.master_span):
+        for parameter, _, grad in bucket.iterate_pieces(bucket.grad_sums, bucket.master_span):
             wanted = weights[parameter.spec.name].grad
             if parameter.spec.role == "balance":
                 assert grad.sum() == built.config.model.moe.top_k * valid

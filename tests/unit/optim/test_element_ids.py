@@ -21,7 +21,7 @@ def spec(name, shape):
 def whole(one):
     """Return the numbers of a whole parameter, in its shape."""
     box = Box((0,) * len(one.shape), one.shape)
-    partition = BucketPartition.of([box], 1, 1, 0, divided=False)
+    partition = BucketPartition.divide([box], 1, 1, 0, divided=False)
     return ElementIds([one], partition, SEED)(slice(0, box.size), CPU).view(one.shape)
 
 
@@ -41,12 +41,12 @@ def test_every_piece_has_the_numbers_of_its_place_in_the_whole(parts, ranks, chu
     specs = [spec(f"p{index}", shape) for index, (shape, _) in enumerate(parts)]
     boxes = [box for _, box in parts]
     for rank in range(ranks):
-        partition = BucketPartition.of(boxes, 8, ranks, rank, divided=True)
+        partition = BucketPartition.divide(boxes, 8, ranks, rank, divided=True)
         element_ids, length = ElementIds(specs, partition, SEED), partition.master_span.stop
         length -= partition.master_span.start
         chunks = [slice(i, min(i + chunk, length)) for i in range(0, length, chunk)]
         found = torch.cat([element_ids(span, CPU) for span in chunks])
-        for index, box, place in partition.pieces(partition.master_span):
+        for index, box, place in partition.iterate_pieces(partition.master_span):
             assert torch.equal(found[place].view(box.shape), whole(specs[index])[box.slices])
             found[place] = 0
         assert not found.any()

@@ -20,8 +20,8 @@ from megaframe.optim.state_dtype import (
     BLOCK,
     Bfloat16Codec,
     BlockwiseCodec,
-    rounding_draws,
-    state_codecs,
+    compute_rounding_draws,
+    make_state_codecs,
 )
 from megaframe.optim.state_offload import NO_OFFLOAD, HostOffload, offload_to_host
 from megaframe.optim.update_rule import UpdateStep
@@ -53,7 +53,7 @@ def is_square(code):
 @pytest.mark.parametrize("averaged", [False, True])
 def test_weights_are_rounded_as_they_are_updated(name, averaged):
     kernels = make_kernels(RunConfig(kernels={"update": name}), torch.device("cpu"))
-    weights, keeping = torch.randn(3000), MomentStorage(*state_codecs("master"))
+    weights, keeping = torch.randn(3000), MomentStorage(*make_state_codecs("master"))
     changes = [AdamW(OPTIONS, keeping, kernels), *([WeightAverage(0.9)] if averaged else [])]
     rule, rounded = ElementwiseRule(weights, changes, keeping), weights.bfloat16()
     for number, skip in ((1, 0.0), (2, 1.0), (3, 0.0)):
@@ -68,7 +68,7 @@ def test_weights_are_rounded_as_they_are_updated(name, averaged):
 @given(st.integers(0, 2**31), st.integers(1, 3 * BLOCK))
 def test_what_is_kept_is_near_and_keeps_itself(code, seed, count):
     values = values_of(seed, count, is_square(code))
-    kept = code.encode(values, rounding_draws(torch.arange(count), seed))
+    kept = code.encode(values, compute_rounding_draws(torch.arange(count), seed))
     found = code.decode(kept, count, torch.float32)
     inside = values.abs() > 1.1e-6 * values.abs().max()
     assert ((found - values).abs()[inside] <= 0.12 * values.abs()[inside]).all()
@@ -89,7 +89,7 @@ def test_rounding_is_true_on_average_over_elements_and_over_steps(code):
             values[::BLOCK] = 1.0  # the largest number of each block
             if spread.stop == 1:
                 values = torch.tensor([1.0, value])
-            chance = rounding_draws(torch.arange(7, 7 + len(values)), number)
+            chance = compute_rounding_draws(torch.arange(7, 7 + len(values)), number)
             found = code.decode(code.encode(values, chance), len(values), torch.float32)
             total += float(found[values < 1.0].double().mean())
             neighbours |= set(found[values < 1.0].tolist())
@@ -106,16 +106,16 @@ def test_a_slow_average_reaches_what_it_averages(code):
     weights = torch.empty(BLOCK)
     optimizer_state = Moments(weights, {"a": code}, MomentStorage(code, code))
     for number in range(1, 1500):
-        for _, _, found in optimizer_state.chunks(weights, make_step(number)):
+        for _, _, found in optimizer_state.iterate_chunks(weights, make_step(number)):
             found["a"].lerp_(torch.ones(BLOCK), 0.002)
-    ((_, _, found),) = list(optimizer_state.chunks(weights, make_step(0, skip=1.0)))
+    ((_, _, found),) = list(optimizer_state.iterate_chunks(weights, make_step(0, skip=1.0)))
     assert float(found["a"].mean()) == pytest.approx(1 - 0.998**1499, rel=0.01)
 
 
 @pytest.mark.parametrize(("state", "most"), [("master", 8.0), ("bf16", 4.0), ("int8", 2.04)])
 def test_bytes_of_an_element(state, most):
     weights = torch.zeros(64 * BLOCK)
-    rule = adamw(weights, MomentStorage(*state_codecs(state)))
+    rule = adamw(weights, MomentStorage(*make_state_codecs(state)))
     assert sum(tensor.nbytes for tensor in rule.state.values()) <= most * len(weights)
 
 
@@ -137,7 +137,7 @@ def test_state_in_host_memory_gives_the_same_bits(state, count):
         weights, rounded = first.clone(), torch.empty(count, dtype=torch.bfloat16)
         with late():
             offload = NO_OFFLOAD if kind is None else kind(first.device)
-            rule = adamw(weights, MomentStorage(*state_codecs(state), offload))
+            rule = adamw(weights, MomentStorage(*make_state_codecs(state), offload))
             for number, gradient in enumerate(grads, 1):
                 step = make_step(number)
                 rule.update(weights, gradient.clone(), step, rounded if mixed else None)
@@ -162,7 +162,7 @@ def test_a_gpu_gets_the_bits_that_it_keeps_itself(state, monkeypatch):
     for offload in (NO_OFFLOAD, offload_to_host(device)):
         (weights,) = offload.store((first.to("cpu" if offload.device else device, copy=True),))
         rounded = torch.empty(count, dtype=torch.bfloat16, device=device)
-        rule = adamw(weights, MomentStorage(*state_codecs(state), offload))
+        rule = adamw(weights, MomentStorage(*make_state_codecs(state), offload))
         for number, gradient in enumerate(grads, 1):
             step = make_step(number)
             step = replace(step, divisor=step.divisor.cuda(), skip=step.skip.cuda())
@@ -212,11 +212,11 @@ def test_state_goes_from_one_type_to_another(saved, loaded, build, make_microbat
     )
     for step in range(3):
         take_step(one, make_microbatch(one.config, step), step)
-    held = {key: tensor.clone() for key, _, _, tensor in one.optimizer.tensors(owned=True)}
-    for key, _, _, tensor in other.optimizer.tensors():
+    held = {key: tensor.clone() for key, _, _, tensor in one.optimizer.list_tensors(owned=True)}
+    for key, _, _, tensor in other.optimizer.list_tensors():
         tensor.copy_(held[key])
-    other.optimizer.load_state(one.optimizer.state())
-    for key, _, _, tensor in other.optimizer.tensors(owned=True):
+    other.optimizer.load_state(one.optimizer.read_state())
+    for key, _, _, tensor in other.optimizer.list_tensors(owned=True):
         exact = saved == loaded or loaded == "master" or not key.startswith("optimizer.")
         near = {"rtol": 0, "atol": 0} if exact else {"rtol": 0.12, "atol": 1e-6}
         torch.testing.assert_close(tensor.float(), held[key].float(), **near)

@@ -21,12 +21,12 @@ from megaframe.optim.elementwise import (
 )
 from megaframe.optim.muon import orthogonalize
 from megaframe.optim.optimizer_state import MomentStorage
-from megaframe.optim.state_dtype import state_codecs
+from megaframe.optim.state_dtype import make_state_codecs
 from megaframe.optim.update_rule import UpdateStep
 
 pytestmark = pytest.mark.numeric
 
-KEEPING = MomentStorage(*state_codecs("master"))
+KEEPING = MomentStorage(*make_state_codecs("master"))
 
 
 def make_step(number, lr=0.1, divisor=1.0, skip=0.0):
@@ -127,7 +127,7 @@ def test_muon_is_its_definition_for_matrices_and_adamw_for_the_rest(build, make_
         grads = {  # AdamW does not change its gradients
             parameter.spec.name: (parameter.spec.role, grad.clone())
             for bucket in adamw.sharded_parameters.buckets
-            for parameter, _, grad in bucket.pieces(bucket.grad_sums, bucket.master_span)
+            for parameter, _, grad in bucket.iterate_pieces(bucket.grad_sums, bucket.master_span)
         }
         take_step(muon, make_microbatch(muon.config, step), step)
         for name, weights in weights_of(muon).items():
@@ -222,7 +222,7 @@ def test_frozen_parameters_stay_and_cost_nothing(build, make_microbatch):
         names = [parameter.spec.name for parameter in shard.bucket.parameters]
         if shard.rule is None:
             assert not len(shard.bucket.grad_sums), names
-    keys = {key for key, _, _, _ in built.optimizer.tensors()}
+    keys = {key for key, _, _, _ in built.optimizer.list_tensors()}
     assert "optimizer.mean/blocks.1.mlp.up.weight" in keys
     assert "optimizer.mean/blocks.0.mlp.up.weight" not in keys
     assert "blocks.0.mlp.up.weight" in keys
@@ -253,7 +253,7 @@ def test_the_average_is_its_definition(build, make_microbatch):
             expected[name] = 0.8 * expected[name] + 0.2 * weights
     found = {
         key.removeprefix("optimizer.ema/"): tensor
-        for key, _, _, tensor in built.optimizer.tensors()
+        for key, _, _, tensor in built.optimizer.list_tensors()
         if key.startswith("optimizer.ema/")
     }
     assert found.keys() == expected.keys()
