@@ -210,7 +210,7 @@ def test_a_run_that_lost_its_lock_is_told_and_leaves_the_folder_alone(take_lock,
         return lock._lost_message
 
     wait_until(lost)
-    with pytest.raises(UserError, match="take_lock over by process 4242 on host elsewhere"):
+    with pytest.raises(UserError, match="taken over by process 4242 on host elsewhere"):
         lock.check()
     lock.release()
     assert content(home) == other
