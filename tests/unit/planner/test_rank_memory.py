@@ -214,12 +214,14 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
         assert step.buffers == pytest.approx(buffers, rel=0.01)
         assert step.optimizer == pytest.approx(plan.optimizer, rel=0.01)
         assert step.host == pytest.approx(plan.host, rel=0.01)
-        assert step.rooms == pytest.approx(plan.rooms, rel=0.01)
+        assert step.staging == pytest.approx(plan.rooms, rel=0.01)
         kept_bytes = plan.activations + plan.messages
         # Experts also keep the indices of their routes, and latents a whole part of the keys.
         small = config.model.moe is not None or config.model.latent is not None
-        assert step.kept == pytest.approx(kept_bytes, rel=0.03 if small else 0.01, abs=numbers)
-        total = step.buffers + step.optimizer + step.kept
+        assert step.activations == pytest.approx(
+            kept_bytes, rel=0.03 if small else 0.01, abs=numbers
+        )
+        total = step.buffers + step.optimizer + step.activations
         assert total == pytest.approx(buffers + plan.optimizer + kept_bytes, rel=0.01)
         if traffic:
             place = layout.coordinate(rank)["pipeline"]

@@ -84,7 +84,11 @@ def test_alone_or_among_others_a_rank_counts_the_same(name, pool):
         # A CPU keeps layernorm's statistics in fewer bits; gloo keeps sent messages until the end
         # of the step.
         sent = measured.traffic.get("pipeline", 0)
-        assert 0.99 * measured.kept - sent <= predicted.kept <= 1.01 * measured.kept
+        assert (
+            0.99 * measured.activations - sent
+            <= predicted.activations
+            <= 1.01 * measured.activations
+        )
 
 
 @pytest.mark.quick(when=lambda name: name == "experts, zero 3")
@@ -98,18 +102,18 @@ def test_experts_are_counted_as_if_equally_busy(name, pool):
         assert predicted.traffic.keys() == measured.traffic.keys()
         for axes, size in measured.traffic.items():
             assert predicted.traffic[axes] == pytest.approx(size, rel=0.25), axes
-        total = measured.buffers + measured.rooms
+        total = measured.buffers + measured.staging
         assert predicted.buffers <= total and predicted.buffers == pytest.approx(
             measured.buffers, rel=0.1
         )
         assert predicted.optimizer == measured.optimizer
-        assert predicted.kept == pytest.approx(measured.kept, rel=0.1)
+        assert predicted.activations == pytest.approx(measured.activations, rel=0.1)
 
 
 def test_what_is_put_away_is_not_counted_and_what_needs_a_gpu_is_left_out():
     def kept(**train):
         config = made(LLAMA, {"recompute": "full", **train}, {})
-        return run_meta_step(config, Layout(), 0).kept
+        return run_meta_step(config, Layout(), 0).activations
 
     inputs = 2 * 32 * 64 * 2  # two blocks, in bf16
     assert kept() - kept(offload=True) == inputs
