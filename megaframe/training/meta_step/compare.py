@@ -51,7 +51,7 @@ def _memory(
 ) -> Iterator[ComparisonRow]:
     many = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(build_step_schedule(config, many))
-    here = layout.coordinate(rank)["pipeline"]
+    here = layout.get_coordinate(rank)["pipeline"]
     plan = compute_rank_memory(config, layout, stage_plans(config), schedule, here)
     buffers = plan.weights + plan.values + plan.gradients
     kept = plan.activations + plan.messages
@@ -78,9 +78,9 @@ def _traffic(
     context and data ranks together, so the plan's "data" is compared with "context+data"."""
     many = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(build_step_schedule(config, many))
-    here = layout.coordinate(rank)["pipeline"]
+    here = layout.get_coordinate(rank)["pipeline"]
     plans = stage_plans(config)
-    mine = [plans[stage] for stage in schedule.stages(here)]
+    mine = [plans[stage] for stage in schedule.list_stages(here)]
     planned = dict(communication_bytes(config, layout, mine, schedule.ranks[here]))
     for axes, size in sorted(found.traffic.items()):
         alike = {"context+data": "data"}.get(axes, axes)

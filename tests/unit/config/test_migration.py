@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megaframe.config import explain, load
-from megaframe.config.describe import config_keys
+from megaframe.config.describe import get_config_keys
 from megaframe.config.migration import (
     RENAMED_KEYS,
     SETTINGS_ELSEWHERE,
@@ -44,11 +44,11 @@ def test_there_are_enough_of_every_program():
 @pytest.mark.parametrize(("program", "name"), EVERY)
 def test_what_a_name_is_here_exists_and_takes_its_value(program, name):
     ours = SETTINGS_ELSEWHERE[program][name]
-    assert name not in config_keys()
+    assert name not in get_config_keys()
     assert named_keys(ours) or ours == "always on"
     for text in named_keys(ours):
         key, _, value = text.partition("=")
-        assert key in config_keys(), ours
+        assert key in get_config_keys(), ours
         if value:
             load(None, [text])
     said = translate_setting(name)
@@ -110,7 +110,7 @@ def test_it_is_known_in_a_file_and_inside_a_list_too(tmp_path):
 
 @pytest.mark.parametrize("name", RENAMED_KEYS)
 def test_a_former_key_is_refused_with_its_successor(name):
-    assert RENAMED_KEYS[name] in config_keys() and f"parallel.{name}" not in config_keys()
+    assert RENAMED_KEYS[name] in get_config_keys() and f"parallel.{name}" not in get_config_keys()
     said = f"parallel.{name}: unknown key; {RENAMED_KEYS[name]} has replaced {name}"
     with pytest.raises(UserError, match=re.escape(said)):
         load(None, [f"parallel.{name}=1"])

@@ -74,7 +74,7 @@ def test_every_rank_fits_and_no_stage_needs_one_fewer(parallel, recompute, part)
     schedule = lower(build_step_schedule(config, 16))
     here = needed(config, layout, chip, found)
     for rank in range(layout.pipeline):
-        stages = schedule.stages(rank)
+        stages = schedule.list_stages(rank)
         if not fits_with_margin(here[rank], chip):
             assert all(found[stage] == every[stage] for stage in stages)
             continue

@@ -208,7 +208,7 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
     for rank in ranks:
         found = run_meta_step(config, layout, rank)
         plan = compute_rank_memory(
-            config, layout, plans, lowered, layout.coordinate(rank)["pipeline"]
+            config, layout, plans, lowered, layout.get_coordinate(rank)["pipeline"]
         )
         buffers = plan.weights + plan.values + plan.gradients
         assert found.buffers == pytest.approx(buffers, rel=0.01)
@@ -222,8 +222,8 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
         total = found.buffers + found.optimizer + found.kept
         assert total == pytest.approx(buffers + plan.optimizer + kept, rel=0.01)
         if traffic:
-            place = layout.coordinate(rank)["pipeline"]
-            here = [plans[stage] for stage in schedule.stages(place)]
+            place = layout.get_coordinate(rank)["pipeline"]
+            here = [plans[stage] for stage in schedule.list_stages(place)]
             planned = communication_bytes(config, layout, here, lowered.ranks[place])
             assert_moved(found.traffic, planned, layout, config)
 
