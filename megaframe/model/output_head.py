@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megaframe.architecture.spec import Normal, ParamSpec
+from megaframe.architecture.block import describe_norm
+from megaframe.architecture.embedding import describe_head_weight
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.data.microbatch import IGNORE, Microbatch
-from megaframe.model.embedding import Embedding, get_vocab_size, make_token_table
+from megaframe.model.embedding import Embedding, make_token_table
 from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.loss import HeadResult, LossOptions, compute_head_loss
 from megaframe.model.multi_token_prediction import MultiTokenPredictor
-from megaframe.model.norm import Norm, make_norm
+from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
 from megaframe.ops.autograd import backward
 from megaframe.parameters.parameter import Module, Parameter
@@ -48,23 +49,16 @@ class OutputHead(Module):
         """
         model = config.model
         self.run = run
-        self.norm = make_norm("head.norm", model)
+        norm = describe_norm(model)
+        self.norm = Norm("head.norm", norm)
         self.norms_ahead = [
-            make_norm(f"predictors.{index}.norm", model) for index in range(model.mtp_depth)
+            Norm(f"predictors.{index}.norm", norm) for index in range(model.mtp_depth)
         ]
         if model.tie_embeddings:
             assert tokens is not None
             self.weight = tokens.weight
         else:
-            spec = ParamSpec(
-                "head.weight",
-                (get_vocab_size(model), model.hidden),
-                Normal(model.init_std),
-                role="head",
-                decay=True,
-                axes={0: "tensor"},
-            )
-            self.weight = Parameter(spec)
+            self.weight = Parameter(describe_head_weight(model))
         self.evaluation_options = LossOptions(softcap=model.logit_softcap)
         self.training_options = replace(
             self.evaluation_options,

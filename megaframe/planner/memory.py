@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.optimizer_state import (
     OFFLOAD_BUFFERS,
     OFFLOAD_CHUNK,
@@ -186,10 +187,7 @@ def max_width_per_token(config: RunConfig) -> int:
     model = config.model
     if model.emulate is not None:
         return model.hidden
-    up_projections = 2 if model.activation == "swiglu" else 1
-    moe = model.moe
-    experts = 0 if moe is None else (moe.top_k + moe.shared) * (moe.ffn or model.ffn)
-    return max(up_projections * model.ffn, up_projections * experts)
+    return max(describe_block(model, layer).feed_forward.widest for layer in range(model.layers))
 
 
 def _receive_buffer_elements(

@@ -7,13 +7,13 @@ Shape legend: T rows, I inputs, O outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megaframe.architecture.spec import Constant, Normal, ParamSpec
+from megaframe.architecture.linear import LinearSpec
 from megaframe.distributed.collectives import Pending, all_gather
 from megaframe.ops.autograd import backward
 from megaframe.ops.kernel_dispatch import Kernels
@@ -40,54 +40,21 @@ class Linear(Module):
     shard is a plain slice.
     """
 
-    def __init__(
-        self,
-        name: str,
-        inputs: tuple[int, ...],
-        outputs: tuple[int, ...],
-        *,
-        std: float,
-        split: int | None,
-        bias: bool,
-        tensor: TensorParallel,
-        fused: Mapping[int, tuple[int, ...]] | None = None,
-    ) -> None:
-        """Declare the parameters.
+    def __init__(self, name: str, spec: LinearSpec, tensor: TensorParallel) -> None:
+        """Make the parameters.
 
         Args:
             name: Of the layer in the model.
-            inputs: Dims that are summed over.
-            outputs: Dims of the result.
-            std: Standard deviation of the initial weight.
-            split: The dim of the weight that is divided over the tensor ranks, one of the outputs
-                (a column linear) or of the inputs (a row linear). With None every rank has the
-                undivided weight and multiplies its own rows, without communication.
-            bias: Whether there is one; it starts at 0.
+            spec: What it declares.
             tensor: The tensor ranks, and how products are computed.
-            fused: {dim along which the weight is several matrices: their sizes}.
         """
-        self.weight = Parameter(
-            ParamSpec(
-                f"{name}.weight",
-                (*outputs, *inputs),
-                Normal(std),
-                role="matrix",
-                decay=True,
-                axes={} if split is None else {split: "tensor"},
-                inputs=len(inputs),
-                fused=fused or {},
-            )
-        )
-        self.bias: Parameter | None = None
-        if bias:
-            # Only a column linear divides its bias: that of a row linear is added to complete sums.
-            axes = {} if split is None or split >= len(outputs) else {split: "tensor"}
-            spec = ParamSpec(f"{name}.bias", outputs, Constant(0.0), role="bias", axes=axes)
-            self.bias = Parameter(spec)
+        weight, *bias = map(Parameter, spec.parameters(name))
+        self.weight = weight
+        self.bias: Parameter | None = bias[0] if bias else None
         self.tensor = tensor
-        self._outputs = len(outputs)
-        self.undivided = split is None
-        self.column = split is not None and split < len(outputs)
+        self._outputs = len(spec.outputs)
+        self.undivided = spec.split is None
+        self.column = spec.is_column
 
     def __call__(
         self, x: Tensor, deferred: DeferredGradients, before: Elementwise | None = None

@@ -34,14 +34,14 @@ def describe_run(config: RunConfig, layout: Layout, cluster: Cluster | None = No
         *summarize_model(config, layout, specs),
         *format_parameter_groups(config, specs),
         *summarize_pipeline(config, schedule),
-        *_memory_table(config, layout, schedule, host),
+        *_format_memory_table(config, layout, schedule, host),
         *find_warnings(config, layout, node),
         *describe_layout_dependence(config),
     ]
     return "\n".join(lines)
 
 
-def _memory_table(
+def _format_memory_table(
     config: RunConfig, layout: Layout, schedule: Schedule, host: bool
 ) -> Iterator[str]:
     """Yield a table of memory by kind, with a column for each pipeline rank: the first of its

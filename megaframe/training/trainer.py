@@ -216,7 +216,7 @@ class Trainer:
         metrics, device = self.metrics, self.mesh.device
         metrics.start_step()
         with metrics.time("data"):
-            batch, valid = self.batches.next(self.fault_handler.is_skipped)
+            batch, valid = self.batches.take_next(self.fault_handler.is_skipped)
             microbatches = [move_to_device(microbatch, device) for microbatch in batch.microbatches]
             if self.step + 1 < self.config.train.steps:
                 self.batches.look_ahead()

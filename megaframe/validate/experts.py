@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.architecture.experts import expert_layers
+from megaframe.architecture.moe import expert_layers
 from megaframe.config.model import MoEConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import RunConfig

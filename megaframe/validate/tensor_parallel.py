@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from megaframe.architecture.attention import latent_width
+from megaframe.architecture.block import describe_block
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.errors import TIMES, find_nearest_divisors, join_or, list_divisors
@@ -84,20 +84,16 @@ def find_node_crossing_warning(config: RunConfig, layout: Layout, node_size: int
 def count_tensor_parallel_bytes(config: RunConfig, layout: Layout) -> float:
     """Return the bytes of activations that a rank moves over the tensor axis in a step.
 
-    Per layer and microbatch these are 10 (t-1)/t b s h elements: each of four linears moves b s h
-    elements in forward and in backward, and two inputs are gathered again in backward. The
-    embedding and the head add 2 each. Recomputed layers would add 4 each, which are not counted.
-    Latent attention moves its latents in place of h elements, and their rotated part twice. A depth
-    of multi-token prediction is a layer with its own embedding and head.
+    Each block moves what its description says; the embedding and the head, also those of each
+    depth of multi-token prediction, move the stream twice. What recomputed layers move again is not
+    counted.
     """
     model, train = config.model, config.train
     tokens = train.microbatch * train.seq / layout.context
     microbatches = train.global_batch // (train.microbatch * layout.data)
-    layer, latent = 10 * model.hidden, model.latent
-    if latent is not None:
-        direct_queries = model.hidden * (latent.query_rank is None)
-        layer = 7 * model.hidden + 3 * (direct_queries + latent_width(latent)) - latent.rotary_dim
+    layers = range(model.layers + model.mtp_depth)
+    traffic = [describe_block(model, layer).tensor_traffic for layer in layers]
+    blocks = sum(block.forward + block.backward for block in traffic)
     ends = 4 * model.hidden * (1 + model.mtp_depth)
-    per_token = layer * (model.layers + model.mtp_depth) + ends
-    elements = per_token * tokens * microbatches / layout.pipeline
+    elements = (blocks + ends) * tokens * microbatches / layout.pipeline
     return elements * DTYPE_BYTES[train.precision] * (layout.tensor - 1) / layout.tensor

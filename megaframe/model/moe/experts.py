@@ -10,7 +10,6 @@ inputs, O outputs, F inner width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.architecture.spec import Normal, ParamSpec
-from megaframe.config import ModelConfig, MoEConfig
+from megaframe.architecture.moe import MoEDescription
 from megaframe.expert_parallel.transfer import ExpertRows, LocalStep
 from megaframe.model.mlp import activate, recompute_activation
 from megaframe.model.pass_state import PassState
@@ -32,54 +30,16 @@ from megaframe.tensor_parallel.context import TensorParallel
 class Experts(Module):
     """hidden -> width -> hidden in each expert, without biases."""
 
-    def __init__(
-        self,
-        name: str,
-        model: ModelConfig,
-        moe: MoEConfig,
-        output_std: float,
-        tensor: TensorParallel,
-    ) -> None:
-        """Declare the matrices of all experts as two parameters.
+    def __init__(self, name: str, description: MoEDescription, tensor: TensorParallel) -> None:
+        """Make the matrices of all experts, which are two parameters.
 
         Args:
             name: Of the experts in the model.
-            model: The model's config.
-            moe: Its part about experts.
-            output_std: Standard deviation of the initial output matrices.
+            description: What the layer declares.
             tensor: How products are computed.
         """
-        self.tensor = tensor
-        width = moe.ffn or model.ffn
-        gated = model.activation == "swiglu"
-        self.activation = model.activation
-        token_share = Fraction(moe.top_k, moe.experts)
-        # Along dim 0 the weight is one matrix per expert.
-        every = {0: (1,) * moe.experts}
-        self.up = Parameter(
-            ParamSpec(
-                f"{name}.up.weight",
-                (moe.experts, *((2,) if gated else ()), width, model.hidden),
-                Normal(model.init_std),
-                role="matrix",
-                decay=True,
-                axes={0: "expert", 2 if gated else 1: "expert_tensor"},
-                fused={**every, 1: (1, 1)} if gated else every,
-                token_share=token_share,
-            )
-        )
-        self.down = Parameter(
-            ParamSpec(
-                f"{name}.down.weight",
-                (moe.experts, model.hidden, width),
-                Normal(output_std),
-                role="matrix",
-                decay=True,
-                axes={0: "expert", 2: "expert_tensor"},
-                fused=every,
-                token_share=token_share,
-            )
-        )
+        self.tensor, self.activation = tensor, description.activation
+        self.up, self.down = map(Parameter, description.experts.parameters(name))
 
     def __call__(
         self,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.stages import (
-    active_matrix_elements,
     divide_blocks,
     stage_costs,
     stage_plans,
@@ -117,7 +117,7 @@ def test_work_adds_up_to_the_counted_flops(model, recompute):
     assert sum(map(sum, costs.list_by_stage(3))) == pytest.approx(flops.hardware, rel=1e-12)
     matrices = sum(spec.size for spec in list_model_specs(config) if spec.role == "matrix")
     depth = config.model.mtp_depth
-    blocks = sum(active_matrix_elements(config.model, layer) for layer in range(6 + depth))
+    blocks = sum(describe_block(config.model, layer).matrix_elements for layer in range(6 + depth))
     assert blocks + 2 * 64 * 64 * depth == matrices
 
 

@@ -214,12 +214,12 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
         assert found.buffers == pytest.approx(buffers, rel=0.01)
         assert found.optimizer == pytest.approx(plan.optimizer, rel=0.01)
         assert found.host == pytest.approx(plan.host, rel=0.01)
-        assert found.rooms == pytest.approx(plan.rooms, rel=0.01)
+        assert found.staging == pytest.approx(plan.rooms, rel=0.01)
         kept = plan.activations + plan.messages
         # Experts also keep the indices of their routes, and latents a whole part of the keys.
         small = config.model.moe is not None or config.model.latent is not None
-        assert found.kept == pytest.approx(kept, rel=0.03 if small else 0.01, abs=numbers)
-        total = found.buffers + found.optimizer + found.kept
+        assert found.activations == pytest.approx(kept, rel=0.03 if small else 0.01, abs=numbers)
+        total = found.buffers + found.optimizer + found.activations
         assert total == pytest.approx(buffers + plan.optimizer + kept, rel=0.01)
         if traffic:
             place = layout.get_coordinate(rank)["pipeline"]

@@ -18,15 +18,15 @@ from megaframe.ops.cpu_routines import CPURoutines
 from megaframe.training import autotune
 from megaframe.training.autotune import (
     describe_machine,
-    fastest,
+    find_fastest,
     load_or_measure,
-    named_routines,
+    make_named_routines,
     tune,
 )
 from megaframe.training.trainer import Trainer
 
 FP32 = torch.float32
-TORCH = named_routines(FP32, "torch")
+TORCH = make_named_routines(FP32, "torch")
 OTHER = CPURoutines(
     type=str(FP32),
     products={kind: matmul.list_libraries(FP32)[-1] for kind in matmul.KINDS},
@@ -45,10 +45,11 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only work advances, and the work: work(seconds by candidate) for `fastest`."""
+    """A clock that only work advances, and the work: work(seconds by candidate) for
+    `find_fastest`."""
     now = [0.0]
     monkeypatch.setattr(autotune, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(autotune, "time_waited", lambda: 0.0)
+    monkeypatch.setattr(autotune, "read_waiting_seconds", lambda: 0.0)
 
     def work(seconds, calls):
         def prepare(name, small):
@@ -73,7 +74,7 @@ def config_of(precision="fp32", library="auto", **run):
 
 
 def cached():
-    return autotune.cache_file(describe_machine(FP32))
+    return autotune.find_cache_file(describe_machine(FP32))
 
 
 def write_cache(routines, **changes):
@@ -93,7 +94,7 @@ def write_cache(routines, **changes):
 )
 def test_the_fastest_is_chosen(seconds, chosen, clock):
     calls = []
-    assert fastest(tuple(seconds), clock.work(seconds, calls), 1000.0, "a") == chosen
+    assert find_fastest(tuple(seconds), clock.work(seconds, calls), 1000.0, "a") == chosen
     hopeless = {name for name in seconds if seconds[name] > 2 * min(seconds.values())}
     assert hopeless.isdisjoint(name for name, small in calls if not small)
 
@@ -102,15 +103,15 @@ def test_measuring_ends_in_time(clock):
     """Nothing starts after the end but the second of two rounds, and without any time left nothing
     is measured."""
     calls, seconds = [], {"a": 1.0, "b": 1.0}
-    fastest(("a", "b"), clock.work(seconds, calls), 10.0, "b")
+    find_fastest(("a", "b"), clock.work(seconds, calls), 10.0, "b")
     assert clock.now[0] < 10.0 + 2 * sum(seconds.values())
     calls.clear()
-    assert fastest(("a", "b"), clock.work(seconds, calls), 0.0, "b") == "b" and not calls
+    assert find_fastest(("a", "b"), clock.work(seconds, calls), 0.0, "b") == "b" and not calls
 
 
 def test_a_measurement_names_routines_that_this_machine_has(monkeypatch):
     """All kinds are measured, and what was in use before is in use again."""
-    monkeypatch.setattr(autotune, "time_waited", lambda: 0.0)  # whatever else runs here
+    monkeypatch.setattr(autotune, "read_waiting_seconds", lambda: 0.0)  # whatever else runs here
     for dtype in (FP32, torch.bfloat16, torch.float16):
         matmul.use_libraries(dtype, {"dense": "torch"})
         before = matmul.get_libraries_in_use(dtype), cpu_attention.get_methods_in_use(dtype)
@@ -197,16 +198,18 @@ def test_disturbed_calls_do_not_count(clock, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(autotune, "time_waited", lambda: lost[0])
-    assert fastest(("a", "b"), prepare, 1000.0, "a") == "b"
+    monkeypatch.setattr(autotune, "read_waiting_seconds", lambda: lost[0])
+    assert find_fastest(("a", "b"), prepare, 1000.0, "a") == "b"
 
 
 def test_a_busy_machine_is_not_measured(clock, monkeypatch):
     """Nothing is kept either, so that the next run measures again."""
-    monkeypatch.setattr(autotune, "time_waited", lambda: 0.5 * clock.now[0])
+    monkeypatch.setattr(autotune, "read_waiting_seconds", lambda: 0.5 * clock.now[0])
     seconds = {"a": 0.01, "b": 0.02}
     monkeypatch.setattr(
-        autotune, "measure", lambda dtype: fastest(("a", "b"), clock.work(seconds, []), 1.0, "a")
+        autotune,
+        "measure",
+        lambda dtype: find_fastest(("a", "b"), clock.work(seconds, []), 1.0, "a"),
     )
     found, why = load_or_measure(FP32)
     assert found == TORCH and "busy" in why and not cached().exists()
@@ -217,7 +220,7 @@ def test_threads_that_have_no_processor_are_noticed():
     """Two threads on one processor wait for each other; one alone need not."""
     code = (
         "import os, threading, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from megaframe.training.autotune import time_waited as waited\n"
+        "from megaframe.training.autotune import read_waiting_seconds as waited\n"
         "def spin():\n    end = time.thread_time() + 0.3\n"
         "    while time.thread_time() < end: sum(range(20_000))\n"
         "before = waited(); one = threading.Thread(target=spin); one.start(); child = os.fork()\n"
@@ -249,7 +252,7 @@ def test_narrow_types_are_never_left_to_a_slow_routine(fast, monkeypatch):
     for dtype in narrow:
         assert ("torch" in matmul.list_libraries(dtype)) == fast
         for library in ("torch", "onednn"):
-            (found,) = set(named_routines(dtype, library).products.values())
+            (found,) = set(make_named_routines(dtype, library).products.values())
             assert (found == "torch") == fast
             if library == "onednn" and not fast and matmul._ONEDNN:
                 assert found == "fp32-onednn"
@@ -305,8 +308,8 @@ def test_a_resumed_run_keeps_its_routines(overrides, tmp_path):
 
 def test_a_run_that_resumes_in_another_precision_chooses_anew(monkeypatch):
     monkeypatch.setattr(
-        autotune, "load_or_measure", lambda dtype: (named_routines(dtype, "torch"), "")
+        autotune, "load_or_measure", lambda dtype: (make_named_routines(dtype, "torch"), "")
     )
     mesh = Mesh(Layout(), device="cpu")
-    assert tune(config_of("bf16"), OTHER, mesh)[0] == named_routines(torch.bfloat16, "torch")
+    assert tune(config_of("bf16"), OTHER, mesh)[0] == make_named_routines(torch.bfloat16, "torch")
     assert tune(config_of("fp32"), CPURoutines(), mesh)[0] == TORCH  # of a GPU, or an older version

@@ -84,7 +84,7 @@ def test_alone_or_among_others_a_rank_counts_the_same(name, pool):
         # A CPU keeps layernorm's statistics in fewer bits; gloo keeps sent messages until the end
         # of the step.
         sent = found.traffic.get("pipeline", 0)
-        assert 0.99 * found.kept - sent <= alone.kept <= 1.01 * found.kept
+        assert 0.99 * found.activations - sent <= alone.activations <= 1.01 * found.activations
 
 
 @pytest.mark.quick(when=lambda name: name == "experts, zero 3")
@@ -98,16 +98,16 @@ def test_experts_are_counted_as_if_equally_busy(name, pool):
         assert alone.traffic.keys() == found.traffic.keys()
         for axes, size in found.traffic.items():
             assert alone.traffic[axes] == pytest.approx(size, rel=0.25), axes
-        total = found.buffers + found.rooms
+        total = found.buffers + found.staging
         assert alone.buffers <= total and alone.buffers == pytest.approx(found.buffers, rel=0.1)
         assert alone.optimizer == found.optimizer
-        assert alone.kept == pytest.approx(found.kept, rel=0.1)
+        assert alone.activations == pytest.approx(found.activations, rel=0.1)
 
 
 def test_what_is_put_away_is_not_counted_and_what_needs_a_gpu_is_left_out():
     def kept(**train):
         config = made(LLAMA, {"recompute": "full", **train}, {})
-        return run_meta_step(config, Layout(), 0).kept
+        return run_meta_step(config, Layout(), 0).activations
 
     inputs = 2 * 32 * 64 * 2  # two blocks, in bf16
     assert kept() - kept(offload=True) == inputs
