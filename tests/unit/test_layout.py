@@ -75,11 +75,11 @@ def test_members_differ_on_the_given_axes_only(layout, data):
         (EXPERT_VIEW, layout.get_expert_coordinate),
     ):
         for axes in subsets(view):
-            here, others = place(rank), [axis for axis in view if axis not in axes]
+            own_place, others = place(rank), [axis for axis in view if axis not in axes]
             expected = tuple(
                 other
                 for other in range(layout.world)
-                if all(place(other)[axis] == here[axis] for axis in others)
+                if all(place(other)[axis] == own_place[axis] for axis in others)
             )
             assert layout.list_members(rank, *axes) == expected
             assert expected in layout.list_groups(*axes)
@@ -128,7 +128,7 @@ def test_data_is_what_remains_of_the_world(world, tensor, context, pipeline):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("sizes", "message"),
     [
         ({"data": 8, "data_replicate": 3}, "data_replicate=3 .* parallel.data=8; use 2 or 4"),
         ({"data": 8, "expert": 5}, "expert=5 .* the 8 ranks .* use parallel.expert=4 or 8"),
@@ -139,9 +139,9 @@ def test_data_is_what_remains_of_the_world(world, tensor, context, pipeline):
         ({"data": True}, "parallel.data=True"),
     ],
 )
-def test_an_impossible_layout_cannot_be_constructed(given, message):
+def test_an_impossible_layout_cannot_be_constructed(sizes, message):
     with pytest.raises(UserError, match=message):
-        Layout(**given)
+        Layout(**sizes)
 
 
 def test_sizes_that_do_not_make_the_world_are_refused_with_both_numbers():

@@ -115,5 +115,7 @@ def doctor():
     line is a folder and the parts."""
     folder, *names = sys.argv[1:]
     allow_abort()
-    own = doctor_parts.Doctor("cuda", 60.0, Path(folder), large=1 << 14, nccl=configure_nccl(None))
-    doctor_parts.run(names, 0, own)
+    own_doctor = doctor_parts.Doctor(
+        "cuda", 60.0, Path(folder), large=1 << 14, nccl=configure_nccl(None)
+    )
+    doctor_parts.run(names, 0, own_doctor)

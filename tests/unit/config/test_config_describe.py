@@ -110,11 +110,11 @@ def test_a_section_is_explained_key_by_key():
 )
 def test_the_nearest_key(wrong, right):
     assert find_nearest_keys(wrong) == right
-    said = suggest_keys(wrong)
-    assert said == f"did you mean {right}?" or said.endswith(f" is {right}")
+    suggestion = suggest_keys(wrong)
+    assert suggestion == f"did you mean {right}?" or suggestion.endswith(f" is {right}")
     with pytest.raises(UserError) as refusal:
         explain(wrong)
-    assert str(refusal.value) == f"{wrong} is not a config key; {said}"
+    assert str(refusal.value) == f"{wrong} is not a config key; {suggestion}"
 
 
 @pytest.mark.parametrize(

@@ -79,14 +79,16 @@ STRANGERS = (
 )
 
 
-@pytest.mark.parametrize(("device", "figures"), DEVICES.items(), ids=lambda one: str(one[0]))
+@pytest.mark.parametrize(("device", "figures"), DEVICES.items(), ids=lambda figure: str(figure[0]))
 def test_a_device_is_its_chip_with_its_own_memory(device, figures):
     (name, memory), (chip, bf16, bandwidth) = device, figures
-    found = identify_chip(name, memory * GIB)
-    assert (found.name, found.memory) == (chip, memory * GIB)
-    assert found.peaks.get("bf16") == (bf16 and pytest.approx(bf16 * 1e12))
-    assert found.bandwidth == pytest.approx(bandwidth * 1e12)
-    matching = [one.name for one in CHIPS.values() if one.names and re.fullmatch(one.names, name)]
+    device_chip = identify_chip(name, memory * GIB)
+    assert (device_chip.name, device_chip.memory) == (chip, memory * GIB)
+    assert device_chip.peaks.get("bf16") == (bf16 and pytest.approx(bf16 * 1e12))
+    assert device_chip.bandwidth == pytest.approx(bandwidth * 1e12)
+    matching = [
+        chip_.name for chip_ in CHIPS.values() if chip_.names and re.fullmatch(chip_.names, name)
+    ]
     assert matching == [chip]
 
 
@@ -98,13 +100,13 @@ def test_every_chip_that_torch_reports_is_in_this_test():
 @pytest.mark.parametrize("device", STRANGERS)
 def test_a_stranger_is_no_chip_and_has_no_rates(device):
     assert find_chip(device) is None
-    found = identify_chip(device, 20 * GIB, 46)
-    assert (found.name, found.memory, found.units) == (device, 20 * GIB, 46)
-    assert not found.has_rates and not found.peaks
-    assert find_cluster_for_device(device, 20 * GIB).notes == (describe_unknown_chip(found),)
+    device_chip = identify_chip(device, 20 * GIB, 46)
+    assert (device_chip.name, device_chip.memory, device_chip.units) == (device, 20 * GIB, 46)
+    assert not device_chip.has_rates and not device_chip.peaks
+    assert find_cluster_for_device(device, 20 * GIB).notes == (describe_unknown_chip(device_chip),)
     assert (
         "with 20.0 GiB: its memory is planned, its speed is not predicted"
-        in describe_unknown_chip(found)
+        in describe_unknown_chip(device_chip)
     )
 
 

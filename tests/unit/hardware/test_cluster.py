@@ -45,7 +45,7 @@ def test_figures_of_its_own_replace_those_of_the_chip(read):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "expected"),
     [
         (
             "chip: h100",
@@ -63,11 +63,11 @@ def test_figures_of_its_own_replace_those_of_the_chip(read):
         ("chip: h100", "chip: [h100", ["not valid YAML"]),
     ],
 )
-def test_impossible_clusters(read, before, after, said):
+def test_impossible_clusters(read, before, after, expected):
     assert before in GOOD
     with pytest.raises(UserError) as error:
         read(GOOD.replace(before, after))
-    for part in said:
+    for part in expected:
         assert part in str(error.value)
 
 

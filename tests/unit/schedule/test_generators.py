@@ -134,10 +134,10 @@ def test_stages_lie_in_loops_or_in_a_v():
 
 @settings(deadline=None, max_examples=150)
 @given(st.sampled_from(list(GENERATORS)), st.integers(1, 9), st.integers(1, 4), st.integers(0, 20))
-def test_every_schedule_passes_the_checker(name, ranks, chunks, more):
+def test_every_schedule_passes_the_checker(name, ranks, chunks, additional):
     limits = SCHEDULE_LIMITS[name]
     chunks = limits.find_nearest_chunks(chunks)
-    microbatches = more + (ranks if limits.needs_full_pipeline else 1)
+    microbatches = additional + (ranks if limits.needs_full_pipeline else 1)
     assert find_schedule_mistakes(name, ranks, chunks, microbatches) == []
     schedule = generate(name, ranks, chunks, microbatches)
     check(schedule)
@@ -149,8 +149,8 @@ def test_every_schedule_passes_the_checker(name, ranks, chunks, more):
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(0, 20), st.integers(0, 12))
-def test_interleaved_takes_any_group(ranks, chunks, more, wider):
-    schedule = generate("interleaved", ranks, chunks, ranks + more, group=ranks + wider)
+def test_interleaved_takes_any_group(ranks, chunks, additional, wider):
+    schedule = generate("interleaved", ranks, chunks, ranks + additional, group=ranks + wider)
     check(schedule)
 
 

@@ -35,8 +35,8 @@ def test_lanes():
 
 @settings(deadline=None, max_examples=20)
 @given(st.sampled_from(["zb-v", "v-half"]), st.integers(1, 5), st.integers(0, 5))
-def test_schedules_round_trip(name, ranks, more):
-    schedule = generate(name, ranks, 2, ranks + more)
+def test_schedules_round_trip(name, ranks, additional):
+    schedule = generate(name, ranks, 2, ranks + additional)
     assert parse_schedule(str(schedule)) == schedule
 
 

@@ -70,14 +70,14 @@ def test_stages_of_one_rank_are_its_chunks_and_hand_over_without_a_transfer():
 @settings(deadline=None, max_examples=150)
 def test_equals_the_longest_path(data, schedule, lowered, floats):
     stages = len(schedule.rank_of)
-    given_times = [tuple(data.draw(seconds()) for _ in range(stages)) for _ in range(3)]
+    pass_times = [tuple(data.draw(seconds()) for _ in range(stages)) for _ in range(3)]
     comm = data.draw(seconds())
     if floats:
-        given_times = [tuple(map(float, values)) for values in given_times]
+        pass_times = [tuple(map(float, values)) for values in pass_times]
         comm = float(comm)
-    durations = durations_of(schedule, *given_times)
+    durations = durations_of(schedule, *pass_times)
     expected = ends(schedule, durations, comm)
-    timeline = simulate(lower(schedule) if lowered else schedule, ActionCosts(*given_times, comm))
+    timeline = simulate(lower(schedule) if lowered else schedule, ActionCosts(*pass_times, comm))
     intervals_by_action = {
         interval.action: interval for intervals in timeline.compute for interval in intervals
     }
