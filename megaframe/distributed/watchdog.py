@@ -369,7 +369,7 @@ class Watchdog:
     def _name_rank(self, rank: int) -> str:
         """Name a rank with its coordinate and its stages, as in
         `rank 2 (pipeline 1, data 0: stages 1, 3)`."""
-        where = self._layout.coordinate(rank)
+        where = self._layout.get_coordinate(rank)
         text = ", ".join(
             f"{axis} {where[axis]}"
             for axis in reversed(tuple(where))

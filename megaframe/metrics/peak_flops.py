@@ -1,8 +1,8 @@
 """The peak that MFU is measured against: dense TFLOP/s of one device in the type of the run.
 
-It is that of the table of chips (`hardware/chips.py`). A chip that is not there has no peak, and no
-MFU is better than a wrong one. A CPU is measured instead, because its peak depends on instructions,
-clocks and cores that its name does not tell.
+It is that of the table of chips (`hardware/chips.csv`). A chip that is not there has no peak, and
+no MFU is better than a wrong one. A CPU is measured instead, because its peak depends on
+instructions, clocks and cores that its name does not tell.
 """
 
 from __future__ import annotations

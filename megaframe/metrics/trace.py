@@ -18,7 +18,7 @@ from megaframe.distributed.object_collectives import gather_bytes, measure_clock
 from megaframe.metrics.sinks import make_write_error
 from megaframe.metrics.timers import StepTimeline, StepTimer
 from megaframe.schedule import ActionKind
-from megaframe.schedule.draw_trace import metadata_event, slice_event
+from megaframe.schedule.draw_trace import make_metadata_event, make_slice_event
 
 TRACE_FILE = "trace.json"
 _LANES = ("compute", "send", "recv", "grad", "parts of the step")
@@ -108,8 +108,8 @@ def _trace_slices(split: StepTimeline, step: int, base: Any, host: int) -> Itera
 def _trace_events(rank: int, slices: list[Slice]) -> Iterator[dict[str, Any]]:
     """Yield the events of one rank. Slices of one thread must not overlap, so transfers that are in
     flight at the same time are on several threads."""
-    yield metadata_event(rank, 0, "process_name", name=f"rank {rank}")
-    yield metadata_event(rank, 0, "process_sort_index", sort_index=rank)
+    yield make_metadata_event(rank, 0, "process_name", name=f"rank {rank}")
+    yield make_metadata_event(rank, 0, "process_sort_index", sort_index=rank)
     busy: dict[str, list[float]] = {lane: [] for lane in _LANES}
     placed = []
     for lane, name, category, start, end in sorted(slices, key=lambda one: (one[3], -one[4])):
@@ -126,7 +126,7 @@ def _trace_events(rank: int, slices: list[Slice]) -> Iterator[dict[str, Any]]:
     }
     for (lane, place), number in numbers.items():
         name = lane if not place else f"{lane} ({place + 1})"
-        yield metadata_event(rank, number, "thread_name", name=name)
-        yield metadata_event(rank, number, "thread_sort_index", sort_index=number)
+        yield make_metadata_event(rank, number, "thread_name", name=name)
+        yield make_metadata_event(rank, number, "thread_sort_index", sort_index=number)
     for lane, place, name, category, start, end in placed:
-        yield slice_event(rank, numbers[lane, place], name, category, start, end)
+        yield make_slice_event(rank, numbers[lane, place], name, category, start, end)

@@ -96,7 +96,7 @@ class StragglerDetector:
     def _describe_slow_ranks(self, rows: Mapping[int, Sequence[float]]) -> Iterator[str]:
         stages: dict[int, dict[int, Sequence[float]]] = {}
         for rank, row in rows.items():
-            stages.setdefault(self._mesh.layout.coordinate(rank)["pipeline"], {})[rank] = row
+            stages.setdefault(self._mesh.layout.get_coordinate(rank)["pipeline"], {})[rank] = row
         for ranks_of_stage in stages.values():
             for slow in find_slow_ranks(ranks_of_stage, self._factor):
                 place = launch = ""
