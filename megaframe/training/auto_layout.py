@@ -19,9 +19,9 @@ from megaframe.data.tokenizer import load_tokenizer
 from megaframe.distributed.device import explain_hidden_gpu, read_host_memory
 from megaframe.distributed.mesh import read_local_world_size
 from megaframe.errors import UserError
-from megaframe.hardware.cluster import DEFAULT, Cluster, cluster_for_device, load_cluster
+from megaframe.hardware.cluster import DEFAULT, Cluster, find_cluster_for_device, load_cluster
 from megaframe.io.run_files import CONFIG_FILE
-from megaframe.layout import Layout, axis_sizes
+from megaframe.layout import Layout, resolve_axis_sizes
 from megaframe.planner.advice import describe_decision
 from megaframe.planner.candidates import SEARCHED_KEYS
 from megaframe.planner.constants import cluster_constants
@@ -41,7 +41,7 @@ def choose_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     if not config.parallel.auto:
         return config, _describe_machine(config)
     saved = _load_saved_config(config)
-    if saved is not None and not axis_sizes(saved.parallel, world)[1]:
+    if saved is not None and not resolve_axis_sizes(saved.parallel, world)[1]:
         resumed = _copy_layout(config, saved)
         note = f"parallel.auto: the layout that {config.run.dir} started with"
         return resumed, [note, *_describe_machine(config)]
@@ -117,7 +117,7 @@ def find_cluster(config: RunConfig) -> Cluster:
         return replace(load_cluster(DEFAULT), notes=(text,))
     properties = torch.cuda.get_device_properties(0)
     name = torch.cuda.get_device_name(0)
-    return cluster_for_device(name, properties.total_memory, properties.multi_processor_count)
+    return find_cluster_for_device(name, properties.total_memory, properties.multi_processor_count)
 
 
 def _describe_machine(config: RunConfig) -> list[str]:

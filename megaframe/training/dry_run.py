@@ -14,7 +14,7 @@ from megaframe.model.model_chunk import list_model_specs
 from megaframe.optim.parameter_groups import format_parameter_groups
 from megaframe.planner.memory import compute_rank_memory
 from megaframe.schedule import Schedule, lower
-from megaframe.validate.invariance import layout_dependence_note
+from megaframe.validate.invariance import describe_layout_dependence
 from megaframe.validate.run import find_warnings
 
 
@@ -36,7 +36,7 @@ def describe_run(config: RunConfig, layout: Layout, cluster: Cluster | None = No
         *summarize_pipeline(config, schedule),
         *_format_memory_table(config, layout, schedule, host),
         *find_warnings(config, layout, node),
-        *layout_dependence_note(config),
+        *describe_layout_dependence(config),
     ]
     return "\n".join(lines)
 

@@ -72,7 +72,7 @@ class StepMetrics:
             specs,
             timer,
             start_step=start_step,
-            held=self._optimizer.count_memory_bytes,
+            count_bytes=self._optimizer.count_memory_bytes,
             kernels=train_step.kernels.record(),
             opening=[
                 *make_opening_lines(config, mesh, specs, loader.sizes),

@@ -67,8 +67,8 @@ def weights(config, dtype=torch.float32):
     run = RunConfig(model=model_from_config(config))
     generator = torch.Generator().manual_seed(0)
     return {
-        one.name: torch.randn(one.shape, generator=generator).to(dtype)
-        for one in map_tensors(run.model, list_model_specs(run))
+        spec.name: torch.randn(spec.shape, generator=generator).to(dtype)
+        for spec in map_tensors(run.model, list_model_specs(run))
     }
 
 

@@ -61,7 +61,7 @@ def fail_device():
 def two_communicators():
     """Return two communicators, in each of which a transfer of the first rank hangs."""
     mesh = Mesh(Layout(data=2), device="cuda", timeout=30)
-    groups = [mesh.group("data"), mesh._make_group(("data",), mesh.layout.groups("data"))]
+    groups = [mesh.group("data"), mesh._make_group(("data",), mesh.layout.list_groups("data"))]
     for group in groups:
         if mesh.rank == 0:
             aborts.hangs["any"] = 1
@@ -115,5 +115,7 @@ def doctor():
     line is a folder and the parts."""
     folder, *names = sys.argv[1:]
     allow_abort()
-    own = doctor_parts.Doctor("cuda", 60.0, Path(folder), large=1 << 14, nccl=configure_nccl(None))
-    doctor_parts.run(names, 0, own)
+    own_doctor = doctor_parts.Doctor(
+        "cuda", 60.0, Path(folder), large=1 << 14, nccl=configure_nccl(None)
+    )
+    doctor_parts.run(names, 0, own_doctor)
