@@ -337,8 +337,7 @@ class Watchdog:
         # All suspects answer, so they may still report a loss: wait for one more round.
         if number == 0 and not silent:
             return None
-        # One more than are named, so that the text says that there are more.
-        names = [self._name_rank(rank) for rank in ranks[: MAX_NAMED + 1]]
+        names = [self._name_rank(rank) for rank in ranks[: MAX_NAMED + 1]]  # one more, for "..."
         text = describe_lost_ranks(names, bool(ranks) and not silent)
         return FailureVerdict(ranks, f"{text}; {lost}", silent=silent)
 
