@@ -235,20 +235,24 @@ def main() -> int:
     parser.add_argument(
         "--report", type=Path, default=Path("runs/doctor/report"), help="files to write"
     )
-    given = parser.parse_args()
-    folder = given.folder
+    arguments = parser.parse_args()
+    folder = arguments.folder
     if (ROOT / "kernels").is_dir():
         sys.path.insert(0, str(ROOT / "kernels"))
-    if given.ranks is not None:
-        if given.ranks == 0 and "WORLD_SIZE" not in os.environ:
+    if arguments.ranks is not None:
+        if arguments.ranks == 0 and "WORLD_SIZE" not in os.environ:
             parser.error("--ranks needs a number, such as --ranks 2, unless torchrun starts this")
-        if given.ranks == 1 or os.environ.get("WORLD_SIZE") == "1":
+        if arguments.ranks == 1 or os.environ.get("WORLD_SIZE") == "1":
             parser.error("--ranks needs 2 or more ranks")
         from doctor_ranks import examine_ranks
 
-        chosen = [one for one in given.parts.split(",") if one]
+        chosen = [one for one in arguments.parts.split(",") if one]
         return examine_ranks(
-            given.ranks, given.report, timeout=given.timeout, device=given.device, chosen=chosen
+            arguments.ranks,
+            arguments.report,
+            timeout=arguments.timeout,
+            device=arguments.device,
+            chosen=chosen,
         )
 
     def judge_folder() -> Iterator[HostFinding]:

@@ -437,14 +437,14 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--folder", type=Path, required=True)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     allow_abort()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with report_errors(global_rank()):
-        nccl = configure_nccl(None) if given.device != "cpu" else None  # before CUDA starts
-        doctor = Doctor(given.device, given.timeout, given.folder, nccl=nccl)
-        run(json.loads(given.parts), given.first, doctor)
+        nccl = configure_nccl(None) if arguments.device != "cpu" else None  # before CUDA starts
+        doctor = Doctor(arguments.device, arguments.timeout, arguments.folder, nccl=nccl)
+        run(json.loads(arguments.parts), arguments.first, doctor)
 
 
 if __name__ == "__main__":

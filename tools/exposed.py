@@ -26,14 +26,14 @@ from megaframe.metrics.overlap_report import DeviceOverlap, measure_overlap
 
 def main() -> None:
     """Print a summary, the table and the longest gaps, or the numbers as JSON."""
-    given = parse_arguments()
+    arguments = parse_arguments()
     with report_errors():
         found = [
             (path, one)
-            for path in traces(given.traces)
-            for one in measure_overlap(path, given.gaps)
+            for path in traces(arguments.traces)
+            for one in measure_overlap(path, arguments.gaps)
         ]
-        if given.json:
+        if arguments.json:
             print(json.dumps([{"trace": str(path), **asdict(one)} for path, one in found]))
             return
         console = Console()

@@ -401,18 +401,18 @@ def main() -> None:
         "--write", action="store_true", help="keep the numbers, make docs/reference/tree.md"
     )
     parser.add_argument("--page", action="store_true", help="only make docs/reference/tree.md")
-    given = parser.parse_args()
-    if not given.trees and not given.page:
+    arguments = parser.parse_args()
+    if not arguments.trees and not arguments.page:
         parser.error("nothing to measure: give NAME=PATH, or --page")
     trees = {}
-    for tree in given.trees:
+    for tree in arguments.trees:
         name, _, path = tree.partition("=")
         if not (name and path and Path(path).is_dir()):
             parser.error(f"{tree}: is not NAME=PATH of a folder")
         trees[name] = measure(Path(path))
-    if given.trees:
+    if arguments.trees:
         print(format_table(trees))
-    if given.write or given.page:
+    if arguments.write or arguments.page:
         known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
         trees = {**known, **trees}
         RESULTS.write_text(json.dumps(trees, indent=2) + "\n", encoding="utf-8")

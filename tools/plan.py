@@ -248,8 +248,8 @@ def dry_run(choice: LayoutChoice, rank: int, *, as_json: bool) -> None:
     console.print(table)
 
 
-def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. given: its words; None for those of the process."""
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line. argv: its words; None for those of the process."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -274,7 +274,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="which one (default: 0)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,19 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 
 def main() -> None:
-    arguments = make_parser(__doc__)
-    arguments.add_argument("--implementation", help="of the experts: eager, batched_mm, grouped_mm")
-    given = arguments.parse_args()
-    shape = SHAPES[given.shape]
-    numbers = tensors(shape, given.precision)
+    parser = make_parser(__doc__)
+    parser.add_argument("--implementation", help="of the experts: eager, batched_mm, grouped_mm")
+    arguments = parser.parse_args()
+    shape = SHAPES[arguments.shape]
+    numbers = tensors(shape, arguments.precision)
     config = MixtralConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.width,
         num_local_experts=shape.experts,
         num_experts_per_tok=shape.top_k,
     )
-    if given.implementation:
-        config._experts_implementation = given.implementation
+    if arguments.implementation:
+        config._experts_implementation = arguments.implementation
     layer = MixtralSparseMoeBlock(config).to(numbers.x.dtype)
     with torch.no_grad():
         layer.gate.weight.copy_(numbers.router)
@@ -39,7 +39,7 @@ def main() -> None:
         out.backward(numbers.d_out[None])
         return out.detach()
 
-    seconds = measure_seconds(step, given.steps)
+    seconds = measure_seconds(step, arguments.steps)
     peak_bytes = peak()
     out = step()
     experts = layer.experts

@@ -45,9 +45,9 @@ class Layer(nn.Module):
 
 
 def main() -> None:
-    given = make_parser(__doc__).parse_args()
-    shape = SHAPES[given.shape]
-    numbers = tensors(shape, given.precision)
+    arguments = make_parser(__doc__).parse_args()
+    shape = SHAPES[arguments.shape]
+    numbers = tensors(shape, arguments.precision)
     layer = Layer(shape.hidden, shape.width, shape.experts, shape.top_k).to(numbers.x.dtype)
     with torch.no_grad():
         layer.router.weight.copy_(numbers.router)
@@ -66,7 +66,7 @@ def main() -> None:
         out.backward(numbers.d_out)
         return out.detach()
 
-    seconds = measure_seconds(step, given.steps)
+    seconds = measure_seconds(step, arguments.steps)
     peak_bytes = peak()
     out = step()
     gate, up, down = (

@@ -46,9 +46,9 @@ def bind(module: Module, precision: str) -> None:
 
 def main() -> None:
     tune_host_allocator()  # as at the start of a run
-    given = make_parser(__doc__).parse_args()
-    shape = SHAPES[given.shape]
-    numbers = tensors(shape, given.precision)
+    arguments = make_parser(__doc__).parse_args()
+    shape = SHAPES[arguments.shape]
+    numbers = tensors(shape, arguments.precision)
     moe = MoEConfig(
         experts=shape.experts,
         top_k=shape.top_k,
@@ -66,7 +66,7 @@ def main() -> None:
             activation="swiglu",
             moe=moe,
         ),
-        train=TrainConfig(seq=shape.tokens, global_batch=1, precision=given.precision),
+        train=TrainConfig(seq=shape.tokens, global_batch=1, precision=arguments.precision),
     )
     tune(config, None)
     stage = build_whole_model(config)
@@ -74,7 +74,7 @@ def main() -> None:
     assert isinstance(block, TransformerBlock)
     layer = block.mlp
     assert isinstance(layer, MixtureOfExperts)
-    bind(layer, given.precision)
+    bind(layer, arguments.precision)
     experts = layer.experts
     trained = (layer.router.weight, experts.up, experts.down)
     for parameter, value in zip(trained, (numbers.router, numbers.up, numbers.down), strict=True):
@@ -97,7 +97,7 @@ def main() -> None:
             parameter.finish()
         return out.detach()
 
-    whole = measure_seconds(step, given.steps)
+    whole = measure_seconds(step, arguments.steps)
     peak_bytes = peak()
 
     chosen, _ = layer.router(x.detach(), context, state)
@@ -113,10 +113,10 @@ def main() -> None:
         rows.grad = gates.grad = None
         experts(rows, gates, order, expert_rows, state).backward(d_rows)
 
-    bare = measure_seconds(alone, given.steps)
+    bare = measure_seconds(alone, arguments.steps)
     for _ in range(_ROUNDS - 1):
-        whole += measure_seconds(step, given.steps)
-        bare += measure_seconds(alone, given.steps)
+        whole += measure_seconds(step, arguments.steps)
+        bare += measure_seconds(alone, arguments.steps)
     overhead = statistics.median(whole) / statistics.median(bare) - 1
     out = step()
     loss = answer(out, x.grad, *(parameter.grad for parameter in trained))

@@ -41,11 +41,11 @@ _STD = 0.03
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that every contender takes."""
-    arguments = argparse.ArgumentParser(description=description)
-    arguments.add_argument("--shape", choices=SHAPES, required=True)
-    arguments.add_argument("--precision", choices=("fp32", "bf16"), required=True)
-    arguments.add_argument("--steps", type=int, required=True, help="timed passes")
-    return arguments
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), required=True)
+    parser.add_argument("--steps", type=int, required=True, help="timed passes")
+    return parser
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,9 @@ def read() -> tuple[RunConfig, torch.device, Path | None]:
     parser.add_argument("--config", required=True)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return load(given.config, given.overrides), device, given.trace
+    return load(arguments.config, arguments.overrides), device, arguments.trace
 
 
 def make_batches(config: RunConfig, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:

@@ -72,12 +72,12 @@ def measure_seconds(left: Tensor, right: Tensor, rounds: int) -> float:
 
 
 def main() -> None:
-    given = make_parser(__doc__).parse_args()
-    dtype, total = _TYPES[given.precision], 0.0
+    arguments = make_parser(__doc__).parse_args()
+    dtype, total = _TYPES[arguments.precision], 0.0
     for heads, rows, inner, columns, times in shapes(WORKLOAD):
         left = torch.randn(heads, rows, inner).to(dtype)
         right = torch.randn(heads, columns, inner).to(dtype).mT
-        total += times * measure_seconds(left, right, given.steps)
+        total += times * measure_seconds(left, right, arguments.steps)
     speed = WORKLOAD.tokens_per_step / total
     emit(
         tokens_per_second=speed,

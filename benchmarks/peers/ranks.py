@@ -73,11 +73,11 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], errors: Sequence[Any]) -
 
 
 def run(
-    rank_main: Callable[[argparse.Namespace], None], given: argparse.Namespace, ranks: int
+    rank_main: Callable[[argparse.Namespace], None], arguments: argparse.Namespace, ranks: int
 ) -> None:
     """On a rank, run its part; otherwise start the ranks and print their measurement."""
     if "RANK" in os.environ:
-        rank_main(given)
+        rank_main(arguments)
         return
     outputs = start_ranks((sys.executable, *sys.argv), ranks)
     lines = [json.loads(output.strip().splitlines()[-1]) for output in outputs]

@@ -91,23 +91,23 @@ def validation_loss(checkpoint: Path, checkout: Path, text: Text) -> float:
 
 
 def main() -> None:
-    arguments = make_parser(__doc__)
-    arguments.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
-    given = arguments.parse_args()
-    text = read_text(given.text)
+    parser = make_parser(__doc__)
+    parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
+    arguments = parser.parse_args()
+    text = read_text(arguments.text)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare(folder, given.nanogpt, text)
-        seconds = train(folder, given.nanogpt, given.steps)
+        prepare(folder, arguments.nanogpt, text)
+        seconds = train(folder, arguments.nanogpt, arguments.steps)
         peak = peak_rss_bytes(resource.RUSAGE_CHILDREN)
         checkpoint = folder / "out-shakespeare-char" / "ckpt.pt"
-        loss = validation_loss(checkpoint, given.nanogpt, text)
+        loss = validation_loss(checkpoint, arguments.nanogpt, text)
     emit(
         tokens_per_second=SETTINGS.tokens_per_step * len(seconds) / sum(seconds),
         best_tokens_per_second=SETTINGS.tokens_per_step / min(seconds),
         peak_rss_bytes=peak,
         loss=loss,
-        versions={"torch": version("torch"), "nanogpt": read_revision(given.nanogpt)},
+        versions={"torch": version("torch"), "nanogpt": read_revision(arguments.nanogpt)},
     )
 
 

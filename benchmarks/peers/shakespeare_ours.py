@@ -52,14 +52,14 @@ def make_overrides(prefix: Path, text: Text, steps: int, position: str) -> list[
 
 
 def main() -> None:
-    arguments = make_parser(__doc__)
-    arguments.add_argument("--position", choices=("learned", "rotary"), default="learned")
-    given = arguments.parse_args()
-    text = read_text(given.text)
+    parser = make_parser(__doc__)
+    parser.add_argument("--position", choices=("learned", "rotary"), default="learned")
+    arguments = parser.parse_args()
+    text = read_text(arguments.text)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_documents(folder / "tokens", [text.training, text.validation], text.vocab)
-        overrides = make_overrides(folder / "tokens", text, given.steps, given.position)
+        overrides = make_overrides(folder / "tokens", text, arguments.steps, arguments.position)
         metrics = pretrain(folder, overrides)
     seconds = [line["seconds"] for line in metrics[1:-1]]
     emit(

@@ -97,19 +97,19 @@ class OwnParts(nn.Module):
         return divided, whole
 
 
-def train(given: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> None:
     """Run one rank."""
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(WORKLOAD.seed)
     model = DividedGPT(WORKLOAD)
-    model.divide(init_device_mesh("cpu", (given.ranks,)), given.sequence)
+    model.divide(init_device_mesh("cpu", (arguments.ranks,)), arguments.sequence)
     parts = OwnParts(model)
     optimizer = make_optimizer(parts, WORKLOAD)
 
     def step() -> float:
         ids = torch.randint(WORKLOAD.vocab, (WORKLOAD.batch, WORKLOAD.seq + 1))
         with loss_parallel():
-            with torch.autocast("cpu", torch.bfloat16, enabled=given.precision == "bf16"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=arguments.precision == "bf16"):
                 loss = model(ids[:, :-1], ids[:, 1:])
             loss.backward()
         clip(*parts.take_gradients(), WORKLOAD.clip)
@@ -117,15 +117,15 @@ def train(given: argparse.Namespace) -> None:
         optimizer.zero_grad(set_to_none=True)
         return local(loss).item()
 
-    measure(step, given.steps, WORKLOAD.tokens_per_step, {"torch": torch.__version__})
+    measure(step, arguments.steps, WORKLOAD.tokens_per_step, {"torch": torch.__version__})
     torch.distributed.destroy_process_group()
 
 
 def main() -> None:
-    arguments = make_parser(__doc__)
-    arguments.add_argument("--sequence", action="store_true", help="sequence parallel")
-    given = arguments.parse_args()
-    run(train, given, given.ranks)
+    parser = make_parser(__doc__)
+    parser.add_argument("--sequence", action="store_true", help="sequence parallel")
+    arguments = parser.parse_args()
+    run(train, arguments, arguments.ranks)
 
 
 if __name__ == "__main__":

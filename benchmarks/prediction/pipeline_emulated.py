@@ -131,17 +131,17 @@ def play(config: RunConfig, schedule: Schedule, steps: int) -> list[Steps]:
 
 
 def measure(
-    name: str, chunks: int, microbatches: int, given: argparse.Namespace, comm: float
+    name: str, chunks: int, microbatches: int, arguments: argparse.Namespace, comm: float
 ) -> EmulatedSchedule:
     """Measure and simulate one schedule."""
-    config = make_config(name, given.ranks, chunks, microbatches, given.milliseconds / 1e3)
+    config = make_config(name, arguments.ranks, chunks, microbatches, arguments.milliseconds / 1e3)
     schedule, expected = simulate_schedule(config, comm)
-    seen = play(config, schedule, given.steps)
+    seen = play(config, schedule, arguments.steps)
     times = [max(ends) - min(starts) for starts, ends in zip(*_across(seen), strict=True)]
     step, predicted = statistics.median(times), float(expected.time)
     work = [float(value) for value in expected.work]
     live = max(max(rank.live) for rank in seen) / chunks
-    usual = generate("1f1b", given.ranks, 1, microbatches)
+    usual = generate("1f1b", arguments.ranks, 1, microbatches)
     limit = float(max(simulate(usual, ActionCosts()).peak_activations))
     spans = [
         statistics.median(
@@ -236,31 +236,34 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = parse_arguments()
-    idle = make_config("1f1b", given.ranks, 1, given.ranks, 0.0)
+    arguments = parse_arguments()
+    idle = make_config("1f1b", arguments.ranks, 1, arguments.ranks, 0.0)
     comm = max(run_in_world(transfer_seconds, idle))
-    print(f"{given.ranks} ranks, passes of {given.milliseconds:g} ms, transfer {comm * 1e6:.0f} us")
+    print(
+        f"{arguments.ranks} ranks, passes of {arguments.milliseconds:g} ms, "
+        f"transfer {comm * 1e6:.0f} us"
+    )
     print(HEAD)
     lines = []
     for name, chunks, each in RUNS:
-        if name in given.schedules:
-            lines.append(measure(name, chunks, each * given.ranks, given, comm))
+        if name in arguments.schedules:
+            lines.append(measure(name, chunks, each * arguments.ranks, arguments, comm))
             print(format_row(lines[-1]), flush=True)
     found = list(measure_overheads())
-    if given.write:
+    if arguments.write:
         settings = ("ranks", "milliseconds", "steps")
         document = {
             "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": describe_machine(),
-            "config": {name: getattr(given, name) for name in settings},
+            "config": {name: getattr(arguments, name) for name in settings},
             "transfer_seconds": comm,
             "schedules": [asdict(line) for line in lines],
             "overhead": found,
         }
-        given.write.parent.mkdir(parents=True, exist_ok=True)
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
-        print(f"wrote {given.write}")
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {arguments.write}")
 
 
 if __name__ == "__main__":

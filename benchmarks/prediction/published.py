@@ -259,9 +259,9 @@ def main() -> None:
     parser.add_argument("--fit", metavar="FAMILY", choices=("a100", "h100"))
     pages = "make docs/reference/prediction.md and its plot"
     parser.add_argument("--write", action="store_true", help=pages)
-    given = parser.parse_args()
-    if given.fit:
-        found = fit(given.fit)
+    arguments = parser.parse_args()
+    if arguments.fit:
+        found = fit(arguments.fit)
         print(", ".join(f"{name}={getattr(found, name):.4g}" for name in FITTED))
         return
     from published_page import (
@@ -272,15 +272,15 @@ def main() -> None:
         summary_row,
     )
 
-    predictions = {name: rows for name in given.tables if (rows := predict_table(name))}
+    predictions = {name: rows for name in arguments.tables if (rows := predict_table(name))}
     print(summary_header())
     for name, rows in predictions.items():
         print(summary_row(TABLES[name], summarize_errors(rows)))
     page = PAGE.read_text(encoding="utf-8")
-    for name in given.tables:
+    for name in arguments.tables:
         if missing_file := TABLES[name].missing_file:
             print(describe_missing(page, name, missing_file))
-    if given.write:
+    if arguments.write:
         PAGE.write_text(format_page(predictions, page), encoding="utf-8")
         if len(predictions) == len(TABLES):
             PLOT.write_text(draw_plot(predictions), encoding="utf-8")

@@ -218,15 +218,15 @@ def weak(config: RunConfig, tensor: int, ranks: int) -> RunConfig:
     return _with(made, tensor=tensor, data=data, zero=1, bucket_size="auto")
 
 
-def lines(given: argparse.Namespace) -> Iterator[SimulatedStep]:
+def lines(arguments: argparse.Namespace) -> Iterator[SimulatedStep]:
     """Yield all steps."""
-    cluster = load_cluster(given.cluster)
+    cluster = load_cluster(arguments.cluster)
     inner, *_, outer = cluster.tiers
-    for name in given.models:
+    for name in arguments.models:
         config = load(config_path(name))
-        for latency in given.latencies:
+        for latency in arguments.latencies:
             slow = replace(cluster, tiers=(inner, replace(outer, latency=latency * 1e-6)))
-            for ranks in given.ranks:
+            for ranks in arguments.ranks:
                 sized = weak(config, TENSOR.get(name, 1), ranks)
                 for variant in VARIANTS:
                     yield simulate(name, sized, ranks, slow, variant)
@@ -304,14 +304,14 @@ def main() -> None:
     parser.add_argument("--cluster", default="h100-ib", help="whose other figures hold")
     parser.add_argument("--write", type=Path, help="write all steps as JSON")
     parser.add_argument("--plot", type=Path, help="draw them as SVG")
-    given = parser.parse_args()
-    found = [*lines(given)]
+    arguments = parser.parse_args()
+    found = [*lines(arguments)]
     print(table(found))
-    if given.write:
+    if arguments.write:
         steps = [{**asdict(line), "efficiency": line.efficiency} for line in found]
-        given.write.write_text(json.dumps(steps, indent=1) + "\n", encoding="utf-8")
-    if given.plot:
-        draw(found, given.plot)
+        arguments.write.write_text(json.dumps(steps, indent=1) + "\n", encoding="utf-8")
+    if arguments.plot:
+        draw(found, arguments.plot)
 
 
 if __name__ == "__main__":

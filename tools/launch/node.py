@@ -44,11 +44,11 @@ _PORT = 29400
 
 def main() -> None:
     """Check config, data and node, and start the ranks; exit with the status of the run."""
-    given = parse_arguments()
-    words = [*(["--config", given.config] if given.config else []), *given.overrides]
+    arguments = parse_arguments()
+    words = [*(["--config", arguments.config] if arguments.config else []), *arguments.overrides]
     os.environ.update(settings(os.environ))
     with report_errors():
-        config = load(given.config, given.overrides)
+        config = load(arguments.config, arguments.overrides)
         if config.checkpoint.resume is None and os.environ["PET_MAX_RESTARTS"] != "0":
             raise UserError(
                 f"ranks that are started again (PET_MAX_RESTARTS={os.environ['PET_MAX_RESTARTS']}) "
@@ -56,11 +56,11 @@ def main() -> None:
             )
         world = largest_world(os.environ["PET_NNODES"], os.environ["PET_NPROC_PER_NODE"])
         check_data(config)
-    if given.look:
+    if arguments.look:
         sys.exit(0 if fit(Path(config.run.dir)) else EXIT_SICK)
     if status := dry_run(words, world):
         sys.exit(status)
-    if given.doctor and not fit(Path(config.run.dir)):
+    if arguments.doctor and not fit(Path(config.run.dir)):
         sys.exit(EXIT_SICK)
     sys.exit(launch([ENTRY, *words]))
 
