@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, describe_machine, describe_processor, machine_file_name
+from harness import ROOT, describe_machine, describe_processor, make_machine_file_name
 
 RESULTS = ROOT / "benchmarks/results"
 PAGE, PICTURE = ROOT / "docs/reference/peers.md", ROOT / "docs/images/peers.svg"
@@ -40,7 +40,7 @@ class Comparison:
     options: tuple[str, ...] = ()
     hosts: bool = False
 
-    def command(self, arguments: argparse.Namespace) -> list[str]:
+    def make_command(self, arguments: argparse.Namespace) -> list[str]:
         """Return the command line, with the peers that were given."""
         found = {peer: getattr(arguments, peer) for peer in self.peers}
         places = [f"--{peer.replace('_', '-')}={path}" for peer, path in found.items() if path]
@@ -59,7 +59,7 @@ NANOGPT, HUGGINGFACE = "nanogpt", "huggingface_python"
 TRAINING = Comparison(
     "One process, two threads",
     "cpu/train_cpu.py",
-    f"train_cpu_{machine_file_name(describe_machine())}.json",
+    f"train_cpu_{make_machine_file_name(describe_machine())}.json",
     "../../README.md",
     (NANOGPT, MEGATRON, HUGGINGFACE),
 )
@@ -246,7 +246,7 @@ def main() -> None:
             if comparison.hosts and os.geteuid():
                 print("skipped: emulated hosts need root")
                 continue
-            subprocess.run(comparison.command(arguments), cwd=ROOT, check=True)
+            subprocess.run(comparison.make_command(arguments), cwd=ROOT, check=True)
     PAGE.write_text(format_page(), encoding="utf-8")
     draw(PICTURE)
     print(f"wrote {PAGE} and {PICTURE}")

@@ -136,7 +136,7 @@ def measure(arguments: argparse.Namespace) -> Measured:
     peers = arguments.beside == "fsdp2" and arguments.blocks == "compute"
     for way in ("fsdp2", "fsdp3") if peers else ():
         turns.append(
-            [timed(f"FSDP2 {way[-1]}", step_of(make_shape(arguments), way, "fp32", RANKS))]
+            [make_timed(f"FSDP2 {way[-1]}", step_of(make_shape(arguments), way, "fp32", RANKS))]
         )
     if arguments.compute_core is not None:  # only this thread: those that send were started before
         os.sched_setaffinity(0, {arguments.compute_core})
@@ -155,7 +155,7 @@ def measure(arguments: argparse.Namespace) -> Measured:
     return seconds
 
 
-def timed(name: str, work: Callable[[], object]) -> Callable[[], dict[str, float]]:
+def make_timed(name: str, work: Callable[[], object]) -> Callable[[], dict[str, float]]:
     """Return a function that does the work and returns its duration under `name`."""
 
     def run() -> dict[str, float]:
@@ -196,13 +196,13 @@ class MegaframeRank:
         torch.manual_seed(shape.seed + 1 + mesh.rank)
         backward = self.stage.backward
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             made = backward(*args, **kwargs)
             self._backward = time.perf_counter() - start
             return made
 
-        setattr(self.stage, "backward", watched)  # noqa: B010
+        setattr(self.stage, "backward", run_backward)  # noqa: B010
 
     def let_blocks_wait(self) -> None:
         """Make blocks wait instead of compute; they keep their weights."""

@@ -28,9 +28,9 @@ from harness import (
     PEERS,
     Contender,
     add_common_arguments,
-    alternate,
     check_losses,
     format_table,
+    run_alternately,
     summarise,
     write_results,
 )
@@ -77,7 +77,7 @@ def main() -> None:
         chosen = make_contenders(arguments)
         with open_hosts(HOSTS, rate) as made:
             os.environ[PLACES] = json.dumps([made[0].address, [host.command for host in made]])
-            outcomes = alternate(chosen, arguments.rounds, arguments.threads)
+            outcomes = run_alternately(chosen, arguments.rounds, arguments.threads)
             del os.environ[PLACES]
         check_losses(outcomes, math.log(WORKLOAD.vocab))
         lines = summarise(chosen, outcomes)

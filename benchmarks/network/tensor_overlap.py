@@ -118,8 +118,11 @@ def measure(arguments: argparse.Namespace) -> Seconds:
     ways[SERIAL] = replace(ways[SERIAL], group=replace(group, serial=True))
     ways[ALONE] = replace(ways[ALONE], group=replace(group, handle=fake))
     linears = (
-        ("column", linear("column", arguments.hidden, arguments.ffn, 0, mesh.rank, ways[ALONE])),
-        ("row", linear("row", arguments.ffn, arguments.hidden, 1, mesh.rank, ways[ALONE])),
+        (
+            "column",
+            make_linear("column", arguments.hidden, arguments.ffn, 0, mesh.rank, ways[ALONE]),
+        ),
+        ("row", make_linear("row", arguments.ffn, arguments.hidden, 1, mesh.rank, ways[ALONE])),
     )
     seconds: Seconds = {way: {name: [] for name in PASSES} for way in WAYS}
     for number in range(1 + arguments.rounds):
@@ -127,7 +130,7 @@ def measure(arguments: argparse.Namespace) -> Seconds:
             for kind, module in linears:
                 module.tensor = tensor
                 barrier(group)
-                forward, backward = passes(module, arguments, group)
+                forward, backward = measure_passes(module, arguments, group)
                 if number:
                     seconds[way][f"{kind} forward"].append(forward)
                     seconds[way][f"{kind} backward"].append(backward)
@@ -136,7 +139,7 @@ def measure(arguments: argparse.Namespace) -> Seconds:
     return seconds
 
 
-def linear(
+def make_linear(
     name: str, inputs: int, outputs: int, split: int, rank: int, tensor: TensorParallel
 ) -> Linear:
     """Return a linear with random weights and with the storage that it has in a run."""
@@ -152,7 +155,9 @@ def linear(
     return made
 
 
-def passes(module: Linear, arguments: argparse.Namespace, group: Any) -> tuple[float, float]:
+def measure_passes(
+    module: Linear, arguments: argparse.Namespace, group: Any
+) -> tuple[float, float]:
     """Return the seconds of one forward and of one backward, started on all ranks together."""
     import torch
 

@@ -46,14 +46,14 @@ def step_of(shape: Workload, way: str, precision: str, ranks: int) -> Callable[[
     optimizer = make_optimizer(model, shape)
     torch.manual_seed(shape.seed + 1 + torch.distributed.get_rank())
 
-    def lowered() -> AbstractContextManager[object]:
+    def make_autocast() -> AbstractContextManager[object]:
         if way == "ddp":
             return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
         return nullcontext()
 
     def step() -> float:
         tokens, targets = draw(shape, ranks)
-        with lowered():
+        with make_autocast():
             loss = model(tokens, targets)
         loss.backward()
         clip(model, shape.clip)

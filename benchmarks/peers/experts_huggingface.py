@@ -5,7 +5,15 @@ from __future__ import annotations
 from importlib.metadata import version
 
 import torch
-from experts_workload import SHAPES, answer, make_parser, measure_seconds, peak, report, tensors
+from experts_workload import (
+    SHAPES,
+    answer,
+    draw_tensors,
+    make_parser,
+    measure_seconds,
+    read_peak_bytes,
+    report,
+)
 from torch import Tensor
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -16,7 +24,7 @@ def main() -> None:
     parser.add_argument("--implementation", help="of the experts: eager, batched_mm, grouped_mm")
     arguments = parser.parse_args()
     shape = SHAPES[arguments.shape]
-    numbers = tensors(shape, arguments.precision)
+    numbers = draw_tensors(shape, arguments.precision)
     config = MixtralConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.width,
@@ -40,7 +48,7 @@ def main() -> None:
         return out.detach()
 
     seconds = measure_seconds(step, arguments.steps)
-    peak_bytes = peak()
+    peak_bytes = read_peak_bytes()
     out = step()
     experts = layer.experts
     gradients = (layer.gate.weight.grad, experts.gate_up_proj.grad, experts.down_proj.grad)

@@ -6,7 +6,15 @@ from importlib.metadata import version
 
 import torch
 import torch.nn.functional as F
-from experts_workload import SHAPES, answer, make_parser, measure_seconds, peak, report, tensors
+from experts_workload import (
+    SHAPES,
+    answer,
+    draw_tensors,
+    make_parser,
+    measure_seconds,
+    read_peak_bytes,
+    report,
+)
 from torch import Tensor, nn
 
 
@@ -47,7 +55,7 @@ class Layer(nn.Module):
 def main() -> None:
     arguments = make_parser(__doc__).parse_args()
     shape = SHAPES[arguments.shape]
-    numbers = tensors(shape, arguments.precision)
+    numbers = draw_tensors(shape, arguments.precision)
     layer = Layer(shape.hidden, shape.width, shape.experts, shape.top_k).to(numbers.x.dtype)
     with torch.no_grad():
         layer.router.weight.copy_(numbers.router)
@@ -67,7 +75,7 @@ def main() -> None:
         return out.detach()
 
     seconds = measure_seconds(step, arguments.steps)
-    peak_bytes = peak()
+    peak_bytes = read_peak_bytes()
     out = step()
     gate, up, down = (
         torch.stack([getattr(expert, name).weight.grad for expert in layer.experts])

@@ -10,7 +10,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from experts_workload import SHAPES, answer, make_parser, measure_seconds, peak, report, tensors
+from experts_workload import (
+    SHAPES,
+    answer,
+    draw_tensors,
+    make_parser,
+    measure_seconds,
+    read_peak_bytes,
+    report,
+)
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -48,7 +56,7 @@ def main() -> None:
     tune_host_allocator()  # as at the start of a run
     arguments = make_parser(__doc__).parse_args()
     shape = SHAPES[arguments.shape]
-    numbers = tensors(shape, arguments.precision)
+    numbers = draw_tensors(shape, arguments.precision)
     moe = MoEConfig(
         experts=shape.experts,
         top_k=shape.top_k,
@@ -98,7 +106,7 @@ def main() -> None:
         return out.detach()
 
     whole = measure_seconds(step, arguments.steps)
-    peak_bytes = peak()
+    peak_bytes = read_peak_bytes()
 
     chosen, _ = layer.router(x.detach(), context, state)
     loads = torch.bincount(chosen.flatten(), minlength=shape.experts)
@@ -108,15 +116,15 @@ def main() -> None:
     gates = torch.rand(len(rows)).to(x.dtype).requires_grad_()
     d_rows = torch.randn_like(rows)
 
-    def alone() -> None:
+    def run_experts_alone() -> None:
         start_step()
         rows.grad = gates.grad = None
         experts(rows, gates, order, expert_rows, state).backward(d_rows)
 
-    bare = measure_seconds(alone, arguments.steps)
+    bare = measure_seconds(run_experts_alone, arguments.steps)
     for _ in range(_ROUNDS - 1):
         whole += measure_seconds(step, arguments.steps)
-        bare += measure_seconds(alone, arguments.steps)
+        bare += measure_seconds(run_experts_alone, arguments.steps)
     overhead = statistics.median(whole) / statistics.median(bare) - 1
     out = step()
     loss = answer(out, x.grad, *(parameter.grad for parameter in trained))

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils.data import Dataset
-from workload import WARMUP_STEPS, WORKLOAD, Workload, emit, make_parser, peak_rss_bytes
+from workload import WARMUP_STEPS, WORKLOAD, Workload, emit, make_parser, read_peak_rss_bytes
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
@@ -102,7 +102,7 @@ def main() -> None:
     emit(
         tokens_per_second=shape.tokens_per_step / statistics.median(taken),
         best_tokens_per_second=shape.tokens_per_step / min(taken),
-        peak_rss_bytes=peak_rss_bytes(resource.RUSAGE_SELF),
+        peak_rss_bytes=read_peak_rss_bytes(resource.RUSAGE_SELF),
         loss=clock.losses[0],
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
     )

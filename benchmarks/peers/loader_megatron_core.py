@@ -33,7 +33,7 @@ class TokenizerStub:
         return {"class": "benchmark"}
 
 
-def dataset(prefix: str, seq: int, samples: int, cache: str) -> GPTDataset:
+def make_dataset(prefix: str, seq: int, samples: int, cache: str) -> GPTDataset:
     """Return the training samples of one token file."""
     file = IndexedDataset(prefix, mmap=True)
     config = GPTDatasetConfig(
@@ -62,7 +62,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         start = time.perf_counter()
-        samples = dataset(arguments.prefix, arguments.seq, arguments.samples, cache)
+        samples = make_dataset(arguments.prefix, arguments.seq, arguments.samples, cache)
         opened = time.perf_counter() - start
         for number in range(2000):
             samples[number]

@@ -49,7 +49,7 @@ def build_stage(shape: Workload, stages: int) -> nn.Module:
     )
 
 
-def mean_of(losses: list[float], output: Tensor) -> tuple[Tensor, dict[str, Any]]:
+def compute_mean_loss(losses: list[float], output: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """Return the loss of one microbatch in the form that its schedule expects, and a record of
     it."""
     loss = output.float().mean()
@@ -78,7 +78,9 @@ def train(arguments: argparse.Namespace) -> None:
         def forward_step(batch: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
             ids = next(batch)
             tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-            return model(tokens, positions, None, labels=targets), partial(mean_of, losses)
+            return model(tokens, positions, None, labels=targets), partial(
+                compute_mean_loss, losses
+            )
 
         forward_backward_pipelining_without_interleaving(
             forward_step_func=forward_step,

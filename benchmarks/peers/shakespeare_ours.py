@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ours import pretrain, write_documents
 from shakespeare_settings import SETTINGS, Text, make_parser, read_text
-from workload import emit, peak_rss_bytes
+from workload import emit, read_peak_rss_bytes
 
 
 def make_overrides(prefix: Path, text: Text, steps: int, position: str) -> list[str]:
@@ -65,7 +65,7 @@ def main() -> None:
     emit(
         tokens_per_second=SETTINGS.tokens_per_step * len(seconds) / sum(seconds),
         best_tokens_per_second=SETTINGS.tokens_per_step / min(seconds),
-        peak_rss_bytes=peak_rss_bytes(resource.RUSAGE_CHILDREN),
+        peak_rss_bytes=read_peak_rss_bytes(resource.RUSAGE_CHILDREN),
         loss=metrics[-1]["eval_loss"],
         versions={"torch": version("torch")},
     )

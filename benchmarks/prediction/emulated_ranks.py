@@ -73,7 +73,7 @@ def run_in_world(task: Callable[..., Any], config: RunConfig, *args: Any) -> lis
     for rank in range(ranks):
         mine, theirs = context.Pipe()
         worker_args = (theirs, rank, port, task, config, *args)
-        context.Process(target=_play, args=worker_args, daemon=True).start()
+        context.Process(target=_run_rank, args=worker_args, daemon=True).start()
         theirs.close()
         ends.append(mine)
     results = []
@@ -92,7 +92,7 @@ def make_world(config: RunConfig) -> int:
     return config.parallel.pipeline * (config.parallel.data or 1)
 
 
-def _play(
+def _run_rank(
     end: Connection, rank: int, port: int, task: Callable[..., Any], config: RunConfig, *args: Any
 ) -> None:
     """Run one rank: meet the others, do the task, send its result."""
@@ -138,7 +138,7 @@ def run_steps(mesh: Mesh, train_step: TrainStep, config: RunConfig, steps: int) 
     stages = tuple(train_step.stages.values())
     for stage in stages:
         for name in ("forward", "backward", "compute_weight_gradients"):
-            setattr(stage, name, _noted(getattr(stage, name), stages, passes))
+            setattr(stage, name, _record_passes(getattr(stage, name), stages, passes))
     tokens = torch.zeros((1, config.train.seq), dtype=torch.int64)
     microbatches = [
         Microbatch(tokens, tokens, torch.tensor([number]))
@@ -162,20 +162,20 @@ def run_steps(mesh: Mesh, train_step: TrainStep, config: RunConfig, steps: int) 
     return seen
 
 
-def _noted(
+def _record_passes(
     function: Callable[..., Any], stages: Sequence[Stage], into: list[StagePass]
 ) -> Callable[..., Any]:
     """Return `function`, wrapped to record every pass that it runs."""
 
     @wraps(function)
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def run_and_record(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         result = function(*args, **kwargs)
         end = time.perf_counter()
         into.append(StagePass(start, end, sum(stage.live for stage in stages)))
         return result
 
-    return noted
+    return run_and_record
 
 
 def transfer_seconds(mesh: Mesh, train_step: TrainStep, config: RunConfig) -> float:

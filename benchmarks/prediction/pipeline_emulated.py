@@ -121,7 +121,7 @@ def simulate_schedule(config: RunConfig, comm: float) -> tuple[Schedule, Timelin
     return schedule, simulate(schedule, costs)
 
 
-def play(config: RunConfig, schedule: Schedule, steps: int) -> list[Steps]:
+def run_schedule(config: RunConfig, schedule: Schedule, steps: int) -> list[Steps]:
     """Run steps of `schedule`, and return what every rank measured."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.txt"
@@ -136,8 +136,8 @@ def measure(
     """Measure and simulate one schedule."""
     config = make_config(name, arguments.ranks, chunks, microbatches, arguments.milliseconds / 1e3)
     schedule, expected = simulate_schedule(config, comm)
-    seen = play(config, schedule, arguments.steps)
-    times = [max(ends) - min(starts) for starts, ends in zip(*_across(seen), strict=True)]
+    seen = run_schedule(config, schedule, arguments.steps)
+    times = [max(ends) - min(starts) for starts, ends in zip(*_collect_steps(seen), strict=True)]
     step, predicted = statistics.median(times), float(expected.time)
     work = [float(value) for value in expected.work]
     live = max(max(rank.live) for rank in seen) / chunks
@@ -170,7 +170,9 @@ def measure(
     )
 
 
-def _across(seen: Sequence[Steps]) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+def _collect_steps(
+    seen: Sequence[Steps],
+) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
     """Return, for each step, the starts and the ends of all ranks."""
     starts = zip(*(rank.starts for rank in seen), strict=True)
     return list(starts), list(zip(*(rank.ends for rank in seen), strict=True))
@@ -202,7 +204,9 @@ def measure_overheads() -> Iterator[dict[str, Any]]:
         actions = [len(rank) for rank in lower(schedule).ranks]
         each = [
             1e6 * min(rank.busy) / count
-            for rank, count in zip(play(config, schedule, OVERHEAD_STEPS), actions, strict=True)
+            for rank, count in zip(
+                run_schedule(config, schedule, OVERHEAD_STEPS), actions, strict=True
+            )
         ]
         ends = {schedule.rank_of[0], schedule.rank_of[-1]}
         inner = statistics.mean(one for rank, one in enumerate(each) if rank not in ends)
