@@ -45,7 +45,7 @@ def choose_axis_size(world: int) -> int:
 
 def list_layouts(world: int) -> dict[str, tuple[str, ...]]:
     """Return the layouts to compare with one rank, by name: overrides of the config. There are
-    `largest_axis` ranks on one of the axes, and the other ranks are data ranks."""
+    `choose_axis_size` ranks on one of the axes, and the other ranks are data ranks."""
     axis_size = choose_axis_size(world)
     layouts: dict[str, tuple[str, ...]] = {
         f"data, zero={zero}": (f"parallel.zero={zero}",) for zero in range(4)
