@@ -42,7 +42,7 @@ def main() -> None:
     # Imported objects are never freed; collecting garbage during imports is 1/7 of the start time.
     gc.disable()
     from megaframe.architecture.cuda_streams import count_streams
-    from megaframe.distributed.mesh import global_rank, world_size
+    from megaframe.distributed.mesh import read_global_rank, read_world_size
     from megaframe.distributed.nccl_settings import configure_nccl
     from megaframe.resilience.signals import enable_flight_recorder
     from megaframe.training.auto_layout import (
@@ -59,7 +59,7 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     with report_errors():
-        rank = global_rank()
+        rank = read_global_rank()
     with report_errors(rank=rank):
         refuse_options(arguments, unknown)
         if arguments.dry_run and rank:
@@ -68,7 +68,7 @@ def main() -> None:
         if arguments.dry_run:
             config, world = plan_dry_run(config, arguments.gpus)
         else:
-            config, world = resolve_vocab(config), world_size()
+            config, world = resolve_vocab(config), read_world_size()
             nccl = (
                 configure_nccl(count_streams(config, world)) if config.run.device != "cpu" else None
             )

@@ -151,25 +151,25 @@ def _report_to_launcher(text: str) -> None:
             json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
-def divisors(number: int) -> tuple[int, ...]:
+def list_divisors(number: int) -> tuple[int, ...]:
     """Return the divisors of a positive number, ascending; above 10^12 some may be missing."""
     # Bounded, so that a message about an absurd size does not take minutes.
     small = [d for d in range(1, min(isqrt(number), 10**6) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
-def nearest_divisors(number: int, wanted: int) -> str:
-    """Return the divisors of `number` closest to `wanted` on each side, for a message: `4 or 8`."""
-    valid = divisors(number)
-    below = [d for d in valid if d <= wanted][-1:]
-    above = [d for d in valid if d > wanted][:1]
+def find_nearest_divisors(number: int, target: int) -> str:
+    """Return the divisors of `number` closest to `target` on each side, for a message: `4 or 8`."""
+    valid = list_divisors(number)
+    below = [d for d in valid if d <= target][-1:]
+    above = [d for d in valid if d > target][:1]
     return join_or(below + above)
 
 
-def nearest_multiples(number: int, wanted: int) -> str:
-    """Return the positive multiples of `number` closest to `wanted`, for a message: `6 or 12`."""
-    below = wanted // number * number
-    valid = [below] if below == wanted else [below, below + number]
+def find_nearest_multiples(number: int, target: int) -> str:
+    """Return the positive multiples of `number` closest to `target`, for a message: `6 or 12`."""
+    below = target // number * number
+    valid = [below] if below == target else [below, below + number]
     return join_or(n for n in valid if n > 0)
 
 

@@ -34,7 +34,7 @@ from megaframe.data_parallel.sharded_parameters import ShardedParameters
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import EXPERT_SETS, Layout
 from megaframe.model.forward_context import make_run_context
-from megaframe.model.model_chunk import whole_model_chunk
+from megaframe.model.model_chunk import build_whole_model_chunk
 from megaframe.optim.optimizer import Optimizer
 from megaframe.optim.parameter_groups import ParameterGroups
 from megaframe.pipeline_parallel.stage import Stage
@@ -48,10 +48,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if mark := item.get_closest_marker("quick"):
             when = mark.kwargs["when"]
-            given = {
+            values = {
                 name: item.callspec.params[name] for name in inspect.signature(when).parameters
             }
-            if not when(**given):
+            if not when(**values):
                 item.add_marker("slow")
     items.sort(key=lambda item: item.path.name != "test_documents.py")
 
@@ -85,7 +85,7 @@ def build():
         mesh, run = Mesh(Layout(), device="cpu"), make_run_context(config)
         if config.model.moe is not None:
             mesh.add_groups(EXPERT_SETS)
-        chunk, groups = whole_model_chunk(config, run), ParameterGroups(config, mesh)
+        chunk, groups = build_whole_model_chunk(config, run), ParameterGroups(config, mesh)
         sharded = ShardedParameters(config, mesh, {0: chunk.units}, groups.bucketing)
         optimizer = Optimizer(config, mesh, sharded, groups)
         optimizer.initialize(config.run.seed)

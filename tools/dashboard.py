@@ -18,7 +18,7 @@ from megaframe.dashboard.serve import DashboardServer
 from megaframe.dashboard.wandb_workspace import save_workspace, upload_page
 from megaframe.errors import UserError, report_errors
 from megaframe.io.http import LOOPBACK
-from megaframe.io.untrusted import integer_parser
+from megaframe.io.untrusted import make_integer_parser
 from megaframe.planner.compare_run import compare_run_or_reason
 
 
@@ -102,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
         "reach it"
     )  # fmt: skip
     parser.add_argument(
-        "--port", type=integer_parser(0, 65535), default=0, help="default: any free one"
+        "--port", type=make_integer_parser(0, 65535), default=0, help="default: any free one"
     )  # fmt: skip
     return parser.parse_args()
 

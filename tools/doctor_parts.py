@@ -31,7 +31,7 @@ from megaframe.distributed.collectives import (
     all_reduce,
     barrier,
 )
-from megaframe.distributed.mesh import global_rank, ranks_on_this_node
+from megaframe.distributed.mesh import read_global_rank, read_local_world_size
 from megaframe.distributed.nccl_settings import allow_abort, configure_nccl
 from megaframe.errors import LostRanks, report_errors
 from megaframe.layout import Layout
@@ -66,7 +66,7 @@ def compare_settings(doctor: Doctor) -> None:
     mesh = doctor.make_mesh(data=doctor.world)
     device = mesh.device
     own_settings: dict[str, object] = {
-        "node": doctor.rank // ranks_on_this_node(),
+        "node": doctor.rank // read_local_world_size(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "megaframe": __version__,
@@ -95,7 +95,9 @@ def compare_settings(doctor: Doctor) -> None:
         }
     settings_of_all: list[Any] = [None] * doctor.world
     if doctor.world > 1:
-        dist.all_gather_object(settings_of_all, own_settings, group=mesh.new_control_group().handle)
+        dist.all_gather_object(
+            settings_of_all, own_settings, group=mesh.make_control_group().handle
+        )
     for name in ("torch", "megaframe", "device", "cuda", "nccl", "variables"):
         values = [settings.get(name) for settings in settings_of_all]
         if not any(values):
@@ -107,7 +109,7 @@ def compare_settings(doctor: Doctor) -> None:
     for line in doctor.nccl.lines if doctor.nccl is not None and device.type == "cuda" else ():
         doctor.report(line.partition(" ")[2], True, "")
     doctor.report(
-        "ranks", True, f"{doctor.world}, {ranks_on_this_node()} on a node", ranks=settings_of_all
+        "ranks", True, f"{doctor.world}, {read_local_world_size()} on a node", ranks=settings_of_all
     )
     mesh.close()
 
@@ -236,7 +238,7 @@ def main() -> None:
     allow_abort()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with report_errors(global_rank()):
+    with report_errors(read_global_rank()):
         nccl = configure_nccl(None) if arguments.device != "cpu" else None  # before CUDA starts
         doctor = Doctor(arguments.device, arguments.timeout, arguments.folder, nccl=nccl)
         run(json.loads(arguments.parts), arguments.first, doctor)

@@ -257,9 +257,9 @@ def run_alone(ranks: int) -> Callable[[], Callable[[int], Mapping[str, str]]]:
 def gather_lines(lines: Lines, rank: int, world: int, timeout: float) -> Lines:
     """Return what the ranks of all nodes have written, on the first one. Those that do not say so
     in time are a finding."""
-    from megaframe.distributed.rendezvous import launcher_store
+    from megaframe.distributed.rendezvous import get_launcher_store
 
-    store, _, _ = launcher_store(rank, world, timeout)
+    store, _, _ = get_launcher_store(rank, world, timeout)
     store.set(f"doctor/{rank}", json.dumps(lines[rank]))
     if rank:
         return lines

@@ -32,7 +32,7 @@ from megaframe.distributed.collectives import (
     shift_ring,
 )
 from megaframe.distributed.flight_recorder import write_flight_record
-from megaframe.distributed.mesh import Mesh, global_rank, world_size
+from megaframe.distributed.mesh import Mesh, read_global_rank, read_world_size
 from megaframe.distributed.nccl_settings import NcclSettings
 from megaframe.layout import Layout
 from megaframe.planner.collective_times import bus_bandwidth
@@ -65,7 +65,7 @@ class Doctor:
     latest: Mesh | None = None
 
     def __post_init__(self) -> None:
-        self.rank, self.world = global_rank(), world_size()
+        self.rank, self.world = read_global_rank(), read_world_size()
 
     def write_line(self, **fields: object) -> None:
         """Write a line to this rank's file."""
@@ -159,17 +159,17 @@ def check_rings(doctor: Doctor) -> None:
     """Check that a ring of all ranks delivers the right rank's tensors, in both directions."""
     mesh = doctor.make_mesh(context=doctor.world)
     _, ring = mesh.divide_context(1)
-    for back in (False, True):
-        name = "backwards" if back else "forwards"
+    for reverse in (False, True):
+        name = "backwards" if reverse else "forwards"
         doctor.announce(mesh, name)
         x = torch.full((doctor.large // 16,), float(doctor.rank), device=mesh.device)
         wrong = []
         for step in range(1, doctor.world + 1):
-            x = shift_ring(x, torch.empty_like(x), ring, back=back).wait()
-            source = (doctor.rank + (step if back else -step)) % doctor.world
+            x = shift_ring(x, torch.empty_like(x), ring, reverse=reverse).wait()
+            source = (doctor.rank + (step if reverse else -step)) % doctor.world
             if not bool((x == source).all()):
                 wrong.append(step)
-        shift = partial(shift_ring, x, torch.empty_like(x), ring, back=back)
+        shift = partial(shift_ring, x, torch.empty_like(x), ring, reverse=reverse)
         seconds = measure_seconds(mesh, lambda: shift().wait(), 3)  # noqa: B023
         text = f"{x.nbytes / seconds / 1e9:.2f} GB/s" if not wrong else f"wrong after steps {wrong}"
         doctor.report(name, not wrong, text, rate=x.nbytes / seconds)

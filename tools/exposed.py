@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.errors import UserError, report_errors
-from megaframe.io.untrusted import integer_parser
+from megaframe.io.untrusted import make_integer_parser
 from megaframe.metrics.overlap_report import DeviceOverlap, measure_overlap
 
 
@@ -88,7 +88,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("traces", nargs="+", type=Path, help="files, or folders of them")
     parser.add_argument(
-        "--gaps", type=integer_parser(0), default=3, help="of the longest idle times (default 3)"
+        "--gaps",
+        type=make_integer_parser(0),
+        default=3,
+        help="of the longest idle times (default 3)",
     )
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()

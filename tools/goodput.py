@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from megaframe.errors import UserError, report_errors
-from megaframe.io.untrusted import integer_parser, parse_json, read_file
+from megaframe.io.untrusted import make_integer_parser, parse_json, read_file
 from megaframe.planner.goodput import (
     MIXES,
     PUBLISHED,
@@ -120,7 +120,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--mix", choices=sorted(MIXES), default="llama3", help="whose failures")
     parser.add_argument(
-        "--ranks", type=integer_parser(1), nargs="*", help="numbers of ranks; default: several"
+        "--ranks", type=make_integer_parser(1), nargs="*", help="numbers of ranks; default: several"
     )
     parser.add_argument(
         "--costs", default="", help=f"NAME=SECONDS,...: {format_costs(FailureCosts())}"

@@ -30,11 +30,16 @@ from megaframe.distributed.collectives import (
     barrier,
     reduce_scatter,
 )
-from megaframe.distributed.mesh import Mesh, global_rank, ranks_on_this_node, world_size
+from megaframe.distributed.mesh import (
+    Mesh,
+    read_global_rank,
+    read_local_world_size,
+    read_world_size,
+)
 from megaframe.errors import UserError, report_errors
 from megaframe.hardware.chips import CHIPS, identify_chip, suggest_chips
 from megaframe.hardware.cluster import Cluster, describe_unknown_chip, load_cluster, write_cluster
-from megaframe.io.untrusted import integer_parser
+from megaframe.io.untrusted import make_integer_parser
 from megaframe.layout import Layout
 from megaframe.planner.collective_times import bus_bandwidth
 from megaframe.planner.constants import Constants, cluster_constants
@@ -196,13 +201,15 @@ def parse_arguments() -> argparse.Namespace:
     )
     for axis in ("tensor", "context", "pipeline"):
         parser.add_argument(
-            f"--{axis}", type=integer_parser(1), default=None, help=f"ranks of the {axis} axis"
+            f"--{axis}", type=make_integer_parser(1), default=None, help=f"ranks of the {axis} axis"
         )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--smallest", type=integer_parser(1), default=2**14, help="bytes")
-    parser.add_argument("--largest", type=integer_parser(1, 2**40), default=2**26, help="bytes")
+    parser.add_argument("--smallest", type=make_integer_parser(1), default=2**14, help="bytes")
     parser.add_argument(
-        "--times", type=integer_parser(1), default=7, help="measurements of each size"
+        "--largest", type=make_integer_parser(1, 2**40), default=2**26, help="bytes"
+    )
+    parser.add_argument(
+        "--times", type=make_integer_parser(1), default=7, help="measurements of each size"
     )
     parser.add_argument("--write", type=Path, help="description to write (of tiers, no layout)")
     parser.add_argument(
@@ -223,7 +230,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure on every rank, and print and write the result on the first one."""
-    world = world_size()
+    world = read_world_size()
     if world < 2:
         raise UserError("links need 2 ranks or more; start with torchrun --nproc-per-node 2")
     axes = {name: getattr(arguments, name) for name in ("tensor", "context", "pipeline")}
@@ -238,7 +245,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(f"the axes take {layout.world} ranks of {world}; make them equal")
         names = {axis: axis for axis in (*sizes, "data") if layout.sizes[axis] > 1}
     else:
-        node = ranks_on_this_node()
+        node = read_local_world_size()
         layout = Layout(tensor=node, data=world // node)
         names = {"node": "tensor", "cluster": "data"}
         names = {name: axis for name, axis in names.items() if layout.sizes[axis] > 1}
@@ -272,6 +279,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     with report_errors():
-        rank = global_rank()
+        rank = read_global_rank()
     with report_errors(rank):
         run(parse_arguments())

@@ -56,7 +56,7 @@ def head(dtype: torch.dtype) -> Work:
 
     def work() -> None:
         weight.fresh = True
-        loss.head_loss(hidden, labels, weight, loss.LossOptions(), scale, ALONE)
+        loss.compute_head_loss(hidden, labels, weight, loss.LossOptions(), scale, ALONE)
 
     return work
 
@@ -91,7 +91,7 @@ def update(dtype: torch.dtype) -> Work:
     step = UpdateStep(1, 1e-3, divisor=torch.tensor(1.0), skip=torch.tensor(0.0))
 
     def work() -> None:
-        for span, mine, found in kept.chunks(weights, step):
+        for span, mine, found in kept.iterate_chunks(weights, step):
             mean = found["mean"].lerp_(grads[span], 0.1)
             mine.sub_(mean.sign().mul_(1e-3))
 

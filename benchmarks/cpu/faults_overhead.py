@@ -31,7 +31,7 @@ RANKS, STEPS, WARM = 2, 60, 10
 WRAPPED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "megaframe.distributed.rank_progress": {"Place": ("begin", "act", "wait", "go_on")},
     "megaframe.resilience.recovery": {
-        "FaultHandler": ("record_step", "judge_steps", "replicas_differ")
+        "FaultHandler": ("record_step", "judge_steps", "compare_replicas")
     },
 }
 KEYS = {

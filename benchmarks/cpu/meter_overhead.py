@@ -48,7 +48,7 @@ def work(folder: Path, steps: int) -> None:
 
     from megaframe.config import load
     from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
-    from megaframe.distributed.mesh import Mesh, global_rank
+    from megaframe.distributed.mesh import Mesh, read_global_rank
     from megaframe.layout import Layout
     from megaframe.metrics import MetricsLogger, StepTimer
     from megaframe.metrics.metrics_logger import StepValues
@@ -63,7 +63,7 @@ def work(folder: Path, steps: int) -> None:
         "meter.ranks_every": 10,
     }  # fmt: skip
     config = load(None, [f"{key}={value}" for key, value in keys.items()])
-    if global_rank() == 0:
+    if read_global_rank() == 0:
         with IndexedDatasetWriter(str(folder / "tokens"), np.dtype(np.uint16)) as writer:
             writer.append(np.random.default_rng(0).integers(0, 4096, 10**6).astype(np.uint16))
         (folder / "ready").touch()
@@ -114,7 +114,7 @@ def seconds_of_a_note() -> float:
         with timer.time("compute"):
             pass
         if number % 1000 == 0:
-            timer.take().parts()
+            timer.take().sum_parts()
     return (time.perf_counter() - start) / _SPANS / 2
 
 

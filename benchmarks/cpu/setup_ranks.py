@@ -102,13 +102,13 @@ def measure(world: int) -> dict[str, float]:
     class Fake(Mesh):
         """The process groups of all ranks in torch, without any other rank."""
 
-        def _rendezvous(self) -> dist.Store:
+        def _join_rendezvous(self) -> dist.Store:
             dist.init_process_group(
                 "fake", store=FakeStore(), rank=self.rank, world_size=self.layout.world
             )
             return dist.HashStore()
 
-        def _new_handle(
+        def _make_handle(
             self, ranks: tuple[int, ...], backend: str | None
         ) -> dist.ProcessGroup | None:
             return dist.new_group(ranks, backend="fake")
@@ -156,7 +156,7 @@ def measure(world: int) -> dict[str, float]:
         train_step = timed("model", model)
         group = mesh.group("data")
         timed("data", lambda: Loader(config, group.index, group.size).close())
-        slices = sum(1 for _ in train_step.optimizer.tensors(owned=True))
+        slices = sum(1 for _ in train_step.optimizer.list_tensors(owned=True))
         found["slices"] = slices
         found["manifest size"] = timed("manifest", lambda: _manifest(world, slices))
     torch.distributed.destroy_process_group()

@@ -46,7 +46,7 @@ from torch.distributed import PrefixStore, Store
 from megaframe.distributed import rendezvous
 from megaframe.distributed.failure_verdict import FailureVerdict
 from megaframe.distributed.rank_progress import RankProgress
-from megaframe.distributed.rendezvous import fresh_store, launcher_store
+from megaframe.distributed.rendezvous import find_fresh_store, get_launcher_store
 from megaframe.distributed.watchdog import Watchdog
 from megaframe.errors import LostRanks
 from megaframe.layout import Layout
@@ -282,9 +282,9 @@ def clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: floa
     os._exit = _end_of_thread  # a client ends as a thread
 
     def connect(rank: int) -> None:
-        store, *_ = launcher_store(rank, layout.world, _SLACK)
+        store, *_ = get_launcher_store(rank, layout.world, _SLACK)
         counted = MeteredStore(store, counts, rank)
-        found = fresh_store(counted, rank, layout.world, _SLACK)  # type: ignore[arg-type]
+        found = find_fresh_store(counted, rank, layout.world, _SLACK)  # type: ignore[arg-type]
         progress = RankProgress()
         watches[rank] = (
             ThreadWatchdog(found, layout, rank, timeout, progress, lambda: ""),
@@ -328,19 +328,19 @@ def _suffer(
         if fault == "slow":
             one.limit = timeout
         if rank != victim:
-            progress.begin_wait(_EndlessWait(layout.members(rank, "data")))
+            progress.begin_wait(_EndlessWait(layout.list_members(rank, "data")))
         else:
             progress.begin_part("data", None)
 
     def lost(rank: int) -> None:
-        around = [layout.members(rank, *axes) for axes in groups]
+        around = [layout.list_members(rank, *axes) for axes in groups]
         group = next((ranks for ranks in around if victim in ranks), around[1])
         time.sleep(max(0.0, noticed - time.monotonic()))
         others = [other for other in group if other != rank]
         watches[rank][0].leave(LostRanks(f"rank {rank} lost contact", others))
 
     def meets(rank: int) -> bool:
-        return any(victim in layout.members(rank, *axes) for axes in groups)
+        return any(victim in layout.list_members(rank, *axes) for axes in groups)
 
     if fault != "slow":
         _begin(lost, [rank for rank in watches if fault == "hung" or meets(rank)])

@@ -119,12 +119,12 @@ def shares(row: TrainingCase, found: dict[str, Any], dry: bool) -> dict[str, Any
     from megaframe.metrics.flops import count_flops
     from megaframe.metrics.peak_flops import find_chip_peak
     from megaframe.metrics.waterfall import attribute_losses
-    from megaframe.model.model_chunk import model_specs
+    from megaframe.model.model_chunk import list_model_specs
 
     if "tokens_per_second" not in found:
         return found
     config = load(str(ROOT / row.path), row.arguments(dry))
-    flops = count_flops(model_specs(config), config)
+    flops = count_flops(list_model_specs(config), config)
     here = torch.cuda.is_available()
     peak = find_chip_peak(torch.cuda.get_device_name(), "bf16") if here else None
     shown = dict(found)

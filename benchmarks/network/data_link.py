@@ -256,7 +256,7 @@ class MegaframeRank:
         sharded.reduce(units[0], last=True)
         sharded.reduce_vectors(0)
         sharded.wait_for_gradients()
-        self.optimizer.load_state(self.optimizer.state())  # gathers the weights again
+        self.optimizer.load_state(self.optimizer.read_state())  # gathers the weights again
         return {f"communication {self.zero}": time.perf_counter() - start}
 
     def _pass(self, unit: Module, after: Module | None) -> None:

@@ -145,9 +145,10 @@ def make_linear(
     """Return a linear with random weights and with the storage that it has in a run."""
     import torch
 
+    from megaframe.architecture.linear import LinearSpec
     from megaframe.tensor_parallel.linear import Linear
 
-    made = Linear(name, (inputs,), (outputs,), std=0.02, split=split, bias=False, tensor=tensor)
+    made = Linear(name, LinearSpec((inputs,), (outputs,), std=0.02, split=split), tensor)
     box = made.weight.spec.local({"tensor": rank}, {"tensor": RANKS})
     made.weight.bind(box, lambda: None)
     made.weight.value = 0.02 * torch.randn(box.shape)

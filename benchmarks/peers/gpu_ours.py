@@ -27,11 +27,13 @@ class Training:
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         train = config.train
         self.mesh = Mesh(Layout.from_parallel(config.parallel, 1), device=device.type)
-        self._timer = StepTimer.for_device(self.mesh.device)
+        self._timer = StepTimer.make_for_device(self.mesh.device)
         self.train_step = train_step = TrainStep(config, self.mesh, self._timer.time)
-        self.kernels = [f"{name}={active}" for name, active in train_step.kernels.active().items()]
+        self.kernels = [
+            f"{name}={active}" for name, active in train_step.kernels.list_active().items()
+        ]
         for bucket in train_step.sharded_parameters.buckets:
-            for parameter, _, weights in bucket.pieces(bucket.weights, bucket.master_span):
+            for parameter, _, weights in bucket.iterate_pieces(bucket.weights, bucket.master_span):
                 init = parameter.spec.init
                 if isinstance(init, Normal):
                     weights.normal_(0.0, init.std)
@@ -59,7 +61,7 @@ class Training:
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of each part of the last step."""
-        return {name: spent / 1e9 for name, spent in self._split.parts().items() if spent}
+        return {name: spent / 1e9 for name, spent in self._split.sum_parts().items() if spent}
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ def list_candidates(left: Tensor, right: Tensor) -> Iterator[Callable[[], object
             wide = left.float(), right.float()
             yield lambda: torch.bmm(*wide)
         return
-    for library in matmul.libraries_for(left.dtype):
+    for library in matmul.list_libraries(left.dtype):
         kind = torch.float32 if library.startswith("fp32-") else left.dtype
         operands = left[0].to(kind), right[0].to(kind)
         plain: matmul.MatmulLibrary = "onednn" if library.endswith("onednn") else "torch"

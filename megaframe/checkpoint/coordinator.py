@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from megaframe.distributed.failure_verdict import polling_interval
+from megaframe.distributed.failure_verdict import compute_polling_interval
 from megaframe.errors import UserError
 
 Message = dict[str, Any]
@@ -104,7 +104,7 @@ class SaveCoordinator:
         while time.monotonic() < deadline:
             time.sleep(pause)
             max_pause = min(_LAST_PAUSE, _PAUSE_PER_RANK * self._world)
-            pause = min(2 * pause, polling_interval(max_pause, _REQUESTS * self._world))
+            pause = min(2 * pause, compute_polling_interval(max_pause, _REQUESTS * self._world))
             yield
 
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megaframe.checkpoint.stores.store import LOCK, LOCK_BYTES, StorePath, store_of
 from megaframe.errors import UserError
-from megaframe.io.process import has_ended, namespace, read_start_time
+from megaframe.io.process import has_ended, read_namespace, read_start_time
 
 LEASE_SECONDS = 30.0
 """Seconds after its last renewal for which a lock holds on other hosts. Clocks of hosts that share
@@ -64,7 +64,7 @@ class LockHolder(BaseModel):
         host = os.uname().nodename
         return LockHolder(
             host=host,
-            namespace=namespace(),
+            namespace=read_namespace(),
             process=number,
             started=start,
             since=now,

@@ -31,7 +31,7 @@ from megaframe.checkpoint.stores.peer_memory import MemoryFolder, PeerMemoryWrit
 from megaframe.checkpoint.stores.peer_memory_load import PeerMemoryCheckpoint, open_peer_memory
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import Group, all_reduce
-from megaframe.distributed.mesh import Mesh, ranks_on_this_node
+from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.distributed.object_collectives import gather_json
 from megaframe.errors import UserError
 
@@ -57,7 +57,7 @@ class CheckpointManager:
         self._notes: list[str] = []
         self._agreements = 0
         if config.checkpoint.memory_every:
-            self._memory_group = mesh.new_control_group()
+            self._memory_group = mesh.make_control_group()
             self._memory_folder = MemoryFolder.create(
                 Path(config.checkpoint.memory_dir), self._run_folder
             )
@@ -163,7 +163,7 @@ class CheckpointManager:
                 saved=saved,
             )
         if self._memory_group is not None and self._memory_folder is not None:
-            node_size = config.parallel.node_size or ranks_on_this_node()
+            node_size = config.parallel.node_size or read_local_world_size()
             peers = PeerRanks.for_rank(mesh.rank, mesh.layout.world, node_size)
             run_id = self._run_id(self._memory_group, create=True)
             assert run_id is not None

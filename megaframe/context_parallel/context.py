@@ -44,7 +44,7 @@ class ContextParallel:
         """Index of this rank among them."""
         return self.ring.index * self.heads.size + self.heads.index
 
-    def positions(self, length: int, device: torch.device) -> Tensor:
+    def compute_positions(self, length: int, device: torch.device) -> Tensor:
         """Return where in its sample each of this rank's `length` tokens is, int64 [length]."""
         return zigzag(torch.arange(length * self.size, device=device), self.index, self.size, 0)
 

@@ -37,7 +37,7 @@ DocumentEnds = list[list[list[int]]]
 """Least and greatest document number, by sample and piece."""
 
 
-def document_ends(documents_BS: Tensor | None, length: int) -> DocumentEnds | None:
+def find_document_ends(documents_BS: Tensor | None, length: int) -> DocumentEnds | None:
     """Return the document numbers at which the pieces of samples begin and end. This waits for the
     device, so it is called once for the rings of all windows.
 
@@ -71,7 +71,7 @@ class RingMask:
             ring: The ranks that divide samples.
             length: Tokens of a sample on each rank, two pieces.
             mask: What tokens of whole samples attend to.
-            ends: `document_ends` of the mask's documents.
+            ends: `find_document_ends` of the mask's documents.
             kernels: The kernels of the run.
         """
         self.ring, self.attention_mask, self.kernels = ring, mask, kernels
@@ -81,33 +81,35 @@ class RingMask:
         self._window = mask.window or length * ring.size
         self._tiles = [self._make_tiles(source) for source in range(ring.size)]
 
-    def tiles(self, source: int) -> Sequence[Tile]:
+    def get_tiles(self, source: int) -> Sequence[Tile]:
         """Return the tiles of this rank's queries against the keys of ring rank `source`. A tile's
         keys are indices into that rank's tokens. Pairs of pieces that are hidden completely are
         left out."""
         return self._tiles[source]
 
-    def num_tokens_seen(self, source: int, ranks: Iterable[int]) -> int:
+    def count_tokens_seen(self, source: int, ranks: Iterable[int]) -> int:
         """Return how many tokens of ring rank `source`, counted from its first, any of these ranks
         may see."""
         # Ranks before `source` see both of its pieces. Ranks after it have queries between the two,
         # and see nothing of the second one.
         return self.length if any(rank < source for rank in ranks) else self.piece
 
-    def dense_tile(self, tile: Tile, source: int, device: torch.device) -> Tensor | None:
+    def make_dense_tile(self, tile: Tile, source: int, device: torch.device) -> Tensor | None:
         """Return the mask of a tile, or None if the tile is not masked. It is made anew on each
         call, because keeping the masks would take memory quadratic in the length."""
         if tile.kind != "masked":
             return None
-        queries = self._positions(self.ring.index, device)[tile.queries]
-        return self.attention_mask.dense(queries, self._positions(source, device)[tile.keys])
+        queries = self._compute_positions(self.ring.index, device)[tile.queries]
+        return self.attention_mask.make_dense(
+            queries, self._compute_positions(source, device)[tile.keys]
+        )
 
-    def spans(self, tile: Tile, source: int, batch: int, device: torch.device) -> Spans:
+    def get_spans(self, tile: Tile, source: int, batch: int, device: torch.device) -> Spans:
         """Return what the queries of a tile see, as spans. They are linear in the length, and kept
         for all blocks."""
         if (tile, source) not in self._spans:
-            queries = self._positions(self.ring.index, device)[tile.queries]
-            keys = self._positions(source, device)[tile.keys]
+            queries = self._compute_positions(self.ring.index, device)[tile.queries]
+            keys = self._compute_positions(source, device)[tile.keys]
             mask = self.attention_mask if tile.kind == "masked" else AttentionMask(None, None)
             causal = tile.kind != "all"
             self._spans[tile, source] = make_spans(mask, batch, queries, keys, causal=causal)
@@ -118,68 +120,68 @@ class RingMask:
     ) -> tuple[Tensor, Tensor]:
         """Compute a tile like `attention_tiles.attend`, by a kernel if one takes it."""
 
-        def spans() -> Spans:
-            return self.spans(tile, source, query.shape[0], query.device)
+        def make_tile_spans() -> Spans:
+            return self.get_spans(tile, source, query.shape[0], query.device)
 
-        by_kernel = attend_tile_by_kernel(self.kernels, query, key, value, spans, scale)
+        by_kernel = attend_tile_by_kernel(self.kernels, query, key, value, make_tile_spans, scale)
         if by_kernel is not None:
             return by_kernel
-        mask, causal = self.dense_tile(tile, source, query.device), tile.kind == "causal"
+        mask, causal = self.make_dense_tile(tile, source, query.device), tile.kind == "causal"
         return attend(query, key, value, mask, causal=causal, scale=scale)
 
     def attend_backward(
-        self, tile: Tile, source: int, d_out: Tensor, *rest: Tensor, scale: float
+        self, tile: Tile, source: int, d_out: Tensor, *operands: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of a tile like `attention_tiles.attend_backward`, by a kernel if
-        one takes it. rest: query, key, value, out and log-sum-exp."""
+        one takes it. operands: query, key, value, out and log-sum-exp."""
         device = d_out.device
 
-        def spans() -> Spans:
-            return self.spans(tile, source, d_out.shape[0], device)
+        def make_tile_spans() -> Spans:
+            return self.get_spans(tile, source, d_out.shape[0], device)
 
-        query, key, value, out, lse = rest
+        query, key, value, out, lse = operands
         operands = (d_out, query, key, value, out, lse)
-        by_kernel = attend_tile_backward_by_kernel(self.kernels, *operands, spans, scale)
+        by_kernel = attend_tile_backward_by_kernel(self.kernels, *operands, make_tile_spans, scale)
         if by_kernel is not None:
             return by_kernel
-        mask, causal = self.dense_tile(tile, source, device), tile.kind == "causal"
+        mask, causal = self.make_dense_tile(tile, source, device), tile.kind == "causal"
         return attend_backward(*operands, mask, causal=causal, scale=scale)
 
-    def _positions(self, rank: int, device: torch.device) -> Tensor:
+    def _compute_positions(self, rank: int, device: torch.device) -> Tensor:
         """Return where in the sample the tokens of a ring rank are."""
         within = torch.arange(self.piece, device=device)
-        return torch.cat([number * self.piece + within for number in self._pieces(rank)])
+        return torch.cat([number * self.piece + within for number in self._list_pieces(rank)])
 
-    def _pieces(self, rank: int) -> tuple[int, int]:
+    def _list_pieces(self, rank: int) -> tuple[int, int]:
         return rank, 2 * self.ring.size - 1 - rank
 
     def _make_tiles(self, source: int) -> list[Tile]:
         own = self.ring.index
         if own == source and not self.attention_mask.narrow:
             # Both pieces at once: the order of its own tokens is the order of the sample.
-            return [Tile(self._piece_slice((0, 1)), self._piece_slice((0, 1)), "causal")]
-        seen = [
-            [self._visibility(query, key) for key in self._pieces(source)]
-            for query in self._pieces(own)
+            return [Tile(self._slice_pieces((0, 1)), self._slice_pieces((0, 1)), "causal")]
+        visibility = [
+            [self._find_visibility(query, key) for key in self._list_pieces(source)]
+            for query in self._list_pieces(own)
         ]
-        keys = [tuple(k for k in (0, 1) if row[k] != "nothing") for row in seen]
+        keys = [tuple(k for k in (0, 1) if row[k] != "nothing") for row in visibility]
         # One tile where both pieces of queries see the same keys: a larger product, and one merge.
         rows: list[tuple[int, ...]] = [(0, 1)] if keys[0] == keys[1] else [(0,), (1,)]
         return [
             Tile(
-                self._piece_slice(row),
-                self._piece_slice(keys[row[0]]),
-                "all" if all(seen[q][k] == "all" for q in row for k in keys[q]) else "masked",
+                self._slice_pieces(row),
+                self._slice_pieces(keys[row[0]]),
+                "all" if all(visibility[q][k] == "all" for q in row for k in keys[q]) else "masked",
             )
             for row in rows
             if keys[row[0]]
         ]
 
-    def _piece_slice(self, pieces: tuple[int, ...]) -> slice:
+    def _slice_pieces(self, pieces: tuple[int, ...]) -> slice:
         start, stop = _HALVES[pieces]
         return slice(start * self.piece, stop * self.piece)
 
-    def _visibility(self, query: int, key: int) -> Literal["all", "some", "nothing"]:
+    def _find_visibility(self, query: int, key: int) -> Literal["all", "some", "nothing"]:
         """Return how much of piece `key` piece `query` sees. Both are numbers of pieces in the
         sample."""
         # Tokens between the starts of the pieces. Distances of single tokens lie within `last` of
@@ -237,8 +239,8 @@ class _RingAttention(torch.autograd.Function):
         lse = out.new_full((batch, heads, length), -math.inf)
         # Keys travel backwards, first to the ranks before their own, and after these only their
         # first half travels on, because the ranks after see nothing of the second one.
-        for source, _, source_kv in _ring_steps(kv, mask, back=True):
-            for tile in mask.tiles(source):
+        for source, _, source_kv in _iterate_ring(kv, mask, reverse=True):
+            for tile in mask.get_tiles(source):
                 rows = tile.queries
                 key, value = _split_kv(source_kv[:, tile.keys], width)
                 part = mask.attend(tile, source, query[:, rows], key, value, scale)
@@ -259,12 +261,14 @@ class _RingAttention(torch.autograd.Function):
         own, arriving = kv.new_empty(0), None
         # Keys travel forwards here, as their gradients do: ranks after r add to the first half of
         # r's gradient before ranks before r add to all of it.
-        for source, step, source_kv in _ring_steps(kv, mask, back=False):
+        for source, step, source_kv in _iterate_ring(kv, mask, reverse=False):
             d_kv = _allocate_kv(
-                kv, _tokens_with_gradient(mask, source, step) if step else mask.length, lse.dtype
+                kv,
+                _count_tokens_with_gradient(mask, source, step) if step else mask.length,
+                lse.dtype,
             )
             d_kv.zero_()
-            for tile in mask.tiles(source):
+            for tile in mask.get_tiles(source):
                 rows = tile.queries
                 # `out` and `lse` are those over all tiles, so each tile's probabilities are final.
                 d_rows, d_key, d_value = mask.attend_backward(
@@ -290,7 +294,7 @@ class _RingAttention(torch.autograd.Function):
                 # The rank before this one holds the gradient of the next source, which arrives at
                 # the next step.
                 before = (source - 1) % mask.ring.size
-                into = _allocate_kv(kv, _tokens_with_gradient(mask, before, step), lse.dtype)
+                into = _allocate_kv(kv, _count_tokens_with_gradient(mask, before, step), lse.dtype)
                 arriving = shift_ring(d_kv, into, mask.ring)
             else:
                 own = d_kv
@@ -305,16 +309,18 @@ def _split_kv(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return kv[..., :width], kv[..., width:]
 
 
-def _ring_steps(kv: Tensor, mask: RingMask, *, back: bool) -> Iterator[tuple[int, int, Tensor]]:
+def _iterate_ring(
+    kv: Tensor, mask: RingMask, *, reverse: bool
+) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (ring rank, step, its keys and values) for every rank of the ring, starting with this
-    one. The ranks before this one follow, nearest first, or with `back` the ranks after it."""
-    ring, direction = mask.ring, -1 if back else 1
+    one. The ranks before this one follow, nearest first, or with `reverse` the ranks after it."""
+    ring, direction = mask.ring, -1 if reverse else 1
     size = ring.size
 
     # Only as many tokens as a rank that they still travel to may see.
-    def tokens_to_send(source: int, step: int) -> int:
+    def count_tokens_to_send(source: int, step: int) -> int:
         ahead = ((source + direction * i) % size for i in range(step, size))
-        return mask.num_tokens_seen(source, ahead)
+        return mask.count_tokens_seen(source, ahead)
 
     for step in range(size):
         # A rank's own keys come first: every query sees itself, so no sum of exponentials is 0.
@@ -322,18 +328,20 @@ def _ring_steps(kv: Tensor, mask: RingMask, *, back: bool) -> Iterator[tuple[int
         arriving = None
         # The transfer starts before the caller computes with the keys at hand.
         if step + 1 < size:
-            into = _allocate_kv(kv, tokens_to_send(following, step + 1), kv.dtype)
-            arriving = shift_ring(kv[:, : tokens_to_send(source, step + 1)], into, ring, back=back)
+            into = _allocate_kv(kv, count_tokens_to_send(following, step + 1), kv.dtype)
+            arriving = shift_ring(
+                kv[:, : count_tokens_to_send(source, step + 1)], into, ring, reverse=reverse
+            )
         yield source, step, kv
         if arriving is not None:
             kv = arriving.wait()
 
 
-def _tokens_with_gradient(mask: RingMask, source: int, step: int) -> int:
+def _count_tokens_with_gradient(mask: RingMask, source: int, step: int) -> int:
     """Return how many tokens of ring rank `source` have gradients from the `step` ranks after
     it."""
     size = mask.ring.size
-    return mask.num_tokens_seen(source, ((source + i) % size for i in range(1, step + 1)))
+    return mask.count_tokens_seen(source, ((source + i) % size for i in range(1, step + 1)))
 
 
 def _allocate_kv(kv: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -341,6 +349,6 @@ def _allocate_kv(kv: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     return kv.new_empty((kv.shape[0], tokens, *kv.shape[2:]), dtype=dtype)
 
 
-def _add_to_start(part: Tensor, whole: Tensor) -> None:
-    """Add `part` to the first tokens of `whole`."""
-    whole[:, : part.shape[1]] += part
+def _add_to_start(part: Tensor, total: Tensor) -> None:
+    """Add `part` to the first tokens of `total`."""
+    total[:, : part.shape[1]] += part

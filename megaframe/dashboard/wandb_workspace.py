@@ -11,7 +11,7 @@ from typing import Any
 
 from megaframe.dashboard.panels import PANELS, Panel
 from megaframe.errors import UserError
-from megaframe.io.wandb_run import start_wandb_run
+from megaframe.io.wandb_run import InvalidWandbId, start_wandb_run
 
 NAME = "megaframe"
 PAGE_PANEL = "dashboard"
@@ -73,6 +73,8 @@ def upload_page(folder: Path, project: str, html: str) -> None:
         run = start_wandb_run(folder, project, fresh=False)
         run.log({PAGE_PANEL: wandb.Html(html, inject=False)})
         run.finish()
+    except InvalidWandbId as error:
+        raise UserError(str(error)) from None
     except (wandb.errors.Error, OSError, ValueError) as error:
         raise UserError(f"the page of {folder} was not uploaded: {error}") from None
 

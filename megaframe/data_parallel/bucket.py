@@ -23,7 +23,7 @@ from megaframe.data_parallel.buffers import BufferPool
 from megaframe.data_parallel.gradient_reducer import GradientReducer
 from megaframe.data_parallel.partition import BucketPartition
 from megaframe.data_parallel.reducer_config import UNCOMPRESSED, ReducerConfig
-from megaframe.distributed.collectives import Group, Pending, all_gather_, own_part
+from megaframe.distributed.collectives import Group, Pending, all_gather_, get_own_part
 from megaframe.parameters.initialization import fill_initial_values
 from megaframe.parameters.parameter import Parameter, Precision
 
@@ -133,7 +133,7 @@ class Bucket:
             # that a gather needs no copy from the host.
             self.rounded = buffers.borrow(count, precision.compute)
         # At stages 2 and 3 the buffer of whole gradients is borrowed by the first addition.
-        allocate_grads = self._full_grads if trained else None
+        allocate_grads = self._borrow_full_grads if trained else None
         for parameter, box in zip(parameters, boxes, strict=True):
             parameter.bind(box, allocate_grads)
         if self._values is not None:
@@ -141,15 +141,15 @@ class Bucket:
         self.grad_sums = self.weights[:0]
         if trained and sharding.stage < 2:
             # Below stage 2 the sums are a view of the buffer into which gradients are added.
-            self.grad_sums = self._full_grads()[self.master_span]
+            self.grad_sums = self._borrow_full_grads()[self.master_span]
         elif trained:
             count = self.owned_span.stop - self.owned_span.start
             self.grad_sums = buffers.borrow(count, precision.master)
         # Replicas sum only what this rank owns after the sum over the shard group.
         self._over_shard = self._over_replicas = GradientReducer(sharding.shard)
         if trained:
-            self._over_shard = self._reducer(sharding.shard, slice(0, self.length))
-            self._over_replicas = self._reducer(sharding.replicas, self.owned_span)
+            self._over_shard = self._make_reducer(sharding.shard, slice(0, self.length))
+            self._over_replicas = self._make_reducer(sharding.replicas, self.owned_span)
         # Whether `grad_sums` holds gradients of this step; if not, the first sum overwrites it.
         self._summed = False
         self.holds_full_grads = False
@@ -163,11 +163,11 @@ class Bucket:
         if self.sharding.stage:
             return self.grad_sums
         # At stage 0 all ranks hold the whole sum, but each still owns a part of it.
-        return own_part(self.grad_sums, self.sharding.shard)
+        return get_own_part(self.grad_sums, self.sharding.shard)
 
     def initialize_weights(self, seed: int) -> None:
         """Set the initial weights and nothing else; `publish_weights` makes them values."""
-        for parameter, box, weights in self.pieces(self.weights, self.master_span):
+        for parameter, box, weights in self.iterate_pieces(self.weights, self.master_span):
             fill_initial_values(weights, parameter.spec, box, seed)
 
     def partition_of(self, boxes: Sequence[Box], index: int) -> BucketPartition:
@@ -175,14 +175,14 @@ class Bucket:
         boxes of the parameters."""
         ranks = self.sharding.shard.size
         divided = self.sharding.stage > 0
-        return BucketPartition.of(boxes, self._alignment, ranks, index, divided=divided)
+        return BucketPartition.divide(boxes, self._alignment, ranks, index, divided=divided)
 
-    def pieces(self, flat: Tensor, span: slice) -> Iterator[tuple[Parameter, Box, Tensor]]:
+    def iterate_pieces(self, flat: Tensor, span: slice) -> Iterator[tuple[Parameter, Box, Tensor]]:
         """Yield what `flat`, which holds `span` of the bucket, has of each parameter, in boxes."""
-        for number, box, place in self.partition.pieces(span):
+        for number, box, place in self.partition.iterate_pieces(span):
             yield self.parameters[number], box, flat[place].view(box.shape)
 
-    def compression_state(self) -> Iterator[tuple[str, Tensor]]:
+    def list_compression_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what compression on this rank carries over from step to step, flat, by names that
         no other rank, layout or compression has."""
         sharding = self.sharding
@@ -219,7 +219,7 @@ class Bucket:
         for parameter in self.parameters:
             # What nothing was added to still has the content of an earlier step or borrower.
             parameter.finish()
-        self._reduction = self._transfers(last)
+        self._reduction = self._start_transfers(last)
         self.advance()
 
     def advance(self) -> bool:
@@ -241,11 +241,11 @@ class Bucket:
         while self.advance():
             pass
 
-    def _transfers(self, last: bool) -> Iterator[Pending[Tensor]]:
+    def _start_transfers(self, last: bool) -> Iterator[Pending[Tensor]]:
         """Start the transfers of a reduction one by one; each is done before the next is asked
         for."""
         replicas, stage = self.sharding.replicas, self.sharding.stage
-        grads = self._full_grads()
+        grads = self._borrow_full_grads()
         # Everything stays whole and is summed at once: a single all-reduce.
         if stage == 0 and replicas.size == 1:
             yield from self._over_shard.sum(grads)
@@ -264,17 +264,17 @@ class Bucket:
         if stage == 0:
             yield from self._over_shard.spread(grads)
 
-    def _reducer(self, group: Group, span: slice) -> GradientReducer:
+    def _make_reducer(self, group: Group, span: slice) -> GradientReducer:
         """Return what sums `span` over the group."""
 
-        def views(flat: Tensor) -> list[Tensor]:
-            return [piece for _, _, piece in self.pieces(flat, span)]
+        def split_views(flat: Tensor) -> list[Tensor]:
+            return [piece for _, _, piece in self.iterate_pieces(flat, span)]
 
-        slow_views = views if group is self.sharding.slow_group else None
+        slow_views = split_views if group is self.sharding.slow_group else None
         length, master = span.stop - span.start, self._precision.master
         return self.sharding.reducer.build(group, length, master, self._buffers, slow_views)
 
-    def _full_grads(self) -> Tensor:
+    def _borrow_full_grads(self) -> Tensor:
         """Return the gradients of the whole bucket, to which parameters add from the first call."""
         if self._grads is None:
             self._grads = grads = self._buffers.borrow(self.length, self._precision.master)
@@ -289,7 +289,7 @@ class Bucket:
     def _accumulate(self, grads: Tensor) -> None:
         """Add this rank's part to its sums, and give the buffer back."""
         # Microbatches are added up in master precision, one after the other.
-        own = own_part(grads, self.sharding.shard)
+        own = get_own_part(grads, self.sharding.shard)
         if self._summed:
             self.grad_sums.add_(own)
         else:

@@ -31,7 +31,7 @@ class BufferPool:
             allocate: Returns zeros on the device, by length and type; by default torch's.
         """
         self.device = device
-        self._allocate = allocate or partial(_zeros, device)
+        self._allocate = allocate or partial(_allocate_zeros, device)
         self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
         self.bytes = self.receive_bytes = 0
 
@@ -58,5 +58,5 @@ class BufferPool:
         self._free[buffer.dtype, len(buffer)].append(buffer)
 
 
-def _zeros(device: torch.device, length: int, dtype: torch.dtype) -> Tensor:
+def _allocate_zeros(device: torch.device, length: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(length, dtype=dtype, device=device)

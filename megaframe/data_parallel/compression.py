@@ -54,7 +54,9 @@ class Int8Codec:
         step_B1 = torch.where(scale_B1 == 0, 1.0, scale_B1).to(x_BK.dtype)
         # The cast of NaN to int8 is undefined; the scale alone carries what is not finite.
         steps = (x_BK / step_B1).round_().clamp_(-127, 127).nan_to_num_().to(torch.int8)
-        return torch.cat([scale_B1.view(-1).view(torch.uint8), _bytes(steps.view(-1)[:length])])
+        return torch.cat(
+            [scale_B1.view(-1).view(torch.uint8), _view_bytes(steps.view(-1)[:length])]
+        )
 
     def decode(self, message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         scales = 4 * math.ceil(length / _BLOCK)
@@ -78,7 +80,7 @@ class TopKCodec:
 
     def encode(self, x_N: Tensor) -> Tensor:
         place_K = x_N.abs().topk(self.count(len(x_N)), sorted=False).indices
-        return torch.cat([_bytes(x_N[place_K]), _bytes(place_K.to(torch.int32))])
+        return torch.cat([_view_bytes(x_N[place_K]), _view_bytes(place_K.to(torch.int32))])
 
     def decode(self, message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         split = self.count(length) * dtype.itemsize
@@ -90,5 +92,5 @@ class TopKCodec:
         )
 
 
-def _bytes(flat: Tensor) -> Tensor:
+def _view_bytes(flat: Tensor) -> Tensor:
     return flat.contiguous().view(torch.uint8)

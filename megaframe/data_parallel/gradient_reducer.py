@@ -28,7 +28,7 @@ from megaframe.distributed.collectives import (
     all_gather_,
     all_reduce,
     exchange_messages,
-    own_part,
+    get_own_part,
     reduce_scatter_,
 )
 
@@ -55,7 +55,7 @@ class GradientReducer:
 
     def sum_part(self, flat: Tensor) -> Transfers:
         """Replace this rank's part by its sum; the other parts become undefined."""
-        if self._buffers is None or not self.group.sends_pairwise(flat):
+        if self._buffers is None or not self.group.should_send_pairwise(flat):
             yield reduce_scatter_(flat, self.group)
             return
         others = len(flat) - len(flat) // self.group.size
@@ -78,8 +78,8 @@ class CompressedReducer(GradientReducer):
         Args:
             group: The ranks that sum.
             codec: Makes and reads messages.
-            residual: Zeros, one `part_length` of the span per rank; without it there is no error
-                feedback.
+            residual: Zeros, `compute_part_length` of the span for each rank; without it there is no
+                error feedback.
         """
         super().__init__(group)
         self.codec, self.residual = codec, residual
@@ -93,16 +93,16 @@ class CompressedReducer(GradientReducer):
     def sum_part(self, flat: Tensor) -> Transfers:
         # The owner keeps the sum unrounded: nothing is sent back, so nothing of it is left out.
         total = yield from self._scatter(flat)
-        own_part(flat, self.group).copy_(total)
+        get_own_part(flat, self.group).copy_(total)
         if self.residual is not None:
             total.zero_()
 
     def spread(self, flat: Tensor) -> Transfers:
-        yield from self._gather(own_part(flat, self.group), flat)
+        yield from self._gather(get_own_part(flat, self.group), flat)
 
     def _scatter(self, flat: Tensor) -> Generator[Pending[Tensor], None, Tensor]:
         """Return the sum of this rank's part, padded to the length of a part."""
-        rows = self._rows(flat)
+        rows = self._pad_rows(flat)
         # What a message leaves out has one place to be kept in, so error feedback takes one step.
         steps = self.group.steps if self.residual is None else ()
         # Neighbours first: the parts that leave the node are then already summed within it.
@@ -143,11 +143,11 @@ class CompressedReducer(GradientReducer):
         for into, message in zip(parts, messages.view(self.group.size, -1), strict=False):
             into.copy_(self.codec.decode(message, len(total), flat.dtype)[: len(into)])
 
-    def _rows(self, flat: Tensor) -> Tensor:
+    def _pad_rows(self, flat: Tensor) -> Tensor:
         """Return the parts [ranks, part] of a span, zero-padded, plus what was not sent before."""
         ranks = self.group.size
         if self.residual is None:
-            short = ranks * part_length(len(flat), ranks) - len(flat)
+            short = ranks * compute_part_length(len(flat), ranks) - len(flat)
             return (F.pad(flat, (0, short)) if short else flat).view(ranks, -1)
         # The residual is the memory of the sum: what was not sent before plus the new gradients.
         self.residual[: len(flat)].add_(flat)
@@ -163,6 +163,6 @@ class CompressedReducer(GradientReducer):
             row.nan_to_num_(0.0, 0.0, 0.0)
 
 
-def part_length(length: int, ranks: int) -> int:
+def compute_part_length(length: int, ranks: int) -> int:
     """Return the number of elements of each rank's part of a span."""
     return math.ceil(length / ranks)

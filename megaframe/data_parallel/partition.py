@@ -31,7 +31,7 @@ class BucketPartition:
     master_span: slice
 
     @classmethod
-    def of(
+    def divide(
         cls, boxes: Sequence[Box], alignment: int, ranks: int, index: int, *, divided: bool
     ) -> BucketPartition:
         """Return the partition of rank `index` among `ranks` ranks with the same boxes.
@@ -61,7 +61,7 @@ class BucketPartition:
         starts = zip(self.boxes, self.starts, strict=True)
         return [slice(start, start + box.size) for box, start in starts]
 
-    def pieces(self, span: slice) -> Iterator[tuple[int, Box, slice]]:
+    def iterate_pieces(self, span: slice) -> Iterator[tuple[int, Box, slice]]:
         """Yield what `span` has of each parameter, in order: the parameter's number, a box, and the
         place of that box within the span."""
         for number, (box, whole) in enumerate(zip(self.boxes, self.spans, strict=True)):

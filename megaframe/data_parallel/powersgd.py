@@ -54,11 +54,11 @@ class PowerSGDReducer(GradientReducer):
     def sum(self, flat: Tensor) -> Transfers:
         # Error feedback: this step sends what is new plus what earlier steps left out.
         self._residual.add_(flat)
-        (owed, owed_rest), (sums, sums_rest) = self._split(self._residual), self._split(flat)
+        (owed, owed_plain), (sums, sums_plain) = self._split(self._residual), self._split(flat)
         # P = M Q of each matrix. Boxes that factors would not make smaller travel whole along with
         # P.
         left = [matrix @ right for matrix, right in zip(owed, self._right, strict=True)]
-        first = _Packed([*left, *owed_rest], flat)
+        first = _Packed([*left, *owed_plain], flat)
         yield all_reduce(first.flat, self.group)
         # All ranks orthogonalise the same sum, so they get the same basis.
         bases = [torch.linalg.qr(factor).Q for factor in first.parts[: len(left)]]
@@ -66,9 +66,11 @@ class PowerSGDReducer(GradientReducer):
         second = _Packed(own_right, flat)
         if own_right:
             yield all_reduce(second.flat, self.group)
-        for into, rest, total in zip(sums_rest, owed_rest, first.parts[len(left) :], strict=True):
-            into.copy_(total)
-            rest.zero_()
+        for target, residual, total in zip(
+            sums_plain, owed_plain, first.parts[len(left) :], strict=True
+        ):
+            target.copy_(total)
+            residual.zero_()
         for number, base in enumerate(bases):
             right = second.parts[number]
             torch.mm(base, right.t(), out=sums[number])
@@ -87,10 +89,10 @@ class PowerSGDReducer(GradientReducer):
     def _split(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return the boxes of a span that are compressed, as matrices, and the others."""
         matrices = [as_matrix(box) for box in self._views(flat)]
-        uncompressed = [fits_uncompressed(matrix.shape, self._rank) for matrix in matrices]
+        uncompressed = [is_sent_uncompressed(matrix.shape, self._rank) for matrix in matrices]
         return (
-            [matrix for matrix, whole in zip(matrices, uncompressed, strict=True) if not whole],
-            [matrix for matrix, whole in zip(matrices, uncompressed, strict=True) if whole],
+            [matrix for matrix, plain in zip(matrices, uncompressed, strict=True) if not plain],
+            [matrix for matrix, plain in zip(matrices, uncompressed, strict=True) if plain],
         )
 
 
@@ -113,7 +115,7 @@ def as_matrix(box: Tensor) -> Tensor:
     return box.view(min(splits, key=sum))
 
 
-def fits_uncompressed(shape: Sequence[int], rank: int) -> bool:
+def is_sent_uncompressed(shape: Sequence[int], rank: int) -> bool:
     """Return whether two factors of `rank` columns are no smaller than a matrix of this shape."""
     rows, columns = shape
     return rank * (rows + columns) >= rows * columns

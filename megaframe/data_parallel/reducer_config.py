@@ -13,7 +13,7 @@ from megaframe.data_parallel.compression import Bf16Codec, Int8Codec, TopKCodec
 from megaframe.data_parallel.gradient_reducer import (
     CompressedReducer,
     GradientReducer,
-    part_length,
+    compute_part_length,
 )
 from megaframe.data_parallel.powersgd import PowerSGDReducer, Views
 from megaframe.distributed.collectives import Group
@@ -36,7 +36,7 @@ class ReducerConfig:
     rank: int = 4
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, *, compress: bool) -> ReducerConfig:
+    def from_parallel(cls, parallel: ParallelConfig, *, compress: bool) -> ReducerConfig:
         """Return what a config selects. compress: False if compression is not worth it."""
         reducer = cls(parallel.reduce_precision, parallel.compress if compress else "none")
         keep = parallel.compress_keep
@@ -88,7 +88,7 @@ class ReducerConfig:
             residual = buffers.borrow(length, dtype).zero_()
             return PowerSGDReducer(group, residual, slow_views, self.rank)
         # One row per rank: the residual doubles as the padded send buffer.
-        padded = group.size * part_length(length, group.size)
+        padded = group.size * compute_part_length(length, group.size)
         residual = buffers.borrow(padded, dtype).zero_()
         codec = Int8Codec() if self.compress == "int8" else TopKCodec(self.share)
         return CompressedReducer(group, codec, residual)

@@ -37,7 +37,7 @@ __all__ = [
     "barrier",
     "exchange_messages",
     "exchange_pairwise",
-    "own_part",
+    "get_own_part",
     "receive",
     "reduce_scatter",
     "reduce_scatter_",
@@ -83,7 +83,7 @@ def all_gather(tensor: Tensor, group: Group) -> Pending[Tensor]:
     tensor = tensor.contiguous()
     out = tensor.new_empty((group.size * tensor.shape[0], *tensor.shape[1:]))
     group.traffic.count(tensor.nbytes * (group.size - 1))
-    if group.sends_pairwise(tensor):
+    if group.should_send_pairwise(tensor):
         # Views of the result: what arrives needs no copy.
         parts = out.view(group.size, *tensor.shape)
         parts[group.index].copy_(tensor)
@@ -105,7 +105,7 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Pending[Tensor]:
     tensor = tensor.contiguous()
     out = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
     group.traffic.count(out.nbytes * (group.size - 1))
-    if group.sends_pairwise(tensor):
+    if group.should_send_pairwise(tensor):
         leaving = tensor.view(group.size, *out.shape)
         coming = list(torch.empty_like(leaving))
         # This rank's own part takes its place among the others, without being sent.
@@ -211,15 +211,15 @@ def _start_batched(
     # the other, and the host waits in the first one to a rank until that rank makes the matching
     # call. Ranks in a ring that all send first would wait for each other forever. Gloo's calls do
     # not wait, so there they are started one by one.
-    if starts and group.batches_messages(out):
-        starts = [partial(_batched_work, starts, group, out.device)]
+    if starts and group.should_batch_messages(out):
+        starts = [partial(_start_coalesced, starts, group, out.device)]
     for start in starts:
         # Each one waits for those before it too, so waiting for the last waits for all.
         pending = start_pending(out, group, start, kind, pending)
     return pending
 
 
-def _batched_work(
+def _start_coalesced(
     starts: Sequence[Callable[[], dist.Work | None]], group: Group, device: torch.device
 ) -> dist.Work:
     """Start sends and receives of a group as one operation of NCCL, and return its work."""
@@ -297,21 +297,23 @@ def receive(into: Tensor, link: Group, source: int | None = None) -> Pending[Ten
     return start_pending(into, link, start, "receive", timer=messages, size=into.nbytes)
 
 
-def shift_ring(tensor: Tensor, into: Tensor, ring: Ring, *, back: bool = False) -> Pending[Tensor]:
+def shift_ring(
+    tensor: Tensor, into: Tensor, ring: Ring, *, reverse: bool = False
+) -> Pending[Tensor]:
     """Send to the next rank of a ring and receive from the one before, as one operation.
 
     Args:
         tensor: It must not change until the result has been waited for.
         into: Where to receive.
         ring: A ring of at least two ranks. In a serial one both are done when this returns.
-        back: The other way round: send to the rank before and receive from the next.
+        reverse: The other way round: send to the rank before and receive from the next.
 
     Returns:
         `into`.
     """
     group, tensor = ring.group, tensor.contiguous()
-    to, source = (ring.before, ring.next) if back else (ring.next, ring.before)
-    group.check_collective("shift_ring back" if back else "shift_ring", None)
+    to, source = (ring.before, ring.next) if reverse else (ring.next, ring.before)
+    group.check_collective("shift_ring back" if reverse else "shift_ring", None)
     group.check_message(tensor, group.index, to)
     group.check_message(into, source, group.index)
     group.traffic.count(tensor.nbytes)
@@ -331,7 +333,7 @@ def barrier(group: Group) -> None:
         start_pending(None, group, start, "barrier", timer=group.traffic.collective_timer).wait()
 
 
-def own_part(flat: Tensor, group: Group) -> Tensor:
+def get_own_part(flat: Tensor, group: Group) -> Tensor:
     """Return this rank's part of `flat`, a view."""
     length = len(flat) // group.size
     return flat[group.index * length :][:length]
@@ -350,11 +352,11 @@ def reduce_scatter_(flat: Tensor, group: Group, buffer: Tensor | None = None) ->
     Returns:
         This rank's part, a view of `flat`.
     """
-    own = own_part(flat, group)
+    own = get_own_part(flat, group)
     if group.handle is None:
         return Pending(own)
     group.traffic.count(own.nbytes * (group.size - 1))
-    if not group.sends_pairwise(flat):
+    if not group.should_send_pairwise(flat):
         return start_collective(
             own,
             group,
@@ -377,9 +379,9 @@ def all_gather_(flat: Tensor, group: Group) -> Pending[Tensor]:
     """All-gather in place: fill each other part from its rank. The result is all of `flat`."""
     if group.handle is None:
         return Pending(flat)
-    own = own_part(flat, group)
+    own = get_own_part(flat, group)
     group.traffic.count(own.nbytes * (group.size - 1))
-    if not group.sends_pairwise(flat):
+    if not group.should_send_pairwise(flat):
         return start_collective(
             flat,
             group,
@@ -467,7 +469,7 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pen
     # Views of the result, of uneven sizes.
     parts = list(out.split(list(sizes)))
     group.traffic.count(tensor.nbytes * (group.size - 1))
-    if not group.sends_pairwise(tensor):
+    if not group.should_send_pairwise(tensor):
         return start_collective(
             out,
             group,
@@ -496,7 +498,7 @@ def reduce_scatter_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) ->
     own = leaving[group.index]
     out = torch.empty_like(own)
     group.traffic.count(tensor.nbytes - own.nbytes)
-    if not group.sends_pairwise(tensor):
+    if not group.should_send_pairwise(tensor):
         return start_collective(
             out,
             group,

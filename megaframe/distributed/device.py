@@ -44,31 +44,34 @@ def read_launcher_number(name: str, default: int, least: int = 0) -> int:
     return int(text)
 
 
-def select_device(wanted: str) -> torch.device:
+def select_device(requested: str) -> torch.device:
     """Return the torch device of this process and make it current.
 
-    wanted: `cpu`, `cuda` or `auto` (a GPU for each local rank), or `shared` (the first GPU for all
-    of them). `auto` and `shared` use the CPU of a machine without a GPU.
-    Raises `UserError` if `cuda` is wanted and there is no GPU, if `auto` or `shared` is wanted and
-    there is one that torch cannot use, or if this local rank has none.
+    Args:
+        requested: `cpu`, `cuda` or `auto` (a GPU for each local rank), or `shared` (the first GPU
+            for all of them). `auto` and `shared` use the CPU of a machine without a GPU.
+
+    Raises:
+        UserError: `cuda` is requested and there is no GPU, `auto` or `shared` is requested and
+            there is one that torch cannot use, or this local rank has none.
     """
-    if wanted == "cpu":
+    if requested == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         reason = explain_unusable_gpu()
-        if wanted == "cuda":
+        if requested == "cuda":
             why = f": {reason}" if reason else ""
             raise UserError(
                 f"run.device=cuda, but torch sees no GPU here{why}; use run.device=cpu or auto"
             )
         if reason:
             raise UserError(
-                f"run.device={wanted} finds no GPU that it can use, although this machine has one: "
-                f"{reason}; or use run.device=cpu to train on the CPU"
+                f"run.device={requested} finds no GPU that it can use, although this machine has "
+                f"one: {reason}; or use run.device=cpu to train on the CPU"
             )
         return torch.device("cpu")
     local, count = read_launcher_number("LOCAL_RANK", 0), torch.cuda.device_count()
-    if wanted == "shared":
+    if requested == "shared":
         local = 0
     if local >= count:
         raise UserError(
@@ -91,8 +94,8 @@ def explain_unusable_gpu(root: Path = Path("/")) -> str | None:
     Args:
         root: The root of the file system.
     """
-    makers = list(_gpu_makers(root))
-    if not makers or _hiding_variable() is not None:
+    makers = list(_find_gpu_makers(root))
+    if not makers or _find_hiding_variable() is not None:
         return None
     version = torch.__version__
     built = {"NVIDIA": torch.version.cuda, "AMD": torch.version.hip}
@@ -103,7 +106,7 @@ def explain_unusable_gpu(root: Path = Path("/")) -> str | None:
             f"torch {version} is built for {other or 'CPUs only'}, and this is a GPU of "
             f"{makers[0]}; install torch's {kind} build (pytorch.org/get-started)"
         )
-    driver, cuda = _driver_version(root), torch.version.cuda
+    driver, cuda = _read_driver_version(root), torch.version.cuda
     if "NVIDIA" in makers and driver and cuda:
         least = _DRIVERS.get(int(cuda.partition(".")[0]), max(_DRIVERS.values()))
         if int(driver.partition(".")[0]) < least:
@@ -111,17 +114,17 @@ def explain_unusable_gpu(root: Path = Path("/")) -> str | None:
                 f"the NVIDIA driver {driver} is too old for CUDA {cuda} of torch {version}, which "
                 f"needs driver {least} or later; install one, or a torch built with an older CUDA"
             )
-    return f"torch {version} cannot start it: {_torch_error()}"
+    return f"torch {version} cannot start it: {_read_torch_error()}"
 
 
 def explain_hidden_gpu(root: Path = Path("/")) -> str | None:
     """Return why a run uses the CPU beside a GPU that torch is not meant to see, or None: the user
     hides it by a variable, or only its driver is here, as in a container without GPUs. root: as for
     `explain_unusable_gpu`."""
-    hiding = _hiding_variable()
-    if hiding is not None and any(_gpu_makers(root)):
+    hiding = _find_hiding_variable()
+    if hiding is not None and any(_find_gpu_makers(root)):
         return f"{hiding}={os.environ[hiding]} hides the GPUs of this machine"
-    if not any(_gpu_makers(root)) and (driver := _driver_version(root)):
+    if not any(_find_gpu_makers(root)) and (driver := _read_driver_version(root)):
         return (
             f"the NVIDIA driver {driver} is loaded, but there is no GPU among the devices; a "
             "container needs to be given GPUs (docker run --gpus all)"
@@ -132,7 +135,7 @@ def explain_hidden_gpu(root: Path = Path("/")) -> str | None:
 _MAKER = {"CUDA": "NVIDIA", "ROCm": "AMD"}
 
 
-def _gpu_makers(root: Path) -> Iterator[str]:
+def _find_gpu_makers(root: Path) -> Iterator[str]:
     """Yield the makers of GPUs whose device files are there. In WSL NVIDIA's is `dxg`, next to a
     library of the driver."""
     if any(re.fullmatch(r"nvidia\d+", path.name) for path in root.glob("dev/nvidia*")) or (
@@ -143,12 +146,12 @@ def _gpu_makers(root: Path) -> Iterator[str]:
         yield "AMD"
 
 
-def _hiding_variable() -> str | None:
+def _find_hiding_variable() -> str | None:
     """Return the variable with which the user hides all GPUs, or None."""
     return next((name for name in _HIDING if os.environ.get(name) in ("", "-1", "none")), None)
 
 
-def _driver_version(root: Path) -> str | None:
+def _read_driver_version(root: Path) -> str | None:
     """Return the version of the loaded NVIDIA driver, or None."""
     try:
         text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8")
@@ -158,7 +161,7 @@ def _driver_version(root: Path) -> str | None:
     return version[1] if version else None
 
 
-def _torch_error() -> str:
+def _read_torch_error() -> str:
     """Return why torch cannot initialise CUDA, in the first line of its own words."""
     try:
         torch.cuda.init()
@@ -167,7 +170,7 @@ def _torch_error() -> str:
     return "it finds no device, and does not say why"
 
 
-def host_memory(root: Path = Path("/")) -> int:
+def read_host_memory(root: Path = Path("/")) -> int:
     """Return the bytes of this machine's memory, or of its container's limit if that is less. root:
     as for `explain_unusable_gpu`."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

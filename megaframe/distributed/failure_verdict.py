@@ -102,7 +102,7 @@ def blame_for_loss(
     return tuple(sorted(suspected - set(answered) or suspected))
 
 
-def polling_interval(seconds: float, requests: int) -> float:
+def compute_polling_interval(seconds: float, requests: int) -> float:
     """Return the seconds between two looks at the store: those given, or more if a look of all
     ranks makes so many requests that they would exceed `MAX_REQUESTS_PER_SECOND` per second."""
     return max(seconds, requests / MAX_REQUESTS_PER_SECOND)
@@ -171,9 +171,9 @@ class FailureStore:
         text = self._read(_VERDICT)
         return FailureVerdict.decode(text) if text else None
 
-    def publish_verdict(self, mine: FailureVerdict) -> FailureVerdict:
+    def publish_verdict(self, own_verdict: FailureVerdict) -> FailureVerdict:
         """Publish a verdict unless there is one. Returns the one that was published first."""
-        text = mine.encode()
+        text = own_verdict.encode()
         # Atomic: of two judges the first one publishes, and both return its verdict.
         first = self._store.compare_set(_VERDICT, "", text).decode()
         return FailureVerdict.decode(first)

@@ -45,17 +45,17 @@ def connect_lazily() -> Iterator[None]:
 
 def shut_down_sockets() -> None:
     """Shut down all connections of gloo groups in this process."""
-    for connection in _sockets():
+    for connection in _list_sockets():
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
 
 def count_sockets() -> int:
     """Return the number of connections of gloo groups in this process."""
-    return sum(1 for _ in _sockets())
+    return sum(1 for _ in _list_sockets())
 
 
-def _sockets() -> Iterator[socket.socket]:
+def _list_sockets() -> Iterator[socket.socket]:
     """Yield each connection; none if the system does not list the open files of a process."""
     with suppress(OSError):
         for number in os.listdir(_FILE_DESCRIPTORS):
@@ -86,18 +86,18 @@ _RESERVE = 256
 counted; NCCL raises the limit for itself (`setFilesLimit` in its bootstrap.cc)."""
 
 
-def files_of_group(size: int) -> int:
+def count_files_of_group(size: int) -> int:
     """Return the files that a rank opens for a gloo group in which all ranks are connected."""
     return size - 1 + _PER_GROUP
 
 
-def reserve_open_files(needed: int, what: str, process: int = 0) -> None:
+def reserve_open_files(needed: int, purpose: str, process: int = 0) -> None:
     """Let a process open `needed` more files than it has open, and some for everything else. The
     soft limit is raised to the hard one if it is too low.
 
     Args:
         needed: Number of files.
-        what: What they are for, for the message.
+        purpose: What they are for, for the message.
         process: Id of the process, 0 for this one.
 
     Raises:
@@ -105,17 +105,17 @@ def reserve_open_files(needed: int, what: str, process: int = 0) -> None:
     """
     needed += _count_open_files(process) + _RESERVE
     try:
-        soft, hard = _file_limits(process)
+        soft, hard = _read_file_limits(process)
         if resource.RLIM_INFINITY in (soft, hard) or needed <= soft:
             return
         if needed <= hard:
-            _file_limits(process, (hard, hard))
+            _set_file_limits(process, (hard, hard))
             return
     except (OSError, AttributeError):  # another user's process, or a system without `prlimit`
         return
     enough = 1 << (needed - 1).bit_length()
     raise UserError(
-        f"{what} need up to {needed} open files, and the hard limit of "
+        f"{purpose} need up to {needed} open files, and the hard limit of "
         f"{f'process {process}' if process else 'this process'} is {hard}. Before the launcher "
         f"starts, raise it: `ulimit -Hn {enough}` in a root shell, LimitNOFILE={enough} in the "
         f"systemd unit of the launcher (slurmd, containerd), or --ulimit nofile={enough}:{enough} "
@@ -123,13 +123,19 @@ def reserve_open_files(needed: int, what: str, process: int = 0) -> None:
     )
 
 
-def _file_limits(process: int, wanted: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Return the soft and hard limit of a process, after setting them to `wanted`."""
+def _read_file_limits(process: int) -> tuple[int, int]:
+    """Return the soft and the hard limit of a process, 0 for this one."""
     if process:
-        return resource.prlimit(process, resource.RLIMIT_NOFILE, *([wanted] if wanted else []))
-    if wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, wanted)
+        return resource.prlimit(process, resource.RLIMIT_NOFILE)
     return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def _set_file_limits(process: int, limits: tuple[int, int]) -> None:
+    """Set the soft and the hard limit of a process, 0 for this one."""
+    if process:
+        resource.prlimit(process, resource.RLIMIT_NOFILE, limits)
+    else:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def _count_open_files(process: int) -> int:

@@ -60,13 +60,13 @@ class Group:
         """All ranks but this one."""
         return self.ranks[: self.index] + self.ranks[self.index + 1 :]
 
-    def sends_pairwise(self, tensor: Tensor) -> bool:
+    def should_send_pairwise(self, tensor: Tensor) -> bool:
         """Return whether all-gather and reduce-scatter of this tensor are made of messages between
         all pairs of ranks."""
         # Gloo's own collectives are slower and add in low precision (`collectives.py`).
         return tensor.device.type == "cpu" and not self.host_staged and not self.control
 
-    def batches_messages(self, tensor: Tensor) -> bool:
+    def should_batch_messages(self, tensor: Tensor) -> bool:
         """Return whether several sends and receives of such tensors are one operation, as in a
         group of NCCL's calls."""
         return tensor.is_cuda and not self.host_staged
@@ -100,8 +100,8 @@ class Group:
         """
         if self.desync_check is not None and self.handle is not None:
             ends = self.ranks[source], self.ranks[target]
-            name, what = self.handle.group_name, describe_tensor(tensor.dtype, tensor.shape)
-            self.desync_check.check_message(name, self._over, what, *ends)
+            name, description = self.handle.group_name, describe_tensor(tensor.dtype, tensor.shape)
+            self.desync_check.check_message(name, self._over, description, *ends)
 
     def check_parts(self, tensor: Tensor, leaving: Sequence[int], coming: Sequence[int]) -> None:
         """Call before starting an exchange of parts of any sizes, so that both ends of each part
@@ -121,9 +121,9 @@ class Group:
         for other, out, home in zip(self.ranks, leaving, coming, strict=True):
             # Each part as a message of its own, so that both its ends can be named.
             for rows, ends in ((out, (me, other)), (home, (other, me))):
-                what = describe_tensor(tensor.dtype, (rows, *tensor.shape[1:]))
+                description = describe_tensor(tensor.dtype, (rows, *tensor.shape[1:]))
                 if other != me:
-                    self.desync_check.check_message(name, self._over, what, *ends)
+                    self.desync_check.check_message(name, self._over, description, *ends)
 
     @property
     def _over(self) -> str:
@@ -152,12 +152,12 @@ class Ring:
     @property
     def next(self) -> int:
         """Index in the group of the rank after this one."""
-        return self._at(self.index + 1)
+        return self._wrap_index(self.index + 1)
 
     @property
     def before(self) -> int:
         """Index in the group of the rank before this one."""
-        return self._at(self.index - 1)
+        return self._wrap_index(self.index - 1)
 
-    def _at(self, offset: int) -> int:
+    def _wrap_index(self, offset: int) -> int:
         return offset % self.size

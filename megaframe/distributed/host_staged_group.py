@@ -66,7 +66,7 @@ class HostStagedGroup(dist.ProcessGroup):
 
     def all_gather_single(self, out: Tensor, tensor: Tensor, opts: object = None) -> HostStagedWork:
         """Gather parts of equal size into one tensor."""
-        host, own = _empty_on_host(out), _copy_to_host(tensor)
+        host, own = _allocate_on_host(out), _copy_to_host(tensor)
         work = gather_single(host, own, self._over, async_op=True)
         return HostStagedWork(work, [(out, host)])
 
@@ -77,14 +77,14 @@ class HostStagedGroup(dist.ProcessGroup):
         (parts,), (own,) = outs, tensors
         coming, leaving = [part.numel() for part in parts], [own.numel()] * self.size()
         flat = _copy_to_host(own).flatten().repeat(self.size())
-        whole = flat.new_empty(sum(coming))
-        work = dist.all_to_all_single(whole, flat, coming, leaving, self._over, async_op=True)
-        results = zip(parts, whole.split(coming), strict=True)
+        gathered = flat.new_empty(sum(coming))
+        work = dist.all_to_all_single(gathered, flat, coming, leaving, self._over, async_op=True)
+        results = zip(parts, gathered.split(coming), strict=True)
         return HostStagedWork(work, [(part, flat.view_as(part)) for part, flat in results])
 
     def reduce_scatter_single(self, out: Tensor, tensor: Tensor, opts: Any) -> HostStagedWork:
         """Sum, and scatter parts of equal size."""
-        host, all_of_it = _empty_on_host(out), _copy_to_host(tensor)
+        host, all_of_it = _allocate_on_host(out), _copy_to_host(tensor)
         work = scatter_single(host, all_of_it, opts.reduceOp, self._over, async_op=True)
         return HostStagedWork(work, [(out, host)])
 
@@ -107,7 +107,7 @@ class HostStagedGroup(dist.ProcessGroup):
         opts: object = None,
     ) -> HostStagedWork:
         """Exchange parts with the given sizes, or of equal size if the lists are empty."""
-        host, own = _empty_on_host(out), _copy_to_host(tensor)
+        host, own = _allocate_on_host(out), _copy_to_host(tensor)
         work = dist.all_to_all_single(
             host, own, coming or None, leaving or None, self._over, async_op=True
         )
@@ -128,7 +128,7 @@ class HostStagedGroup(dist.ProcessGroup):
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> HostStagedWork:
         """Receive from one rank."""
         (tensor,) = tensors
-        host = _empty_on_host(tensor)
+        host = _allocate_on_host(tensor)
         work = dist.irecv(host, group=self._over, group_src=source, tag=tag)
         assert work is not None, "this rank is one of the group's"
         return HostStagedWork(work, [(tensor, host)])
@@ -143,6 +143,6 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _empty_on_host(like: Tensor) -> Tensor:
+def _allocate_on_host(like: Tensor) -> Tensor:
     """Return an empty host tensor of the same shape and type."""
     return torch.empty(like.shape, dtype=like.dtype)

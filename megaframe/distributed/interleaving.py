@@ -47,9 +47,9 @@ class InterleavedRunner:
                 or is done.
         """
         turns = _Alternation()
-        result = self._thread.submit(turns.work, 1, second)
+        result = self._thread.submit(turns.run, 1, second)
         try:
-            turns.work(0, first)
+            turns.run(0, first)
         finally:
             result.result()
 
@@ -79,7 +79,7 @@ class _Alternation:
         self._turn = 0
         self._working = {0, 1}
 
-    def work(self, thread: int, work: Callable[[HandOver], None]) -> None:
+    def run(self, thread: int, work: Callable[[HandOver], None]) -> None:
         self._await_turn(thread)
         try:
             work(lambda: self._hand_over(thread))

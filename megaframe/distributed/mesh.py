@@ -26,7 +26,7 @@ from megaframe.distributed.nccl_communicators import NcclCommunicators, allocate
 from megaframe.distributed.nccl_settings import NcclSettings, can_abort
 from megaframe.distributed.process_groups import ProcessGroups
 from megaframe.distributed.rank_progress import DeviceEvent
-from megaframe.distributed.rendezvous import agent_has_store, fresh_store, launcher_store
+from megaframe.distributed.rendezvous import find_fresh_store, get_launcher_store, is_store_at_agent
 from megaframe.distributed.traffic import CapturedTransfers, capture_transfers
 from megaframe.distributed.watchdog import Watchdog
 from megaframe.errors import LostRanks
@@ -37,19 +37,19 @@ _NCCL_EXTRA_SECONDS = 60.0
 NCCL ends the process without a message."""
 
 
-def world_size() -> int:
+def read_world_size() -> int:
     """Return the number of ranks of this launch as given by the launcher (`torchrun`), 1 without a
     launcher."""
     return read_launcher_number("WORLD_SIZE", 1, least=1)
 
 
-def ranks_on_this_node() -> int:
+def read_local_world_size() -> int:
     """Return the number of ranks that the launcher has started on this machine; the world size if
     it does not say."""
-    return read_launcher_number("LOCAL_WORLD_SIZE", world_size(), least=1)
+    return read_launcher_number("LOCAL_WORLD_SIZE", read_world_size(), least=1)
 
 
-def global_rank() -> int:
+def read_global_rank() -> int:
     """Return this process's rank as given by the launcher, 0 without a launcher."""
     return read_launcher_number("RANK", 0)
 
@@ -101,7 +101,7 @@ class Mesh(ProcessGroups):
             communicators = NcclCommunicators(nccl or NcclSettings(), torch_device, limit)
         super().__init__(
             layout,
-            global_rank() if alone is None else alone,
+            read_global_rank() if alone is None else alone,
             torch_device,
             communicators,
             timeout=timeout,
@@ -119,14 +119,16 @@ class Mesh(ProcessGroups):
         has_others = layout.world > 1 and alone is None
         if has_others:
             self._reserve_open_files(axis_sets, 2 + check_collectives)
-            with self._lost_unless_all_join():
-                self.store = self._rendezvous()
+            with self._report_missing_ranks():
+                self.store = self._join_rendezvous()
         if check_collectives:
             self._desync_check = DesyncCheck(self.store, self.rank, self.progress)
         self.add_groups(axis_sets)
-        self.data_control_group = self._make_group(("data",), layout.groups("data"), backend="gloo")
+        self.data_control_group = self._make_group(
+            ("data",), layout.list_groups("data"), backend="gloo"
+        )
         if has_others:
-            self._watchdog = self._new_watchdog()
+            self._watchdog = self._make_watchdog()
             if self.nccl is not None:
                 stream = torch.cuda.current_stream(self.device)
                 self.progress.record_event = partial(_record_timed_event, stream)
@@ -180,13 +182,13 @@ class Mesh(ProcessGroups):
 
     # ------------------------------------------------------------------ faults
 
-    def _new_watchdog(self) -> Watchdog:
+    def _make_watchdog(self) -> Watchdog:
         watchdog = Watchdog(
             self.store, self.layout, self.rank, self._timeout, self.progress, self.end_transfers
         )
         if self.nccl is not None:
             self.progress.device_usable = self.nccl.is_device_usable
-            watchdog.communicator_error = self.nccl.error
+            watchdog.communicator_error = self.nccl.find_error
             watchdog.write_flight_record = lambda folder: write_flight_record(folder, self.rank)
         return watchdog
 
@@ -206,7 +208,7 @@ class Mesh(ProcessGroups):
             folder: Where verdicts and stacks are written.
         """
         if limit and self._watchdog is None:
-            self._watchdog = self._new_watchdog()
+            self._watchdog = self._make_watchdog()
         if self._watchdog is not None:
             self._watchdog.rank_of_stage = self._rank_of_stage
             self._watchdog.limit, self._watchdog.folder = limit, folder
@@ -241,11 +243,11 @@ class Mesh(ProcessGroups):
 
     # ------------------------------------------------------------------ start and end
 
-    def _rendezvous(self) -> dist.Store:
+    def _join_rendezvous(self) -> dist.Store:
         limit = timedelta(seconds=self._timeout)
         # The launcher may have started more ranks than the layout uses (`resilience.elastic`).
-        store, rank, world = launcher_store(self.rank, self.layout.world, self._timeout)
-        store = fresh_store(store, rank, world, self._timeout)
+        store, rank, world = get_launcher_store(self.rank, self.layout.world, self._timeout)
+        store = find_fresh_store(store, rank, world, self._timeout)
         if self.nccl is not None:
             self.nccl.start(store, rank, world)
         else:
@@ -260,17 +262,17 @@ class Mesh(ProcessGroups):
         rank, the store. to_store: connections of each rank to it. Raises `UserError` if the system
         does not allow it."""
         world = self.layout.world
-        own = {self.layout.members(self.rank, *axes) for axes in axis_sets}
+        own = {self.layout.list_members(self.rank, *axes) for axes in axis_sets}
         sizes = [] if self.nccl is not None else [len(ranks) for ranks in own if len(ranks) > 1]
-        files = sum(map(gloo_sockets.files_of_group, sizes)) + to_store
-        what = f"rank {self.rank}: the connections to other ranks"
+        files = sum(map(gloo_sockets.count_files_of_group, sizes)) + to_store
+        purpose = f"rank {self.rank}: the connections to other ranks"
         if self.rank == 0:
-            what_store = f"the connections of {world} ranks to the store ({to_store} each)"
-            if agent_has_store():
-                gloo_sockets.reserve_open_files(world * to_store, what_store, os.getppid())
+            store_purpose = f"the connections of {world} ranks to the store ({to_store} each)"
+            if is_store_at_agent():
+                gloo_sockets.reserve_open_files(world * to_store, store_purpose, os.getppid())
             else:
-                files, what = files + world * to_store, f"{what}, and {what_store},"
-        gloo_sockets.reserve_open_files(files, what)
+                files, purpose = files + world * to_store, f"{purpose}, and {store_purpose},"
+        gloo_sockets.reserve_open_files(files, purpose)
 
     @property
     def ends_with_others(self) -> bool:

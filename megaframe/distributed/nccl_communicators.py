@@ -65,7 +65,7 @@ class NcclCommunicators:
             rank: That of this process.
             world: The number of ranks.
         """
-        options = self._options()
+        options = self._make_options()
         dist.init_process_group(
             "nccl",
             store=store,
@@ -96,7 +96,7 @@ class NcclCommunicators:
         """
         if not members:
             return None
-        options = self._options()
+        options = self._make_options()
         _bind(self._device)
         try:
             # One call of `ncclCommSplit`, where `dist.new_group` would need one for each tuple.
@@ -113,10 +113,10 @@ class NcclCommunicators:
             self._handles.append(handle)
         return handle
 
-    def new_link(self, rank: int, ranks: Ranks) -> dist.ProcessGroup | None:
+    def make_link(self, rank: int, ranks: Ranks) -> dist.ProcessGroup | None:
         """Make a communicator for the two ranks of a link; see `split`. All ranks of the world must
         call this. Ranks have different numbers of links, so these are not split off."""
-        options = self._options()
+        options = self._make_options()
         if self.settings.link_ctas is not None:
             options.config.max_ctas = self.settings.link_ctas
         # The communicator is made at once. Otherwise torch would make it at the first message.
@@ -132,14 +132,14 @@ class NcclCommunicators:
         self._handles.append(handle)
         return handle
 
-    def _options(self) -> dist.ProcessGroupNCCL.Options:
+    def _make_options(self) -> dist.ProcessGroupNCCL.Options:
         # Do not warn that messages run one after another: a link has one direction, so they should.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.settings.high_priority)
         options._timeout = timedelta(seconds=self._timeout)
         return options
 
-    def error(self) -> str:
+    def find_error(self) -> str:
         """Return what NCCL reports about the first communicator that has failed, such as
         `COMM_ERROR in group 5`; empty if none has."""
         for handle in self._handles:
@@ -170,23 +170,23 @@ class NcclCommunicators:
         deadline = time.monotonic() + _ABORT_SECONDS
         results: SimpleQueue[str] = SimpleQueue()
 
-        def report(what: str, end: Callable[[], object]) -> None:
+        def report(subject: str, end: Callable[[], object]) -> None:
             try:
                 end()
             except RuntimeError as error:
-                results.put(f"{what}: {(str(error).splitlines() or [''])[0]}")
+                results.put(f"{subject}: {(str(error).splitlines() or [''])[0]}")
             else:
                 results.put("")
 
-        def run(what: str, *ends: Callable[[], object]) -> str:
+        def run(subject: str, *ends: Callable[[], object]) -> str:
             for end in ends:
-                threading.Thread(target=report, args=(what, end), daemon=True).start()
+                threading.Thread(target=report, args=(subject, end), daemon=True).start()
             failures = []
             try:
                 for _ in ends:
                     failures.append(results.get(timeout=max(0.0, deadline - time.monotonic())))
             except Empty:
-                return f"{what} takes more than {_ABORT_SECONDS:g} s"
+                return f"{subject} takes more than {_ABORT_SECONDS:g} s"
             return next(filter(None, failures), "")
 
         handles = [*self._handles, dist.group.WORLD]  # the default group, from which they are split
@@ -269,7 +269,7 @@ def connect_link(link: Group, device: torch.device, *, sends: bool) -> None:
         sends: This rank is the one that sends.
     """
     message = torch.zeros(1, device=device)
-    if link.batches_messages(message):
+    if link.should_batch_messages(message):
         (send if sends else receive)(message, link).wait()
         link.traffic.take()
 
@@ -278,9 +278,9 @@ def connect_ring(ring: Ring, device: torch.device) -> None:
     """Pass a first message around a ring, in both directions; see `connect_link`. All ranks of the
     ring must call this."""
     message = torch.zeros(1, device=device)
-    if ring.size > 1 and ring.group.batches_messages(message):
-        for back in (False, True):
-            shift_ring(message, torch.empty_like(message), ring, back=back).wait()
+    if ring.size > 1 and ring.group.should_batch_messages(message):
+        for reverse in (False, True):
+            shift_ring(message, torch.empty_like(message), ring, reverse=reverse).wait()
         ring.group.traffic.take()
 
 
@@ -289,6 +289,6 @@ def connect_pairs(group: Group, device: torch.device) -> None:
     groups that exchange parts of any sizes, of which some may be empty for many steps. All ranks of
     the group must call this."""
     messages = torch.zeros(group.size, device=device)
-    if group.size > 1 and group.batches_messages(messages):
+    if group.size > 1 and group.should_batch_messages(messages):
         all_to_all(messages, group).wait()
         group.traffic.take()

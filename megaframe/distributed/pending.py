@@ -87,7 +87,7 @@ class Pending(Generic[T]):
             try:
                 self._work.wait()
             except RuntimeError as error:
-                raise _lost_ranks(self._group, error) from error
+                raise _make_lost_ranks(self._group, error) from error
             progress.end_wait(begun)
             # A transfer that was ended for a restart may return like a complete one, with unusable
             # content.
@@ -161,7 +161,7 @@ def start_pending(
     try:
         work = start()
     except RuntimeError as error:
-        raise _lost_ranks(group, error) from error
+        raise _make_lost_ranks(group, error) from error
     return Pending(value, work, group, before, kind=kind, timer=timer, size=size)
 
 
@@ -171,7 +171,7 @@ def _describe_wait(kind: str, group: Group) -> str:
     return f"{kind} over {' x '.join(group.axes)} {preposition} {name_ranks(group.others)}"
 
 
-def _lost_ranks(group: Group, error: RuntimeError) -> LostRanks:
+def _make_lost_ranks(group: Group, error: RuntimeError) -> LostRanks:
     reason = _NOISE.sub("", str(error).strip())
     return LostRanks(
         f"rank {group.ranks[group.index]} lost contact over {' x '.join(group.axes)} "
@@ -196,7 +196,7 @@ def copy_to_host(
         return lambda: [result.wait() for result in pending]
     # A separate stream. Waiting for a copy on the compute stream could also mean waiting for the
     # next step, which is queued there.
-    stream = _stream(device)
+    stream = _get_copy_stream(device)
     # The copies start only after the work queued so far, which computes the tensors.
     stream.wait_stream(torch.cuda.current_stream(device))
     copies = []
@@ -217,7 +217,7 @@ def copy_to_host(
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _get_copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the one stream for all copies. Torch has a pool of only 32 streams, which NCCL's
     groups use too."""
     return torch.cuda.Stream(device)

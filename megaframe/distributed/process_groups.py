@@ -30,7 +30,7 @@ from megaframe.distributed.nccl_communicators import (
 )
 from megaframe.distributed.rank_progress import RankProgress
 from megaframe.errors import LostRanks
-from megaframe.layout import Layout, exchange_groups, exchange_steps, ranks_per_node
+from megaframe.layout import Layout, count_ranks_per_node, exchange_groups, exchange_steps
 
 Ranks = tuple[int, ...]
 WORLD_AXES = ("pipeline", "data", "context", "tensor")
@@ -76,7 +76,7 @@ class ProcessGroups:
         self.layout, self.rank, self.device = layout, rank, device
         self.nccl = nccl
         self.progress = RankProgress()
-        self.coordinate = layout.full_coordinate(rank)
+        self.coordinate = layout.get_full_coordinate(rank)
         self.num_communicators = 0
         self._timeout, self._serial = timeout, serial
         self._host_staged, self._fake = host_staged, fake
@@ -89,14 +89,14 @@ class ProcessGroups:
 
     def group(self, *axes: str) -> Group:
         """Return this rank's group over `axes`."""
-        return self._groups[self._key(axes)]
+        return self._groups[self._make_key(axes)]
 
     @property
     def world(self) -> Group:
         """All ranks."""
         return self.group(*WORLD_AXES)
 
-    def _key(self, axes: Iterable[str]) -> frozenset[str]:
+    def _make_key(self, axes: Iterable[str]) -> frozenset[str]:
         """Return the key of the group over `axes`, the same for axis sets that give the same ranks:
         `data_shard` without replicas is `data`, and `context` with one rank is left out."""
         sharded_only = self.layout.data_replicate == 1
@@ -107,17 +107,17 @@ class ProcessGroups:
         """Make the groups over these axis sets that do not exist yet. All ranks of the world must
         call this."""
         for axes in axis_sets:
-            if self._key(axes) not in self._groups:
-                self._add_group(axes, self.layout.groups(*axes))
+            if self._make_key(axes) not in self._groups:
+                self._add_group(axes, self.layout.list_groups(*axes))
 
     def _add_group(self, axes: tuple[str, ...], members: Sequence[Ranks]) -> None:
-        key = self._key(axes)
+        key = self._make_key(axes)
         self._groups[key] = self._make_group(axes, members, shared=True)
         self._members[key] = members
 
-    def indices(self, ranks: Iterable[int], *axes: str) -> list[int]:
+    def find_indices(self, ranks: Iterable[int], *axes: str) -> list[int]:
         """Return the index of each of `ranks` in its own group over `axes`."""
-        groups = self._members[self._key(axes)]
+        groups = self._members[self._make_key(axes)]
         index_of = {rank: index for members in groups for index, rank in enumerate(members)}
         return [index_of[rank] for rank in ranks]
 
@@ -130,7 +130,7 @@ class ProcessGroups:
         Args:
             neighbours: The number of ranks of the first group.
         """
-        rows = self.layout.groups("expert")
+        rows = self.layout.list_groups("expert")
         starts = range(0, self.layout.expert, neighbours)
         near = [row[start : start + neighbours] for row in rows for start in starts]
         far = [row[offset::neighbours] for row in rows for offset in range(neighbours)]
@@ -146,7 +146,7 @@ class ProcessGroups:
         Returns:
             This rank's group and ring.
         """
-        rows = self.layout.groups("context")
+        rows = self.layout.list_groups("context")
         starts = range(0, self.layout.context, neighbours)
         near = [row[start : start + neighbours] for row in rows for start in starts]
         group = self._make_group(("context",), near)
@@ -164,8 +164,8 @@ class ProcessGroups:
         the tensor axis, which hold the same piece of a parameter, and the ranks along data_shard
         and context with the same tensor indices. All ranks of the world must call this."""
         members = [
-            tuple(r for r in ranks if self.layout.coordinate(r)["tensor"] // copies == part)
-            for ranks in self.layout.groups("data_shard", "context", "tensor")
+            tuple(r for r in ranks if self.layout.get_coordinate(r)["tensor"] // copies == part)
+            for ranks in self.layout.list_groups("data_shard", "context", "tensor")
             for part in range(self.layout.tensor // copies)
         ]
         self._add_group(("data_shard", "context", "tensor_copies"), members)
@@ -175,9 +175,9 @@ class ProcessGroups:
         many ranks, or ranks in several nodes of `node_size`, that `exchange_steps` divides them.
         All ranks of the world must call this."""
         for axes in axis_sets:
-            key = self._key(axes)
+            key = self._make_key(axes)
             rows, group = self._members[key], self._groups[key]
-            inside = ranks_per_node(rows, node_size)
+            inside = count_ranks_per_node(rows, node_size)
             sizes = [size for size in exchange_steps(group.size, inside) if size > 1]
             if group.steps or len(sizes) < 2:
                 continue
@@ -197,7 +197,7 @@ class ProcessGroups:
         All ranks of the world must call this with the same links. They make and connect them in the
         same order, because in either a rank waits for others.
         """
-        columns = self.layout.groups("pipeline")
+        columns = self.layout.list_groups("pipeline")
         own = self.coordinate["pipeline"]
         # Sorted: making and connecting a link waits for others, so all ranks go through them in one
         # order.
@@ -221,11 +221,11 @@ class ProcessGroups:
 
     # ------------------------------------------------------------------ control groups
 
-    def new_control_group(self) -> Group:
+    def make_control_group(self) -> Group:
         """Make a new group of all ranks over separate connections between hosts, for work in
         parallel with training. Its bytes are not counted. All ranks of the world must call this."""
-        (ranks,) = self.layout.groups(*WORLD_AXES)
-        handle = self._new_handle(ranks, "gloo") if len(ranks) > 1 else None
+        (ranks,) = self.layout.list_groups(*WORLD_AXES)
+        handle = self._make_handle(ranks, "gloo") if len(ranks) > 1 else None
         return Group(WORLD_AXES, ranks, self.rank, handle, control=True)
 
     # ------------------------------------------------------------------ making groups
@@ -253,7 +253,7 @@ class ProcessGroups:
             The group with this rank, or a group of this rank alone if there is none.
         """
         missing = [r for r in members if len(r) > 1 and not (shared and r in self._handles)]
-        handles = self._new_handles(missing, backend, "+".join(axes), link=link)
+        handles = self._make_handles(missing, backend, "+".join(axes), link=link)
         if shared:
             self._handles.update(handles)
         # Stays as it is if no group has this rank.
@@ -274,10 +274,10 @@ class ProcessGroups:
                 )
         # Counted on all ranks or on none, so that every rank reports the same axes.
         if any(len(ranks) > 1 for ranks in members):
-            self._counted.append((self._traffic_label(axes), own))
+            self._counted.append((self._format_traffic_label(axes), own))
         return own
 
-    def _new_handles(
+    def _make_handles(
         self, members: Sequence[Ranks], backend: str | None, name: str, *, link: bool = False
     ) -> dict[Ranks, dist.ProcessGroup | None]:
         """Make a process group for each tuple of ranks, of which no two have a rank in common.
@@ -290,20 +290,20 @@ class ProcessGroups:
         """
         self.num_communicators += backend is None and any(self.rank in ranks for ranks in members)
         if self.nccl is None or backend is not None or link:
-            return {ranks: self._new_handle(ranks, backend) for ranks in members}
-        with self._lost_unless_all_join():
+            return {ranks: self._make_handle(ranks, backend) for ranks in members}
+        with self._report_missing_ranks():
             own = self.nccl.split(members, name)
         return {ranks: own if self.rank in ranks else None for ranks in members}
 
-    def _new_handle(self, ranks: Ranks, backend: str | None) -> dist.ProcessGroup | None:
+    def _make_handle(self, ranks: Ranks, backend: str | None) -> dist.ProcessGroup | None:
         """Make a process group, or return None if this rank is not in it. Fake groups are made only
         with this rank."""
         if self._fake:
             return FakeGroup(ranks.index(self.rank), len(ranks)) if self.rank in ranks else None
         connects_lazily = nullcontext() if backend is None else gloo_sockets.connect_lazily()
-        with self._lost_unless_all_join(), connects_lazily:
+        with self._report_missing_ranks(), connects_lazily:
             if self.nccl is not None and backend is None:
-                return self.nccl.new_link(self.rank, ranks)
+                return self.nccl.make_link(self.rank, ranks)
             limit = timedelta(seconds=self._timeout)
             handle = dist.new_group(ranks, timeout=limit, backend=backend)
         if self.rank not in ranks:
@@ -311,7 +311,7 @@ class ProcessGroups:
         return HostStagedGroup(handle) if self._host_staged and not backend else handle
 
     @contextmanager
-    def _lost_unless_all_join(self) -> Iterator[None]:
+    def _report_missing_ranks(self) -> Iterator[None]:
         """Turn the error that torch raises when ranks do not join a new group into `LostRanks`."""
         try:
             yield
@@ -324,10 +324,10 @@ class ProcessGroups:
                 others,
             ) from error
 
-    def _traffic_label(self, axes: tuple[str, ...]) -> str:
+    def _format_traffic_label(self, axes: tuple[str, ...]) -> str:
         """Return the label under which traffic is counted: the axes with more than one rank, or
         `world` for the group of all ranks."""
-        names, sizes = self._key(axes), self.layout.sizes
+        names, sizes = self._make_key(axes), self.layout.sizes
         if names | {"context"} == {"tensor", "context", "data", "pipeline"}:
             return "world"
         return "+".join(sorted(name for name in names if sizes.get(name, 2) > 1))

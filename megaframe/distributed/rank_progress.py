@@ -68,7 +68,7 @@ class _TimedAction:
     waits: list[tuple[DeviceEvent, DeviceEvent]] = field(default_factory=list)
     end: DeviceEvent | None = None
 
-    def seconds(self) -> float:
+    def measure_seconds(self) -> float:
         assert self.end is not None, "its step is over"
         waited = sum(start.elapsed_time(end) for start, end in self.waits)
         return (self.begin.elapsed_time(self.end) - waited) / 1e3
@@ -113,7 +113,9 @@ class DeviceTimer:
         while self._steps and _is_finished(self._steps[0]):
             times.steps += 1
             for action in self._steps.popleft():
-                times.busy[action.kind] = times.busy.get(action.kind, 0.0) + action.seconds()
+                times.busy[action.kind] = (
+                    times.busy.get(action.kind, 0.0) + action.measure_seconds()
+                )
         return times
 
 
@@ -195,7 +197,7 @@ class RankProgress:
         self.in_step_loop = self.transfers_ended = False
         self.device_usable: Callable[[], bool] = lambda: True
         # The device: work it has not finished, waits of the part that the host is queueing, and the
-        # oldest work with the time since which `device_stalled` has seen it there.
+        # oldest work with the time since which `has_device_stalled` has seen it there.
         self._device_work: deque[_DeviceWork] = deque()
         self._device_work_lock = Lock()
         self._device_waits: list[Waitable] = []
@@ -236,7 +238,7 @@ class RankProgress:
                 self._device_waits = []
                 # Called for its effect: drops the work that the device has finished, so that the
                 # queue stays short.
-                self._unfinished_work()
+                self._find_unfinished_work()
             if self.device_timer is not None:
                 self.device_timer.begin_action(kind, event)
         now = time.perf_counter_ns()
@@ -295,21 +297,21 @@ class RankProgress:
         if self.transfers_ended:
             raise LostRanks("transfers were ended, so that the ranks can restart", ())
 
-    def activity_exceeds(self, limit: float) -> bool:
+    def has_activity_exceeded(self, limit: float) -> bool:
         """Return whether the current activity takes more than `limit` seconds; 0 is no limit."""
         return bool(limit and self._activity) and time.monotonic() - self._activity_start > limit
 
-    def device_stalled(self, limit: float) -> bool:
+    def has_device_stalled(self, limit: float) -> bool:
         """Return whether the device has been at one part of a step that waits for other ranks for
         more than `limit` seconds. Must be called repeatedly: time counts from the first call that
         saw the device there."""
-        work, now = self._unfinished_work(), time.monotonic()
+        work, now = self._find_unfinished_work(), time.monotonic()
         # The device has moved on since the last call, so the time starts again.
         if work is not self._oldest_work[0]:
             self._oldest_work = work, now
         return work is not None and bool(work.waits) and now - self._oldest_work[1] > limit
 
-    def _unfinished_work(self) -> _DeviceWork | None:
+    def _find_unfinished_work(self) -> _DeviceWork | None:
         """Return the oldest work that the device has not finished, None if there is none."""
         with self._device_work_lock:  # the watchdog's thread calls this too
             while self._device_work:
@@ -329,10 +331,10 @@ class RankProgress:
         busy, self._busy = self._busy, Counter()
         return {kind: nanoseconds / 1e9 for kind, nanoseconds in busy.items()}
 
-    def status(self, rank: int) -> RankStatus:
+    def read_status(self, rank: int) -> RankStatus:
         """Return what this rank is doing now."""
         activity, text = self._describe_activity(), ""
-        work = self._unfinished_work()
+        work = self._find_unfinished_work()
         if work is not None:
             text = " or ".join(dict.fromkeys(waiting.describe_wait() for waiting in work.waits))
             activity = f"{work.activity} on its device"
@@ -352,7 +354,7 @@ class RankProgress:
     @property
     def is_waiting(self) -> bool:
         """Whether this rank or its device is waiting for other ranks."""
-        work = self._unfinished_work()
+        work = self._find_unfinished_work()
         return bool(work.waits) if work is not None else self._waiting is not None
 
 
@@ -382,10 +384,10 @@ def describe_statuses(statuses: Sequence[RankStatus]) -> str:
     ranks_by_text: dict[str, list[int]] = {}
     for status in statuses:
         ranks_by_text.setdefault(str(status), []).append(status.rank)
-    shown = list(ranks_by_text.items())[:_MAX_NAMED]
-    rest = len(statuses) - sum(len(ranks) for _, ranks in shown)
-    texts = [f"{name_ranks(ranks)}: {text}" for text, ranks in shown]
-    return "; ".join(texts) + f"; {rest} ranks elsewhere" * (rest > 0)
+    named = list(ranks_by_text.items())[:_MAX_NAMED]
+    num_unnamed = len(statuses) - sum(len(ranks) for _, ranks in named)
+    texts = [f"{name_ranks(ranks)}: {text}" for text, ranks in named]
+    return "; ".join(texts) + f"; {num_unnamed} ranks elsewhere" * (num_unnamed > 0)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

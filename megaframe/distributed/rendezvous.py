@@ -15,7 +15,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, rendezvous
 
-from megaframe.distributed.failure_verdict import polling_interval
+from megaframe.distributed.failure_verdict import compute_polling_interval
 from megaframe.distributed.rank_progress import name_ranks
 
 _PAUSE_RANGE = 0.001, 0.05
@@ -28,12 +28,12 @@ _stores: dict[tuple[str | None, ...], tuple[Store, int, int]] = {}
 """The stores of this process, by address, port, rank and world."""
 
 
-def agent_has_store() -> bool:
+def is_store_at_agent() -> bool:
     """Return whether the launcher's agent on the first node holds the store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def launcher_store(rank: int, world: int, timeout: float) -> tuple[Store, int, int]:
+def get_launcher_store(rank: int, world: int, timeout: float) -> tuple[Store, int, int]:
     """Return the store of the launcher, as given by the environment, with the rank and world of
     this process in it.
 
@@ -49,7 +49,7 @@ def launcher_store(rank: int, world: int, timeout: float) -> tuple[Store, int, i
     return _stores[where]
 
 
-def fresh_store(store: Store, rank: int, world: int, timeout: float) -> Store:
+def find_fresh_store(store: Store, rank: int, world: int, timeout: float) -> Store:
     """Return the part of the store that belongs to this start.
 
     Rank 0 publishes a random name. Every other rank answers under that name with a random number of
@@ -59,32 +59,32 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float) -> Store:
     to the number of ranks.
     Raises `RuntimeError` if not all ranks answer in time; on rank 0 it names those that do not.
     """
-    mine = secrets.token_hex(8)
+    token = secrets.token_hex(8)
     if rank == 0:
-        return _collect_answers(store, mine, world, timeout)
+        return _collect_answers(store, token, world, timeout)
     answered = ""
     for pause in _poll_pauses(timeout, _REQUESTS * world):
         name = store.get("start").decode() if store.check(["start"]) else ""
         if name != answered:
             # Like `multi_set`, not in torch's stubs.
-            store.append(_answered_key(name), f"{rank} {mine}\n")  # type: ignore[attr-defined]
+            store.append(_make_answer_key(name), f"{rank} {token}\n")  # type: ignore[attr-defined]
             answered = name
-        heard = _heard_key(name, rank)
-        if name and store.check([heard]) and store.get(heard).decode() == mine:
+        heard = _make_heard_key(name, rank)
+        if name and store.check([heard]) and store.get(heard).decode() == token:
             return PrefixStore(f"start-{name}", store)
         time.sleep(pause)
     raise RuntimeError(f"rank 0 did not answer within {timeout:g} s")
 
 
 def _collect_answers(store: Store, name: str, world: int, timeout: float) -> Store:
-    """Do rank 0's part of `fresh_store`."""
+    """Do rank 0's part of `find_fresh_store`."""
     others = range(1, world)
     answers: dict[int, str] = {}
     store.set("start", name)
     for pause in _poll_pauses(timeout, 1):
         answers = _read_answers(store, name)
         if answers.keys() >= set(others):
-            keys = [_heard_key(name, rank) for rank in others]
+            keys = [_make_heard_key(name, rank) for rank in others]
             store.multi_set(keys, [answers[rank] for rank in others])  # type: ignore[attr-defined]
             return PrefixStore(f"start-{name}", store)
         time.sleep(pause)
@@ -97,20 +97,20 @@ def _poll_pauses(timeout: float, requests: int) -> Iterator[float]:
     until `timeout` seconds have passed. requests: how many the looks of all ranks make."""
     deadline, pause = time.monotonic() + timeout, _PAUSE_RANGE[0]
     while time.monotonic() < deadline:
-        yield min(pause, polling_interval(_PAUSE_RANGE[1], requests))
+        yield min(pause, compute_polling_interval(_PAUSE_RANGE[1], requests))
         pause *= 2
 
 
 def _read_answers(store: Store, name: str) -> dict[int, str]:
     """Return the number of each rank that has answered to a name."""
-    key = _answered_key(name)
+    key = _make_answer_key(name)
     lines = store.get(key).decode().splitlines() if store.check([key]) else []
     return {int(rank): number for rank, number in map(str.split, lines)}
 
 
-def _answered_key(name: str) -> str:
+def _make_answer_key(name: str) -> str:
     return f"start/{name}/answered"
 
 
-def _heard_key(name: str, rank: int) -> str:
+def _make_heard_key(name: str, rank: int) -> str:
     return f"start/{name}/{rank}"

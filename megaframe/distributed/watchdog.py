@@ -39,7 +39,7 @@ from megaframe.distributed.failure_verdict import (
     FailureStore,
     FailureVerdict,
     blame_for_loss,
-    polling_interval,
+    compute_polling_interval,
 )
 from megaframe.distributed.rank_progress import (
     RankProgress,
@@ -47,7 +47,7 @@ from megaframe.distributed.rank_progress import (
     blame_for_hang,
     describe_statuses,
 )
-from megaframe.distributed.rendezvous import agent_has_store
+from megaframe.distributed.rendezvous import is_store_at_agent
 from megaframe.errors import EXIT_LOST_RANKS, CollectiveMismatch, LostRanks
 from megaframe.layout import Layout
 
@@ -114,8 +114,8 @@ class Watchdog:
         # in torch's stubs.)
         self._failure_store = FailureStore(store.clone(), rank, layout.world)  # type: ignore[attr-defined]
         # Ranks that wait for a verdict look half as often, because they also report and answer.
-        self._fast_poll = polling_interval(_FAST_POLL_SECONDS, 2 * layout.world)
-        self._poll = polling_interval(_POLL_SECONDS, layout.world)
+        self._fast_poll = compute_polling_interval(_FAST_POLL_SECONDS, 2 * layout.world)
+        self._poll = compute_polling_interval(_POLL_SECONDS, layout.world)
         self._answer_seconds = _ANSWER_SECONDS * self._poll / _POLL_SECONDS
         self._layout, self._rank, self._timeout = layout, rank, timeout
         self._progress, self._end_transfers = progress, end_transfers
@@ -152,7 +152,7 @@ class Watchdog:
         if not verdict.restart:
             self._exit(verdict, lost)
         if reason := self._end_transfers():
-            self._exit(self._cannot_restart(reason))
+            self._exit(self._make_restart_refusal(reason))
         return verdict.text
 
     def close(self) -> None:
@@ -168,8 +168,8 @@ class Watchdog:
         try:
             while not self._stop.wait(self._fast_poll if self._awaits_verdict else self._poll):
                 late = (
-                    self._progress.activity_exceeds(self.limit)
-                    or self._progress.device_stalled(self._timeout)
+                    self._progress.has_activity_exceeded(self.limit)
+                    or self._progress.has_device_stalled(self._timeout)
                     or bool(self.communicator_error())
                 )
                 # Raised once: from then on every rank answers, this one too.
@@ -180,7 +180,7 @@ class Watchdog:
                 if not self._awaits_verdict:
                     continue
                 if late:
-                    verdict = self._agree(self._judge_late)
+                    verdict = self._wait_for_verdict(self._judge_late)
                 else:
                     self._update_answer()
                     verdict = self._failure_store.read_verdict()
@@ -203,7 +203,7 @@ class Watchdog:
 
     def _answer(self) -> None:
         """Write to the store where this rank is."""
-        status = self._progress.status(self._rank)
+        status = self._progress.read_status(self._rank)
         self._failure_store.report_status(status)
         self._answered_waiting = bool(status.waiting)
 
@@ -218,9 +218,9 @@ class Watchdog:
             self._dump_stacks(verdict)
         self._write_record()
         if (reason := self._end_transfers()) and self._leaving.acquire(blocking=False):
-            self._exit(self._cannot_restart(reason))
+            self._exit(self._make_restart_refusal(reason))
 
-    def _cannot_restart(self, reason: str) -> FailureVerdict:
+    def _make_restart_refusal(self, reason: str) -> FailureVerdict:
         """Return the verdict of a rank that alone cannot restart in its process."""
         text = f"{self._name_rank(self._rank)} cannot restart in its process: {reason}"
         return FailureVerdict((self._rank,), text)
@@ -239,13 +239,13 @@ class Watchdog:
     def _judge_late(
         self, reports: FailureReports, number: int, over: bool
     ) -> FailureVerdict | None:
-        """Return this rank's verdict about what takes too long; see `_agree`."""
+        """Return this rank's verdict about what takes too long; see `_wait_for_verdict`."""
         if not over:
             return None
         statuses = reports.decode_statuses()
         ranks = blame_for_hang(statuses, self._layout.world)
         text = statuses[self._rank].activity.partition(",")[0]
-        if self._progress.activity_exceeds(self.limit):
+        if self._progress.has_activity_exceeded(self.limit):
             text += f" took more than faults.step_timeout={self.limit:g} s: "
         elif error := self.communicator_error():
             text += f" failed, NCCL reports {error}: "
@@ -271,21 +271,21 @@ class Watchdog:
     def _decide(self, lost: LostRanks) -> FailureVerdict:
         """Return the common verdict, or `_blame_store` if the store does not answer."""
         if _call_with_timeout(_STORE_SECONDS, lambda: self._report_loss(lost)):
-            verdict = _call_with_timeout(_VERDICT_SECONDS, lambda: self._agree_on_loss(lost))
+            verdict = _call_with_timeout(_VERDICT_SECONDS, lambda: self._judge_and_wait(lost))
             if verdict is not None:
                 return verdict
         return self._blame_store()
 
-    def _agree_on_loss(self, lost: LostRanks) -> FailureVerdict | None:
+    def _judge_and_wait(self, lost: LostRanks) -> FailureVerdict | None:
         if isinstance(lost, CollectiveMismatch):
             return self._publish(FailureVerdict((), str(lost)))
-        return self._agree(partial(self._judge_loss, lost))
+        return self._wait_for_verdict(partial(self._judge_loss, lost))
 
     def _blame_store(self) -> FailureVerdict:
         """Return the verdict for a store that does not answer: the fault is with the process that
         holds it, which is the launcher or else rank 0."""
         self._reachable = False
-        if agent_has_store():
+        if is_store_at_agent():
             return FailureVerdict((), "the launcher that holds the store is gone or stuck")
         return FailureVerdict((0,), f"{self._name_rank(0)} is gone or stuck, and the store with it")
 
@@ -293,7 +293,7 @@ class Watchdog:
         self._failure_store.report_loss(lost.ranks)
         return self._failure_store.is_alarmed()
 
-    def _agree(self, judge: Judge) -> FailureVerdict | None:
+    def _wait_for_verdict(self, judge: Judge) -> FailureVerdict | None:
         """Wait for the verdict, in rounds; in each of them one of the ranks that wait is the judge.
         Returns None if the watchdog is closed meanwhile."""
         for number in count():
@@ -303,7 +303,7 @@ class Watchdog:
         return verdict
 
     def _run_round(self, number: int, judge: Judge) -> FailureVerdict | None:
-        """Wait for the verdict until the time of a round is over; see `_agree`."""
+        """Wait for the verdict until the time of a round is over; see `_wait_for_verdict`."""
         is_judge, reports = self._failure_store.try_become_judge(number), FailureReports()
         begun = news = time.monotonic()
         over = False
@@ -330,7 +330,7 @@ class Watchdog:
     def _judge_loss(
         self, lost: LostRanks, reports: FailureReports, number: int, over: bool
     ) -> FailureVerdict | None:
-        """Return this rank's verdict about lost ranks; see `_agree`."""
+        """Return this rank's verdict about lost ranks; see `_wait_for_verdict`."""
         statuses = reports.decode_statuses()
         if not over:
             if not self._can_all_restart(reports, statuses):
@@ -344,15 +344,15 @@ class Watchdog:
         text = self._describe_loss(ranks, bool(ranks) and not silent)
         return FailureVerdict(ranks, f"{text}; {lost}", silent=silent)
 
-    def _publish(self, mine: FailureVerdict) -> FailureVerdict:
+    def _publish(self, own_verdict: FailureVerdict) -> FailureVerdict:
         """Publish this rank's verdict unless there is one, and return the first one published. The
         rank whose verdict it is also writes it to the folder."""
-        published = self._failure_store.publish_verdict(mine)
-        if published == mine and self.folder is not None:
+        published = self._failure_store.publish_verdict(own_verdict)
+        if published == own_verdict and self.folder is not None:
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with open(self.folder / ENDED_FILE, "a", encoding="utf-8") as file:
-                    file.write(json.dumps({"at": time.time(), "text": mine.text}) + "\n")
+                    file.write(json.dumps({"at": time.time(), "text": own_verdict.text}) + "\n")
         return published
 
     def _describe_loss(self, ranks: tuple[int, ...], answering: bool) -> str:
@@ -369,7 +369,7 @@ class Watchdog:
     def _name_rank(self, rank: int) -> str:
         """Name a rank with its coordinate and its stages, as in
         `rank 2 (pipeline 1, data 0: stages 1, 3)`."""
-        where = self._layout.coordinate(rank)
+        where = self._layout.get_coordinate(rank)
         text = ", ".join(
             f"{axis} {where[axis]}"
             for axis in reversed(tuple(where))
@@ -406,11 +406,8 @@ class Watchdog:
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with open(self.folder / f"rank-{self._rank:05d}.txt", "w") as file:
-                    print(
-                        f"{verdict.text}\nrank {self._rank}: {self._progress.status(self._rank)}",
-                        file=file,
-                        flush=True,
-                    )
+                    status = self._progress.read_status(self._rank)
+                    print(f"{verdict.text}\nrank {self._rank}: {status}", file=file, flush=True)
                     faulthandler.dump_traceback(file)
 
     def _write_record(self) -> None:
@@ -423,7 +420,7 @@ class Watchdog:
         """Announce that this rank is ready to leave. Rank 0, which may hold the store, also waits
         until all others are ready, except ranks at fault that do not answer. If something took too
         long, every rank waits for this."""
-        left = self._failure_store.announce_exit(verdict)
+        num_ready = self._failure_store.announce_exit(verdict)
         # After a hang every rank stays: one that leaves ends the waits of others, whose stacks
         # would then no longer show where they waited.
         stays, last = self._rank == 0 or verdict.late, time.monotonic()
@@ -431,7 +428,7 @@ class Watchdog:
             time.sleep(self._fast_poll)
             # Rank 0 stays longer while others still leave: very many need their time to see the
             # verdict, and without a store they would blame it.
-            if self._rank == 0 and left != (left := self._failure_store.count_ready()):
+            if self._rank == 0 and num_ready != (num_ready := self._failure_store.count_ready()):
                 last = time.monotonic()
             stays = time.monotonic() < last + _EXIT_SECONDS
 

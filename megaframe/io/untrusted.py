@@ -91,7 +91,7 @@ def parse_json(data: bytes) -> Any:
         value = None
         depth = MAX_DEPTH + 1
     else:
-        depth = _nesting_depth(value)
+        depth = _measure_nesting(value)
     if depth > MAX_DEPTH:
         raise ValueError(f"nested more than {MAX_DEPTH} deep")
     return value
@@ -101,7 +101,7 @@ def _parse_integer(text: str) -> int | float:
     return int(text) if len(text) <= _LONGEST_INTEGER else float(text)
 
 
-def _nesting_depth(value: Any) -> int:
+def _measure_nesting(value: Any) -> int:
     """Return how deep a value is nested, or `MAX_DEPTH + 1` if deeper."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
@@ -129,7 +129,7 @@ def parse_yaml(data: bytes) -> Any:
         raise ValueError(f"line {line}: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ValueError(str(error).splitlines()[0]) from None
-    return None if node is None else plain_data(node)
+    return None if node is None else to_plain_data(node)
 
 
 class PlainLoader(yaml.SafeLoader):
@@ -152,23 +152,23 @@ class PlainLoader(yaml.SafeLoader):
         return node
 
 
-def plain_data(node: yaml.Node) -> Any:
+def to_plain_data(node: yaml.Node) -> Any:
     """Return a node tree as dicts, lists and text, None for null.
 
     Keys that are not text are left out.
     """
     if isinstance(node, yaml.MappingNode):
         return {
-            key.value: plain_data(value)
+            key.value: to_plain_data(value)
             for key, value in node.value
             if isinstance(key, yaml.ScalarNode)
         }
     if isinstance(node, yaml.SequenceNode):
-        return [plain_data(item) for item in node.value]
+        return [to_plain_data(item) for item in node.value]
     return None if node.tag == "tag:yaml.org,2002:null" else node.value
 
 
-def integer_parser(least: int, most: int = 10**9) -> Callable[[str], int]:
+def make_integer_parser(least: int, most: int = 10**9) -> Callable[[str], int]:
     """Return a parser of whole numbers from `least` to `most`, as a `type` of argparse."""
 
     def parse(text: str) -> int:
@@ -203,22 +203,22 @@ def sanitize_text(text: str) -> str:
 def mask_secrets(text: str, *settings: Any) -> str:
     """Return the text with secrets masked: those that are known by their form, and those in
     settings (mappings and lists, at any depth) whose names suggest one."""
-    known = {secret for table in settings for secret in _find_secrets(table)}
-    for secret in sorted(known, key=len, reverse=True):
+    secrets = {secret for table in settings for secret in _find_secrets(table)}
+    for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
     for pattern, mask in _SECRETS:
         text = pattern.sub(mask, text)
     return text
 
 
-def _find_secrets(settings: Any, known: bool = False) -> Iterator[str]:
-    """Yield the values of settings whose names suggest a secret, at any depth. known: whether an
-    enclosing name does."""
+def _find_secrets(settings: Any, is_secret: bool = False) -> Iterator[str]:
+    """Yield the values of settings whose names suggest a secret, at any depth. is_secret: whether
+    an enclosing name does."""
     if isinstance(settings, dict):
         for name, value in settings.items():
-            yield from _find_secrets(value, known or bool(_SECRET_NAMES.search(str(name))))
+            yield from _find_secrets(value, is_secret or bool(_SECRET_NAMES.search(str(name))))
     elif isinstance(settings, list | tuple):
         for value in settings:
-            yield from _find_secrets(value, known)
-    elif known and isinstance(settings, str) and len(settings) >= _SHORTEST_SECRET:
+            yield from _find_secrets(value, is_secret)
+    elif is_secret and isinstance(settings, str) and len(settings) >= _SHORTEST_SECRET:
         yield settings

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megaframe.errors import UserError
 from megaframe.io.run_files import WANDB_ID_FILE
 from megaframe.io.untrusted import read_file
 
 _LONGEST_ID = 1000
+
+
+class InvalidWandbId(ValueError):
+    """The id in a run folder is damaged; the text says what to do."""
 
 
 def start_wandb_run(
@@ -34,7 +37,7 @@ def start_wandb_run(
 
     Raises:
         ImportError: if the package is missing.
-        UserError: if the folder's id is not valid.
+        InvalidWandbId: if the folder's id is not valid.
     """
     import wandb
 
@@ -63,15 +66,18 @@ def has_wandb_key() -> bool:
 
 
 def read_or_make_id(path: Path, *, fresh: bool) -> str:
-    """Return the id kept in `path`, or make one if there is none or the run begins anew. Raises
-    `UserError` if the file has no valid id."""
+    """Return the id kept in `path`, or make one if there is none or the run begins anew.
+
+    Raises:
+        InvalidWandbId: if the file has no valid id.
+    """
     if not fresh and path.exists():
         try:
             run_id = read_file(path, _LONGEST_ID).decode(errors="replace").strip()
         except OSError:
             run_id = ""
         if not re.fullmatch(r"[A-Za-z0-9_-]+", run_id):
-            raise UserError(f"{path} holds no id of a Weights & Biases run; delete it")
+            raise InvalidWandbId(f"{path} holds no id of a Weights & Biases run; delete it")
         return run_id
     run_id = uuid.uuid4().hex[:8]
     path.write_text(run_id + "\n", encoding="utf-8")

@@ -20,7 +20,7 @@ from rich.table import Table
 from megaframe.config import RunConfig
 from megaframe.io.run_files import LOG_FILE, METRICS_FILE
 from megaframe.io.untrusted import escape_unprintable
-from megaframe.metrics.sinks import Line, cannot_write, replace_nonfinite
+from megaframe.metrics.sinks import Line, make_write_error, replace_nonfinite
 from megaframe.metrics.totals import RunTotals
 
 _RECENT_STEPS = 50
@@ -38,7 +38,7 @@ class ConsoleSink:
         self._config = config
         self._folder = Path(config.run.dir)
         self._start_step = start_step
-        self._columns = column_widths(config.train.steps)
+        self._columns = choose_column_widths(config.train.steps)
         self._has_header = False
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
         self._run, self._since = RunTotals(), RunTotals()
@@ -46,7 +46,7 @@ class ConsoleSink:
         try:
             self._log = open(self._folder / LOG_FILE, "a", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
-            raise cannot_write(self._folder / LOG_FILE, error) from None
+            raise make_write_error(self._folder / LOG_FILE, error) from None
 
     def note(self, text: str) -> None:
         """Print a text that is not the line of a step."""
@@ -57,7 +57,7 @@ class ConsoleSink:
         try:
             print(text, file=self._log, flush=True)
         except OSError as error:
-            raise cannot_write(self._folder / LOG_FILE, error) from None
+            raise make_write_error(self._folder / LOG_FILE, error) from None
 
     def write(self, line: Line) -> None:
         step, last = line["step"], self._config.train.steps
@@ -71,7 +71,7 @@ class ConsoleSink:
             if not self._has_header:
                 self._has_header = True
                 self._print(align(self._columns, list(self._columns)), None)
-            self._print(align(self._columns, self._cells(line)), None)
+            self._print(align(self._columns, self._format_cells(line)), None)
             self._since = RunTotals()
         if line.get("eval_loss") is not None:
             self._print(format_evaluation(line), None)
@@ -91,51 +91,55 @@ class ConsoleSink:
             files += ["tensorboard"] * self._config.meter.tensorboard
             files += ["wandb"] * (self._config.meter.wandb is not None)
             places = f"{self._folder}: {', '.join(files)}"
-            rows = [*self._run.summary(self._start_step), ("files", places), *self.ending]
+            rows = [*self._run.summarize(self._start_step), ("files", places), *self.ending]
             self._print(format_table("Summary", rows), {"summary": dict(rows)})
         self._log.close()
 
-    def _cells(self, line: Line) -> list[str]:
+    def _format_cells(self, line: Line) -> list[str]:
         # The oldest is left out, because the first step of a run includes warm-up.
         recent = list(self._recent)[1:] or list(self._recent)
-        left = self._config.train.steps - line["step"]
+        steps_left = self._config.train.steps - line["step"]
         return [
             f"{line['step']}/{self._config.train.steps}",
             format_number(line["loss"], ".4f"),
             format_number(line["grad_norm"], ".3f"),
             format_number(line["lr"], ".2e"),
             format_number(self._since.tokens_per_second, ",.0f"),
-            format_number(self._since.mean("tflops_per_second"), ".4g"),
-            format_number(self._since.mean("mfu"), ".1%"),
+            format_number(self._since.compute_mean("tflops_per_second"), ".4g"),
+            format_number(self._since.compute_mean("mfu"), ".1%"),
             format_number(self._since.seconds / self._since.steps, ".4g"),
-            format_duration(left * sum(recent) / len(recent)),
+            format_duration(steps_left * sum(recent) / len(recent)),
         ]
 
-    def _print(self, text: str, said: Mapping[str, Any] | None) -> None:
-        """Log `text` and, depending on `meter.console`, print it. said: its JSON form; None for the
-        text of a step."""
+    def _print(self, text: str, json_form: Mapping[str, Any] | None) -> None:
+        """Log `text` and, depending on `meter.console`, print it.
+
+        Args:
+            text: The text.
+            json_form: The same for JSON; None for the text of a step.
+        """
         text, how = escape_unprintable(text), self._config.meter.console
-        if how == "lines" or (how == "quiet" and said is not None):
+        if how == "lines" or (how == "quiet" and json_form is not None):
             print(text, flush=True)
-        elif how == "json" and said is not None:
-            print(json.dumps(said), flush=True)
+        elif how == "json" and json_form is not None:
+            print(json.dumps(json_form), flush=True)
         self.log_detail(text)
 
 
 def print_note(config: RunConfig, text: str) -> None:
     """Print a note of a rank that has no sink, and append it to the run log."""
     text = escape_unprintable(text)
-    said = json.dumps({"note": text}) if config.meter.console == "json" else text
-    print(said, flush=True)
+    output = json.dumps({"note": text}) if config.meter.console == "json" else text
+    print(output, flush=True)
     path = Path(config.run.dir) / LOG_FILE
     try:
         with open(path, "a", encoding="utf-8") as log:
             print(text, file=log, flush=True)
     except OSError as error:
-        raise cannot_write(path, error) from None
+        raise make_write_error(path, error) from None
 
 
-def column_widths(steps: int) -> dict[str, int]:
+def choose_column_widths(steps: int) -> dict[str, int]:
     """Return names and widths of the columns of a line."""
     widths = {"loss": 9, "grad norm": 10, "lr": 10, "tokens/s": 11, "TFLOP/s": 9, "MFU": 7}
     return {"step": max(9, 2 * len(str(steps)) + 1), **widths, "seconds": 9, "ETA": 9}
@@ -155,11 +159,11 @@ def format_duration(seconds: float) -> str:
     """Format seconds for people: 45s, 3m 05s, 2h 08m, 3d 04h."""
     if not math.isfinite(seconds):
         return "n/a"
-    whole = round(seconds)
+    rounded = round(seconds)
     for size, unit, smaller, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "m")):
-        if whole >= size:
-            return f"{whole // size}{unit} {whole % size // smaller:02d}{smaller_unit}"
-    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+        if rounded >= size:
+            return f"{rounded // size}{unit} {rounded % size // smaller:02d}{smaller_unit}"
+    return f"{rounded // 60}m {rounded % 60:02d}s" if rounded >= 60 else f"{rounded}s"
 
 
 def format_evaluation(line: Line) -> str:
@@ -183,4 +187,4 @@ def format_table(title: str, rows: list[tuple[str, str]]) -> str:
     # No markup, because a path may contain brackets; wide, so that all can be copied whole.
     width = 1000 + max((len(value) for _, value in rows), default=0)
     Console(file=text, width=width, color_system=None, markup=False, emoji=False).print(grid)
-    return "\n".join(one.rstrip() for one in text.getvalue().splitlines())
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

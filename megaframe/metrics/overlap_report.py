@@ -60,7 +60,7 @@ def measure_overlap(path: Path, gaps: int = 0) -> list[DeviceOverlap]:
     has no events of a GPU."""
     spans: dict[int, dict[str, list[Interval]]] = {}
     events = _read_events(path)
-    for device, kind, span in _device_intervals(path, events):
+    for device, kind, span in _read_device_intervals(path, events):
         spans.setdefault(device, {}).setdefault(kind, []).append(span)
     if not spans:
         raise UserError(
@@ -74,48 +74,48 @@ def _measure_device(device: int, by_kind: dict[str, list[Interval]], gaps: int) 
     compute = merge_intervals(by_kind.get("compute", ()))
     with_communication = merge_intervals([*compute, *by_kind.get("communication", ())])
     everything = merge_intervals([*with_communication, *by_kind.get("copies", ())])
-    busy = [_total_length(spans) for spans in (compute, with_communication, everything)]
+    busy = [_sum_lengths(spans) for spans in (compute, with_communication, everything)]
     span = everything[-1].end - everything[0].start
     every = sorted(one for found in by_kind.values() for one in found)
     return DeviceOverlap(
         device,
         span / 1e6,
         busy[0] / 1e6,
-        _total_length(merge_intervals(by_kind.get("communication", ()))) / 1e6,
+        _sum_lengths(merge_intervals(by_kind.get("communication", ()))) / 1e6,
         (busy[1] - busy[0]) / 1e6,
-        _total_length(merge_intervals(by_kind.get("copies", ()))) / 1e6,
+        _sum_lengths(merge_intervals(by_kind.get("copies", ()))) / 1e6,
         (busy[2] - busy[1]) / 1e6,
         (span - busy[2]) / 1e6,
-        tuple(_longest_gaps(every, gaps)),
+        tuple(_find_longest_gaps(every, gaps)),
     )
 
 
 def merge_intervals(spans: Iterable[Interval]) -> list[Interval]:
     """Return the times in which at least one of the spans runs, in order."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for span in sorted(spans):
-        if found and span.start <= found[-1].end:
-            found[-1] = Interval(found[-1].start, max(found[-1].end, span.end))
+        if merged and span.start <= merged[-1].end:
+            merged[-1] = Interval(merged[-1].start, max(merged[-1].end, span.end))
         else:
-            found.append(Interval(span.start, span.end))
-    return found
+            merged.append(Interval(span.start, span.end))
+    return merged
 
 
-def _total_length(spans: Sequence[Interval]) -> float:
+def _sum_lengths(spans: Sequence[Interval]) -> float:
     return sum(span.end - span.start for span in spans)
 
 
-def _longest_gaps(spans: Sequence[Interval], most: int) -> Iterator[IdleGap]:
+def _find_longest_gaps(spans: Sequence[Interval], most: int) -> Iterator[IdleGap]:
     """Yield the longest gaps between spans, longest first. spans: sorted by their starts."""
-    found, last = [], spans[0]
+    gaps, last = [], spans[0]
     for span in spans[1:]:
         if span.start > last.end:
-            found.append(IdleGap((span.start - last.end) / 1e6, last.name, span.name))
+            gaps.append(IdleGap((span.start - last.end) / 1e6, last.name, span.name))
         last = max(last, span, key=lambda one: one.end)
-    yield from sorted(found, key=lambda gap: -gap.seconds)[:most]
+    yield from sorted(gaps, key=lambda gap: -gap.seconds)[:most]
 
 
-def _device_intervals(
+def _read_device_intervals(
     path: Path, events: Iterable[dict[str, Any]]
 ) -> Iterator[tuple[int, str, Interval]]:
     """Yield the device, the kind and the time of everything that devices did."""
@@ -149,8 +149,8 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
             raise UserError(
                 f"{path} is a trace of over {MOST_BYTES >> 20} MiB; profile fewer steps"
             )
-        found = json.loads(text)
-        events = found["traceEvents"] if isinstance(found, dict) else found
+        document = json.loads(text)
+        events = document["traceEvents"] if isinstance(document, dict) else document
     except (OSError, EOFError, ValueError, KeyError, RecursionError, zlib.error) as error:
         raise UserError(f"{path} is not a trace of torch's profiler: {error}") from None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):

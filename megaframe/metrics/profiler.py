@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
-from megaframe.metrics.sinks import cannot_write
+from megaframe.metrics.sinks import make_write_error
 
 
 class Profiler:
@@ -33,7 +33,7 @@ class Profiler:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 running.export_chrome_trace(str(path))
             except OSError as error:
-                raise cannot_write(path, error) from None
+                raise make_write_error(path, error) from None
         self._begin(step + 1)
 
     def close(self) -> None:

@@ -86,13 +86,13 @@ class PendingReduction:
             for name, entry in entries.items()
             if isinstance(entry.value, Tensor) and entry.value.dim()
         }
-        token = float(zlib.crc32(repr(self._shared()).encode()))
+        token = float(zlib.crc32(repr(self._list_shared_names()).encode()))
         largest = [token, -token, *values["max"], *(-value for value in values["min"])]
         # A max reduction may lose a NaN; infinity signals the same and survives it.
         infinite = torch.nan_to_num(
             _pack(largest, device), nan=math.inf, posinf=math.inf, neginf=-math.inf
         )
-        self._landed = copy_to_host(
+        self._wait_for_copies = copy_to_host(
             [
                 Pending(_pack(values["last"], device)),
                 all_reduce(_pack([*values["sum"], *values["mean"], *counts], device), group),
@@ -104,13 +104,13 @@ class PendingReduction:
     def wait(self) -> dict[str, float | list[float]]:
         """Return the reduced values by name, rows as lists. Raises `RuntimeError` if ranks recorded
         different names, and `LostRanks` if the transfers were ended meanwhile."""
-        landed = self._landed()
+        vectors = self._wait_for_copies()
         self._progress.check_not_ended()
-        last, sums, largest = (iter(vector.tolist()) for vector in landed)
+        last, sums, largest = (iter(vector.tolist()) for vector in vectors)
         if next(largest) != -next(largest):
             raise RuntimeError(
                 "ranks recorded different metrics in one step; those of rank "
-                f"{self._index}: {self._shared()}"
+                f"{self._index}: {self._list_shared_names()}"
             )
         result = self._take("last", last) | self._take("sum", sums)
         means = self._take("mean", sums)
@@ -128,7 +128,7 @@ class PendingReduction:
             for name in self._names[how]
         }
 
-    def _shared(self) -> list[str]:
+    def _list_shared_names(self) -> list[str]:
         """The names that must be the same on all ranks, with their kinds and lengths."""
         return [
             f"{name}:{how}" + (f":{self._lengths[name]}" if name in self._lengths else "")
@@ -140,7 +140,7 @@ class PendingReduction:
 
 def _divide(value: float | list[float], by: float) -> float | list[float]:
     """Divide a number, or each number of a row."""
-    return [one / by for one in value] if isinstance(value, list) else value / by
+    return [element / by for element in value] if isinstance(value, list) else value / by
 
 
 def _combine(old: MetricValue, new: MetricValue, how: ReduceType) -> MetricValue:

@@ -39,7 +39,7 @@ def summarize_model(
     )
 
 
-def opening_lines(
+def make_opening_lines(
     config: RunConfig, mesh: Mesh, specs: Sequence[ParamSpec], samples: Mapping[str, int]
 ) -> list[str]:
     """Return the first lines of a run.

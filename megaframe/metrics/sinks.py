@@ -23,7 +23,7 @@ from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.io.run_files import METRICS_FILE
 from megaframe.io.untrusted import open_file
-from megaframe.io.wandb_run import start_wandb_run
+from megaframe.io.wandb_run import InvalidWandbId, start_wandb_run
 
 Line = Mapping[str, Any]
 """The metrics of one step: numbers, None for unknown values, rows, and dicts of these."""
@@ -58,7 +58,7 @@ def open_sinks(config: RunConfig, start_step: int) -> list[Sink]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cannot_write(folder, error) from None
+        raise make_write_error(folder, error) from None
     sinks: list[Sink] = [JsonlSink(folder / METRICS_FILE, start_step)]
     if config.meter.tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard", start_step))
@@ -79,14 +79,14 @@ def flatten(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
         if prefix + name in _ROWS:
             continue
         if isinstance(value, list):
-            value = {str(place): one for place, one in enumerate(value)}
+            value = {str(index): element for index, element in enumerate(value)}
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{name}/")
         elif value is not None:
             yield prefix + name, value
 
 
-def cannot_write(path: Path, error: OSError) -> UserError:
+def make_write_error(path: Path, error: OSError) -> UserError:
     """Return the error for a full disk or a folder that is not writable."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     advice = (
@@ -110,7 +110,7 @@ class JsonlSink:
             truncate_metrics(self._path, start_step)
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         except OSError as error:
-            raise cannot_write(self._path, error) from None
+            raise make_write_error(self._path, error) from None
 
     def write(self, line: Line) -> None:
         text = (json.dumps(replace_nonfinite(line), allow_nan=False) + "\n").encode()
@@ -119,7 +119,7 @@ class JsonlSink:
             if self._file.write(text) != len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise cannot_write(self._path, error) from None
+            raise make_write_error(self._path, error) from None
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""
@@ -139,22 +139,22 @@ def truncate_metrics(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    kept = path.with_name(path.name + ".partial")
+    partial_path = path.with_name(path.name + ".partial")
     size = path.stat().st_size
-    with open_file(path) as old, open(kept, "wb") as new:
+    with open_file(path) as old, open(partial_path, "wb") as new:
         for number, line in enumerate(iter(lambda: old.readline(_LONGEST_LINE), b""), 1):
-            found = _read_step(line)
-            if found is not None and found <= step:
+            line_step = _read_step(line)
+            if line_step is not None and line_step <= step:
                 new.write(line.rstrip(b"\n") + b"\n")
-            elif found is None and old.tell() < size:
-                kept.unlink()
+            elif line_step is None and old.tell() < size:
+                partial_path.unlink()
                 raise UserError(
                     f"{path}, line {number}, is not a JSON object with an integer `step`: this is "
                     "no metrics file of a run; move it away or set run.dir to another folder"
                 )
         new.flush()
         os.fsync(new.fileno())
-    os.replace(kept, path)
+    os.replace(partial_path, path)
 
 
 def set_metrics_aside(path: Path) -> tuple[Path, int] | None:
@@ -167,11 +167,11 @@ def set_metrics_aside(path: Path) -> tuple[Path, int] | None:
         if not lines:
             return None
         names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
-        kept = next(name for name in names if not name.exists())
-        path.rename(kept)
+        new_path = next(name for name in names if not name.exists())
+        path.rename(new_path)
     except OSError as error:
-        raise cannot_write(path, error) from None
-    return kept, lines
+        raise make_write_error(path, error) from None
+    return new_path, lines
 
 
 class TensorBoardSink:
@@ -181,7 +181,7 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise _missing_extra("meter.tensorboard=true", "tensorboard") from None
+            raise _make_missing_extra_error("meter.tensorboard=true", "tensorboard") from None
         self._open = partial(SummaryWriter, str(folder))
         self._writer = self._open(purge_step=start_step + 1)
 
@@ -215,7 +215,9 @@ class WandbSink:
                 folder, project, fresh=start_step == 0, config=config.model_dump(mode="json")
             )
         except ImportError:
-            raise _missing_extra(f"meter.wandb={project}", "wandb") from None
+            raise _make_missing_extra_error(f"meter.wandb={project}", "wandb") from None
+        except InvalidWandbId as error:
+            raise UserError(str(error)) from None
         self._run.define_metric("step", hidden=True)
         for name, summary in (("loss", "last"), ("eval_loss", "min"), ("mfu", "mean")):
             self._run.define_metric(name, step_metric="step", summary=summary)
@@ -234,7 +236,7 @@ class WandbSink:
         self._run.finish()
 
 
-def _missing_extra(key: str, extra: str) -> UserError:
+def _make_missing_extra_error(key: str, extra: str) -> UserError:
     return UserError(f"{key} needs the extra {extra!r}: pip install 'megaframe[{extra}]'")
 
 
@@ -249,8 +251,8 @@ def replace_nonfinite(value: Any) -> Any:
 
 def _read_step(line: bytes) -> int | None:
     try:
-        found = json.loads(line)
+        entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    step = found.get("step") if isinstance(found, dict) else None
+    step = entry.get("step") if isinstance(entry, dict) else None
     return step if isinstance(step, int) and not isinstance(step, bool) else None

@@ -37,60 +37,64 @@ class StepBreakdown:
         self._world, self._stages = mesh.layout.world, mesh.layout.pipeline
         self._every = config.meter.ranks_every
 
-    def records(self, split: StepTimeline, step: int) -> Iterator[Record]:
+    def make_records(self, split: StepTimeline, step: int) -> Iterator[Record]:
         """Yield what this rank reports about a step."""
-        parts = {name: spent / 1e9 for name, spent in split.parts().items()}
+        parts = {name: spent / 1e9 for name, spent in split.sum_parts().items()}
         for name in self._parts:
             yield f"time/{name}", parts.get(name, 0.0), "mean"
         work = sum(parts[name] for name in _WORK)
         if self._every and step % self._every == 0:
             rows = {name: parts.get(name, 0.0) for name in self._parts} | {"work": work}
             for name, value in (rows | dict(self._more())).items():
-                yield f"ranks/{name}", self._at(self._rank, self._world, value), "sum"
+                yield f"ranks/{name}", self._make_row(self._rank, self._world, value), "sum"
         if self._world == 1:
             return
         for how in _EXTREMES:
             for name in self._parts:
                 yield f"time_{how}/{name}", parts.get(name, 0.0), how
-        yield "stages/work_max", self._at(self._place, self._stages, work), "max"
-        yield "stages/work", self._at(self._place, self._stages, work), "sum"
-        yield "stages/bubble", self._at(self._place, self._stages, parts["bubble"]), "sum"
-        rates = split.rates()
+        yield "stages/work_max", self._make_row(self._place, self._stages, work), "max"
+        yield "stages/work", self._make_row(self._place, self._stages, work), "sum"
+        yield "stages/bubble", self._make_row(self._place, self._stages, parts["bubble"]), "sum"
+        rates = split.compute_rates()
         for axes in self._axes:
             yield f"bandwidth/{axes}", rates.get(axes, 0.0), "max"
 
-    def line(self, values: dict[str, Any]) -> dict[str, Any]:
+    def take_values(self, values: dict[str, Any]) -> dict[str, Any]:
         """Take the recorded values out of `values`, and return their part of the step's line.
         bandwidth: bytes per second, measured by the rank that was last to start what others waited
         for; None if nobody waited. stages: by pipeline rank, seconds of the mean rank, and
         `work_max` of the slowest. stragglers: seconds that the mean rank waits for slower ranks of
         its own stage. ranks: a row for each part."""
 
-        def taken(prefix: str) -> dict[str, Any]:
+        def take_means(prefix: str) -> dict[str, Any]:
             return {name: values.pop(prefix + name) for name in self._parts}
 
-        parts = taken("time/")
-        found: dict[str, Any] = {"seconds": sum(parts.values()), "time": parts}
+        parts = take_means("time/")
+        breakdown: dict[str, Any] = {"seconds": sum(parts.values()), "time": parts}
         rows = sorted(name for name in values if name.startswith("ranks/"))
         if rows:
-            found["ranks"] = {
+            breakdown["ranks"] = {
                 name.removeprefix("ranks/"): [round(one, 6) for one in values.pop(name)]
                 for name in rows
             }
         if self._world == 1:
-            return found
-        found |= {"time_max": taken("time_max/"), "time_min": taken("time_min/")}
+            return breakdown
+        breakdown |= {"time_max": take_means("time_max/"), "time_min": take_means("time_min/")}
         per_stage = self._world / self._stages
         most = values.pop("stages/work_max")
-        mean = [one / per_stage for one in values.pop("stages/work")]
+        mean = [seconds / per_stage for seconds in values.pop("stages/work")]
         bubble = [one / per_stage for one in values.pop("stages/bubble")]
-        found["stages"] = {"work": mean, "work_max": most, "bubble": bubble}
-        found["stragglers"] = sum(high - middle for high, middle in zip(most, mean, strict=True))
-        found["stragglers"] /= self._stages
-        found["bandwidth"] = {axes: values.pop(f"bandwidth/{axes}") or None for axes in self._axes}
-        return found
+        breakdown["stages"] = {"work": mean, "work_max": most, "bubble": bubble}
+        breakdown["stragglers"] = sum(
+            high - middle for high, middle in zip(most, mean, strict=True)
+        )
+        breakdown["stragglers"] /= self._stages
+        breakdown["bandwidth"] = {
+            axes: values.pop(f"bandwidth/{axes}") or None for axes in self._axes
+        }
+        return breakdown
 
-    def _at(self, place: int, length: int, value: float) -> torch.Tensor:
+    def _make_row(self, place: int, length: int, value: float) -> torch.Tensor:
         row = torch.zeros(length, dtype=torch.float64)
         row[place] = value
         return row

@@ -47,7 +47,7 @@ class DeviceClock:
             self._latest.record(self._stream)
         return self._latest
 
-    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> int:
+    def measure_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> int:
         """Return the nanoseconds between two events; waits until both have passed."""
         end.synchronize()
         return round(start.elapsed_time(end) * 1e6)
@@ -81,7 +81,7 @@ class StepTimeline:
     transfers: list[TransferRecord] = field(default_factory=list)
     actions: list[tuple[str, str, Any, Any]] = field(default_factory=list)
 
-    def intervals(self) -> Iterator[tuple[str, int]]:
+    def list_intervals(self) -> Iterator[tuple[str, int]]:
         """Yield parts and nanoseconds in order. A wait for a message is communication for as long
         as the message takes on a free link; the rest is bubble, because the sender was not done."""
         before = self.begin
@@ -95,14 +95,14 @@ class StepTimeline:
                 yield "bubble", passed - min(passed, free)
                 yield _PIPELINE, min(passed, free)
 
-    def parts(self) -> dict[str, int]:
+    def sum_parts(self) -> dict[str, int]:
         """Return the nanoseconds of each part."""
-        found: dict[str, int] = dict.fromkeys(PARTS, 0)
-        for part, passed in self.intervals():
-            found[part] = found.get(part, 0) + passed
-        return found
+        nanoseconds: dict[str, int] = dict.fromkeys(PARTS, 0)
+        for part, passed in self.list_intervals():
+            nanoseconds[part] = nanoseconds.get(part, 0) + passed
+        return nanoseconds
 
-    def rates(self) -> dict[str, float]:
+    def compute_rates(self) -> dict[str, float]:
         """Return bytes per second over each set of axes. Messages count with their time on a free
         link. Other transfers count only if most of their time was waited for, because only then is
         it known when they ended. Transfers over the same axes are assumed to run one after the
@@ -110,17 +110,19 @@ class StepTimeline:
         sizes: dict[str, int] = {}
         times: dict[str, int] = {}
         last: dict[str, Any] = {}
-        for one in self.transfers:
-            passed = self.between(one.started, one.ended)
-            if one.axes in last:
-                passed = min(passed, self.between(last[one.axes], one.ended))
-            last[one.axes] = one.ended
-            seen = one.late and 2 * self.between(one.waited, one.ended) > passed
-            if one.part in self.transit:
-                passed, seen = self.transit[one.part], True
-            if seen and passed > 0:
-                sizes[one.axes] = sizes.get(one.axes, 0) + one.size
-                times[one.axes] = times.get(one.axes, 0) + passed
+        for transfer in self.transfers:
+            passed = self.between(transfer.started, transfer.ended)
+            if transfer.axes in last:
+                passed = min(passed, self.between(last[transfer.axes], transfer.ended))
+            last[transfer.axes] = transfer.ended
+            end_is_known = (
+                transfer.late and 2 * self.between(transfer.waited, transfer.ended) > passed
+            )
+            if transfer.part in self.transit:
+                passed, end_is_known = self.transit[transfer.part], True
+            if end_is_known and passed > 0:
+                sizes[transfer.axes] = sizes.get(transfer.axes, 0) + transfer.size
+                times[transfer.axes] = times.get(transfer.axes, 0) + passed
         return {axes: size / (times[axes] / 1e9) for axes, size in sizes.items()}
 
 
@@ -134,36 +136,36 @@ class StepTimer:
 
     def __init__(self, clock: Clock = time.perf_counter_ns, between: Elapsed | None = None) -> None:
         self.clock = clock
-        self._between = between or _elapsed
+        self._between = between or _compute_elapsed
         self.checks_arrival = between is None
         self._charged: str = "other"
         self._open: list[tuple[str, Any]] = []
         self._waited: Any = None
         self._running = False
         self._transit: dict[str, int] = {}
-        self._split = self._new(clock())
+        self._split = self._make_timeline(clock())
         self._spans: dict[str, PartTimer] = {}
         self.records_actions = False
         """Whether actions and all transfers are noted."""
 
     @staticmethod
-    def for_device(device: torch.device) -> StepTimer:
+    def make_for_device(device: torch.device) -> StepTimer:
         """Return the timer for steps that run on `device`."""
         if device.type != "cuda":
             return StepTimer()
         clock = DeviceClock(device)
-        return StepTimer(clock, clock.between)
+        return StepTimer(clock, clock.measure_between)
 
     def start(self) -> None:
         """Start the first step, and forget the time before it. Later calls do nothing, because a
         step starts where the one before it ended."""
         if not self._running:
             self._running = True
-            self._split = self._new(self.clock())
+            self._split = self._make_timeline(self.clock())
 
     def time(self, part: Part) -> PartTimer:
         """Return a context whose time is charged to `part`."""
-        return self._span(part)
+        return self._get_part_timer(part)
 
     def time_waits(self, axes: str) -> TransferTimer:
         """Return the context of waits for collectives over `axes`."""
@@ -186,14 +188,14 @@ class StepTimer:
         The part that is being timed is charged up to now and continues in the next split.
         """
         self._switch(self._charged)
-        taken = self._split
-        self._split = self._new(taken.marks[-1][1])
-        return taken
+        timeline = self._split
+        self._split = self._make_timeline(timeline.marks[-1][1])
+        return timeline
 
-    def _new(self, begin: Any) -> StepTimeline:
+    def _make_timeline(self, begin: Any) -> StepTimeline:
         return StepTimeline(begin, self._between, self._transit)
 
-    def _span(self, part: str) -> PartTimer:
+    def _get_part_timer(self, part: str) -> PartTimer:
         if part not in self._spans:
             self._spans[part] = PartTimer(self, part)
         return self._spans[part]
@@ -213,7 +215,7 @@ class StepTimer:
         self._switch(part)
 
 
-def _elapsed(start: int, end: int) -> int:
+def _compute_elapsed(start: int, end: int) -> int:
     return end - start
 
 

@@ -19,7 +19,7 @@ class RunTotals:
         self.seconds = 0.0
         self._work: dict[str, float | None] = dict.fromkeys(_RATES, 0.0)
         self._parts: Counter[str] = Counter()
-        self._sent: Counter[str] = Counter()
+        self._bytes_sent: Counter[str] = Counter()
         self._memory = 0.0
         self._loss: float | None = None
         self._best = math.inf
@@ -31,10 +31,10 @@ class RunTotals:
         self.seconds += line["seconds"]
         for name, work in self._work.items():
             rate = line[name]
-            known = work is not None and rate is not None
-            self._work[name] = work + rate * line["seconds"] if known else None
+            is_known = work is not None and rate is not None
+            self._work[name] = work + rate * line["seconds"] if is_known else None
         self._parts.update(line["time"])
-        self._sent.update(line["bytes"])
+        self._bytes_sent.update(line["bytes"])
         self._memory = max(self._memory, line["memory_bytes"])
         self._loss = line["loss"]
         validation = line.get("eval_loss")
@@ -46,21 +46,21 @@ class RunTotals:
         """Tokens per second of all ranks together."""
         return self.tokens / self.seconds
 
-    def mean(self, rate: str) -> float | None:
+    def compute_mean(self, rate: str) -> float | None:
         """Return the mean over time of a line's rate; None if any line did not know it."""
         work = self._work[rate]
         return None if work is None else work / self.seconds
 
-    def summary(self, start_step: int) -> list[tuple[str, str]]:
+    def summarize(self, start_step: int) -> list[tuple[str, str]]:
         """Return rows of a name and a value, for the table at the end of a run."""
         shares = [
             f"{part} {seconds / self.seconds:.1%}"
             for part, seconds in self._parts.most_common()
             if seconds
         ]
-        sent = ", ".join(
+        traffic = ", ".join(
             f"{axes} {size / self.steps / 2**20:,.3g} MiB"
-            for axes, size in self._sent.most_common()
+            for axes, size in self._bytes_sent.most_common()
         )
         return [
             ("steps", f"{start_step + 1} to {start_step + self.steps}"),
@@ -68,15 +68,15 @@ class RunTotals:
             ("final loss", "n/a" if self._loss is None else f"{self._loss:.4f}"),
             ("best validation loss", f"{self._best:.4f}" if self._best < math.inf else "n/a"),
             ("tokens/s", f"{self.tokens_per_second:,.0f}"),
-            ("TFLOP/s per device", f"{self.mean('tflops_per_second'):.4g}"),
+            ("TFLOP/s per device", f"{self.compute_mean('tflops_per_second'):.4g}"),
             ("MFU", self._share("mfu")),
             ("MFU, full attention", self._share("mfu_full_attention")),
             ("HFU", self._share("hfu")),
             ("time", ", ".join(shares)),
-            ("sent by a rank in a step", sent or "nothing"),
+            ("sent by a rank in a step", traffic or "nothing"),
             ("peak memory of a rank", f"{self._memory / 2**20:,.0f} MiB"),
         ]
 
     def _share(self, rate: str) -> str:
-        mean = self.mean(rate)
+        mean = self.compute_mean(rate)
         return "n/a" if mean is None else f"{mean:.1%}"

@@ -71,20 +71,20 @@ class Dropout:
         """
         return _Drop.apply(x_TC, self, place) if self.rate else x_TC
 
-    def jitter(self, like_TC: Tensor, place: str, width: float) -> Tensor:
+    def draw_jitter(self, like_TC: Tensor, place: str, width: float) -> Tensor:
         """Return random factors between 1 - width and 1 + width for a tensor of the shape of
         `like`."""
-        uniform = self._bits(like_TC, place).to(like_TC.dtype) / (1 << _BITS)
+        uniform = self._draw_bits(like_TC, place).to(like_TC.dtype) / (1 << _BITS)
         return 1.0 + width * (2.0 * uniform - 1.0)
 
-    def factors(self, like_TC: Tensor, place: str) -> Tensor:
+    def draw_factors(self, like_TC: Tensor, place: str) -> Tensor:
         """Return the dropout factors, 0 or 1 / (1 - rate), for a tensor of the shape of `like`."""
         # Compared as integers, so the mask does not depend on the type of the activations.
-        keep = self._bits(like_TC, place) >= int(self.rate * (1 << _BITS))
+        keep = self._draw_bits(like_TC, place) >= int(self.rate * (1 << _BITS))
         # Scaled up, so that the expected value stays the same.
         return keep.to(like_TC.dtype) / (1.0 - self.rate)
 
-    def _bits(self, like_TC: Tensor, place: str) -> Tensor:
+    def _draw_bits(self, like_TC: Tensor, place: str) -> Tensor:
         channel = torch.arange(like_TC.shape[-1], device=like_TC.device)
         # The first hash is one per row, [T, 1]; the second one per element, [T, C].
         token = _mix(self._token_T1 ^ self._keys.get(place, like_TC.device))
@@ -95,12 +95,12 @@ class _Drop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TC: Tensor, dropout: Dropout, place: str) -> Tensor:
         ctx.dropout, ctx.place = dropout, place
-        return x_TC * dropout.factors(x_TC, place)
+        return x_TC * dropout.draw_factors(x_TC, place)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         # The mask is computed again, so none is kept.
-        return gradients[0] * ctx.dropout.factors(gradients[0], ctx.place), None, None
+        return gradients[0] * ctx.dropout.draw_factors(gradients[0], ctx.place), None, None
 
 
 def _hash(text: str) -> int:

@@ -18,10 +18,10 @@ from torch import Tensor
 from megaframe.architecture.attention import windows
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.context_parallel.context import ContextParallel
-from megaframe.context_parallel.ring import RingMask, document_ends
+from megaframe.context_parallel.ring import RingMask, find_document_ends
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.collectives import ALONE, Group
-from megaframe.distributed.mesh import ranks_on_this_node
+from megaframe.distributed.mesh import read_local_world_size
 from megaframe.expert_parallel.dispatch import ExpertParallel
 from megaframe.model.dropout import Dropout, DropoutKeys
 from megaframe.model.rotary import Rotary
@@ -71,14 +71,14 @@ def make_run_context(
     rank."""
     parallel, train = config.parallel, config.train
     fp8 = None if train.fp8 == "none" else Fp8Matmul(train.fp8, kernels)
-    node_size = parallel.node_size or ranks_on_this_node()
+    node_size = parallel.node_size or read_local_world_size()
     # Torch's fused products do not multiply in 8 bits.
     symmetric = parallel.symmetric_memory == "auto" and fp8 is None
     return RunContext(
         TensorParallel(
             tensor,
             chunks=parallel.tensor_chunks,
-            symmetric=symmetric and symmetric_memory.available(tensor, node_size),
+            symmetric=symmetric and symmetric_memory.is_available(tensor, node_size),
             recompute=train.recompute == "selective",
             kernels=kernels,
             fp8=fp8,
@@ -148,13 +148,13 @@ def make_microbatch_context(
     rows = RowPartition(batch * length, run.tensor.group.size, run.tensor.group.index)
     rotary = dropout = None
     if model.position == "rotary":
-        rotary = Rotary(model, token_positions(microbatch), dtype, run.kernels)
+        rotary = Rotary(model, get_token_positions(microbatch), dtype, run.kernels)
     if dropout_keys is not None:
-        positions = run.context.positions(length, microbatch.tokens_BS.device)
+        positions = run.context.compute_positions(length, microbatch.tokens_BS.device)
         # The number of each token in the run, whatever the layout: dropout masks are a function of
         # it.
-        whole = microbatch.whole or length
-        token_T = (microbatch.samples_B[:, None] * whole + positions).flatten()
+        sample_length = microbatch.whole or length
+        token_T = (microbatch.samples_B[:, None] * sample_length + positions).flatten()
         dropout = Dropout(model.dropout, dropout_keys, rows.select(token_T))
     return MicrobatchContext(
         batch,
@@ -168,7 +168,7 @@ def make_microbatch_context(
     )
 
 
-def token_positions(microbatch: Microbatch) -> Tensor:
+def get_token_positions(microbatch: Microbatch) -> Tensor:
     """Return the position of each token, int64 [B, S] or a shape that broadcasts to it: [S] when
     the microbatch has no positions of its own."""
     # Parts of samples, as context ranks have them, bring positions of their own.
@@ -184,22 +184,27 @@ def _make_masks(
     """Return what tokens attend to through each window of the model."""
     batch, length = microbatch.tokens_BS.shape
     context = run.context
-    whole, documents = length * context.size, microbatch.documents_BS
+    sample_length, documents = length * context.size, microbatch.documents_BS
     if documents is not None:
         # Padding after the end of samples is a document of its own, with a number above all others.
-        documents = F.pad(documents, (0, whole - documents.shape[1]), value=_PADDING)
+        documents = F.pad(documents, (0, sample_length - documents.shape[1]), value=_PADDING)
     masks = {
         # A window as long as the sample hides nothing, and no window is the faster case.
-        window: AttentionMask(None if window is None or window >= whole else window, documents)
+        window: AttentionMask(
+            None if window is None or window >= sample_length else window, documents
+        )
         for window in windows(model)
     }
     if context.ring.size == 1:
         device = microbatch.tokens_BS.device
-        return {window: SequenceMask(mask, batch, whole, device) for window, mask in masks.items()}
+        return {
+            window: SequenceMask(mask, batch, sample_length, device)
+            for window, mask in masks.items()
+        }
     # After the exchange of heads a rank has the tokens of all its neighbours.
     per_rank = length * context.heads.size
     # Once for all windows, because the host waits for the device here.
-    ends = document_ends(documents, per_rank)
+    ends = find_document_ends(documents, per_rank)
     return {
         window: RingMask(context.ring, per_rank, mask, ends, run.kernels)
         for window, mask in masks.items()

@@ -59,7 +59,7 @@ class HeadResult:
     d_hidden: Tensor | None
 
 
-def head_loss(
+def compute_head_loss(
     hidden_TH: Tensor,
     labels_T: Tensor,
     weight: Parameter,

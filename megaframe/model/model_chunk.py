@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.stages import StagePlan
 from megaframe.config import RunConfig
@@ -46,7 +47,7 @@ class ModelChunk:
         self.embedding = Embedding(config, run) if plan.first else None
         emulate = config.model.emulate
         self.blocks: list[TransformerBlock | EmulatedBlock] = [
-            TransformerBlock(config.model, layer, run)
+            TransformerBlock(describe_block(config.model, layer), layer, run)
             if emulate is None
             else EmulatedBlock(emulate)
             for layer in plan.blocks
@@ -78,13 +79,13 @@ def build_chunks(
     return chunks
 
 
-def whole_model_chunk(config: RunConfig, run: RunContext | None = None) -> ModelChunk:
+def build_whole_model_chunk(config: RunConfig, run: RunContext | None = None) -> ModelChunk:
     """Return the whole model as one chunk; by default, as it is on a single rank."""
     recomputed = config.model.layers if config.train.recompute == "full" else 0
     plan = StagePlan(0, 1, range(config.model.layers), recomputed)
     return ModelChunk(config, plan, run or make_run_context(config))
 
 
-def model_specs(config: RunConfig) -> list[ParamSpec]:
+def list_model_specs(config: RunConfig) -> list[ParamSpec]:
     """Return the specs of all parameters of the whole model, in order. Allocates nothing."""
-    return [parameter.spec for parameter in whole_model_chunk(config).parameters()]
+    return [parameter.spec for parameter in build_whole_model_chunk(config).parameters()]

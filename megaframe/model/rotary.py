@@ -13,57 +13,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaframe.architecture.rotary import compute_yarn_mscale, count_rotated_dims
 from megaframe.config import ModelConfig, RotaryScalingConfig
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 
 
-def frequencies(model: ModelConfig) -> tuple[Tensor, float]:
+def compute_frequencies(model: ModelConfig) -> tuple[Tensor, float]:
     """Return the angle per position of each rotated pair, fp64 [D/2], and the factor on queries and
     keys."""
-    width = rotated_width(model)
+    width = count_rotated_dims(model)
     # Pair i turns by base^(-2i/D) per position. In fp64, because an angle is a large position times
     # a small rate.
     exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
     plain = model.rotary_base**-exponent
     scaling = model.rotary_scaling
     if scaling.kind == "llama3":
-        return _llama3(plain, scaling), 1.0
+        return _scale_as_llama3(plain, scaling), 1.0
     if scaling.kind == "yarn":
-        factor = _yarn_mscale(scaling, scaling.mscale) / _yarn_mscale(
+        factor = compute_yarn_mscale(scaling, scaling.mscale) / compute_yarn_mscale(
             scaling, scaling.mscale_all_dim
         )
-        return _yarn(plain, scaling, model.rotary_base), factor
+        return _scale_as_yarn(plain, scaling, model.rotary_base), factor
     return plain, 1.0
 
 
 @lru_cache(maxsize=8)
-def _frequencies_on(model: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
+def _get_frequencies_on(model: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
     """Return `frequencies` on a device. They are cached because the host waits for each copy to a
     GPU."""
-    rate, factor = frequencies(model)
+    rate, factor = compute_frequencies(model)
     return rate.to(device), factor
 
 
-def scores_factor(model: ModelConfig) -> float:
-    """Return the factor of attention scores beside 1 / sqrt(D). With YaRN in latent attention it is
-    the square of the factor on all dims of queries and keys (DeepSeek-V2, section 3.1.4, and its
-    code)."""
-    scaling = model.rotary_scaling
-    return _yarn_mscale(scaling, scaling.mscale_all_dim) ** 2 if scaling.kind == "yarn" else 1.0
-
-
-def _yarn_mscale(scaling: RotaryScalingConfig, mscale: float) -> float:
-    return 0.1 * mscale * math.log(scaling.factor) + 1.0
-
-
-def rotated_width(model: ModelConfig) -> int:
-    """Return how many leading dims of a head are rotated."""
-    if model.latent is not None:
-        return model.latent.rotary_dim
-    return round(model.head_dim * model.rotary_fraction)
-
-
-def _llama3(plain: Tensor, scaling: RotaryScalingConfig) -> Tensor:
+def _scale_as_llama3(plain: Tensor, scaling: RotaryScalingConfig) -> Tensor:
     """Keep short wavelengths, divide long ones by the factor, blend between (Llama 3.1)."""
     # Turns that a pair makes within the original context length.
     turns = scaling.original_length * plain / (2 * math.pi)
@@ -73,18 +55,18 @@ def _llama3(plain: Tensor, scaling: RotaryScalingConfig) -> Tensor:
     return plain * (keep + (1.0 - keep) / scaling.factor)
 
 
-def _yarn(plain: Tensor, scaling: RotaryScalingConfig, base: float) -> Tensor:
+def _scale_as_yarn(plain: Tensor, scaling: RotaryScalingConfig, base: float) -> Tensor:
     """Keep fast pairs, divide slow ones by the factor, and blend in between (Peng et al. 2023, eq.
     23-25). The blend is linear in the pair's index, between the indices at the two rotation counts,
     which are rounded outwards."""
     pairs = len(plain)
 
-    def pair_with(rotations: float) -> float:
+    def find_pair(rotations: float) -> float:
         wavelength = scaling.original_length / (rotations * 2 * math.pi)
         return pairs * math.log(wavelength) / math.log(base)
 
-    low = max(math.floor(pair_with(scaling.high_frequency)), 0)
-    high = min(math.ceil(pair_with(scaling.low_frequency)), 2 * pairs - 1)
+    low = max(math.floor(find_pair(scaling.high_frequency)), 0)
+    high = min(math.ceil(find_pair(scaling.low_frequency)), 2 * pairs - 1)
     # 0 up to pair `low` and 1 from pair `high` on. The bound keeps the slope finite if both are
     # equal.
     ramp = (torch.arange(pairs, dtype=torch.float64) - low) / max(high - low, 1e-3)
@@ -111,7 +93,7 @@ class Rotary:
             kernels: The kernels of the run.
         """
         self._kernels = kernels
-        rate, factor = _frequencies_on(model, positions.device)
+        rate, factor = _get_frequencies_on(model, positions.device)
         # Angles, cosines and sines in fp64, rounded once to the type of the activations.
         angle = positions.to(torch.float64)[..., None] * rate
         # [..., S, 1, D/2]: the same for all heads.
@@ -131,14 +113,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if width == x.shape[-1]:
         return _Rotate.apply(x, cos, sin)
     # Partial rotary: only the leading dims of a head depend on its position.
-    rotated, rest = x.split((width, x.shape[-1] - width), -1)
-    return torch.cat((_Rotate.apply(rotated, cos, sin), rest), -1)
+    rotated, unrotated = x.split((width, x.shape[-1] - width), -1)
+    return torch.cat((_Rotate.apply(rotated, cos, sin), unrotated), -1)
 
 
 def _rotate_for_compiler(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
-    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+    first, second, unrotated = x.split((half, half, x.shape[-1] - 2 * half), -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, unrotated), -1)
 
 
 class _Rotate(torch.autograd.Function):

@@ -42,7 +42,7 @@ class AttentionMask:
         """Whether a query may not see everything before it."""
         return self.window is not None or self.documents_BS is not None
 
-    def dense(self, queries_Q: Tensor, keys_K: Tensor) -> Tensor:
+    def make_dense(self, queries_Q: Tensor, keys_K: Tensor) -> Tensor:
         """Return the bool mask of queries and keys at these places in the sample: [Q, K], or with
         documents [B, 1, Q, K]."""
         distance = queries_Q[:, None] - keys_K[None, :]
@@ -89,7 +89,7 @@ class SequenceMask:
         if not self.attention_mask.narrow:
             return None
         everything = torch.arange(self.length, device=self.device)
-        return self.attention_mask.dense(everything, everything)
+        return self.attention_mask.make_dense(everything, everything)
 
     @cached_property
     def tiles(self) -> list[Tile]:
@@ -109,7 +109,7 @@ class SequenceMask:
             for start, end in ends
         ]
 
-    def dense_tile(self, tile: Tile) -> Tensor | None:
+    def make_dense_tile(self, tile: Tile) -> Tensor | None:
         """Return the mask of a tile, or None if the tile is not masked. It is made anew on each
         call, because keeping the masks would take memory quadratic in the length."""
         if tile.kind != "masked":
@@ -117,7 +117,7 @@ class SequenceMask:
         queries, keys = (
             torch.arange(s.start, s.stop, device=self.device) for s in (tile.queries, tile.keys)
         )
-        return self.attention_mask.dense(queries, keys)
+        return self.attention_mask.make_dense(queries, keys)
 
     @cached_property
     def spans(self) -> Spans:

@@ -22,7 +22,7 @@ _HOSTS = ("cpu", "meta")
 """Devices with the fused attention for CPUs. Meta tensors use it for their shapes only."""
 
 
-def computes_in_blocks(query_BQND: Tensor, key_BKGD: Tensor, mask: Tensor | None) -> bool:
+def should_compute_in_blocks(query_BQND: Tensor, key_BKGD: Tensor, mask: Tensor | None) -> bool:
     """Return whether a tile is faster as products of blocks than in torch's fused attention."""
     on_host = query_BQND.device.type == "cpu" and mask is None
     return on_host and cpu_attention.is_faster(query_BQND.transpose(1, 2), key_BKGD.transpose(1, 2))
@@ -43,7 +43,7 @@ def attend(
         query_BQND: The queries, [B, Q, N, D].
         key_BKGD: The keys, [B, K, G, D].
         value_BKGV: The values, [B, K, G, V].
-        mask: As from `AttentionMask.dense`; None if nothing is hidden by a mask.
+        mask: As from `AttentionMask.make_dense`; None if nothing is hidden by a mask.
         causal: With as many queries as keys, each query sees itself and what is before it.
         scale: Factor on the scores.
 
@@ -52,7 +52,7 @@ def attend(
         -inf where a query sees no key.
     """
     query, key, value = _move_heads_first(query_BQND, key_BKGD, value_BKGV)
-    if computes_in_blocks(query_BQND, key_BKGD, mask):
+    if should_compute_in_blocks(query_BQND, key_BKGD, mask):
         out, lse = cpu_attention.attend(query, key, value, causal=causal, scale=scale)
         return out.transpose(1, 2), lse
     alike = _pad_to_one_width(query, key, value)
@@ -107,7 +107,7 @@ def attend_backward(
     heads = query, _, _ = _move_heads_first(query_BQND, key_BKGD, value_BKGV)
     d_out, out = d_out.transpose(1, 2), out_BQNV.transpose(1, 2)
     gradients: tuple[Tensor, ...]
-    if computes_in_blocks(query_BQND, key_BKGD, mask):
+    if should_compute_in_blocks(query_BQND, key_BKGD, mask):
         gradients = cpu_attention.attend_backward(
             d_out, *heads, out, lse_BNQ, causal=causal, scale=scale
         )
@@ -127,7 +127,7 @@ def attend_backward(
             scale=scale,
         )
     elif _can_use_flash(*alike, mask, causal):
-        gradients = _flash_backward(d_alike, *alike, out_alike, lse_BNQ, causal, scale)
+        gradients = _attend_flash_backward(d_alike, *alike, out_alike, lse_BNQ, causal, scale)
     else:
         bias = _to_bias(_make_causal(mask, query, causal), None)
         gradients = _attend_plain_backward(d_out, *heads, out, lse_BNQ, bias, scale)
@@ -205,7 +205,7 @@ def _can_use_flash(
     return query.shape[3] % 8 == 0 and can_use_flash_attention(parameters)
 
 
-def _flash_backward(
+def _attend_flash_backward(
     d_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -241,7 +241,7 @@ def _attend_plain(
     """Return softmax(scale q k^T + bias) v and the log-sum-exp, by matrix products; heads come
     first."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = _scores(query, key, bias, scale, wide)
+    scores = _compute_scores(query, key, bias, scale, wide)
     lse = scores.logsumexp(-1)
     # A query that sees no key has lse = -inf, and -inf - -inf would be NaN.
     shares = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
@@ -265,7 +265,7 @@ def _attend_plain_backward(
     them."""
     wide, groups = lse.dtype, key.shape[1]
     # Weights among all keys of all tiles, because lse is merged over them.
-    shares = (_scores(query, key, bias, scale, wide) - lse[..., None]).exp()
+    shares = (_compute_scores(query, key, bias, scale, wide) - lse[..., None]).exp()
     d_shares = (_group_heads(d_out, groups) @ value[:, :, None].mT).flatten(1, 2).to(wide)
     # Equals sum(p dp) over all keys, also those of other tiles, because out is merged too.
     mean = (d_out.to(wide) * out.to(wide)).sum(-1, keepdim=True)
@@ -279,7 +279,7 @@ def _attend_plain_backward(
     return d_query, d_key, d_value
 
 
-def _scores(
+def _compute_scores(
     query: Tensor, key: Tensor, bias: Tensor | None, scale: float, wide: torch.dtype
 ) -> Tensor:
     """Return the scores [B, N, Q, K], scaled and with the bias."""

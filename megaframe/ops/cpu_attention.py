@@ -44,13 +44,13 @@ SIZES: tuple[AttentionSize, ...] = get_args(AttentionSize)
 _method_of: dict[tuple[torch.dtype, AttentionSize], AttentionMethod] = {}
 
 
-def methods_for(dtype: torch.dtype) -> tuple[AttentionMethod, ...]:
+def list_methods(dtype: torch.dtype) -> tuple[AttentionMethod, ...]:
     """Return the methods for operands of a type, torch's own first. In other types than fp32 and
     bf16 the exponentials here would be as narrow as the operands, or nothing is gained."""
     return get_args(AttentionMethod) if dtype in (torch.float32, torch.bfloat16) else ("fused",)
 
 
-def default_method(dtype: torch.dtype, size: AttentionSize) -> AttentionMethod:
+def get_default_method(dtype: torch.dtype, size: AttentionSize) -> AttentionMethod:
     """Return the method to take where nothing was measured. In fp32 the products of blocks are no
     faster than the fused ones, but the passes over the scores are; in bf16 both are."""
     blocks = dtype is torch.bfloat16 or (dtype is torch.float32 and size == "long")
@@ -59,14 +59,16 @@ def default_method(dtype: torch.dtype, size: AttentionSize) -> AttentionMethod:
 
 def use_methods(dtype: torch.dtype, methods: Mapping[AttentionSize, AttentionMethod]) -> None:
     """Compute attention of operands of a type on the CPU by these methods from now on in this
-    process; by `default_method` where none is given."""
+    process; by `get_default_method` where none is given."""
     for size in SIZES:
-        _method_of[dtype, size] = methods.get(size) or default_method(dtype, size)
+        _method_of[dtype, size] = methods.get(size) or get_default_method(dtype, size)
 
 
-def methods_in_use(dtype: torch.dtype) -> dict[AttentionSize, AttentionMethod]:
+def get_methods_in_use(dtype: torch.dtype) -> dict[AttentionSize, AttentionMethod]:
     """Return the method for operands of a type on the CPU, by size of the problem."""
-    return {size: _method_of.get((dtype, size)) or default_method(dtype, size) for size in SIZES}
+    return {
+        size: _method_of.get((dtype, size)) or get_default_method(dtype, size) for size in SIZES
+    }
 
 
 def is_faster(query_BNQD: Tensor, key_BGKD: Tensor) -> bool:
@@ -74,7 +76,7 @@ def is_faster(query_BNQD: Tensor, key_BGKD: Tensor) -> bool:
     size: AttentionSize = (
         "long" if query_BNQD.shape[2] * key_BGKD.shape[2] >= _LONG_SCORES else "short"
     )
-    return methods_in_use(query_BNQD.dtype)[size] == "blocks"
+    return get_methods_in_use(query_BNQD.dtype)[size] == "blocks"
 
 
 def attend(
@@ -86,13 +88,13 @@ def attend(
     # Tokens first in memory, so that the caller's transpose back gives a contiguous tensor.
     out = query_BNQD.new_empty(batch, queries, heads, value_BGKV.shape[3]).transpose(1, 2)
     lse = query_BNQD.new_empty(batch, heads, queries, dtype=wide)
-    for block, shared in _head_blocks(query_BNQD, key_BGKD):
+    for block, shared in _iterate_head_blocks(query_BNQD, key_BGKD):
         query_HQD = query_BNQD[block].flatten(0, 1)
         key_HDK = _expand_heads(key_BGKD[shared], query_HQD).mT
         value_HKV = _expand_heads(value_BGKV[shared], query_HQD)
         shape = out[block].shape[:2]
-        for rows, seen in _query_blocks(queries, key_BGKD.shape[2], causal):
-            scores = multiply_batched_wide(query_HQD[:, rows], key_HDK[..., seen]).mul_(
+        for rows, visible in _iterate_query_blocks(queries, key_BGKD.shape[2], causal):
+            scores = multiply_batched_wide(query_HQD[:, rows], key_HDK[..., visible]).mul_(
                 scale * _LOG2_E
             )
             if causal:
@@ -106,7 +108,7 @@ def attend(
             shares = scores.sub_(top).exp2_()
             total = shares.sum(-1, keepdim=True)
             # Divided after the product, whose result has V columns where the weights have K.
-            result = multiply_batched(shares.to(value_HKV.dtype), value_HKV[:, seen]) / total
+            result = multiply_batched(shares.to(value_HKV.dtype), value_HKV[:, visible]) / total
             out[block][:, :, rows] = result.unflatten(0, shape)
             # Back from powers of 2 to natural logarithms.
             lse[block][:, :, rows] = ((top + total.log2()) / _LOG2_E).view(*shape, -1)
@@ -132,7 +134,7 @@ def attend_backward(
     # Sums over blocks of queries and over query heads are in at least fp32, and rounded once at the
     # end.
     d_key, d_value = (torch.zeros_like(x, dtype=wide) for x in (key_BGKD, value_BGKV))
-    for block, shared in _head_blocks(query_BNQD, key_BGKD):
+    for block, shared in _iterate_head_blocks(query_BNQD, key_BGKD):
         query_HQD, d_out_HQV = (x[block].flatten(0, 1) for x in (query_BNQD, d_out_BNQV))
         key_HKD = _expand_heads(key_BGKD[shared], query_HQD)
         value_HKV = _expand_heads(value_BGKV[shared], query_HQD)
@@ -143,9 +145,9 @@ def attend_backward(
         # sum(d_out out) equals sum(p dp) over all keys, of other tiles as well.
         mean_HQ = torch.linalg.vecdot(d_out_HQV.to(wide), out_BNQV[block].flatten(0, 1).to(wide))
         d_key_HKD, d_value_HKV = (torch.zeros_like(x, dtype=wide) for x in (key_HKD, value_HKV))
-        for rows, seen in _query_blocks(query_BNQD.shape[2], key_BGKD.shape[2], causal):
+        for rows, visible in _iterate_query_blocks(query_BNQD.shape[2], key_BGKD.shape[2], causal):
             # Scores are keys by queries here, so three products need no transposed operand.
-            shares = multiply_batched_wide(key_HKD[:, seen], query_HQD[:, rows].mT).mul_(
+            shares = multiply_batched_wide(key_HKD[:, visible], query_HQD[:, rows].mT).mul_(
                 scale * _LOG2_E
             )
             shares.sub_(lse2_HQ[:, None, rows]).exp2_()
@@ -153,20 +155,20 @@ def attend_backward(
                 # Keys are rows here, so the visible part of the diagonal square is the upper
                 # triangle.
                 shares[:, rows.start - rows.stop :].triu_()
-            d_scores = multiply_batched_wide(value_HKV[:, seen], d_out_HQV[:, rows].mT)
+            d_scores = multiply_batched_wide(value_HKV[:, visible], d_out_HQV[:, rows].mT)
             # Rounded for the products only; they are taken of operands of one type.
             d_scores = d_scores.sub_(mean_HQ[:, None, rows]).mul_(shares).to(dtype)
-            d_value_HKV[:, seen] += multiply_batched(shares.to(dtype), d_out_HQV[:, rows])
-            d_key_HKD[:, seen] += multiply_batched(d_scores, query_HQD[:, rows])
+            d_value_HKV[:, visible] += multiply_batched(shares.to(dtype), d_out_HQV[:, rows])
+            d_key_HKD[:, visible] += multiply_batched(d_scores, query_HQD[:, rows])
             # The scale is applied to the results, which are smaller than the scores.
-            result = multiply_batched(key_HDK[..., seen], d_scores).mT * scale
+            result = multiply_batched(key_HDK[..., visible], d_scores).mT * scale
             d_query[block][:, :, rows] = result.unflatten(0, d_query[block].shape[:2])
         d_key[shared] += _sum_shared_heads(d_key_HKD, d_key[shared]) * scale
         d_value[shared] += _sum_shared_heads(d_value_HKV, d_value[shared])
     return d_query, d_key.to(dtype), d_value.to(dtype)
 
 
-def _head_blocks(
+def _iterate_head_blocks(
     query_BNQD: Tensor, key_BGKD: Tensor
 ) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
     """Yield the samples and query heads of each block, and the same samples with the key/value
@@ -175,7 +177,7 @@ def _head_blocks(
     samples, heads, queries, _ = query_BNQD.shape
     groups, keys = key_BGKD.shape[1:3]
     members = heads // groups
-    most_heads = max(1, _SCORES_PER_BLOCK // (_queries_per_block(queries, keys) * keys))
+    most_heads = max(1, _SCORES_PER_BLOCK // (_count_queries_per_block(queries, keys) * keys))
     groups_per_block = min(groups, max(1, most_heads // members))
     size = min(most_heads, groups_per_block * members)
     samples_per_block = max(1, most_heads // heads)
@@ -188,15 +190,15 @@ def _head_blocks(
                 yield (piece, slice(start, stop)), (piece, shared)
 
 
-def _query_blocks(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slice]]:
+def _iterate_query_blocks(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slice]]:
     """Yield blocks of queries with the keys that they see."""
-    step = _queries_per_block(queries, keys)
+    step = _count_queries_per_block(queries, keys)
     for start in range(0, queries, step):
         stop = min(start + step, queries)
         yield slice(start, stop), slice(0, stop if causal else keys)
 
 
-def _queries_per_block(queries: int, keys: int) -> int:
+def _count_queries_per_block(queries: int, keys: int) -> int:
     """Return the number of queries of a block."""
     least, most = _QUERIES_PER_BLOCK
     return max(least, min(most, _SCORES_PER_BLOCK // keys, queries // _MIN_BLOCKS))

@@ -6,7 +6,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from megaframe.ops.cpu_attention import AttentionMethod, AttentionSize
-from megaframe.ops.matmul import MatmulKind, MatmulLibrary, libraries_for
+from megaframe.ops.matmul import MatmulKind, MatmulLibrary, list_libraries
 
 
 class CPURoutines(BaseModel):
@@ -26,7 +26,7 @@ class CPURoutines(BaseModel):
 
     def is_available(self, dtype: torch.dtype) -> bool:
         """Return whether these are routines for a dtype, and this machine has all of them."""
-        return self.type == str(dtype) and set(self.products.values()) <= set(libraries_for(dtype))
+        return self.type == str(dtype) and set(self.products.values()) <= set(list_libraries(dtype))
 
     def describe(self) -> str:
         """Return the routines in words for the log."""

@@ -43,23 +43,23 @@ class Fp8Matmul:
     scaling: Scaling
     kernels: Kernels
 
-    def refusal(self, device: torch.device, dtype: torch.dtype) -> str | None:
+    def explain_refusal(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why the reference would multiply in 8 bits on this device, whatever the shapes, or
         None. dtype: that of the operands before they are rounded."""
         # Shapes only select an implementation here; nothing is multiplied.
         x, kind = (
             torch.empty(_PROBE, _PROBE, device=device, dtype=dtype),
-            self._dtype(gradient=True),
+            self._choose_dtype(gradient=True),
         )
         scales = []
         for block in (self._row_block, self._matrix_block):
-            if reason := self.kernels.refusal("quantise", x, kind, block):
+            if reason := self.kernels.explain_refusal("quantise", x, kind, block):
                 return reason
             rows, columns = block or (0, 0)
             shape = [_PROBE // size if size > 0 else 1 for size in (rows, columns)]
             scales.append(torch.empty(shape, device=device))
         eight = torch.empty(_PROBE, _PROBE, device=device, dtype=torch.float8_e4m3fn)
-        return self.kernels.refusal("scaled_product", eight, eight, *scales, dtype)
+        return self.kernels.explain_refusal("scaled_product", eight, eight, *scales, dtype)
 
     def supports(self, *widths: int) -> bool:
         """Return whether a matrix of these dims is multiplied in 8 bits; if not, it is multiplied
@@ -71,7 +71,9 @@ class Fp8Matmul:
         quantises is asked, because those that multiply take whatever it takes."""
         return self.kernels.find("quantise_columns", rows_PK, ends_E) is not None
 
-    def product(self, left_MK: Tensor, right_NK: Tensor, *, gradient: bool, matrix: bool) -> Tensor:
+    def multiply(
+        self, left_MK: Tensor, right_NK: Tensor, *, gradient: bool, matrix: bool
+    ) -> Tensor:
         """Return left right^T, [M, N], in the type of `left`.
 
         Args:
@@ -87,38 +89,42 @@ class Fp8Matmul:
         arguments = left, right, left_scales, right_scales, left_MK.dtype
         return self._find_kernel("scaled_product", *arguments)(*arguments)
 
-    def weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> Tensor:
+    def compute_weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> Tensor:
         """Return dy^T x, [O, I], in the type of `dy`."""
         # Tokens are summed here, so scales are taken along them.
-        return self.product(dy_TO.t(), x_TI.t(), gradient=True, matrix=False)
+        return self.multiply(dy_TO.t(), x_TI.t(), gradient=True, matrix=False)
 
-    def grouped_product(self, x_PI: Tensor, matrices_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    def multiply_grouped(self, x_PI: Tensor, matrices_EOI: Tensor, ends_E: Tensor) -> Tensor:
         """Return each row times the transposed matrix of its expert, [P, O], in the type of the
         rows. For each expert the result is that of `product`."""
-        return self._multiply_grouped(
+        return self._multiply_grouped_rounded(
             x_PI, *self._quantise_matrices(matrices_EOI), ends_E, gradient=False
         )
 
-    def grouped_input_gradient(self, dy_PO: Tensor, matrices_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    def compute_grouped_input_gradient(
+        self, dy_PO: Tensor, matrices_EOI: Tensor, ends_E: Tensor
+    ) -> Tensor:
         """Return each row times the matrix of its expert, [P, I]. The summed dimension must be
         contiguous, so the 8-bit matrices are written transposed; the 16-bit ones are not."""
         experts, outputs, inputs = matrices_EOI.shape
         if self.scaling == "block":  # the scales of square blocks are transposed too
             flat, scales = self._quantise_matrices(matrices_EOI)
             transposed = flat.view(torch.uint8).mT.contiguous().view(flat.dtype), scales.mT
-            return self._multiply_grouped(dy_PO, *transposed, ends_E, gradient=True)
+            return self._multiply_grouped_rounded(dy_PO, *transposed, ends_E, gradient=True)
         arguments = (
             matrices_EOI.flatten(0, 1),
-            _ends_of(matrices_EOI),
-            *self._column_options(gradient=False),
+            _compute_ends(matrices_EOI),
+            *self._get_column_options(gradient=False),
         )
         columns, scales = self._find_kernel("quantise_columns", *arguments)(*arguments)
         stride = -(-outputs // BLOCK) * BLOCK  # from the start of one expert to that of the next
         # A view: the columns of each expert start at a multiple of `BLOCK`.
         transposed = columns.as_strided((experts, inputs, outputs), (stride, columns.stride(0), 1))
-        return self._multiply_grouped(dy_PO, transposed, scales[:, :, None], ends_E, gradient=True)
+        return self._multiply_grouped_rounded(
+            dy_PO, transposed, scales[:, :, None], ends_E, gradient=True
+        )
 
-    def grouped_gradient(
+    def compute_grouped_gradient(
         self, dy_PO: Tensor, x_PI: Tensor, ends_E: Tensor, grads_E: Tensor, add: bool
     ) -> None:
         """Write each expert's dy^T x to its gradient, or with `add` add it.
@@ -130,16 +136,16 @@ class Fp8Matmul:
             grads_E: [E, O, I], or any shape that can be viewed as that; changed.
             add: Add to the gradients instead of overwriting them.
         """
-        arguments = dy_PO, ends_E, *self._column_options(gradient=True)
+        arguments = dy_PO, ends_E, *self._get_column_options(gradient=True)
         left, left_scales = self._find_kernel("quantise_columns", *arguments)(*arguments)
-        arguments = x_PI, ends_E, *self._column_options(gradient=False)
+        arguments = x_PI, ends_E, *self._get_column_options(gradient=False)
         right, right_scales = self._find_kernel("quantise_columns", *arguments)(*arguments)
         grads_EOI = grads_E.view(len(ends_E), dy_PO.shape[1], x_PI.shape[1])
         operands = left, right, left_scales, right_scales
         run = self._find_kernel("grouped_scaled_gradient", grads_EOI, *operands, ends_E, add)
         run(grads_EOI, *operands, ends_E, add)
 
-    def _multiply_grouped(
+    def _multiply_grouped_rounded(
         self,
         rows_PK: Tensor,
         right_ENK: Tensor,
@@ -155,14 +161,14 @@ class Fp8Matmul:
         return self._find_kernel("grouped_scaled_product", *arguments)(*arguments)
 
     def _quantise_matrices(self, matrices_EOI: Tensor) -> tuple[Tensor, Tensor]:
-        flat_RI, ends_E = matrices_EOI.flatten(0, 1), _ends_of(matrices_EOI)
+        flat_RI, ends_E = matrices_EOI.flatten(0, 1), _compute_ends(matrices_EOI)
         flat, scales = self._quantise(flat_RI, self._matrix_block, False, ends_E)
         return flat.view(matrices_EOI.shape), scales.view(len(ends_E), -1, scales.shape[1])
 
-    def _column_options(self, *, gradient: bool) -> tuple[torch.dtype, str]:
+    def _get_column_options(self, *, gradient: bool) -> tuple[torch.dtype, str]:
         """Return the type of columns, and what shares a scale of them."""
         sharing = {"tensor": "expert", "row": "column", "block": "block"}[self.scaling]
-        return self._dtype(gradient=gradient), sharing
+        return self._choose_dtype(gradient=gradient), sharing
 
     @property
     def _row_block(self) -> Blocks:
@@ -174,7 +180,7 @@ class Fp8Matmul:
         """The block of a weight that shares a scale."""
         return (BLOCK, BLOCK) if self.scaling == "block" else self._row_block
 
-    def _dtype(self, *, gradient: bool) -> torch.dtype:
+    def _choose_dtype(self, *, gradient: bool) -> torch.dtype:
         # Narrower scales need less range, so gradients keep the precision of e4m3.
         wide = gradient and self.scaling == "tensor"
         return torch.float8_e5m2 if wide else torch.float8_e4m3fn
@@ -185,7 +191,7 @@ class Fp8Matmul:
         """Return x in 8 bits, and its scales. Rows are padded with zeros to a length that a product
         takes. ends: of each expert's rows; instead of one scale per tensor there is then one per
         expert, and no padding."""
-        kind = self._dtype(gradient=gradient)
+        kind = self._choose_dtype(gradient=gradient)
         if block is None and ends_E is not None:
             return self._find_kernel("quantise_experts", x_RK, ends_E, kind)(x_RK, ends_E, kind)
         step = BLOCK if self.scaling == "block" else _STEP
@@ -205,7 +211,7 @@ class Fp8Matmul:
         return KERNELS[name].reference
 
 
-def _ends_of(matrices_EOI: Tensor) -> Tensor:
+def _compute_ends(matrices_EOI: Tensor) -> Tensor:
     """Return where the rows of each matrix end, int32 [E]."""
     experts, rows, _ = matrices_EOI.shape
     return (rows * torch.arange(1, experts + 1, device=matrices_EOI.device)).int()
@@ -232,23 +238,26 @@ def check_fp8(
     scaling = config.train.fp8
     if scaling == "none":
         return None
-    what = f"train.fp8={scaling}"
+    setting = f"train.fp8={scaling}"
     if config.kernels.fp8 == PLAIN_CODE:
-        return f"warning: {what} runs as the reference, slower than without (kernels.fp8=reference)"
+        return (
+            f"warning: {setting} runs as the reference, slower than without (kernels.fp8=reference)"
+        )
     if device.type != "cuda":
         return (
-            f"warning: {what} is emulated on a {device.type}: it rounds as on a GPU, and is slower "
-            "than without"
+            f"warning: {setting} is emulated on a {device.type}: it rounds as on a GPU, and is "
+            "slower than without"
         )
-    reason = Fp8Matmul(scaling, kernels).refusal(device, dtype)
+    reason = Fp8Matmul(scaling, kernels).explain_refusal(device, dtype)
     if reason is None:
         return None
-    others = [
+    alternatives = [
         f"train.fp8={other}"
         for other in SCALINGS
-        if other != scaling and Fp8Matmul(other, kernels).refusal(device, dtype) is None
+        if other != scaling and Fp8Matmul(other, kernels).explain_refusal(device, dtype) is None
     ]
     raise UserError(
-        f"{what} would run as the reference on this GPU, slower than without: {reason}; use "
-        f"{' or '.join([*others, 'train.fp8=none'])}, or kernels.fp8={PLAIN_CODE} to run it so"
+        f"{setting} would run as the reference on this GPU, slower than without: {reason}; use "
+        f"{' or '.join([*alternatives, 'train.fp8=none'])}, or kernels.fp8={PLAIN_CODE} to run it "
+        "so"
     )

@@ -61,7 +61,7 @@ def has_fast_matmul(dtype: torch.dtype) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def libraries_for(dtype: torch.dtype) -> tuple[MatmulLibrary, ...]:
+def list_libraries(dtype: torch.dtype) -> tuple[MatmulLibrary, ...]:
     """Return the libraries that multiply this type fast on this CPU, torch's own choice first."""
     libraries: tuple[MatmulLibrary, ...] = ("torch",) if has_fast_matmul(dtype) else ()
     if dtype in _NARROW:
@@ -73,9 +73,9 @@ def libraries_for(dtype: torch.dtype) -> tuple[MatmulLibrary, ...]:
     return libraries
 
 
-def default_library(dtype: torch.dtype) -> MatmulLibrary:
+def get_default_library(dtype: torch.dtype) -> MatmulLibrary:
     """Return the library to take where nothing was measured: torch's, or copies in fp32."""
-    return libraries_for(dtype)[0]
+    return list_libraries(dtype)[0]
 
 
 _library_of: dict[tuple[torch.dtype, MatmulKind], MatmulLibrary] = {}
@@ -83,20 +83,20 @@ _library_of: dict[tuple[torch.dtype, MatmulKind], MatmulLibrary] = {}
 
 def use_libraries(dtype: torch.dtype, libraries: Mapping[MatmulKind, MatmulLibrary]) -> None:
     """Multiply operands of a type on the CPU by these libraries from now on in this process, by
-    kind of product; by `default_library` where none is given."""
+    kind of product; by `get_default_library` where none is given."""
     for kind in KINDS:
-        _library_of[dtype, kind] = libraries.get(kind) or default_library(dtype)
+        _library_of[dtype, kind] = libraries.get(kind) or get_default_library(dtype)
 
 
-def libraries_in_use(dtype: torch.dtype) -> dict[MatmulKind, MatmulLibrary]:
+def get_libraries_in_use(dtype: torch.dtype) -> dict[MatmulKind, MatmulLibrary]:
     """Return the library that multiplies operands of a type on the CPU, by kind of product."""
-    return {kind: _library(dtype, kind) for kind in KINDS}
+    return {kind: _get_library(dtype, kind) for kind in KINDS}
 
 
-def _library(dtype: torch.dtype, kind: MatmulKind) -> MatmulLibrary:
+def _get_library(dtype: torch.dtype, kind: MatmulKind) -> MatmulLibrary:
     library = _library_of.get((dtype, kind))
     if library is None:
-        library = _library_of[dtype, kind] = default_library(dtype)
+        library = _library_of[dtype, kind] = get_default_library(dtype)
     return library
 
 
@@ -105,7 +105,9 @@ def multiply(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) ->
     # On a GPU and for empty operands it is always torch.
     library: MatmulLibrary = "torch"
     if _on_cpu(left_MK):
-        library = _library(left_MK.dtype, "experts" if len(left_MK) < MAX_EXPERT_ROWS else "dense")
+        library = _get_library(
+            left_MK.dtype, "experts" if len(left_MK) < MAX_EXPERT_ROWS else "dense"
+        )
     if library in ("torch", "onednn"):
         return _multiply_by(library, left_MK, right_KN, bias_N)
     out_MN = left_MK.new_empty(len(left_MK), right_KN.shape[1])
@@ -117,7 +119,7 @@ def multiply_batched(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
     """Return left [H, M, K] times right [H, K, N] for each H, as [H, M, N]."""
     if not _on_cpu(left_HMK):
         return torch.bmm(left_HMK, right_HKN)
-    library = _library(left_HMK.dtype, "batched")
+    library = _get_library(left_HMK.dtype, "batched")
     if library.startswith("fp32-"):
         # Sums in fp32, rounded once to the type of the operands.
         wide = _multiply_batched_by(library, left_HMK.float(), right_HKN.float())
@@ -129,7 +131,7 @@ def multiply_batched_wide(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
     """Do the same as `multiply_batched`, with a result in fp32 for bf16 operands."""
     if left_HMK.dtype is not torch.bfloat16:
         return multiply_batched(left_HMK, right_HKN)
-    library = _library(left_HMK.dtype, "batched")
+    library = _get_library(left_HMK.dtype, "batched")
     if library != "torch":
         return _multiply_batched_by(library, left_HMK.float(), right_HKN.float())
     # Make torch use oneDNN and let oneDNN treat the fp32 operands as bf16. They hold bf16 numbers,
@@ -160,7 +162,7 @@ def multiply_into(out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: boo
         wide = torch.ops.aten.addmm.dtype_out
         wide(out_MN, left_MK, right_KN, torch.float32, beta=beta, out=out_MN)
         return
-    library: MatmulLibrary = _library(left_MK.dtype, "into") if _on_cpu(left_MK) else "torch"
+    library: MatmulLibrary = _get_library(left_MK.dtype, "into") if _on_cpu(left_MK) else "torch"
     if library.startswith("fp32-"):
         _multiply_widened_into(library, out_MN, left_MK, right_KN, add=add)
     elif out_MN.dtype == left_MK.dtype and library == "torch":
@@ -209,7 +211,7 @@ def _multiply_widened_into(
     # Pieces along K are summed in fp32, and rounded once after the last one.
     if max(M, N) <= K:
         sums_MN = out_MN if in_place else out_MN.new_empty(M, N, dtype=torch.float32)
-        for piece in _slices(K, M + N):
+        for piece in _iterate_slices(K, M + N):
             # The first piece overwrites, unless the sums are `out` itself and are to be added to.
             more = piece.start > 0 or (add and in_place)
             left, right = left_MK[:, piece].float(), right_KN[piece].float()
@@ -222,12 +224,12 @@ def _multiply_widened_into(
         return
     by_rows = M >= N
     # The shorter operand is copied once; of the longer one a piece at a time.
-    whole = (right_KN if by_rows else left_MK).float()
-    for piece in _slices(max(M, N), K + min(M, N)):
+    shorter = (right_KN if by_rows else left_MK).float()
+    for piece in _iterate_slices(max(M, N), K + min(M, N)):
         if by_rows:
-            into, left, right, bias = out_MN[piece], left_MK[piece].float(), whole, bias_N
+            into, left, right, bias = out_MN[piece], left_MK[piece].float(), shorter, bias_N
         else:
-            into, left, right = out_MN[:, piece], whole, right_KN[:, piece].float()
+            into, left, right = out_MN[:, piece], shorter, right_KN[:, piece].float()
             bias = None if bias_N is None else bias_N[piece]
         if in_place:
             torch.addmm(into, left, right, beta=1.0 if add else 0.0, out=into)
@@ -235,10 +237,10 @@ def _multiply_widened_into(
             _write(into, _multiply_by(wide, left, right, bias), add)
 
 
-def _slices(length: int, beside: int) -> Iterator[slice]:
-    """Yield slices of a dim such that each, with `beside` fp32 numbers for each of its elements,
-    has about `PIECE_BYTES`."""
-    step = max(_MIN_SLICE, PIECE_BYTES // (4 * beside))
+def _iterate_slices(length: int, others_per_element: int) -> Iterator[slice]:
+    """Yield slices of a dim such that each, with `others_per_element` fp32 numbers for each of its
+    elements, has about `PIECE_BYTES`."""
+    step = max(_MIN_SLICE, PIECE_BYTES // (4 * others_per_element))
     for start in range(0, length, step):
         yield slice(start, start + step)
 

@@ -17,7 +17,7 @@ class Workspace:
     def __init__(self) -> None:
         self._buffers: dict[torch.dtype, Tensor] = {}
 
-    def rows(self, count: int, like: Tensor) -> Tensor:
+    def allocate_rows(self, count: int, like: Tensor) -> Tensor:
         """Return an uninitialised tensor [count, columns of `like`] of the type and device of
         `like`. It is valid until the next call."""
         shape = (count, like.shape[1])

@@ -31,14 +31,14 @@ class ElementIds:
         start = self._partition.master_span.start
         # Padding keeps 0: it holds no element of a parameter.
         ids = torch.zeros(span.stop - span.start, dtype=torch.int64, device=device)
-        for index, box, place in self._partition.pieces(
+        for index, box, place in self._partition.iterate_pieces(
             slice(start + span.start, start + span.stop)
         ):
             _count(ids[place].view(box.shape), self._first_ids[index], box, self._shapes[index])
         return ids
 
 
-def positions(span: slice, device: torch.device) -> Tensor:
+def compute_positions(span: slice, device: torch.device) -> Tensor:
     """Return the positions of a span as its ids, for a span that is not part of a bucket."""
     return torch.arange(span.start, span.stop, device=device)
 

@@ -100,22 +100,24 @@ class ElementwiseRule(UpdateRule):
         """Update the weights chunk by chunk."""
         # With rounded weights on the device, the master weights may come with the moments from the
         # host.
-        mixed, whole = rounded is not None, self._single_chunk
-        for span, of_span, moments in self._moments.chunks(weights, step, mixed, whole=whole):
-            rounded_span = None if rounded is None else rounded[span]
-            chunk = UpdateChunk(of_span, grads[span], moments, rounded_span)
+        mixed = rounded is not None
+        for span, chunk_weights, moments in self._moments.iterate_chunks(
+            weights, step, mixed, single_span=self._single_chunk
+        ):
+            rounded_chunk = None if rounded is None else rounded[span]
+            chunk = UpdateChunk(chunk_weights, grads[span], moments, rounded_chunk)
             for part in self._transforms:
                 part.apply(chunk, step)
             # The last thing done with a chunk, after all parts have changed the weights; rounded
             # once.
-            if rounded_span is not None and not self._writes_rounded:
-                rounded_span.copy_(of_span)
+            if rounded_chunk is not None and not self._writes_rounded:
+                rounded_chunk.copy_(chunk_weights)
 
-    def checkpoint_state(self, *, to_load: bool = False) -> dict[str, Tensor]:
+    def export_state(self, *, to_load: bool = False) -> dict[str, Tensor]:
         """Return the state for a checkpoint, each tensor as long as the weights."""
         return self._moments.export(to_load=to_load)
 
-    def load_checkpoint_state(self) -> None:
+    def load_exported_state(self) -> None:
         """Take back the tensors that were exported, which have been changed."""
         self._moments.load()
 
@@ -145,12 +147,12 @@ class Lion(UpdateTransform):
     def apply(self, chunk: UpdateChunk, step: UpdateStep) -> None:
         """w -= lr (sign(beta1 m + (1 - beta1) g) + decay w); m = beta2 m + (1 - beta2) g."""
         mean, rates = chunk.moments["mean"], self.options.rates
-        grads = step.gradients(chunk.grads)
+        grads = step.divide_gradients(chunk.grads)
         # The direction uses beta1 and the old mean; the mean itself moves by beta2 afterwards.
         direction = mean.lerp(grads, 1.0 - self.options.beta1).sign_()
         apply_update(chunk.weights, direction, rates, step)
         # A weight of 0 in a skipped step leaves the mean as it was.
-        mean.lerp_(grads, step.constant(1.0 - self.options.beta2, 0.0))
+        mean.lerp_(grads, step.select(1.0 - self.options.beta2, 0.0))
 
 
 @dataclass(frozen=True)
@@ -178,12 +180,12 @@ class Momentum(UpdateTransform):
 
     def apply(self, chunk: UpdateChunk, step: UpdateStep) -> None:
         """Change momentum and gradients; the weights stay as they are."""
-        grads = step.gradients(chunk.grads)
+        grads = step.divide_gradients(chunk.grads)
         if not chunk.moments:
             return
         momentum = chunk.moments["momentum"]
         # In a skipped step the factor is 1 and the gradients are zero, so the momentum stays.
-        momentum.mul_(step.constant(self.options.momentum, 1.0)).add_(grads)
+        momentum.mul_(step.select(self.options.momentum, 1.0)).add_(grads)
         # The gradients' memory takes the direction, which the next transform reads.
         if self.options.nesterov:
             grads.add_(momentum, alpha=self.options.momentum)
@@ -219,7 +221,7 @@ class WeightAverage(UpdateTransform):
 
     def apply(self, chunk: UpdateChunk, step: UpdateStep) -> None:
         """ema = decay ema + (1 - decay) w."""
-        chunk.moments["ema"].lerp_(chunk.weights, step.constant(1.0 - self._decay, 0.0))
+        chunk.moments["ema"].lerp_(chunk.weights, step.select(1.0 - self._decay, 0.0))
 
 
 def apply_update(weights: Tensor, direction: Tensor, rates: GroupRates, step: UpdateStep) -> None:
@@ -232,5 +234,5 @@ def apply_update(weights: Tensor, direction: Tensor, rates: GroupRates, step: Up
         step: The numbers of the update.
     """
     # A rate of 0 in a skipped step leaves the weights unchanged, decay included.
-    lr = step.constant(step.lr * rates.lr, 0.0)
+    lr = step.select(step.lr * rates.lr, 0.0)
     weights.mul_(1.0 - lr * rates.weight_decay).sub_(direction.mul_(lr))

@@ -34,7 +34,7 @@ class LossScale:
         self.value = torch.full((), value, dtype=torch.float64, device=self._device)
         self._good = torch.full((), good, dtype=torch.int64, device=self._device)
 
-    def state(self) -> tuple[float, int]:
+    def read_state(self) -> tuple[float, int]:
         """Return what `load` takes; waits for the device."""
         return float(self.value), int(self._good)
 

@@ -7,7 +7,7 @@ import math
 from megaframe.config import OptimConfig
 
 
-def learning_rate(optim: OptimConfig, update: int, steps: int) -> float:
+def compute_learning_rate(optim: OptimConfig, update: int, steps: int) -> float:
     """Return the learning rate of an update.
 
     Warm-up rises linearly and reaches `lr` at update `warmup`. inverse_sqrt falls from there as

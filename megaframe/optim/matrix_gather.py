@@ -31,11 +31,11 @@ class RankPieces:
 
     Attributes:
         sent: What a rank sends, no element twice.
-        wanted: What a rank gets back: every element whose weights it has.
+        received: What a rank gets back: every element whose weights it has.
     """
 
     sent: Sequence[Sequence[MatrixPiece]]
-    wanted: Sequence[Sequence[MatrixPiece]]
+    received: Sequence[Sequence[MatrixPiece]]
 
 
 class MatrixGather:
@@ -53,7 +53,7 @@ class MatrixGather:
 
         Args:
             group: The ranks that together have every matrix.
-            pieces: What each rank sends and wants back.
+            pieces: What each rank sends and gets back.
             matrices: The matrices.
             owners: The rank of the group that works on each matrix.
             dtype: The type in which they travel.
@@ -61,14 +61,14 @@ class MatrixGather:
         self._group, self._matrices, self._dtype = group, matrices, dtype
         self._owned = [i for i, owner in enumerate(owners) if owner == group.index]
         sent = [_cut(of_rank, matrices) for of_rank in pieces.sent]
-        wanted = [_cut(of_rank, matrices) for of_rank in pieces.wanted]
+        received = [_cut(of_rank, matrices) for of_rank in pieces.received]
         ranks, own = range(group.size), group.index
         # Four lists of cuts, each by the rank at the other end: what this rank sends to owners and
-        # wants from them, and as an owner what it gets from others and returns to them.
+        # receives from them, and as an owner what it collects from others and returns to them.
         self._to_owners = [[c for c in sent[own] if owners[c.matrix] == r] for r in ranks]
-        self._from_owners = [[c for c in wanted[own] if owners[c.matrix] == r] for r in ranks]
+        self._from_owners = [[c for c in received[own] if owners[c.matrix] == r] for r in ranks]
         self._collected = [[c for c in sent[r] if c.matrix in self._owned] for r in ranks]
-        self._returned = [[c for c in wanted[r] if c.matrix in self._owned] for r in ranks]
+        self._returned = [[c for c in received[r] if c.matrix in self._owned] for r in ranks]
 
     def collect(self, pieces: Sequence[Tensor], device: torch.device) -> Pending[Tensor]:
         """Start sending this rank's pieces to the owners of the matrices."""
@@ -86,13 +86,13 @@ class MatrixGather:
         return matrices
 
     def spread(self, results: Mapping[int, Tensor], device: torch.device) -> Pending[Tensor]:
-        """Start sending results for the owned matrices to the ranks that want them."""
+        """Start sending results for the owned matrices to the ranks that have their weights."""
         parts = [results[c.matrix][c.in_matrix] for cuts in self._returned for c in cuts]
         flat = _flatten(parts, self._dtype, device)
         return self._exchange(flat, self._returned, self._from_owners)
 
-    def received(self, spread: Tensor) -> Iterator[tuple[int, tuple[slice, ...], Tensor]]:
-        """Yield what was spread: number of a piece that this rank wants, place in it, values."""
+    def split_results(self, spread: Tensor) -> Iterator[tuple[int, tuple[slice, ...], Tensor]]:
+        """Yield what was spread: number of a piece that this rank receives, place in it, values."""
         for cut, part in _split(spread, self._from_owners):
             yield cut.piece, cut.in_piece, part
 

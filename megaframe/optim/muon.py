@@ -89,8 +89,8 @@ class Muon(UpdateRule):
         self._pieces = RankPieces(
             # Owned spans are sent, so that no element is sent twice; results go to all that have
             # the weights.
-            [_pieces_in(partition, partition.owned_span) for partition in partitions],
-            [_pieces_in(partition, partition.master_span) for partition in partitions],
+            [_list_matrix_pieces(partition, partition.owned_span) for partition in partitions],
+            [_list_matrix_pieces(partition, partition.master_span) for partition in partitions],
         )
         self._matrices = [
             MatrixPiece(index, box)
@@ -106,7 +106,7 @@ class Muon(UpdateRule):
     def costs(self) -> list[float]:
         """The cost of each matrix; only the ratios matter."""
         # m^2 (2n + m) for sides m <= n: the iteration works on the m x m Gram matrix.
-        sizes = [sorted(self._sides(matrix)) for matrix in self._matrices]
+        sizes = [sorted(self._count_sides(matrix)) for matrix in self._matrices]
         return [float(few * few * (2 * many + few)) for few, many in sizes]
 
     def set_owners(self, owners: Sequence[int]) -> None:
@@ -122,15 +122,15 @@ class Muon(UpdateRule):
         """Begin a run: the weights have their initial values."""
         self._descent.initialize_state(weights)
 
-    def checkpoint_state(self, *, to_load: bool = False) -> Mapping[str, Tensor]:
+    def export_state(self, *, to_load: bool = False) -> Mapping[str, Tensor]:
         """Return the state for a checkpoint, each tensor as long as the weights."""
-        momentum = self._momentum.checkpoint_state(to_load=to_load)
-        return {**momentum, **self._descent.checkpoint_state(to_load=to_load)}
+        momentum = self._momentum.export_state(to_load=to_load)
+        return {**momentum, **self._descent.export_state(to_load=to_load)}
 
-    def load_checkpoint_state(self) -> None:
-        """Take back the tensors that `checkpoint_state` returned, which have been changed."""
-        self._momentum.load_checkpoint_state()
-        self._descent.load_checkpoint_state()
+    def load_exported_state(self) -> None:
+        """Take back the tensors that `export_state` returned, which have been changed."""
+        self._momentum.load_exported_state()
+        self._descent.load_exported_state()
 
     def update(
         self, weights: Tensor, grads: Tensor, step: UpdateStep, rounded: Tensor | None = None
@@ -141,7 +141,7 @@ class Muon(UpdateRule):
         self._momentum.update(weights, grads, step)
         # `grads` begins at the master span, of which this rank sends only the part that it owns.
         span, start = self._bucket.owned_span, self._bucket.master_span.start
-        owned = self._bucket.pieces(grads[span.start - start : span.stop - start], span)
+        owned = self._bucket.iterate_pieces(grads[span.start - start : span.stop - start], span)
         transfer = self._gather.collect([piece for _, _, piece in owned], grads.device)
         self._running = _RunningUpdate(weights, grads, step, rounded, transfer)
 
@@ -152,7 +152,9 @@ class Muon(UpdateRule):
         # Momentum is linear, so it is applied to pieces; orthogonalising is not, and needs whole
         # matrices.
         matrices = self._gather.assemble(running.transfer.wait())
-        directions = {index: self._direction(index, matrix) for index, matrix in matrices.items()}
+        directions = {
+            index: self._compute_direction(index, matrix) for index, matrix in matrices.items()
+        }
         running.transfer = self._gather.spread(directions, running.grads.device)
 
     def finish_update(self) -> None:
@@ -160,25 +162,25 @@ class Muon(UpdateRule):
         running, self._running = self._running, None
         assert self._gather is not None and running is not None, "`update` comes first"
         # The gradients are not needed any more: their memory takes the directions.
-        pieces = self._bucket.pieces(running.grads, self._bucket.master_span)
+        pieces = self._bucket.iterate_pieces(running.grads, self._bucket.master_span)
         targets = [piece for _, _, piece in pieces]
-        for index, place, direction in self._gather.received(running.transfer.wait()):
+        for index, place, direction in self._gather.split_results(running.transfer.wait()):
             targets[index][place].copy_(direction)
         self._descent.update(running.weights, running.grads, running.step, running.rounded)
 
-    def _sides(self, matrix: MatrixPiece) -> tuple[int, int]:
+    def _count_sides(self, matrix: MatrixPiece) -> tuple[int, int]:
         """Return the number of outputs and of inputs of a matrix."""
         inputs = self._bucket.parameters[matrix.tensor].spec.inputs
         return math.prod(matrix.box.shape[:-inputs]), math.prod(matrix.box.shape[-inputs:])
 
-    def _direction(self, index: int, matrix: Tensor) -> Tensor:
-        sides = self._sides(self._matrices[index])
+    def _compute_direction(self, index: int, matrix: Tensor) -> Tensor:
+        sides = self._count_sides(self._matrices[index])
         scale = _SCALE * math.sqrt(max(sides))
         return orthogonalize(matrix.view(sides)).mul_(scale).view(matrix.shape)
 
 
-def _pieces_in(partition: BucketPartition, span: slice) -> list[MatrixPiece]:
-    return [MatrixPiece(number, box) for number, box, _ in partition.pieces(span)]
+def _list_matrix_pieces(partition: BucketPartition, span: slice) -> list[MatrixPiece]:
+    return [MatrixPiece(number, box) for number, box, _ in partition.iterate_pieces(span)]
 
 
 def orthogonalize(matrix_OI: Tensor) -> Tensor:
@@ -200,7 +202,7 @@ def orthogonalize(matrix_OI: Tensor) -> Tensor:
     return (x.t() if tall else x).contiguous()
 
 
-def update_groups(shards: Sequence[OptimizerShard], group: Group) -> list[list[OptimizerShard]]:
+def group_shards(shards: Sequence[OptimizerShard], group: Group) -> list[list[OptimizerShard]]:
     """Put shards that are updated together in one list each, and give the matrices of Muon their
     owners.
 

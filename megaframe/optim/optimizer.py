@@ -24,8 +24,8 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.pending import copy_to_host
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.optim.loss_scale import LossScale
-from megaframe.optim.lr_schedule import learning_rate
-from megaframe.optim.muon import update_groups
+from megaframe.optim.lr_schedule import compute_learning_rate
+from megaframe.optim.muon import group_shards
 from megaframe.optim.parameter_groups import ParameterGroups
 from megaframe.optim.update_rule import UpdateStep
 from megaframe.parameters.parameter import PRECISIONS
@@ -50,7 +50,7 @@ class UpdateResult:
     lr: float
     host_norms: Callable[[], list[Tensor]]
 
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         """Return whether weights were updated; waits for the step."""
         return bool(torch.isfinite(self.host_norms()[0]))
 
@@ -99,7 +99,7 @@ class Optimizer:
         self._parameters = parameters
         self.offload = groups.offload
         self.shards = [groups.shard(bucket) for bucket in parameters.buckets]
-        self._update_groups = update_groups(self.shards, groups.owner_group)
+        self._update_groups = group_shards(self.shards, groups.owner_group)
         self._scale = LossScale(config, mesh.device)
         self._updates = 0
         self._pending: UpdateResult | None = None
@@ -135,16 +135,16 @@ class Optimizer:
         if self._before_update is not None:
             self._before_update()
             self._before_update = None
-        lr = learning_rate(self._config.optim, self._updates, self._config.train.steps)
-        pieces = self._piece_norms()
+        lr = compute_learning_rate(self._config.optim, self._updates, self._config.train.steps)
+        pieces = self._compute_piece_norms()
         # Gradients carry the loss scale of their step; the norm that is clipped and logged does
         # not.
-        norm = self._global_norm(pieces) / self._scale.value
+        norm = self._compute_global_norm(pieces) / self._scale.value
         # A scalar on the device. The norm is summed over the whole model, so all ranks decide
         # alike.
         finite = torch.isfinite(norm)
         # The divisor is made before the loss scale changes below.
-        step = UpdateStep(self._updates + 1, lr, self._divisor(norm), (~finite).float())
+        step = UpdateStep(self._updates + 1, lr, self._compute_divisor(norm), (~finite).float())
         self._scale.update(finite)
         # At ZeRO stage 3 the values here are rounded from the old weights.
         self._parameters.release_blocks()
@@ -163,7 +163,7 @@ class Optimizer:
         self._pending = UpdateResult(norm, lr, host_norms)
         return self._pending
 
-    def _divisor(self, norm: Tensor) -> Tensor:
+    def _compute_divisor(self, norm: Tensor) -> Tensor:
         """Return the loss scale times the clipping factor, a scalar in master precision."""
         # A new tensor: the loss scale changes before the update reads this.
         divisor = self._scale.value.clone()
@@ -176,7 +176,7 @@ class Optimizer:
     def _count_pending(self) -> None:
         """Count the last update if it was done; the host waits for it."""
         if self._pending is not None:
-            finite, self._pending = self._pending.finite(), None
+            finite, self._pending = self._pending.is_finite(), None
             # A skipped step does not count: schedule and bias correction continue from the last
             # real one.
             self._updates += finite
@@ -188,7 +188,7 @@ class Optimizer:
         may then read them, or change weights and call `Bucket.publish_weights`."""
         self.offload.synchronize()
 
-    def tensors(self, *, owned: bool = False) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
+    def list_tensors(self, *, owned: bool = False) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
         """Yield everything that a checkpoint holds of the weights and of the optimizer.
 
         Args:
@@ -201,22 +201,22 @@ class Optimizer:
         if owned and self._mesh.group("data_replicate").index:
             return
         for shard in self.shards:
-            yield from shard.tensors(owned=owned)
+            yield from shard.list_tensors(owned=owned)
 
-    def state(self) -> OptimizerState:
+    def read_state(self) -> OptimizerState:
         """Return the numbers that a checkpoint holds besides the tensors."""
         self._count_pending()
-        return OptimizerState(self._updates, *self._scale.state())
+        return OptimizerState(self._updates, *self._scale.read_state())
 
     def load_state(self, state: OptimizerState) -> None:
-        """Continue from `state`; the tensors have already been loaded into those of `tensors`."""
+        """Continue from `state`; its tensors are already loaded into those of `list_tensors`."""
         self._pending, self._updates = None, state.updates
         self._scale.load(state.loss_scale, state.good_steps)
         self._parameters.release_blocks()
         for shard in self.shards:
             shard.load()
 
-    def memory_bytes(self) -> dict[str, int]:
+    def count_memory_bytes(self) -> dict[str, int]:
         """Return the bytes on this rank's device by kind. `buffers`: values that are not the
         weights themselves, and memory for whole gradients and transfers."""
         buckets = self._parameters.buckets
@@ -226,13 +226,13 @@ class Optimizer:
         if self.offload.device is None:
             rules = [shard.rule for shard in self.shards if shard.rule is not None]
             state = sum(tensor.nbytes for rule in rules for tensor in rule.state.values())
-        rest = max(0, self._parameters.buffers.bytes - weights - gradients)
-        rest += self.offload.staging_bytes
-        return {"weights": weights, "gradients": gradients, "optimizer": state, "buffers": rest}
+        buffers = max(0, self._parameters.buffers.bytes - weights - gradients)
+        buffers += self.offload.staging_bytes
+        return {"weights": weights, "gradients": gradients, "optimizer": state, "buffers": buffers}
 
     # Norms.
 
-    def _piece_norms(self) -> Tensor:
+    def _compute_piece_norms(self) -> Tensor:
         """Return the norm of each piece of gradient that this rank sums, fp64 [pieces]. The ranks
         that together hold one copy of the model have each element of the gradient once."""
         pieces = [piece for _, piece in self._owned_pieces]
@@ -265,19 +265,22 @@ class Optimizer:
         return [
             (parameter.spec.name, piece)
             for bucket in buckets
-            for parameter, _, piece in bucket.pieces(bucket.owned_grad_sums, bucket.owned_span)
+            for parameter, _, piece in bucket.iterate_pieces(
+                bucket.owned_grad_sums, bucket.owned_span
+            )
         ]
 
-    def _global_norm(self, pieces: Tensor) -> Tensor:
+    def _compute_global_norm(self, pieces: Tensor) -> Tensor:
         """Return the norm of the whole model's gradients, from the norms of this rank's pieces."""
         # Squares are summed, since the pieces and ranks divide the elements of the model.
-        return all_reduce(pieces.square().sum(), self._model_group()).wait().sqrt()
+        return all_reduce(pieces.square().sum(), self._model_group).wait().sqrt()
 
+    @property
     def _model_group(self) -> Group:
         """Return the ranks that together hold one copy of the model."""
         return self._mesh.group("pipeline", "data_shard", "context", "tensor")
 
-    def nonfinite_parameters(self, update: UpdateResult) -> tuple[str, ...]:
+    def find_nonfinite_parameters(self, update: UpdateResult) -> tuple[str, ...]:
         """Return the names of parameters whose gradients of an update were not finite, on the first
         rank that has any; none if only their norm overflows. All ranks call it, and get the same
         names."""
@@ -287,7 +290,7 @@ class Optimizer:
             for (name, _), norm in zip(self._owned_pieces, norms, strict=True)
             if not math.isfinite(norm)
         }
-        group = self._model_group()
+        group = self._model_group
         # The smallest index wins; `group.size` means none.
         first = torch.tensor(group.index if nonfinite else group.size, device=self._mesh.device)
         first = all_reduce(first, group, "min").wait()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.optimizer_state import OFFLOAD_CHUNK
-from megaframe.optim.element_ids import positions
-from megaframe.optim.state_dtype import BLOCK, MasterCodec, StateCodec, rounding_draws
+from megaframe.optim.element_ids import compute_positions
+from megaframe.optim.state_dtype import BLOCK, MasterCodec, StateCodec, compute_rounding_draws
 from megaframe.optim.state_offload import NO_OFFLOAD, StateOffload, StateParts
 from megaframe.optim.update_rule import UpdateStep
 
@@ -45,7 +45,7 @@ class MomentStorage:
     signed: StateCodec
     square: StateCodec
     offload: StateOffload = NO_OFFLOAD
-    element_ids: Callable[[slice, torch.device], Tensor] = positions
+    element_ids: Callable[[slice, torch.device], Tensor] = compute_positions
 
 
 class Moments:
@@ -95,8 +95,10 @@ class Moments:
                 exported[name] = stored[0]
                 continue
             values = exported[name] = torch.empty(self._length, dtype=torch.float32)
-            for span in self._spans():
-                values[span] = codec.decode(codec.part(stored, span), _size(span), torch.float32)
+            for span in self._list_spans():
+                values[span] = codec.decode(
+                    codec.select_span(stored, span), _count(span), torch.float32
+                )
             if to_load:
                 self._to_load[name] = values
         return exported
@@ -105,14 +107,16 @@ class Moments:
         """Take back the copies that were exported, rounded to nearest."""
         for name, values in self._to_load.items():
             codec = self._codecs[name]
-            for span in self._spans():
+            for span in self._list_spans():
                 # Nearest packs values of the same blocks into the same bytes again, without loss.
-                nearest = torch.full((_size(span),), 0.5)
-                _copy(codec.encode(values[span], nearest), codec.part(self._stored[name], span))
+                nearest = torch.full((_count(span),), 0.5)
+                _copy(
+                    codec.encode(values[span], nearest), codec.select_span(self._stored[name], span)
+                )
         self._to_load = {}
 
-    def chunks(
-        self, weights: Tensor, step: UpdateStep, mixed: bool = False, *, whole: bool = False
+    def iterate_chunks(
+        self, weights: Tensor, step: UpdateStep, mixed: bool = False, *, single_span: bool = False
     ) -> Iterator[tuple[slice, Tensor, dict[str, Tensor]]]:
         """Yield spans, each with its weights and moments, which may be changed in place until the
         next span is asked for.
@@ -122,7 +126,7 @@ class Moments:
             step: The numbers of the update; in a skipped step reduced types stay unchanged.
             mixed: The device computes with a rounded copy of the weights, which themselves are
                 stored where the moments are.
-            whole: Yield a single span, if everything is changed in place.
+            single_span: Yield a single span, if everything is changed in place.
         """
         self._to_load = {}
         codecs, stored = dict(self._codecs), dict(self._stored)
@@ -132,20 +136,22 @@ class Moments:
             codecs[_WEIGHTS], stored[_WEIGHTS] = MasterCodec(), (weights,)
         # Only then does a chunk need no memory besides what is stored.
         in_place = self._offload.device is None and all(codec.exact for codec in codecs.values())
-        spans = [slice(0, self._length)] if whole and in_place else list(self._spans())
-        homes = [{n: codec.part(stored[n], span) for n, codec in codecs.items()} for span in spans]
+        spans = [slice(0, self._length)] if single_span and in_place else list(self._list_spans())
+        homes = [
+            {n: codec.select_span(stored[n], span) for n, codec in codecs.items()} for span in spans
+        ]
         # A fetch of this update must come after the last write of the previous one.
         written = self._written
-        following = self._offload.fetch(homes[0], written)
+        next_chunk = self._offload.fetch(homes[0], written)
         for number, (span, home) in enumerate(zip(spans, homes, strict=True)):
             # Before the next fetch starts: the wait must cover this chunk only.
             self._offload.wait_for_fetched()
-            chunk = following
+            chunk = next_chunk
             if number + 1 < len(spans):
-                following = self._offload.fetch(homes[number + 1], written)
+                next_chunk = self._offload.fetch(homes[number + 1], written)
             # For an exact codec these are the stored or staged tensors themselves; else copies.
             moments = {
-                name: codec.decode(chunk.parts[name], _size(span), self._dtype)
+                name: codec.decode(chunk.parts[name], _count(span), self._dtype)
                 for name, codec in codecs.items()
             }
             own_weights = moments.pop(_WEIGHTS) if _WEIGHTS in moments else weights[span]
@@ -165,12 +171,12 @@ class Moments:
         for index, (name, codec) in enumerate(lossy.items()):
             # Each moment has draws of its own in each step.
             number = (step.number * len(lossy) + index) % _LARGEST_NUMBER
-            encoded = codec.encode(moments[name], rounding_draws(elements, number))
+            encoded = codec.encode(moments[name], compute_rounding_draws(elements, number))
             for old, new in zip(parts[name], encoded, strict=True):
                 # Stochastic rounding again would change what a skipped step must keep.
                 old.copy_(torch.where(step.skip.bool(), old, new))
 
-    def _spans(self) -> Iterator[slice]:
+    def _list_spans(self) -> Iterator[slice]:
         size = _GPU_CHUNK if self._offload.device is None else OFFLOAD_CHUNK
         if self._device.type == "cpu":
             size = _CHUNK
@@ -183,5 +189,5 @@ def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         target.copy_(source)
 
 
-def _size(span: slice) -> int:
+def _count(span: slice) -> int:
     return span.stop - span.start

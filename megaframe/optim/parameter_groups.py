@@ -17,11 +17,11 @@ from torch import Tensor
 from megaframe.architecture.spec import ParamSpec, count_parameters
 from megaframe.config import OptimConfig, RunConfig
 from megaframe.data_parallel.bucket import Bucket
+from megaframe.data_parallel.bucket_layout import BucketingRule
 from megaframe.data_parallel.partition import BucketPartition
-from megaframe.data_parallel.sharded_parameters import BucketingRule
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError, join_or
-from megaframe.model.model_chunk import model_specs
+from megaframe.model.model_chunk import list_model_specs
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.element_ids import ElementIds
@@ -39,7 +39,7 @@ from megaframe.optim.elementwise import (
 from megaframe.optim.expert_balance import ExpertBalance
 from megaframe.optim.muon import Muon
 from megaframe.optim.optimizer_state import MomentStorage
-from megaframe.optim.state_dtype import state_codecs
+from megaframe.optim.state_dtype import make_state_codecs
 from megaframe.optim.state_offload import NO_OFFLOAD, StateOffload, offload_to_host
 from megaframe.optim.update_rule import OptimizerShard, UpdateRule
 from megaframe.parameters.parameter import PRECISIONS
@@ -88,10 +88,10 @@ class ParameterGroups:
         optim = self._optim = config.optim
         self._moe, self._kernels = config.model.moe, kernels
         self._precision = PRECISIONS[config.train.precision]
-        self._frozen = frozen_names(config)
+        self._frozen = find_frozen_names(config)
         self._mesh, self.owner_group = mesh, mesh.group("data_shard", "context", "tensor")
-        self.offload = state_offload_of(optim, mesh.device)
-        self._storage = MomentStorage(*state_codecs(optim.state), self.offload)
+        self.offload = make_state_offload(optim, mesh.device)
+        self._storage = MomentStorage(*make_state_codecs(optim.state), self.offload)
         self._seed = config.run.seed
 
     def group(self, spec: ParamSpec) -> ParameterGroup:
@@ -119,9 +119,11 @@ class ParameterGroups:
         """Return the rule of a bucket with its state. Under Muon, all ranks of `owner_group` must
         call this for the same buckets in the same order."""
         group = self.group(bucket.parameters[0].spec)
-        return OptimizerShard(bucket, None if group.rule is None else self._rule(group, bucket))
+        return OptimizerShard(
+            bucket, None if group.rule is None else self._make_rule(group, bucket)
+        )
 
-    def _rule(self, group: ParameterGroup, bucket: Bucket) -> UpdateRule:
+    def _make_rule(self, group: ParameterGroup, bucket: Bucket) -> UpdateRule:
         if group.rule == "balance":
             assert self._moe is not None, "a model with routers has experts"
             return ExpertBalance(self._moe, bucket.partition.spans)
@@ -132,26 +134,28 @@ class ParameterGroups:
         storage = replace(self._storage, element_ids=element_ids)
         average = [] if optim.ema is None else [WeightAverage(optim.ema)]
         if group.rule == "muon":
-            options = momentum_options(optim, group.rates)
-            partitions = self._partitions_of_owners(bucket)
+            options = make_momentum_options(optim, group.rates)
+            partitions = self._list_owner_partitions(bucket)
             precision, owners = self._precision, self.owner_group
             return Muon(bucket, options, storage, precision, owners, partitions, average)
         # The average comes last, so that it sees the new weights.
-        transforms = [*self._transforms(group, storage), *average]
+        transforms = [*self._make_transforms(group, storage), *average]
         return ElementwiseRule(bucket.weights, transforms, storage)
 
-    def _partitions_of_owners(self, bucket: Bucket) -> list[BucketPartition]:
+    def _list_owner_partitions(self, bucket: Bucket) -> list[BucketPartition]:
         """Return how the bucket is divided on each rank of `owner_group`."""
         layout, ranks = self._mesh.layout, self.owner_group.ranks
-        places, sizes = map(layout.full_coordinate, ranks), layout.sizes
+        places, sizes = map(layout.get_full_coordinate, ranks), layout.sizes
         # No transfer: a partition follows from layout and specs, for any rank.
-        indices = self._mesh.indices(ranks, *bucket.sharding.shard.axes)
+        indices = self._mesh.find_indices(ranks, *bucket.sharding.shard.axes)
         return [
             bucket.partition_of([p.spec.local(place, sizes) for p in bucket.parameters], index)
             for place, index in zip(places, indices, strict=True)
         ]
 
-    def _transforms(self, group: ParameterGroup, storage: MomentStorage) -> list[UpdateTransform]:
+    def _make_transforms(
+        self, group: ParameterGroup, storage: MomentStorage
+    ) -> list[UpdateTransform]:
         """Return the transforms of a rule that changes each element on its own."""
         optim, rates = self._optim, group.rates
         if group.rule == "adamw":
@@ -159,10 +163,10 @@ class ParameterGroups:
             return [AdamW(options, storage, self._kernels)]
         if group.rule == "lion":
             return [Lion(LionOptions(optim.beta1, optim.beta2, rates), storage)]
-        return [Momentum(momentum_options(optim, rates), storage), GradientDescent(rates)]
+        return [Momentum(make_momentum_options(optim, rates), storage), GradientDescent(rates)]
 
 
-def state_offload_of(optim: OptimConfig, device: torch.device) -> StateOffload:
+def make_state_offload(optim: OptimConfig, device: torch.device) -> StateOffload:
     """Return where optimizer state is: in host memory if `optim.offload` is set and the device is
     not the CPU itself."""
     return offload_to_host(device) if optim.offload and device.type != "cpu" else NO_OFFLOAD
@@ -184,14 +188,14 @@ def group_of(optim: OptimConfig, spec: ParamSpec, frozen: frozenset[str]) -> Par
     return ParameterGroup(name, rule, GroupRates(group.lr, decay))
 
 
-def momentum_options(optim: OptimConfig, rates: GroupRates) -> MomentumOptions:
+def make_momentum_options(optim: OptimConfig, rates: GroupRates) -> MomentumOptions:
     """Return the options of Muon or SGD, with their defaults."""
     muon = optim.name == "muon"
     momentum = (0.95 if muon else 0.9) if optim.momentum is None else optim.momentum
     return MomentumOptions(momentum, muon if optim.nesterov is None else optim.nesterov, rates)
 
 
-def frozen_names(config: RunConfig) -> frozenset[str]:
+def find_frozen_names(config: RunConfig) -> frozenset[str]:
     """Return the names of the parameters that `optim.frozen` matches.
 
     Raises `UserError` if a pattern matches none, or if no parameter is left to train.
@@ -199,7 +203,7 @@ def frozen_names(config: RunConfig) -> frozenset[str]:
     patterns = config.optim.frozen
     if not patterns:
         return frozenset()
-    names = [spec.name for spec in model_specs(config)]
+    names = [spec.name for spec in list_model_specs(config)]
     frozen: set[str] = set()
     for pattern in patterns:
         expression = re.compile(".*".join(map(re.escape, pattern.split("*"))))
@@ -218,9 +222,9 @@ def frozen_names(config: RunConfig) -> frozenset[str]:
     return frozenset(frozen)
 
 
-def parameter_group_table(config: RunConfig, specs: Sequence[ParamSpec]) -> list[str]:
+def format_parameter_groups(config: RunConfig, specs: Sequence[ParamSpec]) -> list[str]:
     """Return a table of how every parameter of the model is trained, a line for each group."""
-    optim, frozen = config.optim, frozen_names(config)
+    optim, frozen = config.optim, find_frozen_names(config)
     groups: dict[ParameterGroup, list[ParamSpec]] = {}
     for spec in specs:
         groups.setdefault(group_of(optim, spec, frozen), []).append(spec)

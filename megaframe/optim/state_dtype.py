@@ -36,7 +36,7 @@ class StateCodec(Protocol):
         """Return memory for `length` values of the master type `dtype`, all zero."""
         ...
 
-    def part(self, stored: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
+    def select_span(self, stored: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
         """Return what stores the values of `span`, which starts at a multiple of `BLOCK`, as
         views."""
         ...
@@ -64,7 +64,7 @@ class MasterCodec:
     def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         return (torch.zeros(length, dtype=dtype, device=device),)
 
-    def part(self, stored: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
+    def select_span(self, stored: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
         return (stored[0][span],)
 
     def decode(self, stored: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
@@ -82,7 +82,7 @@ class Bfloat16Codec:
     def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         return (torch.zeros(length, dtype=torch.bfloat16, device=device),)
 
-    def part(self, stored: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
+    def select_span(self, stored: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
         return (stored[0][span],)
 
     def decode(self, stored: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
@@ -122,13 +122,13 @@ class BlockwiseCodec:
         rows = torch.full((blocks * BLOCK,), self._zero, dtype=torch.uint8, device=device)
         return rows, torch.zeros(blocks, device=device)
 
-    def part(self, stored: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
+    def select_span(self, stored: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
         first, last = span.start // BLOCK, -(-span.stop // BLOCK)
         return stored[0][first * BLOCK : last * BLOCK], stored[1][first:last]
 
     def decode(self, stored: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
         rows, scales = stored
-        values = self._table_on(rows)[rows.int()].view(-1, BLOCK).mul_(scales[:, None])
+        values = self._move_table(rows)[rows.int()].view(-1, BLOCK).mul_(scales[:, None])
         return values.view(-1)[:length].to(dtype)
 
     def encode(self, values: Tensor, draws: Tensor) -> tuple[Tensor, ...]:
@@ -138,7 +138,7 @@ class BlockwiseCodec:
         scales = blocks.abs().amax(1)
         # A block of zeros would divide by 0.
         within = (blocks / scales.masked_fill(scales == 0, 1.0)[:, None]).view(-1)
-        table = self._table_on(values)
+        table = self._move_table(values)
         if self._square:
             # A square that is not zero never becomes 0, because its root is a divisor.
             within = torch.where(within > 0, within.clamp_min(_SQUARE_FLOOR), within)
@@ -149,12 +149,12 @@ class BlockwiseCodec:
         up = F.pad(draws, (0, short)) < (within - low) / (high - low)
         return (above - 1 + up).to(torch.uint8), scales
 
-    def _table_on(self, other: Tensor) -> Tensor:
+    def _move_table(self, other: Tensor) -> Tensor:
         self._table = self._table.to(other.device)
         return self._table
 
 
-def rounding_draws(elements: Tensor, number: int) -> Tensor:
+def compute_rounding_draws(elements: Tensor, number: int) -> Tensor:
     """Return the draws of the elements with these ids for rounding number `number`, fp32 in [0, 1).
     They are fractional parts of multiples of irrational numbers, which are spread as evenly as
     possible over elements and over roundings."""
@@ -165,8 +165,8 @@ def rounding_draws(elements: Tensor, number: int) -> Tensor:
     return mixed.bitwise_and_(0xFFFFFFFF).bitwise_right_shift_(8).float().mul_(2.0**-24)
 
 
-def state_codecs(how: str) -> tuple[StateCodec, StateCodec]:
+def make_state_codecs(dtype: str) -> tuple[StateCodec, StateCodec]:
     """Return the codecs for `optim.state`: for averages of values, and for those of squares."""
-    if how == "int8":
+    if dtype == "int8":
         return BlockwiseCodec(square=False), BlockwiseCodec(square=True)
-    return (Bfloat16Codec(), Bfloat16Codec()) if how == "bf16" else (MasterCodec(), MasterCodec())
+    return (Bfloat16Codec(), Bfloat16Codec()) if dtype == "bf16" else (MasterCodec(), MasterCodec())

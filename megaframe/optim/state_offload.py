@@ -101,11 +101,11 @@ class HostOffload(StateOffload):
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % OFFLOAD_BUFFERS
         # Sized by the largest chunk so far, so it grows a few times and then never again.
-        needed = sum(_aligned(tensor.nbytes) for part in parts.values() for tensor in part)
+        needed = sum(_round_up(tensor.nbytes) for part in parts.values() for tensor in part)
         if len(buffer.memory) < needed:  # chunks on their way keep their memory
             for each in self._buffers:
                 each.memory = self._allocate(needed)
-        chunk = StagedChunk(_views(buffer.memory, parts), buffer)
+        chunk = StagedChunk(_make_views(buffer.memory, parts), buffer)
         self._copy_in(parts, chunk, after)
         return chunk
 
@@ -187,11 +187,11 @@ def copy_parts(sources: StateParts, targets: StateParts) -> None:
             target.copy_(source, non_blocking=True)
 
 
-def _aligned(size: int) -> int:
+def _round_up(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _views(memory: Tensor, parts: StateParts) -> StateParts:
+def _make_views(memory: Tensor, parts: StateParts) -> StateParts:
     """Return views of `memory` for the parts, one after the other."""
     views, start = {}, 0
     for name, part in parts.items():
@@ -199,6 +199,6 @@ def _views(memory: Tensor, parts: StateParts) -> StateParts:
         for tensor in part:
             # A view as another type needs a start that is aligned to it.
             of_part.append(memory[start : start + tensor.nbytes].view(tensor.dtype))
-            start += _aligned(tensor.nbytes)
+            start += _round_up(tensor.nbytes)
         views[name] = tuple(of_part)
     return views

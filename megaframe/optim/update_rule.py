@@ -32,13 +32,13 @@ class UpdateStep:
     divisor: Tensor
     skip: Tensor
 
-    def constant(self, value: float, skipped: float) -> Tensor:
+    def select(self, value: float, skipped: float) -> Tensor:
         """Return a scalar in master precision: `value`, or `skipped` in a skipped step."""
         # Selected on the device: whether to skip is not known to the host.
         full = torch.full_like(self.divisor, value)
         return torch.where(self.skip.bool(), torch.full_like(self.divisor, skipped), full)
 
-    def gradients(self, sums: Tensor) -> Tensor:
+    def divide_gradients(self, sums: Tensor) -> Tensor:
         """Divide `sums` in place and return them; zero in a skipped step, even if not finite."""
         # A product with zero would keep what is not finite.
         return sums.div_(self.divisor).masked_fill_(self.skip.bool(), 0.0)
@@ -79,11 +79,11 @@ class UpdateRule:
     def finish_update(self) -> None:
         """Wait for the last transfer, and change the weights."""
 
-    def checkpoint_state(self, *, to_load: bool = False) -> Mapping[str, Tensor]:
+    def export_state(self, *, to_load: bool = False) -> Mapping[str, Tensor]:
         """Return the state for a checkpoint.
 
         Args:
-            to_load: The caller may change the tensors; `load_checkpoint_state` then takes them
+            to_load: The caller may change the tensors; `load_exported_state` then takes them
                 back.
 
         Returns:
@@ -91,8 +91,8 @@ class UpdateRule:
         """
         return {}
 
-    def load_checkpoint_state(self) -> None:
-        """Take back the tensors that `checkpoint_state` returned, which have been changed."""
+    def load_exported_state(self) -> None:
+        """Take back the tensors that `export_state` returned, which have been changed."""
 
 
 class OptimizerShard:
@@ -127,12 +127,12 @@ class OptimizerShard:
             self.rule.finish_update()
 
     def load(self) -> None:
-        """Continue with weights and state that were loaded into the tensors of `tensors`."""
+        """Continue with weights and state that were loaded into the tensors of `list_tensors`."""
         if self.rule is not None:
-            self.rule.load_checkpoint_state()
+            self.rule.load_exported_state()
         self.bucket.publish_weights()
 
-    def tensors(self, *, owned: bool) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
+    def list_tensors(self, *, owned: bool) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
         """Yield what a checkpoint holds of this bucket.
 
         Args:
@@ -149,11 +149,11 @@ class OptimizerShard:
         # At ZeRO stage 0 all ranks have all weights, and each saves its own part.
         span = bucket.owned_span if owned else bucket.master_span
         start = bucket.master_span.start
-        state = {} if self.rule is None else self.rule.checkpoint_state(to_load=not owned)
+        state = {} if self.rule is None else self.rule.export_state(to_load=not owned)
         for prefix, tensor in (("", bucket.weights), *state.items()):
             # State is as long as the weights, so one slice serves all tensors.
             flat = tensor[span.start - start : span.stop - start]
-            for parameter, box, piece in bucket.pieces(flat, span):
+            for parameter, box, piece in bucket.iterate_pieces(flat, span):
                 name = parameter.spec.name
                 key = f"optimizer.{prefix}/{name}" if prefix else name
                 yield key, parameter.spec, box, piece

@@ -35,14 +35,14 @@ def fill_initial_values(out: Tensor, spec: ParamSpec, box: Box, seed: int) -> No
         start, stop = block * rows, min((block + 1) * rows, spec.shape[0])
         # On the CPU and in fp32: a device or another type would draw other numbers.
         values = torch.empty(stop - start, *spec.shape[1:])
-        values.normal_(0.0, spec.init.std, generator=_generator(seed, spec.name, block))
+        values.normal_(0.0, spec.init.std, generator=_make_generator(seed, spec.name, block))
         low, high = max(start, first), min(stop, first + count)
         drawn = slice(low - start, high - start), *rest
         # The only rounding, to the type of the master weights.
         out[low - first : high - first].copy_(values[drawn])
 
 
-def _generator(seed: int, name: str, block: int) -> torch.Generator:
+def _make_generator(seed: int, name: str, block: int) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
     generator = torch.Generator()
     # 63 bits, so that the seed fits a signed integer.

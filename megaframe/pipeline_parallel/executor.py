@@ -25,7 +25,7 @@ from megaframe.parameters.parameter import Module
 from megaframe.pipeline_parallel.nonfinite import PassMaximum, measure_pass
 from megaframe.pipeline_parallel.stage import Stage
 from megaframe.schedule import Action, ActionKind, Schedule
-from megaframe.tensor_parallel.context import rows_per_rank
+from megaframe.tensor_parallel.context import count_rows_per_rank
 
 ActionTrace = Callable[[Action, str], AbstractContextManager[object]]
 """Returns a context around one action, given with the name of its kind."""
@@ -303,7 +303,10 @@ class _ScheduleRun:
         forward = action.kind is ActionKind.RECV_F
         stage, mesh = self._executor.stages[number], self._executor.mesh
         tokens = self._microbatches[microbatch].tokens_BS.numel()
-        shape = (rows_per_rank(tokens, stage.run.tensor.group.size), stage.config.model.hidden)
+        shape = (
+            count_rows_per_rank(tokens, stage.run.tensor.group.size),
+            stage.config.model.hidden,
+        )
         # The stage keeps a received input until its backward pass, so each has memory of its own.
         buffer = torch.empty(shape, dtype=stage.precision.compute, device=mesh.device)
         other = number - 1 if forward else number + 1

@@ -29,7 +29,7 @@ from megaframe.model.forward_context import (
     make_microbatch_context,
     make_run_context,
 )
-from megaframe.model.model_chunk import ModelChunk, whole_model_chunk
+from megaframe.model.model_chunk import ModelChunk, build_whole_model_chunk
 from megaframe.model.output_head import OutputHead, PostProcessActivations, UnitValues
 from megaframe.model.pass_state import BlockBoundary, LayerStatistics, PassState
 from megaframe.ops.autograd import backward
@@ -394,4 +394,4 @@ def _fetch_input(leaf: Tensor | OffloadedActivation) -> Tensor:
 def build_whole_model(config: RunConfig) -> Stage:
     """Return the whole model as one stage on one rank."""
     run = make_run_context(config)
-    return Stage(config, whole_model_chunk(config, run), run)
+    return Stage(config, build_whole_model_chunk(config, run), run)

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megaframe.config.schema import RunConfig
-from megaframe.errors import divisors
+from megaframe.errors import list_divisors
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array, LayoutSizes
 from megaframe.schedule.limits import SCHEDULE_LIMITS
-from megaframe.validate.context_parallel import context_mistakes
-from megaframe.validate.experts import expert_mistakes
-from megaframe.validate.tensor_parallel import tensor_mistakes
+from megaframe.validate.context_parallel import find_context_mistakes
+from megaframe.validate.experts import find_expert_mistakes
+from megaframe.validate.tensor_parallel import find_tensor_mistakes
 
 PARALLEL_KEYS = (
     "tensor",
@@ -180,7 +180,7 @@ def _enumerate_axes(
     for tensor in _tensor_sizes(config, gpus, cluster, fixed):
         for context in _context_sizes(config, gpus // tensor, tensor, fixed):
             ranks_left = gpus // (tensor * context)
-            for pipeline in _fixed_or(fixed, "pipeline", divisors(ranks_left)):
+            for pipeline in _fixed_or(fixed, "pipeline", list_divisors(ranks_left)):
                 if ranks_left % pipeline or pipeline > config.model.layers:
                     continue
                 data = ranks_left // pipeline
@@ -206,11 +206,11 @@ def _enumerate_axes(
 
 def _tensor_sizes(config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKeys) -> list[int]:
     largest = min(_MOST_TENSOR, 2 * cluster.node)
-    sizes = _fixed_or(fixed, "tensor", tuple(d for d in divisors(gpus) if d <= largest))
+    sizes = _fixed_or(fixed, "tensor", tuple(d for d in list_divisors(gpus) if d <= largest))
     return [
         t
         for t in sizes
-        if gpus % t == 0 and not any(tensor_mistakes(_with_sizes(config, tensor=t)))
+        if gpus % t == 0 and not any(find_tensor_mistakes(_with_sizes(config, tensor=t)))
     ]
 
 
@@ -218,14 +218,14 @@ def _context_sizes(config: RunConfig, rest: int, tensor: int, fixed: FixedKeys) 
     largest = max(1, min(_MOST_CONTEXT, config.train.seq // _LEAST_TOKENS))
     if config.parallel.context_kind == "nested":
         largest = 1
-    sizes = _fixed_or(fixed, "context", tuple(d for d in divisors(rest) if d <= largest))
+    sizes = _fixed_or(fixed, "context", tuple(d for d in list_divisors(rest) if d <= largest))
     return [
         context
         for context in sizes
         if rest % context == 0
         and (
             context == 1
-            or not any(context_mistakes(_with_sizes(config, tensor=tensor, context=context)))
+            or not any(find_context_mistakes(_with_sizes(config, tensor=tensor, context=context)))
         )
     ]
 
@@ -237,7 +237,9 @@ def _replica_counts(
     if "data_replicate" in fixed:
         return (fixed["data_replicate"],) if data % fixed["data_replicate"] == 0 else ()
     counts = [
-        r for r in divisors(data) if (ranks_per_sample * data // r) % cluster.node == 0 and r > 1
+        r
+        for r in list_divisors(data)
+        if (ranks_per_sample * data // r) % cluster.node == 0 and r > 1
     ]
     return (1, *counts[: -_REPLICAS - 1 : -1][::-1])
 
@@ -251,11 +253,11 @@ def _expert_sizes(
         yield 1, 1
         return
     inner = _fixed_or(fixed, "expert_tensor", tuple(sorted({1, tensor})))
-    outer = _fixed_or(fixed, "expert", divisors(moe.experts))
+    outer = _fixed_or(fixed, "expert", list_divisors(moe.experts))
     for inside in inner:
         for expert in outer:
             sized = _with_sizes(config, expert=expert, expert_tensor=inside, expert_overlap=False)
-            if stage % (expert * inside) == 0 and not any(expert_mistakes(sized)):
+            if stage % (expert * inside) == 0 and not any(find_expert_mistakes(sized)):
                 yield expert, inside
 
 
@@ -283,7 +285,7 @@ def _schedules_with_chunks(
             name == "breadth-first" and fewest_microbatches >= pipeline and "schedule" not in fixed
         )
         for chunks in _fixed_or(fixed, "chunks", _CHUNKS[name == "breadth-first" :]):
-            is_possible = limits.nearest_chunks(chunks) == chunks
+            is_possible = limits.find_nearest_chunks(chunks) == chunks
             if is_possible and not is_beaten and pipeline * chunks <= config.model.layers:
                 yield SCHEDULES.index(name), chunks
 

@@ -19,7 +19,7 @@ from megaframe.distributed.watchdog import ENDED_FILE
 from megaframe.errors import UserError
 from megaframe.io.run_files import METRICS_FILE
 from megaframe.io.untrusted import open_file
-from megaframe.metrics.sinks import cannot_write
+from megaframe.metrics.sinks import make_write_error
 
 FAULTS = "faults"
 """Subfolder of the run folder for the ledger, stacks and other records of faults."""
@@ -91,15 +91,15 @@ class DowntimeLedger:
         lost, self._unwritten = self._unwritten, defaultdict(float)
         return {cause: lost[cause] for cause in CAUSES}
 
-    def summary(self) -> str:
+    def summarize(self) -> str:
         """Return a line that says how much of the time since the first start was effective, and
         what the rest was lost to."""
-        whole = max(self._clock() - self._first, 1e-9)
+        elapsed = max(self._clock() - self._first, 1e-9)
         lost = sum(self._totals.values())
-        parts = ", ".join(f"{cause} {self._totals[cause] / whole:.1%}" for cause in CAUSES)
+        parts = ", ".join(f"{cause} {self._totals[cause] / elapsed:.1%}" for cause in CAUSES)
         return (
-            f"effective time {max(0.0, 1 - lost / whole):.1%} of {whole:,.0f} s since the first "
-            f"start; lost: {parts}"
+            f"effective time {max(0.0, 1 - lost / elapsed):.1%} of {elapsed:,.0f} s since the "
+            f"first start; lost: {parts}"
         )
 
     def _read(self) -> None:
@@ -111,7 +111,7 @@ class DowntimeLedger:
                 self._reached = max(self._reached, entry["reached"])
             if isinstance(entry.get("since"), float):
                 self._first = min(self._first, entry["since"])
-        lines = _step_numbers(_read_entries(self._run / METRICS_FILE, last=True))
+        lines = _list_step_numbers(_read_entries(self._run / METRICS_FILE, last=True))
         self._reached = max((self._reached, *lines))
 
     def _count_time_before_start(self) -> None:
@@ -131,19 +131,19 @@ class DowntimeLedger:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"at": self._clock(), **entry}) + "\n")
         except OSError as error:
-            raise cannot_write(path, error) from None
+            raise make_write_error(path, error) from None
 
 
-def last_saved(run: Path) -> tuple[int, int] | None:
+def find_last_saved(run: Path) -> tuple[int, int] | None:
     """Return the last step in the metrics of the run in a folder, and the last step of which it has
     saved a checkpoint. None if it has saved none, or its metrics are gone."""
-    lines = _step_numbers(_read_entries(run / METRICS_FILE, last=True))
+    lines = _list_step_numbers(_read_entries(run / METRICS_FILE, last=True))
     entries = _read_entries(run / FAULTS / LEDGER_FILE)
-    saved = _step_numbers(entry for entry in entries if entry.get("event") == "saved")
+    saved = _list_step_numbers(entry for entry in entries if entry.get("event") == "saved")
     return (max(lines), saved[-1]) if lines and saved else None
 
 
-def _step_numbers(entries: Iterable[dict[str, Any]]) -> list[int]:
+def _list_step_numbers(entries: Iterable[dict[str, Any]]) -> list[int]:
     return [entry["step"] for entry in entries if isinstance(entry.get("step"), int)]
 
 

@@ -128,7 +128,7 @@ class FaultHandler:
         self._mesh.progress.in_step_loop = lost
         self.begin("")
         if error is None:
-            self._metrics.note(self._ledger.summary())
+            self._metrics.note(self._ledger.summarize())
 
     def start_after(self, step: int, state: TrainState | None) -> None:
         """Announce that training continues after `step`. state: the state of the checkpoint that
@@ -143,14 +143,14 @@ class FaultHandler:
         is; empty for something without a time limit."""
         self._mesh.progress.begin_activity(doing)
 
-    def skips(self, batch: StepBatch) -> bool:
+    def is_skipped(self, batch: StepBatch) -> bool:
         """Return whether this data is to be skipped."""
         return self.history.is_skipped(batch.first)
 
     def needs_replay(self, update: UpdateResult) -> bool:
         """Return whether a step is to be run again with checks of every block
         (`faults.non_finite=replay`), because its update was skipped."""
-        return self._faults.non_finite == "replay" and not update.finite()
+        return self._faults.non_finite == "replay" and not update.is_finite()
 
     def report_replay(
         self,
@@ -170,7 +170,7 @@ class FaultHandler:
         samples = [microbatch.samples_B for microbatch in microbatches]
         text = f"step {step}: {self._describe_nonfinite(*first, samples)}; "
         update, maxima = replay
-        if update.finite():
+        if update.is_finite():
             text += "finite when rerun: a transient fault"
         else:
             text += f"the same when rerun: {self._locate(maxima, samples)}"
@@ -205,11 +205,11 @@ class FaultHandler:
         for line in self._stragglers.add_step() if self._stragglers else ():
             self._metrics.note(f"step {step}: {line}")
 
-    def judge_steps(self, known: Sequence[StepValues]) -> bool:
+    def judge_steps(self, step_values: Sequence[StepValues]) -> bool:
         """Judge the next steps and act on the result.
 
         Args:
-            known: The reduced metrics of the steps not judged yet, oldest first.
+            step_values: The reduced metrics of the steps not judged yet, oldest first.
 
         Returns:
             Whether the run has gone back to a checkpoint.
@@ -217,28 +217,28 @@ class FaultHandler:
         Raises:
             NotFinite: The run must end.
         """
-        return any(self._judge(metrics) for metrics in known)
+        return any(self._judge(metrics) for metrics in step_values)
 
     def _judge(self, metrics: StepValues) -> bool:
-        done = self._unjudged.popleft()
+        step = self._unjudged.popleft()
         self.exit_signal = self.exit_signal or int(metrics["agreed/told"])
-        finite = done.update.finite()
-        text = f"step {done.step}"
+        finite = step.update.is_finite()
+        text = f"step {step.step}"
         if not finite:
-            reason = self._describe_nonfinite(done.update, done.maxima, done.samples)
+            reason = self._describe_nonfinite(step.update, step.maxima, step.samples)
             text += f": {reason}; update skipped"
-        judgement = self.history.judge(done.first, metrics["loss"], finite)
+        judgement = self.history.judge(step.first, metrics["loss"], finite)
         if judgement.choice == "stop":
             self._metrics.note(text)
-            self._metrics.close([("cut short", f"after step {done.step}: {judgement.why}")])
+            self._metrics.close([("cut short", f"after step {step.step}: {judgement.why}")])
             raise NotFinite(f"{text}; {judgement.why}")
         if judgement.choice == "go_back":
-            return self._go_back(done.step, f"{text}: {judgement.why}")
+            return self._go_back(step.step, f"{text}: {judgement.why}")
         if not finite:
             self._metrics.note(text)
         return False
 
-    def replicas_differ(self, step: int) -> bool:
+    def compare_replicas(self, step: int) -> bool:
         """Compare the weights after `step` with their replicas. Returns whether the run has gone
         back to a checkpoint because they differ.
 
@@ -268,10 +268,12 @@ class FaultHandler:
         self, update: UpdateResult, maxima: Sequence[PassMaximum], samples: Sequence[Tensor]
     ) -> str:
         """Describe which gradients of a step were not finite, and where that began. Collective."""
-        names = self._optimizer.nonfinite_parameters(update)
-        what = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-        what = f"gradients of {what} are" if names else "the norm of all gradients together is"
-        return f"{what} not finite ({self._locate(maxima, samples)})"
+        names = self._optimizer.find_nonfinite_parameters(update)
+        subject = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+        subject = (
+            f"gradients of {subject} are" if names else "the norm of all gradients together is"
+        )
+        return f"{subject} not finite ({self._locate(maxima, samples)})"
 
     def _locate(self, maxima: Sequence[PassMaximum], samples: Sequence[Tensor]) -> str:
         world, device = self._mesh.world, self._mesh.device
@@ -288,7 +290,7 @@ class FaultHandler:
             # Only the first rank looks, because others may not yet see a checkpoint that was just
             # published.
             if mesh.rank == 0:
-                names = [path.name for path in _checkpoints_in(home) if step_of(path) < before]
+                names = [path.name for path in _list_checkpoints(home) if step_of(path) < before]
                 mesh.store.set(key, names[0] if names else "")
             name = mesh.store.get(key).decode()
             return home / name if name else None
@@ -305,12 +307,12 @@ class FaultHandler:
         text = f"{why}; continuing from the checkpoint of step {step}"
         self._metrics.note(text)
         self._ledger.record_rollback(step, text)
-        if not self.history.allow_rollback(step):
+        if not self.history.count_rollback(step):
             raise NotFinite(f"{text} too often, giving up")
         return True
 
 
-def _checkpoints_in(home: StorePath) -> list[StorePath]:
+def _list_checkpoints(home: StorePath) -> list[StorePath]:
     try:
         return list_checkpoints(home)
     except OSError as error:

@@ -30,7 +30,7 @@ def hash_bytes(flat: Tensor) -> int:
     a change of any single word changes it. It is computed on the tensor's device.
     """
     words = flat.detach().view(torch.int64)
-    factors = _factors(words.device)
+    factors = _draw_factors(words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for number, part in enumerate(words.split(_WORDS)):
         # Multiply each part's sum by a different odd number, so that the order of parts counts.
@@ -38,7 +38,7 @@ def hash_bytes(flat: Tensor) -> int:
     return int(total)
 
 
-def _factors(device: torch.device) -> Tensor:
+def _draw_factors(device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(2**31 - 1)
     drawn = torch.randint(-(2**62), 2**62, (_WORDS,), generator=generator)
     return (2 * drawn + 1).to(device)
@@ -77,19 +77,19 @@ class ReplicaCheck:
         """Return which ranks differ from their replicas, or None if none does. Collective."""
         differs, sure = False, True
         self._synchronize()
-        for flat, group in self._shared_weights():
+        for flat, group in self._list_shared_weights():
             own_hash = hash_bytes(flat)
-            hashes = all_gather(self._number(own_hash), group).wait().tolist()
+            hashes = all_gather(self._to_tensor(own_hash), group).wait().tolist()
             if len(set(hashes)) > 1:
-                (majority, most), *rest = Counter(hashes).most_common()
-                clear = most > rest[0][1]
+                (majority, most), *minorities = Counter(hashes).most_common()
+                clear = most > minorities[0][1]
                 differs = differs or not clear or own_hash != majority
                 sure = sure and clear
-        ranks = self._ranks_with(differs)
-        unsure = int(all_reduce(self._number(int(not sure)), self._mesh.world, "max").wait())
+        ranks = self._gather_ranks_with(differs)
+        unsure = int(all_reduce(self._to_tensor(int(not sure)), self._mesh.world, "max").wait())
         return ReplicaMismatch(ranks, not unsure) if ranks else None
 
-    def _shared_weights(self) -> Iterator[tuple[Tensor, Group]]:
+    def _list_shared_weights(self) -> Iterator[tuple[Tensor, Group]]:
         """Yield the weights that this rank shares with others, and the group that has the same
         ones."""
         for bucket in self._buckets:
@@ -99,12 +99,12 @@ class ReplicaCheck:
                 if group.size > 1:
                     yield bucket.weights, group
 
-    def _ranks_with(self, flag: bool) -> tuple[int, ...]:
+    def _gather_ranks_with(self, flag: bool) -> tuple[int, ...]:
         """Return the ranks that pass true. Collective."""
-        flags = all_gather(self._number(int(flag)), self._mesh.world).wait().tolist()
+        flags = all_gather(self._to_tensor(int(flag)), self._mesh.world).wait().tolist()
         return tuple(
             rank for rank, is_set in zip(self._mesh.world.ranks, flags, strict=True) if is_set
         )
 
-    def _number(self, value: int) -> Tensor:
+    def _to_tensor(self, value: int) -> Tensor:
         return torch.tensor([value], dtype=torch.int64, device=self._mesh.device)

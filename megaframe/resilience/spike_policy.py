@@ -84,14 +84,14 @@ class SpikePolicy:
         losses.append(loss)
         return StepDecision()
 
-    def allow_rollback(self, step: int) -> bool:
+    def count_rollback(self, step: int) -> bool:
         """Count that the run goes back to the checkpoint of `step`. Returns whether it still
         may."""
         self._rollbacks = self._rollbacks + 1 if step == self._rolled_back_to else 1
         self._rolled_back_to = step
         return self._rollbacks <= _MAX_ROLLBACKS
 
-    def state(self) -> SpikeHistory:
+    def save(self) -> SpikeHistory:
         """Return the history for a checkpoint."""
         return SpikeHistory(
             list(self._losses), sorted(self._skipped_data), sorted(self._failed_data)

@@ -44,13 +44,13 @@ def find_slow_ranks(times: Mapping[int, Sequence[float]], factor: float) -> Iter
     median above which a rank is slow.
     """
     for column, kind in enumerate(KINDS):
-        for rank, mine in times.items():
-            others = [theirs[column] for other, theirs in times.items() if other != rank]
+        for rank, own_times in times.items():
+            others = [other_times[column] for other, other_times in times.items() if other != rank]
             if not others:
                 continue
             median = statistics.median(others)
-            if mine[column] > max(factor * median, median + _LEAST_SECONDS):
-                yield SlowRank(rank, kind, mine[column], median)
+            if own_times[column] > max(factor * median, median + _LEAST_SECONDS):
+                yield SlowRank(rank, kind, own_times[column], median)
 
 
 class StragglerDetector:
@@ -77,14 +77,14 @@ class StragglerDetector:
         if self._steps < EVERY:
             return []
         world = self._mesh.world
-        row = torch.tensor([self._row()], dtype=torch.float64)
+        row = torch.tensor([self._compute_row()], dtype=torch.float64)
         rows = all_gather(row.to(self._mesh.device), world).wait().tolist()
         self._host, self._steps = Counter(), 0
         if self._device is not None:
             self._device = DeviceTimes()
-        return list(self._lines(dict(zip(world.ranks, rows, strict=True))))
+        return list(self._describe_slow_ranks(dict(zip(world.ranks, rows, strict=True))))
 
-    def _row(self) -> list[float]:
+    def _compute_row(self) -> list[float]:
         """Return the seconds per step of each kind, and those of the host."""
         host = {kind: self._host[kind] / self._steps for kind in KINDS}
         busy = dict(host)
@@ -93,10 +93,10 @@ class StragglerDetector:
             busy |= {kind: self._device.busy.get(kind, 0.0) / steps for kind in OF_DEVICE}
         return [*busy.values(), *host.values()]
 
-    def _lines(self, rows: Mapping[int, Sequence[float]]) -> Iterator[str]:
+    def _describe_slow_ranks(self, rows: Mapping[int, Sequence[float]]) -> Iterator[str]:
         stages: dict[int, dict[int, Sequence[float]]] = {}
         for rank, row in rows.items():
-            stages.setdefault(self._mesh.layout.coordinate(rank)["pipeline"], {})[rank] = row
+            stages.setdefault(self._mesh.layout.get_coordinate(rank)["pipeline"], {})[rank] = row
         for ranks_of_stage in stages.values():
             for slow in find_slow_ranks(ranks_of_stage, self._factor):
                 place = launch = ""

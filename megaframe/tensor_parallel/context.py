@@ -41,14 +41,14 @@ class TensorParallel:
         """Return x W^T plus the bias, [T, O]."""
         if self.fp8 is None or not self.fp8.supports(*matrix_OI.shape):
             return multiply(x_TI, matrix_OI.t(), bias_O)
-        y_TO = self.fp8.product(x_TI, matrix_OI, gradient=False, matrix=True)
+        y_TO = self.fp8.multiply(x_TI, matrix_OI, gradient=False, matrix=True)
         return y_TO if bias_O is None else y_TO.add_(bias_O)
 
-    def input_gradient(self, dy_TO: Tensor, matrix_OI: Tensor) -> Tensor:
+    def compute_input_gradient(self, dy_TO: Tensor, matrix_OI: Tensor) -> Tensor:
         """Return dy W, [T, I]."""
         if self.fp8 is None or not self.fp8.supports(*matrix_OI.shape):
             return multiply(dy_TO, matrix_OI)
-        return self.fp8.product(dy_TO, matrix_OI.t(), gradient=True, matrix=True)
+        return self.fp8.multiply(dy_TO, matrix_OI.t(), gradient=True, matrix=True)
 
     def add_weight_gradient(
         self, weight: Parameter, dy_TO: Tensor, x_TI: Tensor, of: int | None = None
@@ -59,7 +59,7 @@ class TensorParallel:
         elif not weight.frozen:
             # Products in 8 bits return memory of their own, which is added to the gradient after.
             shape = weight.box.shape if of is None else weight.box.shape[1:]
-            weight.add(self.fp8.weight_gradient(dy_TO, x_TI).view(shape), of)
+            weight.add(self.fp8.compute_weight_gradient(dy_TO, x_TI).view(shape), of)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class RowPartition:
     @property
     def padded(self) -> int:
         """Rows of all tensor ranks together, including padding."""
-        return rows_per_rank(self.tokens, self.ranks) * self.ranks
+        return count_rows_per_rank(self.tokens, self.ranks) * self.ranks
 
     def pad(self, x_T: Tensor, value: float = 0) -> Tensor:
         """Pad [tokens, ...] with `value` to [padded, ...]."""
@@ -105,6 +105,6 @@ class RowPartition:
         return self.pad(x_T, value).chunk(self.ranks)[self.index]
 
 
-def rows_per_rank(tokens: int, ranks: int) -> int:
+def count_rows_per_rank(tokens: int, ranks: int) -> int:
     """Return how many rows each of `ranks` tensor ranks has of `tokens` tokens."""
     return -(-tokens // ranks)

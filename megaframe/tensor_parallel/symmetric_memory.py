@@ -20,7 +20,7 @@ CAPABILITY = (9, 0)
 """Minimum compute capability: that of the first GPUs whose NVLink reaches every neighbour."""
 
 
-def available(group: Group, node_size: int) -> bool:
+def is_available(group: Group, node_size: int) -> bool:
     """Return whether this group's products can be fused: its ranks must be on one node, use NCCL
     for other transfers, and have GPUs that are new enough and can access each other's memory. All
     ranks of the group get the same answer if their GPUs are alike."""
@@ -28,16 +28,20 @@ def available(group: Group, node_size: int) -> bool:
         return False
     import torch.distributed._symmetric_memory  # defines the operators
 
-    here, ranks = torch.cuda.current_device(), range(torch.cuda.device_count())
+    own_device, ranks = torch.cuda.current_device(), range(torch.cuda.device_count())
     return (
         # One node: GPUs read each other's memory directly.
         len({rank // node_size for rank in group.ranks}) == 1
         and torch.cuda.get_device_capability() >= CAPABILITY
-        and all(torch.cuda.can_device_access_peer(here, other) for other in ranks if other != here)
+        and all(
+            torch.cuda.can_device_access_peer(own_device, other)
+            for other in ranks
+            if other != own_device
+        )
     )
 
 
-def gather_product(x_RI: Tensor, right_IO: Tensor, group: Group) -> Tensor:
+def gather_and_multiply(x_RI: Tensor, right_IO: Tensor, group: Group) -> Tensor:
     """Gather the rows of all ranks and multiply them by `right`, [T, O]."""
     group.traffic.count(x_RI.nbytes * (group.size - 1))
     # return_A=False: the gathered rows are not kept, because the backward pass gathers them again.
@@ -47,7 +51,7 @@ def gather_product(x_RI: Tensor, right_IO: Tensor, group: Group) -> Tensor:
     return y_TO
 
 
-def product_scatter(x_TI: Tensor, right_IO: Tensor, group: Group) -> Tensor:
+def multiply_and_scatter(x_TI: Tensor, right_IO: Tensor, group: Group) -> Tensor:
     """Multiply x by `right` and sum over the ranks; the result is this rank's rows [R, O]."""
     y_RO = torch.ops.symm_mem.fused_matmul_reduce_scatter(x_TI, right_IO, "sum", 0, _name(group))
     group.traffic.count(y_RO.nbytes * (group.size - 1))

@@ -16,12 +16,12 @@ import torch
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
 from megaframe.data.tokenizer import load_tokenizer
-from megaframe.distributed.device import explain_hidden_gpu, host_memory
-from megaframe.distributed.mesh import ranks_on_this_node
+from megaframe.distributed.device import explain_hidden_gpu, read_host_memory
+from megaframe.distributed.mesh import read_local_world_size
 from megaframe.errors import UserError
-from megaframe.hardware.cluster import DEFAULT, Cluster, cluster_for_device, load_cluster
+from megaframe.hardware.cluster import DEFAULT, Cluster, find_cluster_for_device, load_cluster
 from megaframe.io.run_files import CONFIG_FILE
-from megaframe.layout import Layout, axis_sizes
+from megaframe.layout import Layout, resolve_axis_sizes
 from megaframe.planner.advice import describe_decision
 from megaframe.planner.candidates import SEARCHED_KEYS
 from megaframe.planner.constants import cluster_constants
@@ -41,7 +41,7 @@ def choose_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     if not config.parallel.auto:
         return config, _describe_machine(config)
     begun = _load_begun_config(config)
-    if begun is not None and not axis_sizes(begun.parallel, world)[1]:
+    if begun is not None and not resolve_axis_sizes(begun.parallel, world)[1]:
         kept = _copy_layout(config, begun)
         same = f"parallel.auto: the layout that {config.run.dir} started with"
         return kept, [same, *_describe_machine(config)]
@@ -107,7 +107,7 @@ def find_cluster(config: RunConfig) -> Cluster:
     device, here = config.run.device, torch.cuda.is_available()
     if device == "cpu" or (device != "cuda" and not here):
         cpu = load_cluster("cpu")
-        memory = host_memory() / ranks_on_this_node()
+        memory = read_host_memory() / read_local_world_size()
         return replace(cpu, chip=replace(cpu.chip, memory=memory))
     if not here:
         text = (
@@ -117,7 +117,7 @@ def find_cluster(config: RunConfig) -> Cluster:
         return replace(load_cluster(DEFAULT), notes=(text,))
     found = torch.cuda.get_device_properties(0)
     name = torch.cuda.get_device_name(0)
-    return cluster_for_device(name, found.total_memory, found.multi_processor_count)
+    return find_cluster_for_device(name, found.total_memory, found.multi_processor_count)
 
 
 def _describe_machine(config: RunConfig) -> list[str]:

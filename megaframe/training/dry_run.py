@@ -10,11 +10,11 @@ from megaframe.config import RunConfig, dump
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.metrics.run_summary import summarize_model
-from megaframe.model.model_chunk import model_specs
-from megaframe.optim.parameter_groups import parameter_group_table
+from megaframe.model.model_chunk import list_model_specs
+from megaframe.optim.parameter_groups import format_parameter_groups
 from megaframe.planner.memory import compute_rank_memory
 from megaframe.schedule import Schedule, lower
-from megaframe.validate.invariance import layout_dependence_note
+from megaframe.validate.invariance import describe_layout_dependence
 from megaframe.validate.run import find_warnings
 
 
@@ -23,7 +23,7 @@ def describe_run(config: RunConfig, layout: Layout, cluster: Cluster | None = No
 
     cluster: the machine of the run; by default some GPUs in one node.
     """
-    specs, train = model_specs(config), config.train
+    specs, train = list_model_specs(config), config.train
     microbatches = train.global_batch // (train.microbatch * layout.data)
     schedule = build_step_schedule(config, microbatches)
     host = cluster is not None and cluster.chip.is_host
@@ -32,16 +32,16 @@ def describe_run(config: RunConfig, layout: Layout, cluster: Cluster | None = No
     lines = [
         dump(config),
         *summarize_model(config, layout, specs),
-        *parameter_group_table(config, specs),
+        *format_parameter_groups(config, specs),
         *summarize_pipeline(config, schedule),
-        *_memory_table(config, layout, schedule, host),
+        *_format_memory_table(config, layout, schedule, host),
         *find_warnings(config, layout, node),
-        *layout_dependence_note(config),
+        *describe_layout_dependence(config),
     ]
     return "\n".join(lines)
 
 
-def _memory_table(
+def _format_memory_table(
     config: RunConfig, layout: Layout, schedule: Schedule, host: bool
 ) -> Iterator[str]:
     """Yield a table of memory by kind, with a column for each pipeline rank: the first of its

@@ -1,4 +1,4 @@
-"""Sampling: loads a trained model from a checkpoint, without training state, and samples from it.
+"""Generation: loads a trained model from a checkpoint, without training state, and samples from it.
 
 Sampling runs the whole context again for every token. This is slow for long texts, but it needs no
 second form of attention. It is meant to show what a run has learned, not to serve a model.
@@ -28,16 +28,24 @@ _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 
 
 def load_model(
-    given: str | StorePath, *, ema: bool = False, precision: str | None = None, device: str = "cpu"
+    location: str | StorePath,
+    *,
+    ema: bool = False,
+    precision: str | None = None,
+    device: str = "cpu",
 ) -> tuple[RunConfig, Stage]:
     """Return the config and model of a checkpoint.
 
-    given: what `--checkpoint` gives (see `locate_checkpoint`).
-    ema: load the average of the weights.
-    precision: precision of the products, by default `train.precision` of the run.
-    Raises `UserError` if there is no checkpoint, or with `ema`, no average.
+    Args:
+        location: What `--checkpoint` gives (see `locate_checkpoint`).
+        ema: Load the average of the weights.
+        precision: Precision of the products, by default `train.precision` of the run.
+        device: Where to put the weights.
+
+    Raises:
+        UserError: There is no checkpoint, or with `ema`, no average.
     """
-    path = locate_checkpoint(given, "--checkpoint")
+    path = locate_checkpoint(location, "--checkpoint")
     with open_checkpoint(path) as checkpoint:
         state = read_train_state(checkpoint)
         config = state.config
@@ -93,11 +101,14 @@ def _allocate(stage: Stage, device: str) -> list[Slice]:
 class SamplingOptions:
     """How the next token is chosen from the scores of all tokens.
 
-    temperature: divides the scores; 0 takes the most likely token.
-    top_k:       chooses among this many most likely tokens; 0: all.
-    top_p:       chooses among the most likely tokens that together have this probability (nucleus
-                 sampling, Holtzman et al. 2019, arXiv:1904.09751); 1: all.
-    Raises `UserError` for numbers that are out of range.
+    Attributes:
+        temperature: Divides the scores; 0 takes the most likely token.
+        top_k: Chooses among this many most likely tokens; 0: all.
+        top_p: Chooses among the most likely tokens that together have this probability (nucleus
+            sampling, Holtzman et al. 2019, arXiv:1904.09751); 1: all.
+
+    Raises:
+        UserError: A number is out of range.
     """
 
     temperature: float = 0.0
@@ -130,12 +141,12 @@ class SamplingOptions:
             return int(logits_V.argmax())
         # In fp64, and with 0 as the largest score, no temperature overflows.
         scores, ids = ((logits_V.double() - best) / self.temperature).sort(descending=True)
-        kept = slice(self.top_k or None)
-        probabilities = torch.softmax(scores[kept], -1)
+        candidates = slice(self.top_k or None)
+        probabilities = torch.softmax(scores[candidates], -1)
         if self.top_p < 1:
             likelier = probabilities.cumsum(-1) - probabilities
             probabilities = probabilities.where(likelier < self.top_p, 0.0)
-        return int(ids[kept][torch.multinomial(probabilities, 1, generator=generator)])
+        return int(ids[candidates][torch.multinomial(probabilities, 1, generator=generator)])
 
 
 @torch.no_grad()
@@ -159,7 +170,9 @@ def sample(
     for _ in range(tokens):
         window = torch.tensor([ids[-context:]], device=device)
         microbatch = Microbatch(window, window, window.new_zeros(1))
-        ids.append(how.choose(head.logits(stage.compute_hidden(microbatch)[-1]).cpu(), generator))
+        ids.append(
+            how.choose(head.compute_logits(stage.compute_hidden(microbatch)[-1]).cpu(), generator)
+        )
         yield ids
         if ids[-1] == stop:
             return

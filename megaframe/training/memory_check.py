@@ -12,10 +12,10 @@ import os
 import torch
 
 from megaframe.config import RunConfig
-from megaframe.distributed.mesh import world_size
+from megaframe.distributed.mesh import read_world_size
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
-from megaframe.layout import Layout, fewest_ranks
+from megaframe.layout import Layout, count_fewest_ranks
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.fit import MemoryFit, compute_fit, suggest_changes
 from megaframe.training.auto_layout import find_cluster, resolve_vocab
@@ -34,7 +34,7 @@ def plan_dry_run(config: RunConfig, gpus: int | None) -> tuple[RunConfig, int]:
         config = resolve_vocab(config)
     if gpus is None:
         launched = "WORLD_SIZE" in os.environ
-        return config, world_size() if launched else fewest_ranks(config.parallel)
+        return config, read_world_size() if launched else count_fewest_ranks(config.parallel)
     if gpus < 1:
         raise UserError(f"--gpus {gpus} is not a number of GPUs; use 1 or more")
     if config.run.device == "cpu":

@@ -34,7 +34,7 @@ from megaframe.data.loader import Loader
 from megaframe.data_parallel.bucket import COMPRESSION_PREFIX
 from megaframe.errors import UnreadableFile, UserError
 from megaframe.io.run_files import METRICS_FILE
-from megaframe.resilience.downtime import last_saved
+from megaframe.resilience.downtime import find_last_saved
 from megaframe.training.initialize_from import match_weights
 from megaframe.training.train_step import TrainStep
 
@@ -136,14 +136,14 @@ class RunCheckpoint:
         only those that this rank saves."""
         return [
             Slice(name, spec.shape, box.offset, tensor)
-            for name, spec, box, tensor in self._optimizer.tensors(owned=owned_only)
+            for name, spec, box, tensor in self._optimizer.list_tensors(owned=owned_only)
         ]
 
     def list_compression_slices(self) -> list[Slice]:
         """Return what gradient compression on this rank keeps from step to step."""
         return [
             Slice(name, tuple(tensor.shape), (0,), tensor)
-            for name, tensor in self._parameters.compression_state()
+            for name, tensor in self._parameters.list_compression_state()
         ]
 
     def _load(self, source: Checkpoint) -> Restored:
@@ -175,14 +175,16 @@ class RunCheckpoint:
         with open_checkpoint(locate_checkpoint(location, "checkpoint.weights")) as checkpoint:
             saved = read_train_state(checkpoint).config
             # Optimizer state has names of its own; only the master weights bear the spec's.
-            weights = (piece for piece in self._optimizer.tensors() if piece[0] == piece[1].name)
+            weights = (
+                piece for piece in self._optimizer.list_tensors() if piece[0] == piece[1].name
+            )
             checkpoint.load(match_weights(weights, checkpoint, saved, self._config))
 
     def _refuse_to_begin_again(self) -> None:
         """Raise `UserError` if this run has saved a checkpoint, because none was found to resume
         from. Only a run that never saved one, for example because it was killed before, may start
         from scratch."""
-        reached_and_saved = last_saved(self._folder)
+        reached_and_saved = find_last_saved(self._folder)
         if reached_and_saved is not None:
             reached, saved = reached_and_saved
             folder = self._folder

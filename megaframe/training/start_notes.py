@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megaframe.architecture.pipeline import summarize_pipeline
 from megaframe.config import RunConfig
-from megaframe.distributed.mesh import Mesh, ranks_on_this_node
+from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.metrics import MetricsLogger
 from megaframe.schedule import Schedule
-from megaframe.validate.invariance import layout_dependence_note
+from megaframe.validate.invariance import describe_layout_dependence
 from megaframe.validate.run import find_warnings
 
 
@@ -64,6 +64,6 @@ def log_start(
         logger.note("optim.offload=true has no effect on a CPU")
     if config.train.offload and mesh.device.type == "cpu":
         logger.note("train.offload=true only copies on a CPU")
-    node = config.parallel.node_size or ranks_on_this_node()
-    for line in (*find_warnings(config, mesh.layout, node), *layout_dependence_note(config)):
+    node = config.parallel.node_size or read_local_world_size()
+    for line in (*find_warnings(config, mesh.layout, node), *describe_layout_dependence(config)):
         logger.note(line)

@@ -17,8 +17,8 @@ from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh
 from megaframe.metrics import MetricsLogger, StepTimer
 from megaframe.metrics.expert_load import ExpertLoadMetrics
-from megaframe.metrics.run_summary import opening_lines
-from megaframe.model.model_chunk import model_specs
+from megaframe.metrics.run_summary import make_opening_lines
+from megaframe.model.model_chunk import list_model_specs
 from megaframe.training.train_step import StepResult, TrainStep
 
 _LOSS_JUMP = 1.5
@@ -62,7 +62,7 @@ class StepMetrics:
         self.previous_loss = previous_loss
         self._loss = torch.zeros((), dtype=torch.float64)
         self._grad_norm: Tensor | None = None
-        specs = model_specs(config)
+        specs = list_model_specs(config)
         self._experts: ExpertLoadMetrics | None = None
         if config.model.moe is not None:
             self._experts = ExpertLoadMetrics(config, specs, mesh.layout.expert)
@@ -72,10 +72,10 @@ class StepMetrics:
             specs,
             timer,
             start_step=start_step,
-            held=self._optimizer.memory_bytes,
+            count_bytes=self._optimizer.count_memory_bytes,
             kernels=train_step.kernels.record(),
             opening=[
-                *opening_lines(config, mesh, specs, loader.sizes),
+                *make_opening_lines(config, mesh, specs, loader.sizes),
                 *train_step.describe_kernels(),
             ],
         )
@@ -95,8 +95,8 @@ class StepMetrics:
         if self._config.model.mtp_depth:
             record("mtp_loss", result.mtp_loss / valid, "sum")
         if self._experts is not None:
-            loads = self._sharded_parameters.expert_loads()
-            for name, row, how in self._experts.records(loads, result.statistics, valid, step):
+            loads = self._sharded_parameters.list_expert_loads()
+            for name, row, how in self._experts.make_records(loads, result.statistics, valid, step):
                 record(name, row, how)
         record("grad_norm", update.grad_norm, "last")
         record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")

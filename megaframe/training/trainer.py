@@ -66,7 +66,7 @@ class Trainer:
         self.config, self.mesh, self._lock = config, mesh, lock
         self.folder = Path(config.run.dir)
         ledger = DowntimeLedger(self.folder, keep=mesh.rank == 0)
-        timer = StepTimer.for_device(mesh.device)
+        timer = StepTimer.make_for_device(mesh.device)
         self._build_step(timer)
         self.checkpointer = CheckpointManager(config, mesh)
         self._checkpoint = RunCheckpoint(config, self.checkpointer, self.train_step, self.loader)
@@ -145,7 +145,7 @@ class Trainer:
                 self.checkpointer.finish(self.metrics.note, leaving=not self._is_at_end())
                 barrier(self.mesh.world)
             except torch.OutOfMemoryError as error:
-                memory, device = self.optimizer.memory_bytes(), self.mesh.device
+                memory, device = self.optimizer.count_memory_bytes(), self.mesh.device
                 raise explain_out_of_memory(self.mesh.rank, memory, device, self.folder) from error
             finally:
                 self.loader.close()
@@ -193,7 +193,7 @@ class Trainer:
             return
         if self._lock is not None:
             self._lock.check()
-        if self._is_due(config.faults.compare_every) and faults.replicas_differ(self.step):
+        if self._is_due(config.faults.compare_every) and faults.compare_replicas(self.step):
             return
         self.checkpointer.report_failures(self.metrics.note)
         writer = self.checkpointer.writer_due(self.step, leaving=bool(faults.exit_signal))
@@ -216,7 +216,7 @@ class Trainer:
         metrics, device = self.metrics, self.mesh.device
         metrics.start_step()
         with metrics.time("data"):
-            batch, valid = self.batches.next(self.fault_handler.skips)
+            batch, valid = self.batches.take_next(self.fault_handler.is_skipped)
             microbatches = [move_to_device(microbatch, device) for microbatch in batch.microbatches]
             if self.step + 1 < self.config.train.steps:
                 self.batches.look_ahead()
@@ -247,10 +247,10 @@ class Trainer:
         state = TrainState(
             config=self.config,
             data=self.loader.state,
-            optimizer=self.optimizer.state(),
+            optimizer=self.optimizer.read_state(),
             loss=self._step_metrics.reduce_loss(),
             grad_norm=self._step_metrics.read_grad_norm(),
-            history=self.fault_handler.history.state(),
+            history=self.fault_handler.history.save(),
             routines=self._routines,
         )
         self._checkpoint.start_save(

@@ -49,14 +49,14 @@ def trained(balance):
         result = train_step.train([skewed(step)], step, 1 / (ROWS * SEQ))
         if step >= STEPS - LAST:
             losses.append(float(result.loss) / (ROWS * SEQ))
-            for name, load, _ in train_step.sharded_parameters.expert_loads():
+            for name, load, _ in train_step.sharded_parameters.list_expert_loads():
                 loads[name] = loads.get(name, 0.0) + load
     return np.mean(losses), max(float(load.max() / load.mean()) for load in loads.values())
 
 
 @pytest.mark.slow
 def test_the_default_balances_a_skewed_stream_without_hurting_the_loss(pool):
-    (found,), (without,) = (pool.run(1, trained, balance) for balance in ("bias", "none"))
-    (loss, load), (loss_without, load_without) = found, without
+    (skewed,), (without,) = (pool.run(1, trained, balance) for balance in ("bias", "none"))
+    (loss, load), (loss_without, load_without) = skewed, without
     assert load < 1.1 < 1.2 < load_without
     assert loss == pytest.approx(loss_without, rel=0.01)

@@ -9,7 +9,7 @@ from parity_runs import MODELS, assert_same, assert_same_bits, run
 from megaframe.architecture.spec import Box, Constant, ParamSpec
 from megaframe.data_parallel.bucket import Bucket, BucketSharding
 from megaframe.data_parallel.buffers import BufferPool
-from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.optim.elementwise import (
     ElementwiseRule,
@@ -19,7 +19,7 @@ from megaframe.optim.elementwise import (
     MomentumOptions,
 )
 from megaframe.optim.optimizer_state import MomentStorage
-from megaframe.optim.state_dtype import state_codecs
+from megaframe.optim.state_dtype import make_state_codecs
 from megaframe.optim.update_rule import OptimizerShard, UpdateStep
 from megaframe.parameters.parameter import PRECISIONS, Parameter
 
@@ -91,29 +91,29 @@ def test_blocks_that_share_buckets_do_not_change_the_answer(ranks, parallel, zer
 )
 @pytest.mark.parametrize(("name", "ranks", "parallel", "train", "zero"), CASES)
 def test_stages_do_not_change_the_answer(name, ranks, parallel, train, zero, pool, expected):
-    found = pool.run(ranks, run, {**MODELS[name], "layers": 4}, train, {**parallel, "zero": zero})
-    assert_same(found, expected[name])
+    results = pool.run(ranks, run, {**MODELS[name], "layers": 4}, train, {**parallel, "zero": zero})
+    assert_same(results, expected[name])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_with_one_data_rank_the_default_changes_no_bit(stages, precision, pool):
     train = {"microbatch": 2, "precision": precision}
-    whole, default = (
+    full, default = (
         pool.run(stages, run, MODELS["gpt2"], train, {"pipeline": stages, **zero})
         for zero in ({"zero": 0}, {})
     )
-    assert_same_bits(default, whole)
+    assert_same_bits(default, full)
 
 
 def tiny(zero):
     """Update a tensor of three elements twice by SGD with rate 1; each rank's gradient is the rank
     plus one -> after each update, its values and those of a tensor without gradients."""
-    mesh = Mesh(Layout(data=world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout(data=read_world_size()), device="cpu", timeout=60)
     used, unused = (
         Parameter(ParamSpec(name, (3,), Constant(100.0), role="matrix")) for name in ("a", "b")
     )
-    storage, rates = MomentStorage(*state_codecs("master")), GroupRates()
+    storage, rates = MomentStorage(*make_state_codecs("master")), GroupRates()
     bucket = Bucket(
         [used, unused],
         [Box((0,), (3,))] * 2,
@@ -125,7 +125,7 @@ def tiny(zero):
     shard = OptimizerShard(bucket, ElementwiseRule(bucket.weights, sgd, storage))
     bucket.initialize_weights(0)
     shard.begin()
-    found = []
+    values = []
     for number in (1, 2):
         bucket.start_step()
         used.add(torch.full((3,), mesh.rank + 1.0, dtype=torch.float64))
@@ -135,15 +135,15 @@ def tiny(zero):
         shard.start_update(step)
         bucket.gather()
         bucket.wait_for_values()
-        found.append((used.value.tolist(), unused.value.tolist()))
+        values.append((used.value.tolist(), unused.value.tolist()))
         bucket.release()
     mesh.close()
-    return found
+    return values
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_tensors_smaller_than_the_group_and_unused_ones(zero, ranks, pool):
     step = ranks * (ranks + 1) / 2
-    wanted = [([100.0 - n * step] * 3, [100.0] * 3) for n in (1, 2)]
-    assert pool.run(ranks, tiny, zero) == [wanted] * ranks
+    expected = [([100.0 - n * step] * 3, [100.0] * 3) for n in (1, 2)]
+    assert pool.run(ranks, tiny, zero) == [expected] * ranks

@@ -26,10 +26,10 @@ from megaframe.planner.constants import CONSTANTS
 
 
 def rows():
-    found = [line.row for line in published.predict_table("vtrain_multi")]
-    if not found:
+    predicted_rows = [line.row for line in published.predict_table("vtrain_multi")]
+    if not predicted_rows:
         pytest.skip("vtrain_multi is read from ../shared/anchors, which is not here")
-    return found
+    return predicted_rows
 
 
 def made(cost, layers=8, samples=64, ranks=64):
@@ -77,7 +77,7 @@ def test_a_row_that_is_too_dear_is_found():
 
     known = compute_layer_costs(list(made(cost)), 512)
     pairs = list(find_contradictions(known, 1.1))
-    assert {(one.tensor, one.microbatch) for one, _ in pairs} == {(2, 2)}
+    assert {(pair.tensor, pair.microbatch) for pair, _ in pairs} == {(2, 2)}
     names = [cost.row.label for pair in pairs for cost in pair]
     assert len(set(names)) == len(names) == 4
     # However it is shared between its two rows, the error of a pair is at least their distance.

@@ -6,7 +6,7 @@ import pytest
 
 from megaframe.architecture.spec import count_active_parameters, count_parameters
 from megaframe.config import load
-from megaframe.model.model_chunk import model_specs
+from megaframe.model.model_chunk import list_model_specs
 from megaframe.validate.run import validate_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -43,7 +43,7 @@ ACTIVE = {
 
 
 def specs_of(name, depth=0):
-    return model_specs(load(str(CONFIGS / f"{name}.yaml"), [f"model.mtp_depth={depth}"]))
+    return list_model_specs(load(str(CONFIGS / f"{name}.yaml"), [f"model.mtp_depth={depth}"]))
 
 
 def count(name):
@@ -73,8 +73,8 @@ def test_gpt3_has_the_parameters_of_its_published_shape():
 def test_a_predictor_of_deepseek_v3_is_a_block_and_what_joins_two_streams():
     hidden = 7168
     last = [spec for spec in specs_of("deepseek-v3") if spec.name.startswith("blocks.60.")]
-    more = count_parameters(specs_of("deepseek-v3", 1)) - PUBLISHED["deepseek-v3"]
-    assert more == count_parameters(last) + 2 * hidden**2 + 3 * hidden
+    extra = count_parameters(specs_of("deepseek-v3", 1)) - PUBLISHED["deepseek-v3"]
+    assert extra == count_parameters(last) + 2 * hidden**2 + 3 * hidden
 
 
 def test_the_switch_has_eight_mlps_in_every_other_layer():

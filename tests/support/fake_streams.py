@@ -102,12 +102,12 @@ def late():
 def kept_away():
     """Make `optim.offload=true` work on a CPU, with chunks so small that a bucket has many."""
 
-    def state_offload_of(optim, device):
+    def make_state_offload(optim, device):
         return LateOffload(device) if optim.offload else NO_OFFLOAD
 
     with (
         late(),
-        patch.object(parameter_groups, "state_offload_of", state_offload_of),
+        patch.object(parameter_groups, "make_state_offload", make_state_offload),
         patch.object(optimizer_state, "_CHUNK", BLOCK),
     ):
         yield

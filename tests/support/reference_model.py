@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megaframe.data.microbatch import IGNORE
-from megaframe.model.rotary import frequencies
+from megaframe.model.rotary import compute_frequencies
 
 
 def loss(weights, config, microbatch):
@@ -159,7 +159,7 @@ def _latent_attention(weights, model, name, x, mask, positions):
 def _rotate(model, x, positions):
     if model.position != "rotary":
         return x
-    rate, factor = frequencies(model)
+    rate, factor = compute_frequencies(model)
     pairs = len(rate)
     turned = torch.polar(
         torch.full_like(positions, factor, dtype=torch.float64)[..., None],
@@ -230,8 +230,8 @@ def _mask(window, microbatch, batch, length):
     for b in range(batch):
         for query in range(length):
             for key in range(query + 1):
-                near = window is None or query - key < window
+                in_window = window is None or query - key < window
                 documents = microbatch.documents_BS
                 same = documents is None or documents[b, query] == documents[b, key]
-                mask[b, query, key] = near and same
+                mask[b, query, key] = in_window and same
     return mask

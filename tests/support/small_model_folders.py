@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from megaframe.checkpoint.convert.huggingface.families import model_from_config
 from megaframe.checkpoint.convert.huggingface.tensors import map_tensors
 from megaframe.config import RunConfig
-from megaframe.model.model_chunk import model_specs
+from megaframe.model.model_chunk import list_model_specs
 
 _SHAPE = {
     "num_hidden_layers": 2,
@@ -67,8 +67,8 @@ def weights(config, dtype=torch.float32):
     run = RunConfig(model=model_from_config(config))
     generator = torch.Generator().manual_seed(0)
     return {
-        one.name: torch.randn(one.shape, generator=generator).to(dtype)
-        for one in map_tensors(run.model, model_specs(run))
+        spec.name: torch.randn(spec.shape, generator=generator).to(dtype)
+        for spec in map_tensors(run.model, list_model_specs(run))
     }
 
 

@@ -42,7 +42,7 @@ from chaos_run import (
     write_corpus,
 )
 
-from megaframe.io.untrusted import integer_parser
+from megaframe.io.untrusted import make_integer_parser
 
 LATEST = STEPS - 20
 """Faults are caused after a random step below this one."""
@@ -349,9 +349,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         epilog="faults:\n" + "\n".join(f"  {n:<10} {kind.__doc__}" for n, kind in FAULTS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=integer_parser(2, 1024), default=4, help="an even number")
     parser.add_argument(
-        "--rounds", type=integer_parser(1), default=1, help="times that each fault is tried"
+        "--ranks", type=make_integer_parser(2, 1024), default=4, help="an even number"
+    )
+    parser.add_argument(
+        "--rounds", type=make_integer_parser(1), default=1, help="times that each fault is tried"
     )
     parser.add_argument(
         "--faults", type=_parse_fault_names, default=list(FAULTS), help="names, by commas"

@@ -10,7 +10,6 @@ inputs, O outputs, F inner width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.architecture.spec import Normal, ParamSpec
-from megaframe.config import ModelConfig, MoEConfig
+from megaframe.architecture.moe import MoEDescription
 from megaframe.expert_parallel.transfer import ExpertRows, LocalStep
 from megaframe.model.mlp import activate, recompute_activation
 from megaframe.model.pass_state import PassState
@@ -32,54 +30,16 @@ from megaframe.tensor_parallel.context import TensorParallel
 class Experts(Module):
     """hidden -> width -> hidden in each expert, without biases."""
 
-    def __init__(
-        self,
-        name: str,
-        model: ModelConfig,
-        moe: MoEConfig,
-        output_std: float,
-        tensor: TensorParallel,
-    ) -> None:
-        """Declare the matrices of all experts as two parameters.
+    def __init__(self, name: str, description: MoEDescription, tensor: TensorParallel) -> None:
+        """Make the matrices of all experts, which are two parameters.
 
         Args:
             name: Of the experts in the model.
-            model: The model's config.
-            moe: Its part about experts.
-            output_std: Standard deviation of the initial output matrices.
+            description: What the layer declares.
             tensor: How products are computed.
         """
-        self.tensor = tensor
-        width = moe.ffn or model.ffn
-        gated = model.activation == "swiglu"
-        self.activation = model.activation
-        token_share = Fraction(moe.top_k, moe.experts)
-        # Along dim 0 the weight is one matrix per expert.
-        every = {0: (1,) * moe.experts}
-        self.up = Parameter(
-            ParamSpec(
-                f"{name}.up.weight",
-                (moe.experts, *((2,) if gated else ()), width, model.hidden),
-                Normal(model.init_std),
-                role="matrix",
-                decay=True,
-                axes={0: "expert", 2 if gated else 1: "expert_tensor"},
-                fused={**every, 1: (1, 1)} if gated else every,
-                token_share=token_share,
-            )
-        )
-        self.down = Parameter(
-            ParamSpec(
-                f"{name}.down.weight",
-                (moe.experts, model.hidden, width),
-                Normal(output_std),
-                role="matrix",
-                decay=True,
-                axes={0: "expert", 2: "expert_tensor"},
-                fused=every,
-                token_share=token_share,
-            )
-        )
+        self.tensor, self.activation = tensor, description.activation
+        self.up, self.down = map(Parameter, description.experts.parameters(name))
 
     def __call__(
         self,
@@ -118,18 +78,18 @@ class _Experts(torch.autograd.Function):
         expert_rows: ExpertRows,
         state: PassState,
     ) -> Tensor:
-        up_EOH, down_EHF = _matrices(experts.up), _matrices(experts.down)
+        up_EOH, down_EHF = _get_matrices(experts.up), _get_matrices(experts.down)
         slices = _divide(x_AH, up_EOH, down_EHF, expert_rows, experts.tensor)
         # In the workspace: `last.transpose` reads it before another layer asks for this memory.
-        y_NH, ups = state.workspace.rows(len(gates_N), x_AH), []
+        y_NH, ups = state.workspace.allocate_rows(len(gates_N), x_AH), []
         # Slice by slice, so that intermediate results stay in cache.
         for piece in slices:
-            up = piece.product(last.forward_slice(x_AH, piece.rows), up_EOH[piece.experts])
+            up = piece.multiply(last.forward_slice(x_AH, piece.rows), up_EOH[piece.experts])
             active = activate(experts.activation, up, experts.tensor.kernels)
             # Gates are multiplied in before the second product. The outputs of experts then only
             # have to be summed, and are not kept.
             inner = active.mul_(gates_N[piece.rows, None])
-            piece.product_into(y_NH[piece.rows], inner, down_EHF[piece.experts])
+            piece.multiply_into(y_NH[piece.rows], inner, down_EHF[piece.experts])
             ups.append(up)
         ctx.save_for_backward(x_AH, gates_N, *ups)
         ctx.experts, ctx.last, ctx.state, ctx.slices = experts, last, state, slices
@@ -139,14 +99,14 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x_AH, gates_N, *ups), dy_AH = ctx.saved_tensors, gradients[0]
         experts, last, state = ctx.experts, ctx.last, ctx.state
-        up_EOH, down_EHF = _matrices(experts.up), _matrices(experts.down)
+        up_EOH, down_EHF = _get_matrices(experts.up), _get_matrices(experts.down)
         # Valid until the next layer asks for this memory; `last.transpose` has read it by then.
-        dx_NH = state.workspace.rows(len(gates_N), x_AH)
+        dx_NH = state.workspace.allocate_rows(len(gates_N), x_AH)
         dgates_N = torch.empty_like(gates_N)
         for piece, up in zip(ctx.slices, ups, strict=True):
             rows = piece.rows
             dy_nH = last.forward_slice(dy_AH, rows)
-            d_inner = piece.input_gradient(dy_nH, down_EHF[piece.experts])
+            d_inner = piece.compute_input_gradient(dy_nH, down_EHF[piece.experts])
             active, activation_backward = recompute_activation(
                 experts.activation, up, experts.tensor.kernels
             )
@@ -156,7 +116,7 @@ class _Experts(torch.autograd.Function):
             # In place: the gradient of the gates has been computed from `d_inner` above.
             d_up = activation_backward(d_inner.mul_(gates_n1))
             inner = active.mul_(gates_n1)
-            piece.input_gradient_into(dx_NH[rows], d_up, up_EOH[piece.experts])
+            piece.write_input_gradient(dx_NH[rows], d_up, up_EOH[piece.experts])
             # Selected again: x is kept once, as it arrived, and not once per choice.
             x_nH = last.forward_slice(x_AH, rows)
             state.deferred.add(partial(piece.add_weight_gradient, experts.up, d_up, x_nH))
@@ -164,7 +124,7 @@ class _Experts(torch.autograd.Function):
         return last.transpose(dx_NH).wait(), dgates_N, None, None, None, None
 
 
-def _matrices(weight: Parameter) -> Tensor:
+def _get_matrices(weight: Parameter) -> Tensor:
     """Return the value of the weight as [experts, outputs, inputs]."""
     value = weight.value
     return value.view(value.shape[0], -1, value.shape[-1])
@@ -186,54 +146,54 @@ class _ExpertSlice:
     rows: slice
     ends: Tensor | None = None
 
-    def product(self, x_nI: Tensor, matrix: Tensor) -> Tensor:
+    def multiply(self, x_nI: Tensor, matrix: Tensor) -> Tensor:
         """Return rows times the transposed matrix [O, I] of their expert. For all experts, matrices
         are [E, O, I]."""
         if self.ends is None:
             return self.tensor.forward_product(x_nI, matrix, None)
-        if fp8 := self._fp8(*matrix.shape[1:]):
-            return fp8.grouped_product(x_nI, matrix, self.ends)
-        return self._grouped_product(x_nI, matrix)
+        if fp8 := self._get_fp8(*matrix.shape[1:]):
+            return fp8.multiply_grouped(x_nI, matrix, self.ends)
+        return self._multiply_grouped(x_nI, matrix)
 
-    def product_into(self, out_nO: Tensor, x_nI: Tensor, matrix: Tensor) -> None:
-        """Write `product` to `out_nO`."""
+    def multiply_into(self, out_nO: Tensor, x_nI: Tensor, matrix: Tensor) -> None:
+        """Write `multiply` to `out_nO`."""
         if self.ends is None and self.tensor.fp8 is None:
             multiply_into(out_nO, x_nI, matrix.t(), add=False)
         else:
             # Grouped products and those in 8 bits return memory of their own.
-            out_nO.copy_(self.product(x_nI, matrix))
+            out_nO.copy_(self.multiply(x_nI, matrix))
 
-    def input_gradient(self, dy_nO: Tensor, matrix: Tensor) -> Tensor:
+    def compute_input_gradient(self, dy_nO: Tensor, matrix: Tensor) -> Tensor:
         """Return rows times the matrix [O, I] of their expert. For all experts, matrices are [E, O,
         I]."""
         if self.ends is None:
-            return self.tensor.input_gradient(dy_nO, matrix)
-        if fp8 := self._fp8(*matrix.shape[1:]):
-            return fp8.grouped_input_gradient(dy_nO, matrix, self.ends)
-        return self._grouped_product(dy_nO, matrix.mT)
+            return self.tensor.compute_input_gradient(dy_nO, matrix)
+        if fp8 := self._get_fp8(*matrix.shape[1:]):
+            return fp8.compute_grouped_input_gradient(dy_nO, matrix, self.ends)
+        return self._multiply_grouped(dy_nO, matrix.mT)
 
-    def input_gradient_into(self, out_nI: Tensor, dy_nO: Tensor, matrix: Tensor) -> None:
-        """Write `input_gradient` to `out_nI`."""
+    def write_input_gradient(self, out_nI: Tensor, dy_nO: Tensor, matrix: Tensor) -> None:
+        """Write `compute_input_gradient` to `out_nI`."""
         if self.ends is None and self.tensor.fp8 is None:
             multiply_into(out_nI, dy_nO, matrix, add=False)
         else:
-            out_nI.copy_(self.input_gradient(dy_nO, matrix))
+            out_nI.copy_(self.compute_input_gradient(dy_nO, matrix))
 
     def add_weight_gradient(self, weight: Parameter, dy_nO: Tensor, x_nI: Tensor) -> None:
         """Add dy^T x to the gradient of the expert's matrix, or of all experts' matrices."""
         if self.ends is None:
             self.tensor.add_weight_gradient(weight, dy_nO, x_nI, of=self.experts)
-        elif fp8 := self._fp8(dy_nO.shape[1], x_nI.shape[1]):
-            weight.add_with(partial(fp8.grouped_gradient, dy_nO, x_nI, self.ends))
+        elif fp8 := self._get_fp8(dy_nO.shape[1], x_nI.shape[1]):
+            weight.add_with(partial(fp8.compute_grouped_gradient, dy_nO, x_nI, self.ends))
         else:
             weight.add_grouped(dy_nO, x_nI, self.ends, self.tensor.kernels)
 
-    def _fp8(self, *widths: int) -> Fp8Matmul | None:
+    def _get_fp8(self, *widths: int) -> Fp8Matmul | None:
         """Return what multiplies by a matrix of these dims in 8 bits, or None."""
         fp8 = self.tensor.fp8
         return fp8 if fp8 is not None and fp8.supports(*widths) else None
 
-    def _grouped_product(self, rows: Tensor, matrices_ENK: Tensor) -> Tensor:
+    def _multiply_grouped(self, rows: Tensor, matrices_ENK: Tensor) -> Tensor:
         operands = rows, matrices_ENK, self.ends
         if kernel := self.tensor.kernels.find("grouped_product", *operands):
             return kernel(*operands)
@@ -245,18 +205,22 @@ def _divide(
 ) -> list[_ExpertSlice]:
     """Return all rows as one slice if that can be multiplied at once, else those of each expert
     that has any."""
-    if all(_at_once(x_AH, matrices, expert_rows.ends_E, tensor) for matrices in (up, down)):
+    if all(
+        _can_multiply_at_once(x_AH, matrices, expert_rows.ends_E, tensor) for matrices in (up, down)
+    ):
         return [_ExpertSlice(tensor, slice(None), slice(None), expert_rows.ends_E)]
     slices, start = [], 0
     # The host needs the counts, and may wait for them, only if experts are multiplied one by one.
-    for expert, count in enumerate(expert_rows.counts_on_host()):
+    for expert, count in enumerate(expert_rows.read_counts()):
         if count:
             slices.append(_ExpertSlice(tensor, expert, slice(start, start + count)))
         start += count
     return slices
 
 
-def _at_once(x: Tensor, matrices_EOI: Tensor, ends_E: Tensor, tensor: TensorParallel) -> bool:
+def _can_multiply_at_once(
+    x: Tensor, matrices_EOI: Tensor, ends_E: Tensor, tensor: TensorParallel
+) -> bool:
     """Return whether rows like `x` can be multiplied by all these matrices in one product."""
     widths = matrices_EOI.shape[1:]
     if tensor.fp8 is not None and tensor.fp8.supports(*widths):

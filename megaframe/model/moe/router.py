@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.architecture.spec import Constant, Normal, ParamSpec
-from megaframe.config import ModelConfig, MoEConfig
+from megaframe.architecture.moe import MoEDescription
 from megaframe.distributed.collectives import all_reduce
 from megaframe.expert_parallel.dispatch import DROPPED
 from megaframe.model.forward_context import MicrobatchContext, RunContext
@@ -29,20 +28,9 @@ class Router(Module):
     scores when experts are chosen; otherwise it is the load of the last step, 1 on average. Its
     gradient is the load of the current step."""
 
-    def __init__(self, name: str, model: ModelConfig, moe: MoEConfig, run: RunContext) -> None:
-        self.name, self.moe, self.run = name, moe, run
-        spec = ParamSpec(
-            f"{name}.weight",
-            (moe.experts, model.hidden),
-            Normal(model.init_std),
-            role="matrix",
-            decay=True,
-        )
-        self.weight = Parameter(spec)
-        start = 0.0 if moe.balance == "bias" else 1.0
-        self.balance = Parameter(
-            ParamSpec(f"{name}.balance", (moe.experts,), Constant(start), role="balance")
-        )
+    def __init__(self, name: str, description: MoEDescription, run: RunContext) -> None:
+        self.name, self.moe, self.run = name, description.moe, run
+        self.weight, self.balance = map(Parameter, description.router.parameters(name))
 
     def __call__(
         self, x_RH: Tensor, context: MicrobatchContext, state: PassState
@@ -60,11 +48,11 @@ class Router(Module):
         """
         moe = self.moe
         if moe.jitter and context.dropout is not None:
-            x_RH = x_RH * context.dropout.jitter(x_RH, self.name, moe.jitter)
+            x_RH = x_RH * context.dropout.draw_jitter(x_RH, self.name, moe.jitter)
         logits_RE = _Logits.apply(x_RH, self.weight, state.deferred)
         sigmoid = moe.score == "sigmoid"
         scores_RE = logits_RE.sigmoid() if sigmoid else logits_RE.softmax(-1)
-        chosen_RK, gates_RK = self._by_kernel(logits_RE) or self._plain(scores_RE)
+        chosen_RK, gates_RK = self._choose_by_kernel(logits_RE) or self._choose_plain(scores_RE)
         gates_RK = gates_RK * moe.scale
         # Only where gradients are recorded, so that a block that is recomputed counts once.
         if torch.is_grad_enabled():
@@ -74,7 +62,7 @@ class Router(Module):
         # Rounded once, after everything that is computed from the weights.
         return chosen_RK, gates_RK.to(x_RH.dtype)
 
-    def _by_kernel(self, logits_RE: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _choose_by_kernel(self, logits_RE: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return choices and their weights, or None if no kernel takes these arguments."""
         moe = self.moe
         if moe.top_groups < moe.groups:
@@ -87,7 +75,7 @@ class Router(Module):
         gates_RK, chosen_RK = kernel(logits_RE, moe.top_k, bias, **options)
         return chosen_RK.long(), gates_RK
 
-    def _plain(self, scores_RE: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose_plain(self, scores_RE: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             # Which experts are chosen has no gradient; their weights have one, through `gather`.
             chosen_RK = self._choose(scores_RE)

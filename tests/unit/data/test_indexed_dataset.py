@@ -169,9 +169,9 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=12)
 @given(DOCUMENTS, st.data())
 def test_a_kept_file_is_continued_behind_what_was_whole(tmp_path_factory, documents, data):
     folder = tmp_path_factory.mktemp("kept")
-    whole = data.draw(st.integers(0, len(documents)))
-    kept = str(folder / "unfinished")
-    options = {"dtype": np.dtype("u2"), "resume_prefix": kept}
+    num_complete = data.draw(st.integers(0, len(documents)))
+    unfinished_prefix = str(folder / "unfinished")
+    options = {"dtype": np.dtype("u2"), "resume_prefix": unfinished_prefix}
     with (
         pytest.raises(KeyboardInterrupt),
         IndexedDatasetWriter(str(folder / "f"), **options) as first,
@@ -180,11 +180,11 @@ def test_a_kept_file_is_continued_behind_what_was_whole(tmp_path_factory, docume
             first.append(document)
         raise KeyboardInterrupt
     assert sorted(os.listdir(folder)) == ["unfinished.bin", "unfinished.idx"]
-    tokens = sum(map(len, documents[:whole]))
+    tokens = sum(map(len, documents[:num_complete]))
     with IndexedDatasetWriter(
-        str(folder / "f"), **options, documents=whole, tokens=tokens
+        str(folder / "f"), **options, documents=num_complete, tokens=tokens
     ) as second:
-        for document in documents[whole:]:
+        for document in documents[num_complete:]:
             second.append(document)
     assert content(folder / "f") == content(write(folder / "whole", documents))
     assert len(os.listdir(folder)) == 4

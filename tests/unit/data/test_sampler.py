@@ -63,13 +63,13 @@ def test_the_sequence_does_not_depend_on_how_it_is_taken(weights, sizes):
     st.integers(1, 60),
 )
 def test_changed_weights_never_repeat_and_never_skip_a_sample(many_weights, size):
-    consumed, given_numbers = None, {}
+    consumed, numbers_by_source = None, {}
     for weights in many_weights:
         sources, numbers, blend = Blend.start(weights, consumed).take(size)
         consumed = blend.consumed
         for source, number in zip(sources.tolist(), numbers.tolist(), strict=True):
-            given_numbers.setdefault(source, []).append(number)
-    for source, numbers in given_numbers.items():
+            numbers_by_source.setdefault(source, []).append(number)
+    for source, numbers in numbers_by_source.items():
         assert numbers == list(range(consumed[source]))
 
 

@@ -66,8 +66,8 @@ def test_a_stretch_of_a_large_source_has_no_repeats(size, key, data):
 def test_many_sources_in_one_call_equal_each_alone(rows):
     sizes, keys, numbers = (np.array(column, t) for column, t in zip(zip(*rows), "qQq"))  # noqa: B905
     together = sample_indices(numbers, sizes, keys)
-    alone = [int(sample_indices(np.array([n]), s, k)[0]) for s, k, n in rows]
-    assert together.tolist() == alone
+    separately = [int(sample_indices(np.array([n]), s, k)[0]) for s, k, n in rows]
+    assert together.tolist() == separately
 
 
 def test_golden_values():

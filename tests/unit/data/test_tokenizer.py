@@ -68,8 +68,8 @@ def hugging_face(path, style):
     for token in description["added_tokens"]:
         token["special"] = not token["content"].startswith("<0x")
     if style == "Metaspace":
-        kept = [t for t in description["added_tokens"] if t["special"]]
-        description["added_tokens"] = kept
+        special_tokens = [t for t in description["added_tokens"] if t["special"]]
+        description["added_tokens"] = special_tokens
     description["truncation"] = {
         "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0
     }  # fmt: skip
@@ -120,9 +120,10 @@ def test_ids_are_those_of_the_libraries(folder):
     reference = tokenizers.Tokenizer.from_file(str(folder / "bytes.json"))
     reference.no_truncation()
     assert load_tokenizer(f"hf:{folder}/bytes.json").encode(text) == reference.encode(text).ids
-    ours = load_tokenizer(f"tiktoken:{folder}/r.tiktoken")
-    assert ours.encode("the  th") == [257, 32, 32, 256]  # the pattern joins a blank to its word
-    assert (ours.eod, ours.vocab_size) == (258, 301)
+    tokenizer = load_tokenizer(f"tiktoken:{folder}/r.tiktoken")
+    # The pattern joins a blank to its word.
+    assert tokenizer.encode("the  th") == [257, 32, 32, 256]
+    assert (tokenizer.eod, tokenizer.vocab_size) == (258, 301)
 
 
 def test_fingerprints_tell_files_apart(folder):

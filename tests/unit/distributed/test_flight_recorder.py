@@ -13,9 +13,9 @@ def test_a_record_is_written_under_the_name_that_torch_takes(tmp_path, monkeypat
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
     record = b"a record"
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", lambda **_: record, raising=False)
-    said = flight_recorder.write_flight_record(tmp_path / "faults", 3)
+    message = flight_recorder.write_flight_record(tmp_path / "faults", 3)
     assert (tmp_path / "faults/nccl-rank-3").read_bytes() == record
-    assert said.startswith(f"flight record in {tmp_path}/faults/nccl-rank-3; torchfrtrace")
+    assert message.startswith(f"flight record in {tmp_path}/faults/nccl-rank-3; torchfrtrace")
 
 
 def test_what_cannot_be_recorded_is_said(tmp_path, monkeypatch):
@@ -27,8 +27,8 @@ def test_what_cannot_be_recorded_is_said(tmp_path, monkeypatch):
         raise RuntimeError("CUDA error: unspecified launch failure\nmore")
 
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", fails, raising=False)
-    said = flight_recorder.write_flight_record(tmp_path, 0)
-    assert said == "no flight record: CUDA error: unspecified launch failure"
+    message = flight_recorder.write_flight_record(tmp_path, 0)
+    assert message == "no flight record: CUDA error: unspecified launch failure"
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     assert "TORCH_FR_BUFFER_SIZE=0" in flight_recorder.write_flight_record(tmp_path, 0)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from megaframe.distributed.numa import (
+    assign_nodes,
     divide_cores,
+    find_node_at,
     format_ranges,
-    node_at,
-    node_cores,
-    nodes_by_rank,
+    read_node_cores,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,16 +47,16 @@ def numbers(text):
 
 
 def test_nodes_and_devices_are_read_as_the_kernel_writes_them(system):
-    known = node_cores(system)
+    known = read_node_cores(system)
     assert {node: format_ranges(cores) for node, cores in known.items()} == {
         0: "0-7,16-23",
         1: "8-15,24-31",
     }
-    found = {address: node_at(address.upper(), known, system) for address in GPUS}
-    assert [*found.values()] == [0, 0, 1, None]
-    assert node_at("0000:00:00.0", known, system) is None
-    assert node_at("0000:d8:00.0", {0: known[0]}, system) == 0, "there is only one"
-    assert node_cores(system / "nothing") == {}
+    nodes = {address: find_node_at(address.upper(), known, system) for address in GPUS}
+    assert [*nodes.values()] == [0, 0, 1, None]
+    assert find_node_at("0000:00:00.0", known, system) is None
+    assert find_node_at("0000:d8:00.0", {0: known[0]}, system) == 0, "there is only one"
+    assert read_node_cores(system / "nothing") == {}
 
 
 @pytest.mark.parametrize(
@@ -73,20 +73,20 @@ def test_nodes_and_devices_are_read_as_the_kernel_writes_them(system):
     ],
 )
 def test_ranks_of_a_node_divide_its_allowed_cores(nodes, allowed, expected, system):
-    binding = divide_cores(nodes, node_cores(system), numbers(allowed), system)
+    binding = divide_cores(nodes, read_node_cores(system), numbers(allowed), system)
     assert [format_ranges(cores) for cores in binding.cores] == expected
 
 
 def test_without_gpus_ranks_are_spread_over_the_nodes_they_may_use(system):
-    known = node_cores(system)
-    assert nodes_by_rank(4, known, range(32)) == [0, 0, 1, 1]
-    assert nodes_by_rank(3, known, range(32)) == [0, 0, 1]
-    assert nodes_by_rank(2, known, range(8, 12)) == [1, 1]
-    assert nodes_by_rank(2, {}, range(8)) == [None, None]
+    known = read_node_cores(system)
+    assert assign_nodes(4, known, range(32)) == [0, 0, 1, 1]
+    assert assign_nodes(3, known, range(32)) == [0, 0, 1]
+    assert assign_nodes(2, known, range(8, 12)) == [1, 1]
+    assert assign_nodes(2, {}, range(8)) == [None, None]
 
 
 def test_the_log_says_where_the_ranks_of_a_machine_are(system):
-    binding = divide_cores([0, 0, 1, 1, None], node_cores(system), range(32), system)
+    binding = divide_cores([0, 0, 1, 1, None], read_node_cores(system), range(32), system)
     assert str(binding) == (
         "local ranks 0-1 on node 0 (cores 0-3,16-19 and 4-7,20-23), "
         "local ranks 2-3 on node 1 (cores 8-11,24-27 and 12-15,28-31)"
@@ -116,21 +116,21 @@ def test_a_process_is_bound_with_all_its_threads(tmp_path):
     folder = tmp_path / "sys/devices/system/node/node0"
     folder.mkdir(parents=True)
     (folder / "cpulist").write_text(format_ranges(allowed) + "\n")
-    own = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}
+    own_environment = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}
     words = ["auto", tmp_path, "node", tmp_path / "nothing", "node", tmp_path]
     paths = os.pathsep.join((str(ROOT), *filter(None, sys.path)))
     done = subprocess.run(
         [sys.executable, "-c", BOUND, *map(str, words)],
-        env={**os.environ, **own, "PYTHONPATH": paths},
+        env={**os.environ, **own_environment, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         check=True,
     )
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert found[0][:2] == [[], allowed], "a CPU's ranks are bound only if asked"
-    (line,), cores, _ = found[1]
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert reports[0][:2] == [[], allowed], "a CPU's ranks are bound only if asked"
+    (line,), cores, _ = reports[1]
     assert cores == allowed
     assert line.endswith("not bound: the system does not say which cores a NUMA node has")
-    (line,), cores, sets = found[2]
+    (line,), cores, sets = reports[2]
     assert cores == (allowed[len(allowed) // 2 :] or allowed) and sets == 1
     assert line.startswith("bound to NUMA nodes, ") and "local ranks 0-1 on node 0 (cores " in line

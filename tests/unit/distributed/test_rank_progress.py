@@ -27,7 +27,7 @@ def status_of(rank, waiting, parts_begun=0):
 @settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 5), st.tuples(st.booleans(), st.integers(0, 3)), max_size=6))
 def test_the_silent_are_to_blame_then_who_waits_for_nobody_then_the_last(described):
-    statuses = {rank: status_of(rank, *what) for rank, what in described.items()}
+    statuses = {rank: status_of(rank, *description) for rank, description in described.items()}
     blamed = blame_for_hang(statuses, 6)
     assert blamed == tuple(sorted(blamed)) and blamed
     if len(statuses) < 6:
@@ -51,10 +51,10 @@ def test_time_without_waiting_is_counted_by_kind():
     progress.begin_part("", None)
     busy = progress.take_busy()
     assert 0 < busy["F"] < 1e-3 and progress.take_busy() == {}
-    assert not progress.activity_exceeds(0) and not progress.activity_exceeds(100)
-    assert progress.activity_exceeds(1e-9)
+    assert not progress.has_activity_exceeded(0) and not progress.has_activity_exceeded(100)
+    assert progress.has_activity_exceeded(1e-9)
     progress.begin_activity("")
-    assert not progress.activity_exceeds(1e-9)
+    assert not progress.has_activity_exceeded(1e-9)
 
 
 def test_ranks_that_do_the_same_are_named_together():
@@ -107,27 +107,27 @@ def progress_on_device():
 
 def test_a_rank_is_where_its_device_is_and_waits_for_what_that_waits_for():
     progress, events = progress_on_device()
-    seen = []
+    observed = []
     for event in events:
-        seen.append((str(progress.status(1)), progress.is_waiting))
+        observed.append((str(progress.read_status(1)), progress.is_waiting))
         event.passed = True
-    assert seen == [
+    assert observed == [
         ("step 7, action 0F0 on its device, waiting in send", True),
         ("step 7, action 0F1 on its device, waiting in gather or reduce", True),
         ("step 7, action 0B0 on its device, waiting for no rank", False),
     ]
-    assert str(progress.status(1)) == "step 7, action UPDATE, waiting for no rank"
+    assert str(progress.read_status(1)) == "step 7, action UPDATE, waiting for no rank"
 
 
 def test_a_device_is_stalled_that_stays_where_it_waits():
     progress, events = progress_on_device()
-    assert not progress.device_stalled(0.0)  # the first look only records
-    assert progress.device_stalled(0.0) and not progress.device_stalled(100.0)
+    assert not progress.has_device_stalled(0.0)  # the first look only records
+    assert progress.has_device_stalled(0.0) and not progress.has_device_stalled(100.0)
     events[0].passed = True
-    assert not progress.device_stalled(0.0) and progress.device_stalled(0.0)
+    assert not progress.has_device_stalled(0.0) and progress.has_device_stalled(0.0)
     events[1].passed = True
     # It is computing, not waiting.
-    assert not progress.device_stalled(0.0) and not progress.device_stalled(0.0)
+    assert not progress.has_device_stalled(0.0) and not progress.has_device_stalled(0.0)
 
 
 class TimedEvent:

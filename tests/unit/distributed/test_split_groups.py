@@ -18,9 +18,9 @@ class Counting(Mesh):
     """Records, for each group that would be split, its ranks, how many groups this rank has, and
     its name."""
 
-    def _new_handles(self, members, backend, name, *, link=False):
+    def _make_handles(self, members, backend, name, *, link=False):
         known = len(dist.distributed_c10d._world.pg_names)
-        made = super()._new_handles(members, backend, name, link=link)
+        made = super()._make_handles(members, backend, name, link=link)
         if backend is None and not link:
             mine = [ranks for ranks in members if self.rank in ranks]
             self.splits = [*getattr(self, "splits", []), (mine, known, len(members), name)]
@@ -52,4 +52,4 @@ def test_all_ranks_of_a_split_have_equally_many_groups(parallel, model, pool):
     for calls in zip(*splits, strict=True):
         groups, known, count, _ = zip(*calls, strict=True)
         assert len({*known}) == 1 and len({*count}) == 1, calls
-        assert count[0] == 0 or all(len(mine) == 1 for mine in groups)
+        assert count[0] == 0 or all(len(own_groups) == 1 for own_groups in groups)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaframe.errors import UserError
-from megaframe.io.wandb_run import has_wandb_key, read_or_make_id
+from megaframe.io.wandb_run import InvalidWandbId, has_wandb_key, read_or_make_id
 
 
 def test_a_key_is_found_where_wandb_finds_it(tmp_path, monkeypatch):
@@ -28,5 +27,5 @@ def test_the_id_is_kept_for_a_resume_and_new_for_a_fresh_start(tmp_path):
     assert read_or_make_id(path, fresh=False) == first
     assert read_or_make_id(path, fresh=True) != first
     path.write_text("../../x\n")
-    with pytest.raises(UserError, match="holds no id"):
+    with pytest.raises(InvalidWandbId, match="holds no id"):
         read_or_make_id(path, fresh=False)

@@ -10,7 +10,7 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import PARTS, MetricsLogger, count_flops
-from megaframe.model.model_chunk import model_specs
+from megaframe.model.model_chunk import list_model_specs
 
 KEYS = [
     "step", "at", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_second",
@@ -29,7 +29,7 @@ def make(folder, start=0, **meter):
         }
     )
     return config, MetricsLogger(
-        config, Mesh(Layout(), device="cpu"), model_specs(config), start_step=start
+        config, Mesh(Layout(), device="cpu"), list_model_specs(config), start_step=start
     )
 
 
@@ -49,7 +49,7 @@ def read(folder):
 
 def test_a_line_has_every_key_and_adds_up(tmp_path):
     config, meter = make(tmp_path)
-    flops = count_flops(model_specs(config), config)
+    flops = count_flops(list_model_specs(config), config)
     for number in (1, 2):
         step(meter, number)
     meter.close()

@@ -13,7 +13,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import MetricsLogger
 from megaframe.metrics.records import StepRecords
-from megaframe.model.model_chunk import model_specs
+from megaframe.model.model_chunk import list_model_specs
 
 
 def work(folder):
@@ -45,7 +45,9 @@ def found(folder):
     values, calls = reduced(entries)
     results.append({"values": values, "calls": calls})
     nan = math.nan if rank == 1 else 1.0
-    results.append(reduced([(how, nan, how) for how in ("sum", "mean", "max", "min")])[0])
+    results.append(
+        reduced([(reduction, nan, reduction) for reduction in ("sum", "mean", "max", "min")])[0]
+    )
     for name, count in ((f"a{rank}", 1), ("b", 1 + rank)):
         try:
             reduced([(f"{name}{i}", 1.0, "sum") for i in range(count)])
@@ -58,7 +60,7 @@ def found(folder):
         train={"steps": 3, "seq": 16, "precision": "fp32"},
         model={"layers": 2, "hidden": 32, "heads": 4, "vocab": 97},
     )
-    meter = MetricsLogger(config, mesh, model_specs(config))
+    meter = MetricsLogger(config, mesh, list_model_specs(config))
     meter.note(f"note of rank {rank}")
     for step in (1, 2, 3):
         meter.start_step()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megaframe.config import load
 from megaframe.data.loader import Loader
 from megaframe.distributed.collectives import Pending
-from megaframe.distributed.mesh import Mesh, global_rank, world_size
+from megaframe.distributed.mesh import Mesh, read_global_rank, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import MetricsLogger, StepTimer
 from megaframe.optim.optimizer import Optimizer
@@ -46,7 +46,7 @@ class OwnClock:
 
     def __init__(self, patch):
         self.now = 0
-        patch.setattr(StepTimer, "for_device", lambda device: StepTimer(self))
+        patch.setattr(StepTimer, "make_for_device", lambda device: StepTimer(self))
 
     def __call__(self):
         self.now += self.TICK
@@ -76,8 +76,8 @@ class Delays:
 
     def delayed(self, plain, step, axes):
         def call(it, *args, **kwargs):
-            here = axes is None or getattr(it._timer, "_axes", None) == axes
-            if here and self.left and self.step == step:
+            applies = axes is None or getattr(it._timer, "_axes", None) == axes
+            if applies and self.left and self.step == step:
                 self.left = False
                 self.clock.delay(DELAY)
             return plain(it, *args, **kwargs)
@@ -87,7 +87,7 @@ class Delays:
 
 def run(overrides, prepare):
     config = load(None, overrides)
-    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
     with pytest.MonkeyPatch.context() as patch:
         prepare(patch)
         Trainer(config, mesh).run()
@@ -115,9 +115,9 @@ def test_a_delay_shows_in_its_part_and_in_no_other(pool, overrides, tmp_path):
         assert sum(line["time"].values()) == pytest.approx(line["seconds"], rel=1e-9)
         assert line["mfu"] + sum(line["lost"].values()) == pytest.approx(1, abs=1e-9)
     for part, line in zip(PLACES, islice(lines, FIRST - 1, None), strict=False):
-        more = {name: line["time"][name] - usual[name] for name in usual}
-        assert more.pop(part) == pytest.approx(DELAY, rel=0.02), (part, line)
-        assert max(more.values()) < 0.02 * DELAY, (part, more)
+        changes = {name: line["time"][name] - usual[name] for name in usual}
+        assert changes.pop(part) == pytest.approx(DELAY, rel=0.02), (part, line)
+        assert max(changes.values()) < 0.02 * DELAY, (part, changes)
         cause = part if part != "compute" else "kernels"
         assert line["lost"][cause] * line["seconds"] > 0.9 * DELAY
 
@@ -150,7 +150,7 @@ def one_rank_of_four_is_late(line):
 
 
 def late(patch):
-    if global_rank() == 2:
+    if read_global_rank() == 2:
         slower(patch, TrainStep, "train", DELAY)
 
 
@@ -188,7 +188,7 @@ def slow_link(patch):
 
 
 def slow_stage(patch):
-    if global_rank() == 0:
+    if read_global_rank() == 0:
         slower(patch, Stage, "forward", SlowWork.latency)
 
 

@@ -48,9 +48,9 @@ def test_time_goes_to_the_innermost_part_and_none_is_lost(steps):
         timer.start()
         begin, expected = clock.now, Counter(dict.fromkeys(PARTS, 0))
         run(program, timer, clock, "other", expected)
-        taken = timer.take().parts()
-        assert taken == expected
-        assert sum(taken.values()) == clock.now - begin
+        parts = timer.take().sum_parts()
+        assert parts == expected
+        assert sum(parts.values()) == clock.now - begin
 
 
 def test_an_error_inside_closes_the_part():
@@ -61,7 +61,7 @@ def test_an_error_inside_closes_the_part():
         clock.now += 3
         raise ZeroDivisionError
     clock.now += 4
-    assert timer.take().parts() == dict.fromkeys(PARTS, 0) | {"data": 3, "other": 4}
+    assert timer.take().sum_parts() == dict.fromkeys(PARTS, 0) | {"data": 3, "other": 4}
 
 
 def test_a_part_that_is_open_at_the_end_of_a_step_goes_on_in_the_next():
@@ -70,9 +70,9 @@ def test_a_part_that_is_open_at_the_end_of_a_step_goes_on_in_the_next():
     timer.start()
     with timer.time("checkpoint"):
         clock.now += 3
-        assert timer.take().parts()["checkpoint"] == 3
+        assert timer.take().sum_parts()["checkpoint"] == 3
         clock.now += 4
-    assert timer.take().parts()["checkpoint"] == 4
+    assert timer.take().sum_parts()["checkpoint"] == 4
 
 
 def transfer(timer, clock, waits, size, before, waited, late=True):
@@ -91,9 +91,9 @@ def test_of_a_wait_for_a_message_the_way_on_a_free_link_is_communication_the_res
     for waited in (3, 20):
         transfer(timer, clock, waits, 100, 7, waited)
     split = timer.take()
-    wanted = {"bubble": 15, "communication/pipeline": 3 + 5, "other": 14}
-    assert split.parts() == dict.fromkeys(PARTS, 0) | wanted
-    assert split.rates() == {"pipeline": pytest.approx(100 / 5e-9)}
+    expected = {"bubble": 15, "communication/pipeline": 3 + 5, "other": 14}
+    assert split.sum_parts() == dict.fromkeys(PARTS, 0) | expected
+    assert split.compute_rates() == {"pipeline": pytest.approx(100 / 5e-9)}
 
 
 def test_rates_are_of_transfers_that_were_waited_for():
@@ -105,8 +105,8 @@ def test_rates_are_of_transfers_that_were_waited_for():
     transfer(timer, clock, waits, 10**9, 0, 9, late=False)
     transfer(timer, clock, waits, 2000, 0, 5)
     split = timer.take()
-    assert split.parts()["communication/data"] == 25
-    assert split.rates() == {"data": pytest.approx(3000 / 15e-9)}
+    assert split.sum_parts()["communication/data"] == 25
+    assert split.compute_rates() == {"data": pytest.approx(3000 / 15e-9)}
 
 
 def test_what_an_evaluation_waits_for_stays_its_own():
@@ -115,8 +115,8 @@ def test_what_an_evaluation_waits_for_stays_its_own():
     with timer.time("evaluation"):
         transfer(timer, clock, timer.time_waits("data"), 1, 1, 9)
     split = timer.take()
-    assert split.parts() == dict.fromkeys(PARTS, 0) | {"evaluation": 10}
-    assert split.rates() == {}
+    assert split.sum_parts() == dict.fromkeys(PARTS, 0) | {"evaluation": 10}
+    assert split.compute_rates() == {}
 
 
 class ClockEvent:
@@ -140,6 +140,6 @@ def test_moments_may_be_known_only_later():
         pass
     split = timer.take()
     times |= {event: 10 * number**2 for number, event in enumerate(events)}
-    found = split.parts()
-    assert sum(found.values()) == times[events[-1]] - times[events[1]]
-    assert found["communication/data"] == times[events[4]] - times[events[3]]
+    parts = split.sum_parts()
+    assert sum(parts.values()) == times[events[-1]] - times[events[1]]
+    assert parts["communication/data"] == times[events[4]] - times[events[3]]

@@ -5,11 +5,12 @@ import math
 import pytest
 from tolerances import near
 
-from megaframe.architecture.matrices import attention_matrix_elements
+from megaframe.architecture.block import describe_block
+from megaframe.architecture.rotary import compute_scores_factor
 from megaframe.config import ModelConfig
 from megaframe.model.forward_context import RunContext
 from megaframe.model.mla import LatentAttention
-from megaframe.model.rotary import frequencies, scores_factor
+from megaframe.model.rotary import compute_frequencies
 
 DEEPSEEK = {"kv_rank": 512, "head_dim": 128, "rotary_dim": 64, "value_dim": 128}
 PUBLISHED = {
@@ -24,10 +25,11 @@ def test_parameters_of_the_released_layers(name):
     """Published: the elements of the attention's tensors in one layer of the released weights."""
     shape, rank, published = PUBLISHED[name]
     model = ModelConfig(**shape, latent={**DEEPSEEK, "query_rank": rank})
-    layer = LatentAttention("a", model, model.latent, 0.02, None, RunContext())
+    description = describe_block(model, 0).mixer
+    layer = LatentAttention("a", description, RunContext())
     specs = [p.spec for p in layer.parameters()]
     assert sum(spec.size for spec in specs) == published
-    assert attention_matrix_elements(model) == sum(s.size for s in specs if s.role == "matrix")
+    assert description.matrix_elements == sum(s.size for s in specs if s.role == "matrix")
 
 
 def yarn(**changes):
@@ -39,14 +41,14 @@ def yarn(**changes):
 @pytest.mark.parametrize("mscale", [0.707, 1.0])
 def test_equal_strengths_scale_scores_and_not_the_rotated_part(mscale):
     """In the released configs both are equal: 0.707 in V2, 1.0 in V3."""
-    rate, factor = frequencies(yarn(mscale=mscale, mscale_all_dim=mscale))
+    rate, factor = compute_frequencies(yarn(mscale=mscale, mscale_all_dim=mscale))
     assert factor == 1.0 and len(rate) == 32
-    found = scores_factor(yarn(mscale=mscale, mscale_all_dim=mscale))
+    found = compute_scores_factor(yarn(mscale=mscale, mscale_all_dim=mscale))
     assert found == near((1 + 0.1 * mscale * math.log(40)) ** 2, 8)
 
 
 def test_other_strengths_are_divided():
-    _, factor = frequencies(yarn(mscale=0.5, mscale_all_dim=0.8))
+    _, factor = compute_frequencies(yarn(mscale=0.5, mscale_all_dim=0.8))
     assert factor == near((0.05 * math.log(40) + 1) / (0.08 * math.log(40) + 1), 8)
-    assert scores_factor(yarn()) == 1.0
-    assert frequencies(yarn())[1] == near(0.1 * math.log(40) + 1, 4)
+    assert compute_scores_factor(yarn()) == 1.0
+    assert compute_frequencies(yarn())[1] == near(0.1 * math.log(40) + 1, 4)

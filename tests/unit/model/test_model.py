@@ -126,7 +126,7 @@ def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, ma
         loss = loss + aside / valid
     weights = {}
     for bucket in built.sharded_parameters.buckets:
-        for parameter, _, piece in bucket.pieces(bucket.weights, bucket.master_span):
+        for parameter, _, piece in bucket.iterate_pieces(bucket.weights, bucket.master_span):
             weights[parameter.spec.name] = piece.clone().requires_grad_()
     expected = reference.loss(weights, built.config, microbatch)
     expected.backward()
@@ -135,12 +135,12 @@ def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, ma
     gradients_of = (weight.grad for weight in weights.values() if weight.grad is not None)
     size = max(float(gradient.abs().max()) for gradient in gradients_of)
     for bucket in built.sharded_parameters.buckets:
-        for parameter, _, grad in bucket.pieces(bucket.grad_sums, bucket.master_span):
+        for parameter, _, grad in bucket.iterate_pieces(bucket.grad_sums, bucket.master_span):
             wanted = weights[parameter.spec.name].grad
             if parameter.spec.role == "balance":
                 assert grad.sum() == built.config.model.moe.top_k * valid
                 continue
-            assert_near(grad, wanted, TERMS, size=size, what=parameter.spec.name)
+            assert_near(grad, wanted, TERMS, size=size, label=parameter.spec.name)
 
 
 def test_evaluation_is_the_plain_training_loss_without_dropout(build, make_microbatch):
@@ -153,7 +153,7 @@ def test_evaluation_is_the_plain_training_loss_without_dropout(build, make_micro
 def test_logits_give_the_loss(build, make_microbatch):
     built = build({"logit_softcap": 3.0})
     microbatch = make_microbatch(built.config)
-    logits = built.stage.head.logits(built.stage.compute_hidden(microbatch)).double()
+    logits = built.stage.head.compute_logits(built.stage.compute_hidden(microbatch)).double()
     labels = microbatch.labels_BS.flatten()
     valid = labels != IGNORE
     loss = torch.nn.functional.cross_entropy(logits[valid], labels[valid], reduction="sum")

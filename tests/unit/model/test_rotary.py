@@ -7,7 +7,7 @@ import torch
 from tolerances import assert_near, near
 
 from megaframe.config import ModelConfig
-from megaframe.model.rotary import Rotary, frequencies
+from megaframe.model.rotary import Rotary, compute_frequencies
 
 pytestmark = pytest.mark.numeric
 
@@ -34,15 +34,15 @@ def test_scores_depend_on_the_distance_only():
 
 
 def test_plain_frequencies():
-    rate, factor = frequencies(model(rotary_base=500000.0))
+    rate, factor = compute_frequencies(model(rotary_base=500000.0))
     assert factor == 1.0 and rate[0] == 1.0
     assert float(rate[32]) == near(500000.0**-0.5, POWER)
 
 
 def test_llama3_keeps_short_waves_and_stretches_long_ones():
     scaling = {"kind": "llama3", "factor": 8, "original_length": 8192}
-    plain, _ = frequencies(model(rotary_base=500000.0))
-    rate, factor = frequencies(model(rotary_base=500000.0, rotary_scaling=scaling))
+    plain, _ = compute_frequencies(model(rotary_base=500000.0))
+    rate, factor = compute_frequencies(model(rotary_base=500000.0, rotary_scaling=scaling))
     assert factor == 1.0
     wavelength = 2 * math.pi / plain
     assert torch.equal(rate[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
@@ -51,9 +51,9 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones():
     middle = (wavelength > 8192 / 4) & (wavelength < 8192)
     assert middle.any()
     smooth = (8192 / wavelength[middle] - 1) / (4 - 1)
-    wanted = (1 - smooth) * plain[middle] / 8 + smooth * plain[middle]
+    expected = (1 - smooth) * plain[middle] / 8 + smooth * plain[middle]
     # The share is a difference of numbers up to 4.
-    assert_near(rate[middle], wanted, 16, size=4 * plain[middle])
+    assert_near(rate[middle], expected, 16, size=4 * plain[middle])
 
 
 def test_yarn_ramps_between_its_two_rotation_counts():
@@ -64,8 +64,8 @@ def test_yarn_ramps_between_its_two_rotation_counts():
         "low_frequency": 1,
         "high_frequency": 32,
     }
-    plain, _ = frequencies(model(rotary_base=1e6))
-    rate, factor = frequencies(model(rotary_base=1e6, rotary_scaling=scaling))
+    plain, _ = compute_frequencies(model(rotary_base=1e6))
+    rate, factor = compute_frequencies(model(rotary_base=1e6, rotary_scaling=scaling))
     assert factor == near(0.1 * math.log(4) + 1, 4)
     # The pair that turns n times in the original length is 64 ln(32768 / (2 pi n)) / ln 1e6.
     low, high = (64 * math.log(32768 / (2 * math.pi * n)) / math.log(1e6) for n in (32, 1))
@@ -75,5 +75,5 @@ def test_yarn_ramps_between_its_two_rotation_counts():
     assert_near(rate[high:], plain[high:] / 4, 4, size=plain[high:] / 4)
     middle = (low + high) // 2
     share = (middle - low) / (high - low)
-    wanted = plain[middle] * (1 - share) + plain[middle] / 4 * share
-    assert_near(rate[middle], wanted, 8)
+    expected = plain[middle] * (1 - share) + plain[middle] / 4 * share
+    assert_near(rate[middle], expected, 8)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.config import OptimConfig
-from megaframe.optim.lr_schedule import learning_rate
+from megaframe.optim.lr_schedule import compute_learning_rate
 
 KINDS = ("constant", "cosine", "linear", "wsd", "inverse_sqrt")
 
@@ -13,7 +13,7 @@ KINDS = ("constant", "cosine", "linear", "wsd", "inverse_sqrt")
 @pytest.mark.parametrize("kind", KINDS)
 def test_warm_up_is_linear_and_never_zero(kind):
     optim = OptimConfig(schedule=kind, lr=1.0, warmup=4)
-    rates = [learning_rate(optim, update, 100) for update in range(5)]
+    rates = [compute_learning_rate(optim, update, 100) for update in range(5)]
     assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
@@ -31,14 +31,14 @@ def test_warm_up_is_linear_and_never_zero(kind):
 )
 def test_landmarks(kind, decay, points):
     optim = OptimConfig(schedule=kind, lr=1.0, min_lr=0.1, decay=decay)
-    assert {u: learning_rate(optim, u, 100) for u in points} == pytest.approx(points)
+    assert {u: compute_learning_rate(optim, u, 100) for u in points} == pytest.approx(points)
 
 
 @given(st.sampled_from(KINDS), st.integers(0, 50), st.integers(1, 200), st.integers(0, 300))
 def test_rates_stay_between_the_two_and_only_fall_after_warm_up(kind, warmup, steps, update):
     optim = OptimConfig(schedule=kind, lr=1.0, min_lr=0.1, warmup=warmup)
-    now, later = (learning_rate(optim, u, steps) for u in (update, update + 1))
+    current_rate, later = (compute_learning_rate(optim, u, steps) for u in (update, update + 1))
     rounding = 4 * 2.0**-53  # of the few operations that make a rate near one
-    assert 0 < now <= 1.0 + rounding
+    assert 0 < current_rate <= 1.0 + rounding
     if update >= warmup:
-        assert 0.1 - rounding <= later <= now + rounding
+        assert 0.1 - rounding <= later <= current_rate + rounding

@@ -20,8 +20,8 @@ from megaframe.optim.state_dtype import (
     BLOCK,
     Bfloat16Codec,
     BlockwiseCodec,
-    rounding_draws,
-    state_codecs,
+    compute_rounding_draws,
+    make_state_codecs,
 )
 from megaframe.optim.state_offload import NO_OFFLOAD, HostOffload, offload_to_host
 from megaframe.optim.update_rule import UpdateStep
@@ -53,7 +53,7 @@ def is_square(code):
 @pytest.mark.parametrize("averaged", [False, True])
 def test_weights_are_rounded_as_they_are_updated(name, averaged):
     kernels = make_kernels(RunConfig(kernels={"update": name}), torch.device("cpu"))
-    weights, keeping = torch.randn(3000), MomentStorage(*state_codecs("master"))
+    weights, keeping = torch.randn(3000), MomentStorage(*make_state_codecs("master"))
     changes = [AdamW(OPTIONS, keeping, kernels), *([WeightAverage(0.9)] if averaged else [])]
     rule, rounded = ElementwiseRule(weights, changes, keeping), weights.bfloat16()
     for number, skip in ((1, 0.0), (2, 1.0), (3, 0.0)):
@@ -68,13 +68,13 @@ def test_weights_are_rounded_as_they_are_updated(name, averaged):
 @given(st.integers(0, 2**31), st.integers(1, 3 * BLOCK))
 def test_what_is_kept_is_near_and_keeps_itself(code, seed, count):
     values = values_of(seed, count, is_square(code))
-    kept = code.encode(values, rounding_draws(torch.arange(count), seed))
-    found = code.decode(kept, count, torch.float32)
+    encoded = code.encode(values, compute_rounding_draws(torch.arange(count), seed))
+    decoded = code.decode(encoded, count, torch.float32)
     inside = values.abs() > 1.1e-6 * values.abs().max()
-    assert ((found - values).abs()[inside] <= 0.12 * values.abs()[inside]).all()
-    assert (found[values > 0] > 0).all() or not is_square(code)
-    again = code.encode(found, torch.full((count,), 0.5))
-    assert all(torch.equal(one, two) for one, two in zip(kept, again, strict=True))
+    assert ((decoded - values).abs()[inside] <= 0.12 * values.abs()[inside]).all()
+    assert (decoded[values > 0] > 0).all() or not is_square(code)
+    encoded_again = code.encode(decoded, torch.full((count,), 0.5))
+    assert all(torch.equal(first, two) for first, two in zip(encoded, encoded_again, strict=True))
 
 
 @pytest.mark.parametrize("code", LOSSY)
@@ -89,10 +89,10 @@ def test_rounding_is_true_on_average_over_elements_and_over_steps(code):
             values[::BLOCK] = 1.0  # the largest number of each block
             if spread.stop == 1:
                 values = torch.tensor([1.0, value])
-            chance = rounding_draws(torch.arange(7, 7 + len(values)), number)
-            found = code.decode(code.encode(values, chance), len(values), torch.float32)
-            total += float(found[values < 1.0].double().mean())
-            neighbours |= set(found[values < 1.0].tolist())
+            chance = compute_rounding_draws(torch.arange(7, 7 + len(values)), number)
+            decoded = code.decode(code.encode(values, chance), len(values), torch.float32)
+            total += float(decoded[values < 1.0].double().mean())
+            neighbours |= set(decoded[values < 1.0].tolist())
         low, high = sorted(neighbours)
         # Five standard deviations of the mean of draws, each of which goes up with this chance.
         chance, count = (value - low) / (high - low), draws * int((values < 1.0).sum())
@@ -106,16 +106,16 @@ def test_a_slow_average_reaches_what_it_averages(code):
     weights = torch.empty(BLOCK)
     optimizer_state = Moments(weights, {"a": code}, MomentStorage(code, code))
     for number in range(1, 1500):
-        for _, _, found in optimizer_state.chunks(weights, make_step(number)):
-            found["a"].lerp_(torch.ones(BLOCK), 0.002)
-    ((_, _, found),) = list(optimizer_state.chunks(weights, make_step(0, skip=1.0)))
-    assert float(found["a"].mean()) == pytest.approx(1 - 0.998**1499, rel=0.01)
+        for _, _, state in optimizer_state.iterate_chunks(weights, make_step(number)):
+            state["a"].lerp_(torch.ones(BLOCK), 0.002)
+    ((_, _, state),) = list(optimizer_state.iterate_chunks(weights, make_step(0, skip=1.0)))
+    assert float(state["a"].mean()) == pytest.approx(1 - 0.998**1499, rel=0.01)
 
 
 @pytest.mark.parametrize(("state", "most"), [("master", 8.0), ("bf16", 4.0), ("int8", 2.04)])
 def test_bytes_of_an_element(state, most):
     weights = torch.zeros(64 * BLOCK)
-    rule = adamw(weights, MomentStorage(*state_codecs(state)))
+    rule = adamw(weights, MomentStorage(*make_state_codecs(state)))
     assert sum(tensor.nbytes for tensor in rule.state.values()) <= most * len(weights)
 
 
@@ -137,7 +137,7 @@ def test_state_in_host_memory_gives_the_same_bits(state, count):
         weights, rounded = first.clone(), torch.empty(count, dtype=torch.bfloat16)
         with late():
             offload = NO_OFFLOAD if kind is None else kind(first.device)
-            rule = adamw(weights, MomentStorage(*state_codecs(state), offload))
+            rule = adamw(weights, MomentStorage(*make_state_codecs(state), offload))
             for number, gradient in enumerate(grads, 1):
                 step = make_step(number)
                 rule.update(weights, gradient.clone(), step, rounded if mixed else None)
@@ -145,7 +145,7 @@ def test_state_in_host_memory_gives_the_same_bits(state, count):
         assert not mixed or torch.equal(rounded, weights.bfloat16())
         results.append((weights, *rule.state.values()))
     for others in results[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(results[0], others, strict=True))
+        assert all(torch.equal(first, two) for first, two in zip(results[0], others, strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -162,14 +162,14 @@ def test_a_gpu_gets_the_bits_that_it_keeps_itself(state, monkeypatch):
     for offload in (NO_OFFLOAD, offload_to_host(device)):
         (weights,) = offload.store((first.to("cpu" if offload.device else device, copy=True),))
         rounded = torch.empty(count, dtype=torch.bfloat16, device=device)
-        rule = adamw(weights, MomentStorage(*state_codecs(state), offload))
+        rule = adamw(weights, MomentStorage(*make_state_codecs(state), offload))
         for number, gradient in enumerate(grads, 1):
             step = make_step(number)
             step = replace(step, divisor=step.divisor.cuda(), skip=step.skip.cuda())
             rule.update(weights, gradient.clone(), step, rounded)
         offload.synchronize()
-        results.append([one.cpu() for one in (weights, rounded, *rule.state.values())])
-    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+        results.append([tensor.cpu() for tensor in (weights, rounded, *rule.state.values())])
+    assert all(torch.equal(first, two) for first, two in zip(*results, strict=True))
 
 
 LEARN = {"layers": 1, "hidden": 32, "heads": 2, "vocab": 61}
@@ -194,36 +194,36 @@ def loss_after(build, make_microbatch, name, state):
 def test_training_in_fewer_bits_learns_as_much(name, build, make_microbatch):
     """The model memorises random tokens: the loss falls from 4.1 to less than 2. With fewer bits it
     falls by more than 95% of that."""
-    whole = loss_after(build, make_microbatch, name, "master")
-    way = whole[0] - sum(whole[-4:]) / 4
+    full_losses = loss_after(build, make_microbatch, name, "master")
+    way = full_losses[0] - sum(full_losses[-4:]) / 4
     assert way > 1.5
     for state in ("bf16", "int8"):
-        found = loss_after(build, make_microbatch, name, state)
-        assert found != whole
-        assert found[0] - sum(found[-4:]) / 4 > 0.95 * way
+        losses = loss_after(build, make_microbatch, name, state)
+        assert losses != full_losses
+        assert losses[0] - sum(losses[-4:]) / 4 > 0.95 * way
 
 
 @pytest.mark.parametrize("saved", ["master", "bf16", "int8"])
 @pytest.mark.parametrize("loaded", ["master", "bf16", "int8"])
 def test_state_goes_from_one_type_to_another(saved, loaded, build, make_microbatch):
     """State is copied as `tensors` yields it for a checkpoint; the same type loses nothing."""
-    one, other = (
+    first, other = (
         build(train={"precision": "fp32"}, optim={"state": state}) for state in (saved, loaded)
     )
     for step in range(3):
-        take_step(one, make_microbatch(one.config, step), step)
-    held = {key: tensor.clone() for key, _, _, tensor in one.optimizer.tensors(owned=True)}
-    for key, _, _, tensor in other.optimizer.tensors():
+        take_step(first, make_microbatch(first.config, step), step)
+    held = {key: tensor.clone() for key, _, _, tensor in first.optimizer.list_tensors(owned=True)}
+    for key, _, _, tensor in other.optimizer.list_tensors():
         tensor.copy_(held[key])
-    other.optimizer.load_state(one.optimizer.state())
-    for key, _, _, tensor in other.optimizer.tensors(owned=True):
+    other.optimizer.load_state(first.optimizer.read_state())
+    for key, _, _, tensor in other.optimizer.list_tensors(owned=True):
         exact = saved == loaded or loaded == "master" or not key.startswith("optimizer.")
-        near = {"rtol": 0, "atol": 0} if exact else {"rtol": 0.12, "atol": 1e-6}
-        torch.testing.assert_close(tensor.float(), held[key].float(), **near)
+        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 0.12, "atol": 1e-6}
+        torch.testing.assert_close(tensor.float(), held[key].float(), **tolerance)
     if saved == loaded:
-        for built in (one, other):
+        for built in (first, other):
             take_step(built, make_microbatch(built.config, 9), 9)
-        for mine, theirs in zip(
-            one.sharded_parameters.buckets, other.sharded_parameters.buckets, strict=True
+        for first_bucket, other_bucket in zip(
+            first.sharded_parameters.buckets, other.sharded_parameters.buckets, strict=True
         ):
-            assert torch.equal(mine.weights, theirs.weights)
+            assert torch.equal(first_bucket.weights, other_bucket.weights)

@@ -35,12 +35,12 @@ def test_every_part_finds_that_the_ranks_work_together(pool, tmp_path):
     names = ["settings", "links", "rings", "collectives", "layout: tensor", "abort"]
     pool.run(2, examine, names, tmp_path)
     findings = merge_findings(lines(tmp_path, 2))
-    assert [*dict.fromkeys(one.part for one in findings)] == names
+    assert [*dict.fromkeys(finding.part for finding in findings)] == names
     assert all(one.right for one in findings), [str(one) for one in findings if not one.right]
-    said = "\n".join(map(str, findings))
-    for what in ("links: 0 and 1", "rings: backwards", "collectives: all_to_all uneven bfloat16"):
-        assert what in said
-    assert "differ from those of one rank by" in said
+    text = "\n".join(map(str, findings))
+    for phrase in ("links: 0 and 1", "rings: backwards", "collectives: all_to_all uneven bfloat16"):
+        assert phrase in text
+    assert "differ from those of one rank by" in text
 
 
 @pytest.mark.slow
@@ -50,12 +50,12 @@ def test_layouts_are_those_of_one_rank(pool, tmp_path):
     assert {*names} < {*list_part_names(2)} and "layout: tensor and pipeline" in list_part_names(8)
     pool.run(2, examine, names, tmp_path)
     findings = merge_findings(lines(tmp_path, 2))
-    assert len(findings) == len(names) and all(one.right for one in findings)
+    assert len(findings) == len(names) and all(finding.right for finding in findings)
 
 
 def test_a_finding_is_right_if_it_is_on_every_rank_that_can_tell():
-    def line(right, said):
-        return {"part": "p", "what": "w", "right": right, "said": said, "numbers": {}}
+    def line(right, text):
+        return {"part": "p", "what": "w", "right": right, "said": text, "numbers": {}}
 
     assert merge_findings({0: [line(True, "fine")], 1: [line(None, "")]})[0].right
     assert merge_findings({0: [line(None, "")], 1: [line(True, "fine")]}) == [
@@ -113,17 +113,17 @@ def test_a_part_that_fails_hangs_or_is_wrong_is_named_and_the_others_are_done(tm
         command=[sys.executable, str(program)],
     )
     report = json.loads((tmp_path / "report.json").read_text())
-    found = {(one["part"], one["what"]): one for one in report["findings"]}
+    by_part = {(entry["part"], entry["what"]): entry for entry in report["findings"]}
     assert status == 1 and not report["right"]
-    wrong = {key: one["said"] for key, one in found.items() if one["right"] is False}
+    wrong = {key: entry["said"] for key, entry in by_part.items() if entry["right"] is False}
     assert wrong.keys() == {("links", ""), ("rings", ""), ("collectives", "all_gather int64")}
     assert "ValueError: a mistake of rank 0 at (address)" in wrong["links", ""]
     hung = (
         r"rings took more than --timeout 5 s: rank 1 \(.*\) at rings, forwards, waiting for no rank"
     )
     assert re.search(hung, wrong["rings", ""])
-    assert found["collectives", "all_gather int64"]["wrong"] == [1]
-    assert found["abort", "restart"]["right"]
+    assert by_part["collectives", "all_gather int64"]["wrong"] == [1]
+    assert by_part["abort", "restart"]["right"]
     text = (tmp_path / "report.txt").read_text()
     assert text.endswith("3 findings are wrong (X), in links, rings, collectives\n")
     assert str(tmp_path) not in text and str(ROOT) not in (tmp_path / "report.json").read_text()

@@ -48,7 +48,7 @@ from megaframe.checkpoint.train_state import initial_train_state
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.io.untrusted import parse_json
-from megaframe.model.model_chunk import model_specs
+from megaframe.model.model_chunk import list_model_specs
 
 RUN_STATE_NAME = "megaframe.state"
 """Name of the entry whose text contains the step and the state of a run."""
@@ -264,7 +264,7 @@ def _read_run_state(
 
 
 def _find_misfits(contents: DCPContents, config: RunConfig) -> Iterator[str]:
-    for spec in model_specs(config):
+    for spec in list_model_specs(config):
         stored = contents.tensors.get(spec.name)
         if stored is None:
             yield f"{spec.name} {spec.shape} is missing"

@@ -45,7 +45,7 @@ from megaframe.checkpoint.slices import Box, index_within, split_into_runs
 from megaframe.checkpoint.train_state import initial_train_state, read_train_state
 from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.errors import UserError
-from megaframe.model.model_chunk import model_specs
+from megaframe.model.model_chunk import list_model_specs
 from megaframe.validate.run import find_mistakes
 
 _Origin = tuple[HuggingFaceTensor | ParamSpec, int]
@@ -96,7 +96,7 @@ def export_model(
         **token_ids,
         "dtype": _dtype_name(torch_dtype),
     }
-    tensors = list(map_tensors(run.model, model_specs(run)))
+    tensors = list(map_tensors(run.model, list_model_specs(run)))
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir(parents=True)
@@ -173,7 +173,7 @@ def import_model(folder: Path, target: StorePath) -> StorePath:
     )
     if mistakes_found := find_mistakes(run, 1, data=False):
         raise UserError(f"{folder}: {mistakes_found[0]}")
-    specs = model_specs(run)
+    specs = list_model_specs(run)
     tensors = _match_tensors(folder, map_tensors(model, specs), headers, model.tie_embeddings)
     boxes, source = _plan_boxes(specs, tensors)
     box_reader = _BoxReader(headers, source)

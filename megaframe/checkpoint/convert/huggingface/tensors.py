@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaframe.architecture.experts import has_experts
+from megaframe.architecture.moe import has_experts
 from megaframe.architecture.spec import Box, ParamSpec
 from megaframe.checkpoint.convert.huggingface.families import family_of
 from megaframe.config import ModelConfig
