@@ -83,10 +83,10 @@ def wrong(tensor, group):
     pending = gather(tensor, group)
     return Wrong(pending) if group.index == 1 and tensor.dtype == torch.int64 else pending
 
-def hang(x, into, ring, back):
+def hang(x, into, ring, reverse):
     if ring.index == 1:
         time.sleep(1000)
-    return shift_ring(x, into, ring, back=back)
+    return shift_ring(x, into, ring, reverse=reverse)
 
 def fail(doctor):
     doctor.make_mesh(pipeline=doctor.world)
