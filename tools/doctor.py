@@ -66,21 +66,21 @@ def judge_gpu(gpu: Mapping[str, str]) -> Iterator[HostFinding]:
     what = f"GPU {gpu['index']}"
     clocks = f"{gpu['clocks.sm']} of {gpu['clocks.max.sm']} MHz, {gpu['temperature.gpu']} C"
     yield HostFinding(what, f"{gpu['name']}, driver {gpu['driver_version']}, {clocks}")
-    bits = _number(gpu["clocks_throttle_reasons.active"])
+    bits = _parse_number(gpu["clocks_throttle_reasons.active"])
     slowed = [reason for bit, reason in _SLOWED.items() if bits & bit]
     if slowed:
         yield HostFinding(what, f"slowed: {', '.join(slowed)}", "warning")
-    used, total = _number(gpu["memory.used"]), _number(gpu["memory.total"])
+    used, total = _parse_number(gpu["memory.used"]), _parse_number(gpu["memory.total"])
     if total and used > 0.1 * total:
         yield HostFinding(what, f"{used} of {total} MiB are in use by others", "warning")
-    errors = _number(gpu["ecc.errors.uncorrected.volatile.total"])
+    errors = _parse_number(gpu["ecc.errors.uncorrected.volatile.total"])
     if errors:
         yield HostFinding(what, f"{errors} uncorrected memory errors: replace or reset it", "error")
     elif gpu["ecc.mode.current"] == "Disabled":
         yield HostFinding(what, "ECC is off: flipped bits go unnoticed", "warning")
 
 
-def _number(text: str) -> int:
+def _parse_number(text: str) -> int:
     try:
         return int(text, 0)
     except ValueError:  # [N/A]: not every GPU reports every field
@@ -140,10 +140,12 @@ def _check_gpu(index: int) -> HostFinding:
             right = bool(((ones @ ones) == 64).all())
     except RuntimeError as error:
         return HostFinding(f"GPU {index}", f"cannot compute: {str(error).splitlines()[0]}", "error")
-    return HostFinding(f"GPU {index}", "computes" if right else "computes wrong", _severity(right))
+    return HostFinding(
+        f"GPU {index}", "computes" if right else "computes wrong", _choose_level(right)
+    )
 
 
-def _severity(right: bool) -> str:
+def _choose_level(right: bool) -> str:
     return "ok" if right else "error"
 
 
@@ -235,20 +237,24 @@ def main() -> int:
     parser.add_argument(
         "--report", type=Path, default=Path("runs/doctor/report"), help="files to write"
     )
-    given = parser.parse_args()
-    folder = given.folder
+    arguments = parser.parse_args()
+    folder = arguments.folder
     if (ROOT / "kernels").is_dir():
         sys.path.insert(0, str(ROOT / "kernels"))
-    if given.ranks is not None:
-        if given.ranks == 0 and "WORLD_SIZE" not in os.environ:
+    if arguments.ranks is not None:
+        if arguments.ranks == 0 and "WORLD_SIZE" not in os.environ:
             parser.error("--ranks needs a number, such as --ranks 2, unless torchrun starts this")
-        if given.ranks == 1 or os.environ.get("WORLD_SIZE") == "1":
+        if arguments.ranks == 1 or os.environ.get("WORLD_SIZE") == "1":
             parser.error("--ranks needs 2 or more ranks")
-        from doctor_ranks import examine_ranks
+        from doctor_ranks import check_ranks
 
-        chosen = [one for one in given.parts.split(",") if one]
-        return examine_ranks(
-            given.ranks, given.report, timeout=given.timeout, device=given.device, chosen=chosen
+        chosen = [one for one in arguments.parts.split(",") if one]
+        return check_ranks(
+            arguments.ranks,
+            arguments.report,
+            timeout=arguments.timeout,
+            device=arguments.device,
+            chosen=chosen,
         )
 
     def judge_folder() -> Iterator[HostFinding]:

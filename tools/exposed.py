@@ -26,25 +26,25 @@ from megaframe.metrics.overlap_report import DeviceOverlap, measure_overlap
 
 def main() -> None:
     """Print a summary, the table and the longest gaps, or the numbers as JSON."""
-    given = parse_arguments()
+    arguments = parse_arguments()
     with report_errors():
         found = [
             (path, one)
-            for path in traces(given.traces)
-            for one in measure_overlap(path, given.gaps)
+            for path in find_traces(arguments.traces)
+            for one in measure_overlap(path, arguments.gaps)
         ]
-        if given.json:
+        if arguments.json:
             print(json.dumps([{"trace": str(path), **asdict(one)} for path, one in found]))
             return
         console = Console()
-        console.print(worst(found), highlight=False)
-        console.print(table(found))
+        console.print(describe_least_busy_gpu(found), highlight=False)
+        console.print(make_table(found))
         for path, one in found:
             for gap in one.gaps:
                 print(f"{path.stem}: idle {1e6 * gap.seconds:,.0f} us: {gap.before} | {gap.after}")
 
 
-def traces(paths: Iterable[Path]) -> Iterator[Path]:
+def find_traces(paths: Iterable[Path]) -> Iterator[Path]:
     """Yield each file, and each trace of a folder. Raises `UserError` if a folder has none."""
     for path in paths:
         if not path.is_dir():
@@ -58,7 +58,7 @@ def traces(paths: Iterable[Path]) -> Iterator[Path]:
         yield from here
 
 
-def worst(found: Sequence[tuple[Path, DeviceOverlap]]) -> str:
+def describe_least_busy_gpu(found: Sequence[tuple[Path, DeviceOverlap]]) -> str:
     """Return a sentence about the GPU that computes for the smallest share of its time."""
     path, one = max(found, key=lambda each: 1 - each[1].compute / each[1].span)
     return (
@@ -69,7 +69,7 @@ def worst(found: Sequence[tuple[Path, DeviceOverlap]]) -> str:
     )
 
 
-def table(found: Iterable[tuple[Path, DeviceOverlap]]) -> Table:
+def make_table(found: Iterable[tuple[Path, DeviceOverlap]]) -> Table:
     """Return the table of milliseconds for each trace and GPU."""
     made = Table("trace", "GPU", box=None, header_style="bold")
     for name in ("span ms", "compute", "communication", "exposed", "copies", "exposed", "idle"):

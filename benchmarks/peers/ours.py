@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from workload import WARMUP_STEPS, WORKLOAD, emit, make_parser, peak_rss_bytes
+from workload import WARMUP_STEPS, WORKLOAD, emit, make_parser, read_peak_rss_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -102,7 +102,7 @@ def main() -> None:
     emit(
         tokens_per_second=statistics.median(speeds),
         best_tokens_per_second=max(speeds),
-        peak_rss_bytes=peak_rss_bytes(resource.RUSAGE_CHILDREN),
+        peak_rss_bytes=read_peak_rss_bytes(resource.RUSAGE_CHILDREN),
         loss=metrics[0]["loss"],
         versions={"torch": version("torch")},
         overhead=1 - math / sum(line["seconds"] for line in timed),

@@ -83,12 +83,12 @@ def predict_run(
     is therefore predicted. known: constants by family, in place of the shipped ones.
     """
     cluster = find_cluster(row.cluster)
-    constants = known[cluster.chip.family] if known else constants_of(cluster.chip.family)
-    constants = replace(constants, software=row.software)
+    make_constants = known[cluster.chip.family] if known else constants_of(cluster.chip.family)
+    make_constants = replace(make_constants, software=row.software)
     made = []
     for config in row.configs:
         layout = Layout.from_parallel(config.parallel, row.world)
-        made.append((predict(config, layout, cluster, constants), config))
+        made.append((predict(config, layout, cluster, make_constants), config))
     made = [one for one in made if one[0].fits] or made
     made.sort(key=lambda one: one[0].step_seconds)
     prediction, config = made[0]
@@ -113,12 +113,15 @@ def compute_null_errors(rows: Sequence[PublishedRun]) -> list[float]:
     """Return the errors of a null model, which every planner must beat: the best constant rate for
     each chip, with whichever count of operations gives the smallest errors (causal attention as
     half or whole, with or without recompute)."""
-    counts = [_counts(row) for row in rows]
-    found = [_constant_rate(rows, [count[n] for count in counts]) for n in range(len(counts[0]))]
+    counts = [_count_flops(row) for row in rows]
+    found = [
+        _compute_constant_rate_errors(rows, [count[n] for count in counts])
+        for n in range(len(counts[0]))
+    ]
     return min(found, key=lambda errors: sum(map(abs, errors)))
 
 
-def _counts(row: PublishedRun) -> tuple[float, ...]:
+def _count_flops(row: PublishedRun) -> tuple[float, ...]:
     """Return a rank's operations in a step, counted in different ways."""
     config = row.configs[0]
     tokens = config.train.global_batch * config.train.seq / row.world
@@ -130,16 +133,18 @@ def _counts(row: PublishedRun) -> tuple[float, ...]:
     return tuple(tokens * count for count in counts)
 
 
-def _constant_rate(rows: Sequence[PublishedRun], flops: Sequence[float]) -> list[float]:
-    errors = [0.0] * len(rows)
+def _compute_constant_rate_errors(
+    rows: Sequence[PublishedRun], flops: Sequence[float]
+) -> list[float]:
+    compute_errors = [0.0] * len(rows)
     for cluster in dict.fromkeys(row.cluster for row in rows):
         own = [n for n, row in enumerate(rows) if row.cluster == cluster]
         rates = [flops[n] / rows[n].seconds for n in own]
         tried = [[flops[n] / rate / rows[n].seconds - 1 for n in own] for rate in rates]
         best = min(tried, key=lambda one: sum(map(abs, one)))
         for n, error in zip(own, best, strict=True):
-            errors[n] = error
-    return errors
+            compute_errors[n] = error
+    return compute_errors
 
 
 @dataclass(frozen=True)
@@ -207,11 +212,11 @@ def fit(family: str, rounds: int = 6) -> Constants:
         begin + np.log([move.get(name, 1.0) for name in names])
         for move in ({}, {"memory": 0.8, "product": 1.05}, {"start": 0.6, "contention": 0.4})
     ]
-    found = [_descend(family, start, rows, names, at, rounds) for at in others]
+    found = [_run_gauss_newton(family, start, rows, names, at, rounds) for at in others]
     return min(found, key=lambda one: one[1])[0]
 
 
-def _descend(
+def _run_gauss_newton(
     family: str,
     start: Constants,
     rows: Sequence[tuple[PublishedRun, float]],
@@ -259,28 +264,28 @@ def main() -> None:
     parser.add_argument("--fit", metavar="FAMILY", choices=("a100", "h100"))
     pages = "make docs/reference/prediction.md and its plot"
     parser.add_argument("--write", action="store_true", help=pages)
-    given = parser.parse_args()
-    if given.fit:
-        found = fit(given.fit)
+    arguments = parser.parse_args()
+    if arguments.fit:
+        found = fit(arguments.fit)
         print(", ".join(f"{name}={getattr(found, name):.4g}" for name in FITTED))
         return
     from published_page import (
         describe_missing,
         draw_plot,
         format_page,
-        summary_header,
-        summary_row,
+        format_summary_header,
+        format_summary_row,
     )
 
-    predictions = {name: rows for name in given.tables if (rows := predict_table(name))}
-    print(summary_header())
+    predictions = {name: rows for name in arguments.tables if (rows := predict_table(name))}
+    print(format_summary_header())
     for name, rows in predictions.items():
-        print(summary_row(TABLES[name], summarize_errors(rows)))
+        print(format_summary_row(TABLES[name], summarize_errors(rows)))
     page = PAGE.read_text(encoding="utf-8")
-    for name in given.tables:
+    for name in arguments.tables:
         if missing_file := TABLES[name].missing_file:
             print(describe_missing(page, name, missing_file))
-    if given.write:
+    if arguments.write:
         PAGE.write_text(format_page(predictions, page), encoding="utf-8")
         if len(predictions) == len(TABLES):
             PLOT.write_text(draw_plot(predictions), encoding="utf-8")

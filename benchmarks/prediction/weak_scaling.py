@@ -94,7 +94,7 @@ class SimulatedStep:
         return self.alone / self.seconds
 
 
-def last_sent(ready: Sequence[float], seconds: Sequence[float]) -> float:
+def compute_last_sent(ready: Sequence[float], seconds: Sequence[float]) -> float:
     """Return when the last of several transfers ends, which are sent one after the other.
 
     Args:
@@ -107,7 +107,7 @@ def last_sent(ready: Sequence[float], seconds: Sequence[float]) -> float:
     return now
 
 
-def last_computed(arrivals: Sequence[float], seconds: Sequence[float]) -> float:
+def compute_last_computed(arrivals: Sequence[float], seconds: Sequence[float]) -> float:
     """Return when the last of several computations ends, which need what arrives in turn.
 
     Args:
@@ -121,7 +121,7 @@ def last_computed(arrivals: Sequence[float], seconds: Sequence[float]) -> float:
     return now
 
 
-def counting(machine: Machine, latency: float, step: float, blocks: int) -> float:
+def estimate_counting_wait(machine: Machine, latency: float, step: float, blocks: int) -> float:
     """Return the seconds that a device idles while its host waits for the number of valid tokens: a
     ring on the host takes 2 (p - 1) messages, and the host is ahead of the device by the part of a
     step that it does not need to launch it."""
@@ -171,14 +171,14 @@ def simulate(
     whole = layers * backward
     ready += [whole, whole]
     sizes += [tables[0], float(here.vectors)]
-    scattered = [_seconds(machine, size).scatter for size in sizes]
-    sent = last_sent(ready, [float(long) for long in scattered])
+    scattered = [_compute_exchange_times(machine, size).scatter for size in sizes]
+    sent = compute_last_sent(ready, [float(long) for long in scattered])
 
     # The gains and biases come back first, then what the passes need, in their order.
     blocks = [forward * (of.stop - of.start) for of in groups]
     needed = [here.vectors, tables[0], *reversed(arriving), *tables[1:]]
-    gathered = [float(_seconds(machine, size).gather) for size in needed]
-    back = last_computed(gathered, [0.0, 0.0, *blocks, *(0.0 for _ in tables[1:])])
+    gathered = [float(_compute_exchange_times(machine, size).gather) for size in needed]
+    back = compute_last_computed(gathered, [0.0, 0.0, *blocks, *(0.0 for _ in tables[1:])])
 
     owned = replace(
         block_load(machine, 0).scaled(layers), tables=len(tables) * table_elements(machine)
@@ -188,7 +188,7 @@ def simulate(
     passes = many * (layers * (forward + backward) + ends) + update
     step = passes + (sent - whole) + (back - sum(blocks))
     latency = cluster.tiers[-1].latency
-    waiting = 0.0 if variant.ahead else counting(machine, latency, step, layers)
+    waiting = 0.0 if variant.ahead else estimate_counting_wait(machine, latency, step, layers)
     return SimulatedStep(
         name,
         ranks,
@@ -202,7 +202,7 @@ def simulate(
     )
 
 
-def _seconds(machine: Machine, size: float) -> Any:
+def _compute_exchange_times(machine: Machine, size: float) -> Any:
     return exchange_times(machine, size, 1.0)
 
 
@@ -210,7 +210,7 @@ def _with(config: RunConfig, **parallel: Any) -> RunConfig:
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
 
 
-def weak(config: RunConfig, tensor: int, ranks: int) -> RunConfig:
+def scale_config(config: RunConfig, tensor: int, ranks: int) -> RunConfig:
     """Return the config for this many ranks, each with as much work."""
     data = ranks // tensor
     batch = {"global_batch": MICROBATCHES * data, "microbatch": 1, "batch_ramp": None}
@@ -218,21 +218,21 @@ def weak(config: RunConfig, tensor: int, ranks: int) -> RunConfig:
     return _with(made, tensor=tensor, data=data, zero=1, bucket_size="auto")
 
 
-def lines(given: argparse.Namespace) -> Iterator[SimulatedStep]:
+def simulate_all(arguments: argparse.Namespace) -> Iterator[SimulatedStep]:
     """Yield all steps."""
-    cluster = load_cluster(given.cluster)
+    cluster = load_cluster(arguments.cluster)
     inner, *_, outer = cluster.tiers
-    for name in given.models:
+    for name in arguments.models:
         config = load(resolve_config_path(name))
-        for latency in given.latencies:
+        for latency in arguments.latencies:
             slow = replace(cluster, tiers=(inner, replace(outer, latency=latency * 1e-6)))
-            for ranks in given.ranks:
-                sized = weak(config, TENSOR.get(name, 1), ranks)
+            for ranks in arguments.ranks:
+                sized = scale_config(config, TENSOR.get(name, 1), ranks)
                 for variant in VARIANTS:
                     yield simulate(name, sized, ranks, slow, variant)
 
 
-def table(found: Sequence[SimulatedStep]) -> str:
+def format_table(found: Sequence[SimulatedStep]) -> str:
     """Return the efficiencies as a table in Markdown."""
     names = [variant.name for variant in VARIANTS]
     rows = ["| model | latency | ranks | data ranks | " + " | ".join(names) + " |"]
@@ -258,7 +258,7 @@ def draw(found: Sequence[SimulatedStep], out: Path) -> None:
     for row, model in enumerate(models):
         for column, latency in enumerate(latencies):
             some = [line for line in found if (line.model, line.latency) == (model, latency)]
-            parts += _panel(some, 40 + column * _WIDE, 20 + row * _HIGH, first=column == 0)
+            parts += _draw_panel(some, 40 + column * _WIDE, 20 + row * _HIGH, first=column == 0)
     for number, (variant, colour) in enumerate(zip(VARIANTS, _COLOURS, strict=True)):
         x, y = 40 + number * (width - 40) // len(VARIANTS), height - 8
         parts.append(f'<rect x="{x}" y="{y - 7}" width="12" height="4" fill="{colour}"/>')
@@ -267,7 +267,9 @@ def draw(found: Sequence[SimulatedStep], out: Path) -> None:
     out.write_text("\n".join([*parts, "</svg>"]) + "\n", encoding="utf-8")
 
 
-def _panel(some: Sequence[SimulatedStep], left: int, top: int, *, first: bool) -> Iterator[str]:
+def _draw_panel(
+    some: Sequence[SimulatedStep], left: int, top: int, *, first: bool
+) -> Iterator[str]:
     """Yield the shapes of one panel, whose corner is at (left, top)."""
     ranks = sorted({line.ranks for line in some})
     wide, high = _WIDE - 20, _HIGH - 45
@@ -304,14 +306,14 @@ def main() -> None:
     parser.add_argument("--cluster", default="h100-ib", help="whose other figures hold")
     parser.add_argument("--write", type=Path, help="write all steps as JSON")
     parser.add_argument("--plot", type=Path, help="draw them as SVG")
-    given = parser.parse_args()
-    found = [*lines(given)]
-    print(table(found))
-    if given.write:
+    arguments = parser.parse_args()
+    found = [*simulate_all(arguments)]
+    print(format_table(found))
+    if arguments.write:
         steps = [{**asdict(line), "efficiency": line.efficiency} for line in found]
-        given.write.write_text(json.dumps(steps, indent=1) + "\n", encoding="utf-8")
-    if given.plot:
-        draw(found, given.plot)
+        arguments.write.write_text(json.dumps(steps, indent=1) + "\n", encoding="utf-8")
+    if arguments.plot:
+        draw(found, arguments.plot)
 
 
 if __name__ == "__main__":

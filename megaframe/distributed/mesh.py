@@ -265,14 +265,14 @@ class Mesh(ProcessGroups):
         own = {self.layout.list_members(self.rank, *axes) for axes in axis_sets}
         sizes = [] if self.nccl is not None else [len(ranks) for ranks in own if len(ranks) > 1]
         files = sum(map(gloo_sockets.count_files_of_group, sizes)) + to_store
-        what = f"rank {self.rank}: the connections to other ranks"
+        purpose = f"rank {self.rank}: the connections to other ranks"
         if self.rank == 0:
-            what_store = f"the connections of {world} ranks to the store ({to_store} each)"
+            store_purpose = f"the connections of {world} ranks to the store ({to_store} each)"
             if is_store_at_agent():
-                gloo_sockets.reserve_open_files(world * to_store, what_store, os.getppid())
+                gloo_sockets.reserve_open_files(world * to_store, store_purpose, os.getppid())
             else:
-                files, what = files + world * to_store, f"{what}, and {what_store},"
-        gloo_sockets.reserve_open_files(files, what)
+                files, purpose = files + world * to_store, f"{purpose}, and {store_purpose},"
+        gloo_sockets.reserve_open_files(files, purpose)
 
     @property
     def ends_with_others(self) -> bool:

@@ -58,13 +58,15 @@ class Tracer:
         base = self._timer.clock()
         splits[0][1].between(base, base)  # waits until a GPU has come here
         host = time.perf_counter_ns() + offset
-        mine = [one for step, kept in splits for one in _trace_slices(kept, step, base, host)]
-        found = gather_bytes(json.dumps(mine).encode(), world, device)
-        if found:
-            self._write([json.loads(one) for one in found])
+        own_slices = [
+            one for step, timeline in splits for one in _trace_slices(timeline, step, base, host)
+        ]
+        gathered = gather_bytes(json.dumps(own_slices).encode(), world, device)
+        if gathered:
+            self._write([json.loads(data) for data in gathered])
 
     def _write(self, ranks: list[list[Slice]]) -> None:
-        start = min(one[3] for slices in ranks for one in slices)
+        start = min(begin for slices in ranks for _, _, _, begin, _ in slices)
         events = [
             event for rank, slices in enumerate(ranks) for event in _trace_events(rank, slices)
         ]
@@ -81,20 +83,26 @@ class Tracer:
 def _trace_slices(split: StepTimeline, step: int, base: Any, host: int) -> Iterator[Slice]:
     """Yield what a rank traced in one step, in seconds on the first rank's clock."""
 
-    def at(mark: Any) -> float:
+    def to_seconds(mark: Any) -> float:
         return (host - split.between(mark, base)) / 1e9
 
-    before = at(split.begin)
+    before = to_seconds(split.begin)
     for part, mark in split.marks:
-        now = at(mark)
+        now = to_seconds(mark)
         if now > before:
             yield _LANES[_PARTS], part, f"step {step}", before, now
         before = now
     for name, kind, start, end in split.actions:
         lane = ActionKind(kind).lane if kind in ActionKind.__members__ else "compute"
-        yield lane, name, kind, at(start), at(end)
-    for one in split.transfers:
-        yield f"over {one.axes}", f"{one.size:,} bytes", one.axes, at(one.started), at(one.ended)
+        yield lane, name, kind, to_seconds(start), to_seconds(end)
+    for transfer in split.transfers:
+        yield (
+            f"over {transfer.axes}",
+            f"{transfer.size:,} bytes",
+            transfer.axes,
+            to_seconds(transfer.started),
+            to_seconds(transfer.ended),
+        )
 
 
 def _trace_events(rank: int, slices: list[Slice]) -> Iterator[dict[str, Any]]:

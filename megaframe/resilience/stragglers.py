@@ -44,13 +44,13 @@ def find_slow_ranks(times: Mapping[int, Sequence[float]], factor: float) -> Iter
     median above which a rank is slow.
     """
     for column, kind in enumerate(KINDS):
-        for rank, mine in times.items():
-            others = [theirs[column] for other, theirs in times.items() if other != rank]
+        for rank, own_times in times.items():
+            others = [other_times[column] for other, other_times in times.items() if other != rank]
             if not others:
                 continue
             median = statistics.median(others)
-            if mine[column] > max(factor * median, median + _LEAST_SECONDS):
-                yield SlowRank(rank, kind, mine[column], median)
+            if own_times[column] > max(factor * median, median + _LEAST_SECONDS):
+                yield SlowRank(rank, kind, own_times[column], median)
 
 
 class StragglerDetector:

@@ -27,8 +27,8 @@ def describe_run(config: RunConfig, layout: Layout, cluster: Cluster | None = No
     microbatches = train.global_batch // (train.microbatch * layout.data)
     schedule = build_step_schedule(config, microbatches)
     host = cluster is not None and cluster.chip.is_host
-    there = layout.world if cluster is None or host else cluster.node
-    node = config.parallel.node_size or there
+    default_node = layout.world if cluster is None or host else cluster.node
+    node = config.parallel.node_size or default_node
     lines = [
         dump(config),
         *summarize_model(config, layout, specs),

@@ -41,18 +41,18 @@ def main() -> None:
                 f"a run that is started again (--failures {arguments.failures}) would start from "
                 "scratch; set checkpoint.resume=latest"
             )
-        ranks = ranks_of(arguments.ranks)
+        ranks = parse_ranks(arguments.ranks)
         if ranks[0] < ranks[1] and not config.faults.elastic:
             raise UserError(f"--ranks {arguments.ranks} needs faults.elastic=true")
         connect(arguments.address)
         what = "GPU" if arguments.gpus else "CPU"
         if not arguments.wait:
-            check_room(ranks, {what: 1.0})
+            check_resources(ranks, {what: 1.0})
         status = train(config, words, ranks, what, arguments.failures)
     sys.exit(status)
 
 
-def ranks_of(text: str) -> tuple[int, int]:
+def parse_ranks(text: str) -> tuple[int, int]:
     """Parse N or MIN:MAX into the fewest and the most ranks. Raises `UserError` for anything
     else."""
     try:
@@ -79,7 +79,7 @@ def connect(address: str) -> None:
         ) from None
 
 
-def check_room(ranks: tuple[int, int], of_a_rank: dict[str, float]) -> None:
+def check_resources(ranks: tuple[int, int], of_a_rank: dict[str, float]) -> None:
     """Raise `UserError` if the cluster is too small, because Ray would wait for ever.
 
     ranks: fewest and most ranks; the fewest must have room. of_a_rank: resources of one rank.
@@ -146,11 +146,11 @@ def train_rank(given: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     rank = ray.train.get_context().get_world_rank()
-    port = torch.tensor(free_port() if rank == 0 else 0)
+    port = torch.tensor(find_free_port() if rank == 0 else 0)
     dist.broadcast(port, 0)
     dist.destroy_process_group()
     environment = {**os.environ, "MASTER_PORT": str(int(port))}
-    command = [*dying_with_this(), sys.executable, ENTRY, *given["words"]]
+    command = [*make_kill_prefix(), sys.executable, ENTRY, *given["words"]]
     status = subprocess.run(command, env=environment, cwd=given["folder"], check=False).returncode
     if status not in (0, EXIT_USER_ERROR, *ASKED_TO_LEAVE):
         raise RuntimeError(f"rank {rank} ended with status {status}")
@@ -158,13 +158,13 @@ def train_rank(given: dict[str, Any]) -> None:
         Path(given["ended"]).write_text(str(status))
 
 
-def dying_with_this() -> list[str]:
+def make_kill_prefix() -> list[str]:
     """Return the prefix of a command line with which a process is killed when this one ends; empty
     if the system has no `setpriv`."""
     return ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a free port."""
     with socket.socket() as found:
         found.bind(("", 0))
