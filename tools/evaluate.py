@@ -79,7 +79,7 @@ def _on_texts(
             stride=context if arguments.stride is None else arguments.stride,
             batch=arguments.batch,
             data=config.data,
-            token_bytes=None if tokenizer is None else tokenizer.token_bytes(),
+            token_bytes=None if tokenizer is None else tokenizer.count_token_bytes(),
         )
         if not found.tokens:
             raise UserError(f"{name}: data.mask_eod of the run leaves no token that counts")

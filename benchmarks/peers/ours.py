@@ -24,13 +24,13 @@ from workload import WARMUP_STEPS, WORKLOAD, emit, make_parser, read_peak_rss_by
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megaframe.data.indexed_dataset import token_dtype  # noqa: E402
+from megaframe.data.indexed_dataset import choose_token_dtype  # noqa: E402
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter  # noqa: E402
 
 
 def write_documents(prefix: Path, documents: Iterable[NDArray[np.integer]], vocab: int) -> None:
     """Write a token file with one sequence per document."""
-    with IndexedDatasetWriter(str(prefix), token_dtype(vocab)) as writer:
+    with IndexedDatasetWriter(str(prefix), choose_token_dtype(vocab)) as writer:
         for document in documents:
             writer.append(document)
 
