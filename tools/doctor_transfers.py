@@ -31,7 +31,7 @@ from megaframe.distributed.collectives import (
     send,
     shift_ring,
 )
-from megaframe.distributed.flight_recorder import write_flight_record
+from megaframe.distributed.fault_records import write_flight_record
 from megaframe.distributed.mesh import Mesh, read_global_rank, read_world_size
 from megaframe.distributed.nccl_settings import NcclSettings
 from megaframe.layout import Layout
