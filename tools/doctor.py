@@ -63,21 +63,23 @@ def read_gpus(text: str) -> list[dict[str, str]]:
 
 def judge_gpu(gpu: Mapping[str, str]) -> Iterator[HostFinding]:
     """Yield findings on the state of one GPU: clocks, memory in use, memory errors."""
-    what = f"GPU {gpu['index']}"
+    subject = f"GPU {gpu['index']}"
     clocks = f"{gpu['clocks.sm']} of {gpu['clocks.max.sm']} MHz, {gpu['temperature.gpu']} C"
-    yield HostFinding(what, f"{gpu['name']}, driver {gpu['driver_version']}, {clocks}")
+    yield HostFinding(subject, f"{gpu['name']}, driver {gpu['driver_version']}, {clocks}")
     bits = _parse_number(gpu["clocks_throttle_reasons.active"])
     slowed = [reason for bit, reason in _SLOWED.items() if bits & bit]
     if slowed:
-        yield HostFinding(what, f"slowed: {', '.join(slowed)}", "warning")
+        yield HostFinding(subject, f"slowed: {', '.join(slowed)}", "warning")
     used, total = _parse_number(gpu["memory.used"]), _parse_number(gpu["memory.total"])
     if total and used > 0.1 * total:
-        yield HostFinding(what, f"{used} of {total} MiB are in use by others", "warning")
+        yield HostFinding(subject, f"{used} of {total} MiB are in use by others", "warning")
     errors = _parse_number(gpu["ecc.errors.uncorrected.volatile.total"])
     if errors:
-        yield HostFinding(what, f"{errors} uncorrected memory errors: replace or reset it", "error")
+        yield HostFinding(
+            subject, f"{errors} uncorrected memory errors: replace or reset it", "error"
+        )
     elif gpu["ecc.mode.current"] == "Disabled":
-        yield HostFinding(what, "ECC is off: flipped bits go unnoticed", "warning")
+        yield HostFinding(subject, "ECC is off: flipped bits go unnoticed", "warning")
 
 
 def _parse_number(text: str) -> int:
@@ -103,32 +105,34 @@ def judge_software() -> Iterator[HostFinding]:
 
     from megaframe.distributed.device import explain_hidden_gpu, explain_unusable_gpu
 
-    found = ", ".join(f"{name} {version}" for name, version in versions().items())
-    yield HostFinding("software", f"Python {platform.python_version()}, {found}")
-    known, seen = read_smi(), torch.cuda.device_count()
+    installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+    yield HostFinding("software", f"Python {platform.python_version()}, {installed}")
+    known, num_visible = read_smi(), torch.cuda.device_count()
     for gpu in known:
         yield from judge_gpu(gpu)
-    if len(known) > seen:
+    if len(known) > num_visible:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         if hidden is not None:
-            said = f"torch sees {seen} of {len(known)} GPUs: CUDA_VISIBLE_DEVICES={hidden}"
-            yield HostFinding("torch", said, "warning")
+            text = f"torch sees {num_visible} of {len(known)} GPUs: CUDA_VISIBLE_DEVICES={hidden}"
+            yield HostFinding("torch", text, "warning")
         else:
-            said = f"torch {torch.__version__} sees {seen} of {len(known)} GPUs"
-            yield HostFinding("torch", said, "error" if seen else "warning")
-    if not seen:
+            text = f"torch {torch.__version__} sees {num_visible} of {len(known)} GPUs"
+            yield HostFinding("torch", text, "error" if num_visible else "warning")
+    if not num_visible:
         if reason := explain_unusable_gpu():
             yield HostFinding("torch", f"no GPU that a run can use: {reason}", "error")
             return
         hidden = f" ({reason})" if (reason := explain_hidden_gpu()) else ""
         yield HostFinding("torch", f"no GPU: a run uses the CPU, {os.cpu_count()} cores{hidden}")
         return
-    for index in range(seen):
+    for index in range(num_visible):
         yield _check_gpu(index)
     if torch.distributed.is_nccl_available():
         yield HostFinding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     else:
-        yield HostFinding("NCCL", "torch was built without it", "error" if seen > 1 else "warning")
+        yield HostFinding(
+            "NCCL", "torch was built without it", "error" if num_visible > 1 else "warning"
+        )
 
 
 def _check_gpu(index: int) -> HostFinding:
@@ -166,8 +170,8 @@ def judge_links() -> Iterator[HostFinding]:
             torch.cuda.synchronize(0)
             seconds.append(time.perf_counter() - begun)
         how = "directly" if peer else "through the host: no peer access"
-        said = f"{_TRIAL / min(seconds) / 1e9:.0f} GB/s {how}"
-        yield HostFinding(f"link 0 to {other}", said, "ok" if peer else "warning")
+        text = f"{_TRIAL / min(seconds) / 1e9:.0f} GB/s {how}"
+        yield HostFinding(f"link 0 to {other}", text, "ok" if peer else "warning")
 
 
 def judge_kernels() -> Iterator[HostFinding]:
@@ -203,8 +207,8 @@ def judge_disk(folder: Path) -> Iterator[HostFinding]:
     except OSError as error:
         yield HostFinding("disk", f"{folder} cannot be written: {error.strerror}", "error")
         return
-    said = f"{folder}: {speed / 1e6:,.0f} MB/s durable, {free / 1e9:,.0f} GB free"
-    yield HostFinding("disk", said, "ok" if speed > 50e6 else "warning")
+    text = f"{folder}: {speed / 1e6:,.0f} MB/s durable, {free / 1e9:,.0f} GB free"
+    yield HostFinding("disk", text, "ok" if speed > 50e6 else "warning")
 
 
 def run_checks(checks: Sequence[Callable[[], Iterator[HostFinding]]]) -> Iterator[HostFinding]:
@@ -248,7 +252,7 @@ def main() -> int:
             parser.error("--ranks needs 2 or more ranks")
         from doctor_ranks import check_ranks
 
-        chosen = [one for one in arguments.parts.split(",") if one]
+        chosen = [prefix for prefix in arguments.parts.split(",") if prefix]
         return check_ranks(
             arguments.ranks,
             arguments.report,
@@ -260,13 +264,17 @@ def main() -> int:
     def judge_folder() -> Iterator[HostFinding]:
         return judge_disk(folder)
 
-    worst = 0
+    num_errors = 0
     for finding in run_checks((judge_software, judge_links, judge_kernels, judge_folder)):
         mark = {"ok": " ", "warning": "!", "error": "X"}[finding.level]
         print(f"{mark} {finding.what:<28} {finding.said}", flush=True)
-        worst += finding.level == "error"
-    print("a run can start" if not worst else f"a run cannot start: {worst} errors above (X)")
-    return 1 if worst else 0
+        num_errors += finding.level == "error"
+    print(
+        "a run can start"
+        if not num_errors
+        else f"a run cannot start: {num_errors} errors above (X)"
+    )
+    return 1 if num_errors else 0
 
 
 if __name__ == "__main__":

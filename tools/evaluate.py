@@ -116,19 +116,19 @@ def _on_tasks(
     return results
 
 
-def _to_json(found: Score) -> dict[str, Any]:
+def _to_json(score: Score) -> dict[str, Any]:
     return {
-        "tokens": found.tokens,
-        "loss": found.loss,
-        "perplexity": found.perplexity,
-        "bits_per_byte": found.bits_per_byte,
+        "tokens": score.tokens,
+        "loss": score.loss,
+        "perplexity": score.perplexity,
+        "bits_per_byte": score.bits_per_byte,
     }
 
 
-def _format_line(name: str, found: Score) -> str:
-    line = f"{name}  tokens {found.tokens:,}  loss {found.loss:.4f}"
-    line += f"  perplexity {found.perplexity:.4g}"
-    bits = found.bits_per_byte
+def _format_line(name: str, score: Score) -> str:
+    line = f"{name}  tokens {score.tokens:,}  loss {score.loss:.4f}"
+    line += f"  perplexity {score.perplexity:.4g}"
+    bits = score.bits_per_byte
     return line if bits is None else f"{line}  bits per byte {bits:.4f}"
 
 

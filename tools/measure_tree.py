@@ -250,14 +250,14 @@ def measure_imports(imports: Mapping[str, Iterable[str]]) -> tuple[int, int]:
 
 def find_reachable_rooms(imports: Mapping[str, Iterable[str]], start: str) -> set[str]:
     """Return the rooms that one imports, also through others."""
-    seen: set[str] = set()
+    reached: set[str] = set()
     waiting = [start]
     while waiting:
         for room in imports.get(waiting.pop(), ()):
-            if room not in seen:
-                seen.add(room)
+            if room not in reached:
+                reached.add(room)
                 waiting.append(room)
-    return seen
+    return reached
 
 
 def count_contract_layers(checkout: Path) -> int | None:

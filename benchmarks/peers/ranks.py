@@ -34,9 +34,9 @@ WARMUP_STEPS = 1
 def start_ranks(command: Sequence[str], ranks: int) -> list[str]:
     """Run a command once per rank, all at the same time, and return what each printed. Ends the
     program with the error output of the first rank that fails."""
-    with closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     address, hosts = json.loads(os.environ.get(PLACES, '["127.0.0.1", [[]]]'))
     world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     with ExitStack() as stack:

@@ -83,21 +83,21 @@ def predict_run(
     is therefore predicted. known: constants by family, in place of the shipped ones.
     """
     cluster = find_cluster(row.cluster)
-    make_constants = known[cluster.chip.family] if known else constants_of(cluster.chip.family)
-    make_constants = replace(make_constants, software=row.software)
-    made = []
+    constants = known[cluster.chip.family] if known else constants_of(cluster.chip.family)
+    constants = replace(constants, software=row.software)
+    predictions = []
     for config in row.configs:
         layout = Layout.from_parallel(config.parallel, row.world)
-        made.append((predict(config, layout, cluster, make_constants), config))
-    made = [one for one in made if one[0].fits] or made
-    made.sort(key=lambda one: one[0].step_seconds)
-    prediction, config = made[0]
+        predictions.append((predict(config, layout, cluster, constants), config))
+    predictions = [predicted for predicted in predictions if predicted[0].fits] or predictions
+    predictions.sort(key=lambda predicted: predicted[0].step_seconds)
+    prediction, config = predictions[0]
     near = [
-        one
-        for one in made
-        if one[0].step_seconds <= (1 + INDISTINGUISHABLE) * prediction.step_seconds
+        predicted
+        for predicted in predictions
+        if predicted[0].step_seconds <= (1 + INDISTINGUISHABLE) * prediction.step_seconds
     ]
-    seconds = float(np.mean([one.step_seconds for one, _ in near]))
+    seconds = float(np.mean([predicted.step_seconds for predicted, _ in near]))
     return PublishedPrediction(
         row, config, prediction, tuple(config for _, config in near), seconds
     )
@@ -114,11 +114,11 @@ def compute_null_errors(rows: Sequence[PublishedRun]) -> list[float]:
     each chip, with whichever count of operations gives the smallest errors (causal attention as
     half or whole, with or without recompute)."""
     counts = [_count_flops(row) for row in rows]
-    found = [
+    errors_by_count = [
         _compute_constant_rate_errors(rows, [count[n] for count in counts])
         for n in range(len(counts[0]))
     ]
-    return min(found, key=lambda errors: sum(map(abs, errors)))
+    return min(errors_by_count, key=lambda errors: sum(map(abs, errors)))
 
 
 def _count_flops(row: PublishedRun) -> tuple[float, ...]:
@@ -128,23 +128,23 @@ def _count_flops(row: PublishedRun) -> tuple[float, ...]:
     model, hardware = model_flops(config)
     m = config.model
     masked = 6.0 * m.layers * m.heads * m.head_dim * config.train.seq
-    again = masked / 3 if config.train.recompute == "full" else 0.0
-    counts = (model, hardware, model + masked, hardware + masked + again)
+    recomputed = masked / 3 if config.train.recompute == "full" else 0.0
+    counts = (model, hardware, model + masked, hardware + masked + recomputed)
     return tuple(tokens * count for count in counts)
 
 
 def _compute_constant_rate_errors(
     rows: Sequence[PublishedRun], flops: Sequence[float]
 ) -> list[float]:
-    compute_errors = [0.0] * len(rows)
+    errors = [0.0] * len(rows)
     for cluster in dict.fromkeys(row.cluster for row in rows):
         own = [n for n, row in enumerate(rows) if row.cluster == cluster]
         rates = [flops[n] / rows[n].seconds for n in own]
         tried = [[flops[n] / rate / rows[n].seconds - 1 for n in own] for rate in rates]
-        best = min(tried, key=lambda one: sum(map(abs, one)))
+        best = min(tried, key=lambda errors_of_rate: sum(map(abs, errors_of_rate)))
         for n, error in zip(own, best, strict=True):
-            compute_errors[n] = error
-    return compute_errors
+            errors[n] = error
+    return errors
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ def fit(family: str, rounds: int = 6) -> Constants:
         begin + np.log([move.get(name, 1.0) for name in names])
         for move in ({}, {"memory": 0.8, "product": 1.05}, {"start": 0.6, "contention": 0.4})
     ]
-    found = [_run_gauss_newton(family, start, rows, names, at, rounds) for at in others]
-    return min(found, key=lambda one: one[1])[0]
+    fits = [_run_gauss_newton(family, start, rows, names, at, rounds) for at in others]
+    return min(fits, key=lambda fitted: fitted[1])[0]
 
 
 def _run_gauss_newton(
@@ -229,32 +229,32 @@ def _run_gauss_newton(
     low, high = np.log(np.array([FITTED[name] for name in names])).T
     at = np.clip(at, low, high)
 
-    def constants(logs: np.ndarray) -> Constants:
-        made: dict[str, Any] = dict(zip(names, map(float, np.exp(logs)), strict=True))
-        return replace(start, **made)
+    def make_constants(logs: np.ndarray) -> Constants:
+        values: dict[str, Any] = dict(zip(names, map(float, np.exp(logs)), strict=True))
+        return replace(start, **values)
 
-    def errors(logs: np.ndarray) -> np.ndarray:
-        known = {family: constants(logs)}
+    def compute_errors(logs: np.ndarray) -> np.ndarray:
+        known = {family: make_constants(logs)}
         return np.array([w * np.log1p(predict_run(row, known).error) for row, w in rows])
 
-    now, damping = errors(at), 1e-2
+    now, damping = compute_errors(at), 1e-2
     for _ in range(rounds):
         steps = 0.05 * np.eye(len(at))
-        slopes = np.stack([(errors(at + one) - now) / 0.05 for one in steps], axis=1)
+        slopes = np.stack([(compute_errors(at + one) - now) / 0.05 for one in steps], axis=1)
         weights = 1 / np.maximum(np.abs(now), 5e-4)
         square = slopes.T @ (weights[:, None] * slopes)
         for _ in range(4):
             damped = square + damping * np.diag(np.diag(square) + 1e-3)
             move = np.clip(np.linalg.solve(damped, -slopes.T @ (weights * now)), -0.5, 0.5)
-            there = np.clip(at + move, low, high)
-            found = errors(there)
-            if np.abs(found).sum() < np.abs(now).sum():
-                at, now, damping = there, found, damping / 4
+            candidate = np.clip(at + move, low, high)
+            candidate_errors = compute_errors(candidate)
+            if np.abs(candidate_errors).sum() < np.abs(now).sum():
+                at, now, damping = candidate, candidate_errors, damping / 4
                 break
             damping *= 6
         else:
             break
-    return constants(at), float(np.abs(now).sum())
+    return make_constants(at), float(np.abs(now).sum())
 
 
 def main() -> None:

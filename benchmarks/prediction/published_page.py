@@ -135,7 +135,7 @@ def format_summary_header() -> str:
     return f"| table | rows | {columns} |\n|---|---|---|---|---|---|---|---|---|"
 
 
-def format_summary_row(table: PublishedTable, found: ErrorSummary, rows: int | None = None) -> str:
+def format_summary_row(table: PublishedTable, errors: ErrorSummary, rows: int | None = None) -> str:
     """Return a line of that table."""
 
     def format_with_aim(value: float, aim: float | None) -> str:
@@ -144,13 +144,13 @@ def format_summary_row(table: PublishedTable, found: ErrorSummary, rows: int | N
     cells = (
         table.source,
         "" if rows is None else str(rows),
-        format_with_aim(found.mean, table.mean),
-        format_with_aim(found.most, table.most),
-        format_percent(found.fitted),
-        format_percent(found.held_out),
-        format_percent(found.null),
-        format_percent(found.removed),
-        "" if found.lost is None else format_percent(found.lost),
+        format_with_aim(errors.mean, table.mean),
+        format_with_aim(errors.most, table.most),
+        format_percent(errors.fitted),
+        format_percent(errors.held_out),
+        format_percent(errors.null),
+        format_percent(errors.removed),
+        "" if errors.lost is None else format_percent(errors.lost),
     )
     return f"| {' | '.join(cells)} |"
 

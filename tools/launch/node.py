@@ -67,13 +67,13 @@ def main() -> None:
 
 def make_launcher_defaults(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the PET_ variables to set where `environment` does not."""
-    found = {name: value for name, value in USUAL.items() if not environment.get(name)}
+    defaults = {name: value for name, value in USUAL.items() if not environment.get(name)}
     if not environment.get("PET_RDZV_ENDPOINT"):
         # Some launchers give the first node's address in the variables of the static rendezvous.
         first = environment.get("PET_MASTER_ADDR") or environment.get("MASTER_ADDR") or "localhost"
         port = environment.get("PET_MASTER_PORT") or environment.get("MASTER_PORT") or _PORT
-        found["PET_RDZV_ENDPOINT"] = f"{first}:{port}"
-    return found
+        defaults["PET_RDZV_ENDPOINT"] = f"{first}:{port}"
+    return defaults
 
 
 def compute_largest_world(nodes: str, ranks: str) -> int:
@@ -166,9 +166,9 @@ def launch(command: Sequence[str]) -> int:
 
 def report_failure(rank: int, status: int) -> int:
     """Print and return a rank's status as a shell reports it: 128 plus the number for a signal."""
-    told = status if status >= 0 else 128 - status
-    print(f"rank {rank} failed first, with status {told}", file=sys.stderr, flush=True)
-    return told
+    exit_status = status if status >= 0 else 128 - status
+    print(f"rank {rank} failed first, with status {exit_status}", file=sys.stderr, flush=True)
+    return exit_status
 
 
 def parse_arguments() -> argparse.Namespace:

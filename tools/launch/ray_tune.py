@@ -35,8 +35,8 @@ def main() -> None:
         sweep = Sweep.parse(arguments.run, arguments.sweep, arguments.metric)
         sweep.check(list_extreme_trials(sweep))
         connect(arguments.address)
-        what = "GPU" if arguments.gpus else "CPU"
-        check_resources((1, 1), {what: float(arguments.ranks)})
+        resource = "GPU" if arguments.gpus else "CPU"
+        check_resources((1, 1), {resource: float(arguments.ranks)})
         results = run_trials(sweep, arguments)
         text, failures = summarize(results, sweep.space, sweep.metric)
         print(text)
@@ -47,8 +47,8 @@ def main() -> None:
 def list_extreme_trials(sweep: Sweep) -> Iterator[dict[str, str]]:
     """Yield every combination of values, where a range has its two ends."""
     values = [
-        list(map(str, kept if isinstance(kept, list) else (kept.low, kept.high)))
-        for kept in sweep.space.values()
+        list(map(str, choices if isinstance(choices, list) else (choices.low, choices.high)))
+        for choices in sweep.space.values()
     ]
     for combination in product(*values):
         yield dict(zip(sweep.space, combination, strict=True))
