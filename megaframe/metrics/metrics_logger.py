@@ -42,8 +42,8 @@ StepValues = Mapping[str, Any]
 
 
 class MetricsLogger:
-    """The metrics of a run, from all ranks to the sinks of the first one. All ranks make a logger and
-    call it at the same points of a step."""
+    """The metrics of a run, from all ranks to the sinks of the first one. All ranks make a logger
+    and call it at the same points of a step."""
 
     def __init__(
         self,
