@@ -74,7 +74,7 @@ class ConfigKey:
     @property
     def several(self) -> bool:
         """Whether its values may be of more than one type, not counting null."""
-        return len(_non_null_members(self.field.annotation)) > 1
+        return len(_list_non_null_members(self.field.annotation)) > 1
 
     @property
     def text(self) -> str:
@@ -95,7 +95,7 @@ class ConfigKey:
 
 
 @lru_cache
-def config_keys() -> Mapping[str, ConfigKey]:
+def get_config_keys() -> Mapping[str, ConfigKey]:
     """Return all keys by dotted name, in the order of the schema, each section before its keys."""
     return {key.name: key for key in _collect_keys(RunConfig, "")}
 
@@ -103,7 +103,7 @@ def config_keys() -> Mapping[str, ConfigKey]:
 def _collect_keys(section: type[Section], prefix: str) -> list[ConfigKey]:
     keys = []
     for name, field in section.model_fields.items():
-        inner = _section_class(field.annotation)
+        inner = _find_section_class(field.annotation)
         keys.append(ConfigKey(prefix + name, field, inner))
         if inner:
             keys += _collect_keys(inner, f"{prefix}{name}.")
@@ -113,8 +113,10 @@ def _collect_keys(section: type[Section], prefix: str) -> list[ConfigKey]:
 def list_item_keys(key: ConfigKey) -> list[ConfigKey]:
     """Return the keys of the items of a list of sections; none for other keys. Keys that only one
     kind of section has are named with the kind: `mixer[attention].window`."""
-    for annotation in (key.field.annotation, *_union_members(key.field.annotation)):
-        if get_origin(annotation) is tuple and (section := _section_class(get_args(annotation)[0])):
+    for annotation in (key.field.annotation, *_list_union_members(key.field.annotation)):
+        if get_origin(annotation) is tuple and (
+            section := _find_section_class(get_args(annotation)[0])
+        ):
             return _collect_kinds(section, f"{key.name}.")
     return []
 
@@ -123,7 +125,7 @@ def _collect_kinds(section: type[Section], prefix: str) -> list[ConfigKey]:
     keys = []
     for name, field in section.model_fields.items():
         kinds = _sections_by_kind(field.annotation)
-        keys.append(ConfigKey(prefix + name, field, _section_class(field.annotation)))
+        keys.append(ConfigKey(prefix + name, field, _find_section_class(field.annotation)))
         for kind, kind_section in kinds.items():
             keys += _collect_keys(kind_section, f"{prefix}{name}[{kind}].")
     return keys
@@ -134,7 +136,7 @@ def _sections_by_kind(annotation: Any) -> dict[str, type[Section]]:
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     kinds = {}
-    for member in _union_members(annotation):
+    for member in _list_union_members(annotation):
         tags = get_args(member)[1:] if get_origin(member) is Annotated else ()
         for tag in tags:
             if isinstance(tag, Tag):
@@ -142,21 +144,21 @@ def _sections_by_kind(annotation: Any) -> dict[str, type[Section]]:
     return kinds
 
 
-def _section_class(annotation: Any) -> type[Section] | None:
+def _find_section_class(annotation: Any) -> type[Section] | None:
     """Return the section class in `annotation`, which may be nullable; None if there is none."""
-    for kind in (annotation, *_union_members(annotation)):
+    for kind in (annotation, *_list_union_members(annotation)):
         if isinstance(kind, type) and issubclass(kind, Section):
             return kind
     return None
 
 
-def _union_members(annotation: Any) -> tuple[Any, ...]:
+def _list_union_members(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
 
 
-def _non_null_members(annotation: Any) -> list[Any]:
+def _list_non_null_members(annotation: Any) -> list[Any]:
     """Return the types of a union except null; none if it is not a union."""
-    return [kind for kind in _union_members(annotation) if kind is not type(None)]
+    return [kind for kind in _list_union_members(annotation) if kind is not type(None)]
 
 
 def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
@@ -167,7 +169,7 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
         return describe_type(args[0], (*bounds, *inner))
     if kinds := _sections_by_kind(annotation):
         return f"keys of a part, of kind {join_or(kinds)}"
-    if _union_members(annotation):
+    if _list_union_members(annotation):
         # Lists come last: what follows a list would read as one of its items.
         ordered = sorted(args, key=lambda kind: get_origin(kind) is tuple)
         return " or ".join("null" if a is type(None) else describe_type(a, bounds) for a in ordered)
@@ -177,7 +179,7 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
         if args[-1] is Ellipsis:
             return f"a list, each {describe_type(args[0])}"
         return f"a list of {len(args)}, each {describe_type(args[0])}"
-    if _section_class(annotation):
+    if _find_section_class(annotation):
         fields = (
             f"{key.name}: {key.allowed} (default {key.default})"
             if not key.field.is_required()
@@ -212,11 +214,11 @@ def _resolve(
             annotation, bounds = kinds[str(part)], ()
             continue
         written.append(part)
-        alternatives = _non_null_members(annotation)
+        alternatives = _list_non_null_members(annotation)
         annotation = (
             alternatives[0] if len(alternatives) == 1 else annotation
         )  # null has nothing inside
-        section, items = _section_class(annotation), get_args(annotation)
+        section, items = _find_section_class(annotation), get_args(annotation)
         if section is not None:
             field = section.model_fields.get(str(part))
             if field is None:
@@ -278,14 +280,16 @@ def find_nearest_keys(name: str) -> str:
     several keys if they are equally similar."""
     name = name[:MAX_NAME]
 
-    def likeness(known: str) -> float:
-        whole = SequenceMatcher(None, name, known).ratio()
-        last = SequenceMatcher(None, name.rpartition(".")[2], known.rpartition(".")[2]).ratio()
-        return max(whole, 0.95 * last) + 0.01 * whole
+    def compute_likeness(key: str) -> float:
+        whole_ratio = SequenceMatcher(None, name, key).ratio()
+        last_ratio = SequenceMatcher(None, name.rpartition(".")[2], key.rpartition(".")[2]).ratio()
+        return max(whole_ratio, 0.95 * last_ratio) + 0.01 * whole_ratio
 
     # A section that `name` already starts with is no help.
-    likely = {known: likeness(known) for known in _all_names() if not name.startswith(f"{known}.")}
-    return join_or(known for known, ratio in likely.items() if ratio == max(likely.values()))
+    likely = {
+        key: compute_likeness(key) for key in _list_all_names() if not name.startswith(f"{key}.")
+    }
+    return join_or(key for key, ratio in likely.items() if ratio == max(likely.values()))
 
 
 def suggest_keys(name: str) -> str:
@@ -302,12 +306,12 @@ def describe_unknown_options(arguments: Sequence[str], options: Iterable[str]) -
             repeated.
         options: Those that exist.
     """
-    known = [*options]
+    existing = [*options]
     lines: list[str] = []
     for option in (text.partition("=")[0] for text in arguments):
         name = option.lstrip("-").replace("-", "_")
-        close = get_close_matches(option.replace("_", "-"), known, 1, 0.8)
-        if name in config_keys():
+        close = get_close_matches(option.replace("_", "-"), existing, 1, 0.8)
+        if name in get_config_keys():
             lines.append(f"{option}: write {name}=VALUE")
         else:
             lines.append(
@@ -319,13 +323,13 @@ def describe_unknown_options(arguments: Sequence[str], options: Iterable[str]) -
     )
 
 
-def _all_names() -> list[str]:
+def _list_all_names() -> list[str]:
     """Return all dotted names, including those of items in a list of sections."""
-    return [*config_keys(), *(_drop_kind(item.name) for item in _all_item_keys())]
+    return [*get_config_keys(), *(_drop_kind(item.name) for item in _list_all_item_keys())]
 
 
-def _all_item_keys() -> list[ConfigKey]:
-    return [item for key in config_keys().values() for item in list_item_keys(key)]
+def _list_all_item_keys() -> list[ConfigKey]:
+    return [item for key in get_config_keys().values() for item in list_item_keys(key)]
 
 
 def _drop_kind(name: str) -> str:
@@ -338,17 +342,19 @@ def explain(name: str) -> str:
 
     If there is no such key, raises `UserError` with a suggestion.
     """
-    key = config_keys().get(name)
+    key = get_config_keys().get(name)
     if key is None:
         items = [
-            item for item in _all_item_keys() if f"{_drop_kind(item.name)}.".startswith(f"{name}.")
+            item
+            for item in _list_all_item_keys()
+            if f"{_drop_kind(item.name)}.".startswith(f"{name}.")
         ]
         if not items:
             raise UserError(f"{name} is not a config key; {suggest_keys(name)}")
         return "\n\n".join(map(_explain_key, items))
     if key.section:
         inner = [
-            k for k in config_keys().values() if k.name.startswith(f"{name}.") and not k.section
+            k for k in get_config_keys().values() if k.name.startswith(f"{name}.") and not k.section
         ]
         parts = [key.text] if key.text else []
         return "\n\n".join(["\n".join([name, *parts]), *(_explain_key(k) for k in inner)])
@@ -364,9 +370,9 @@ def _explain_key(key: ConfigKey) -> str:
 
 def describe_common_keys() -> str:
     """Return what `--help` prints about keys: those of `COMMON`, one line each."""
-    chosen = [config_keys()[name] for name in COMMON]
+    chosen = [get_config_keys()[name] for name in COMMON]
     return "\n".join(
-        head + textwrap.shorten(_first_sentence(key), WIDTH - len(head), placeholder=" ...")
+        head + textwrap.shorten(_take_first_sentence(key), WIDTH - len(head), placeholder=" ...")
         for head, key in zip(_align_heads(chosen), chosen, strict=True)
     )
 
@@ -375,7 +381,7 @@ def describe_all_keys() -> str:
     """Return what `--help all` prints about keys: all of them by section, each with its default,
     the first sentence of its documentation and the values that it takes."""
     blocks: dict[str, list[ConfigKey]] = {}
-    for key in config_keys().values():
+    for key in get_config_keys().values():
         blocks.setdefault(key.name.partition(".")[0], []).append(key)
     return "\n\n".join(_describe_section(*block) for block in blocks.values())
 
@@ -385,7 +391,7 @@ def _describe_section(section: ConfigKey, *inner: ConfigKey) -> str:
     leaves = [key for key in inner if not key.section]
     lines = [f"{section.name}: {section.text}"]
     for head, key in zip(_align_heads(leaves), leaves, strict=True):
-        text = f"{head}{_first_sentence(key)} Takes {key.allowed}."
+        text = f"{head}{_take_first_sentence(key)} Takes {key.allowed}."
         lines.append(textwrap.fill(text, WIDTH, subsequent_indent=" " * len(head)))
     return "\n".join(lines)
 
@@ -398,6 +404,6 @@ def _align_heads(leaves: Sequence[ConfigKey]) -> Iterator[str]:
         yield f"  {key.name:{name_width}}{key.default:{default_width}}"
 
 
-def _first_sentence(key: ConfigKey) -> str:
+def _take_first_sentence(key: ConfigKey) -> str:
     """Return the first sentence of a key's documentation."""
     return re.split(r"(?<=\.)\s", key.text, maxsplit=1)[0]

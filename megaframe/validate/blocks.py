@@ -20,7 +20,7 @@ _REPLACED = {
 """Keys of a block's attention, and the keys of the model that they replace."""
 
 
-def block_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
+def find_block_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
     """Yield a message for each mistake in model.blocks. tensor: tensor ranks."""
     if model.blocks is None:
         return
@@ -70,10 +70,10 @@ def block_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
                 f"model.blocks.{number}.parallel=one_norm has no norm to share with norms="
                 f"{block.norms}; use parallel=two_norms, or norms=before or both"
             )
-    yield from _copy_mistakes(model, tensor)
+    yield from _find_copy_mistakes(model, tensor)
 
 
-def _copy_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
+def _find_copy_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
     """Yield a message if blocks divide their key and value heads differently over tensor ranks."""
     assert model.blocks is not None
     groups = {
