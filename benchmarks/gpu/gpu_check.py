@@ -204,10 +204,10 @@ class Results:
 def begin(path: Path | None, dry: bool) -> Results:
     """Return the results to start from: those of an earlier call for the same chip, commit and
     libraries, if there are any."""
-    from megaframe_kernels.installed import versions
-    from megaframe_kernels.selection import chip_name
+    from megaframe_kernels.installed import read_versions
+    from megaframe_kernels.selection import read_chip_name
 
-    about = {"chip": chip_name(), "commit": commit(), "versions": versions(), "dry": dry}
+    about = {"chip": read_chip_name(), "commit": commit(), "versions": read_versions(), "dry": dry}
     nothing = {**_OF_KERNELS, "tests": {}, "training": []}
     try:
         before = json.loads(path.read_text(encoding="utf-8")) if path else {}
@@ -326,11 +326,11 @@ def main() -> int:
         return 1
     if not here:
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from megaframe_kernels.selection import TABLE, chip_name
+    from megaframe_kernels.selection import TABLE, read_chip_name
 
     path = given.write
     if path is None and not given.only:
-        path = ROOT / "benchmarks" / "results" / f"{chip_name()}.json"
+        path = ROOT / "benchmarks" / "results" / f"{read_chip_name()}.json"
     results = begin(path, given.dry)
     whole = 60 * given.minutes
     until = begun + whole

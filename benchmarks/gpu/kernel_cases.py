@@ -230,7 +230,7 @@ def _experts(s: CaseSizes) -> Iterator[KernelCase]:
 
     def rows(grown: bool) -> Callable[[], tuple[Any, ...]]:
         def arguments() -> tuple[Any, ...]:
-            order_P, places_TK, _ = permute.reference_order(chosen(), s.experts)
+            order_P, places_TK, _ = permute.run_reference_order(chosen(), s.experts)
             if not grown:
                 return random(s.tokens, s.hidden, grad=True), order_P, places_TK
             weights = torch.rand(s.tokens, k).requires_grad_()
@@ -246,7 +246,7 @@ def _experts(s: CaseSizes) -> Iterator[KernelCase]:
 
     def grouped(moved: bool) -> Callable[[], tuple[Any, ...]]:
         def arguments() -> tuple[Any, ...]:
-            order_P, places_TK, ends = permute.reference_order(chosen(), s.experts)
+            order_P, places_TK, ends = permute.run_reference_order(chosen(), s.experts)
             x = random(s.tokens if moved else s.tokens * k, s.hidden, grad=True)
             weights = random(s.experts, s.ffn, s.hidden).div_(s.hidden**0.5).requires_grad_()
             return (x, weights, ends, order_P, places_TK) if moved else (x, weights, ends)
@@ -262,7 +262,7 @@ def _experts(s: CaseSizes) -> Iterator[KernelCase]:
         yield KernelCase("grouped_product", name, grouped(moved), product, both, options, length)
 
     def gradient() -> tuple[Any, ...]:
-        _, _, ends = permute.reference_order(chosen(), s.experts)
+        _, _, ends = permute.run_reference_order(chosen(), s.experts)
         into = torch.randn(s.experts, s.ffn, s.hidden)
         return into, random(places, s.ffn), random(places, s.hidden), ends, True
 

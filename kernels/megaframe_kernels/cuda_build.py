@@ -81,13 +81,13 @@ def build(library: Path, chips: Sequence[int]) -> None:
         made.replace(library)
 
 
-def prebuilt_path() -> Path:
+def find_prebuilt_library() -> Path:
     """Return where a build ahead is. Its name contains the digest of its sources, so a stale one is
     not found."""
     return _HERE / f"_cuda-{hash_sources()}.so"
 
 
-def cached_path(chip: int) -> Path:
+def find_cached_library(chip: int) -> Path:
     """Return where a build at first use is. There is one for each compiler and machine type,
     because a driver may be too old for a newer compiler's code, and different machines may share a
     home."""

@@ -14,7 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaframe_kernels.cuda_build import CHIPS, BuildError, build, cached_path, prebuilt_path
+from megaframe_kernels.cuda_build import (
+    CHIPS,
+    BuildError,
+    build,
+    find_cached_library,
+    find_prebuilt_library,
+)
 
 _POINTER, _LENGTH = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES = {
@@ -51,7 +57,11 @@ def _find() -> ctypes.CDLL | str:
     chip = 10 * major + minor
     try:
         # A build ahead has machine code for CHIPS only; others are built for the chip at hand.
-        path = prebuilt_path() if prebuilt_path().is_file() and chip in CHIPS else cached_path(chip)
+        path = (
+            find_prebuilt_library()
+            if find_prebuilt_library().is_file() and chip in CHIPS
+            else find_cached_library(chip)
+        )
         if not path.is_file():
             build(path, (chip,))
         loaded = load(path)
@@ -62,7 +72,7 @@ def _find() -> ctypes.CDLL | str:
     return loaded if code == 0 else f"the CUDA kernels find no GPU that they can use: error {code}"
 
 
-def missing_library() -> str | None:
+def explain_missing_library() -> str | None:
     """Return why the CUDA kernels cannot be used, or None. Builds them if necessary."""
     found = _find()
     return found if isinstance(found, str) else None

@@ -38,17 +38,19 @@ def _replace_language_once_per_launch() -> None:
     replaced: set[frozenset[str]] = set()
 
     @functools.cache
-    def languages(function: Any) -> frozenset[str]:
+    def find_languages(function: Any) -> frozenset[str]:
         # The names by which this function's module knows the language: a replacement patches those.
-        seen = function.__globals__.values()
-        return frozenset(x.__name__ for x in seen if inspect.ismodule(x) and x in (tl, tl.core))
+        global_values = function.__globals__.values()
+        return frozenset(
+            x.__name__ for x in global_values if inspect.ismodule(x) and x in (tl, tl.core)
+        )
 
     def replace_once(function: Any) -> Any:
         """A launch comes first, with nothing replaced, and needs the scope to restore it all."""
-        if languages(function) in replaced:
+        if find_languages(function) in replaced:
             return None
         # Remembered until the launch ends: device functions called inside need no second one.
-        replaced.add(languages(function))
+        replaced.add(find_languages(function))
         return replace(function)
 
     def restore_all(scope: Any) -> None:

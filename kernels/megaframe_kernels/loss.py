@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels.device import ceil_div, launch, power_of_2
+from megaframe_kernels.device import ceil_div, launch, next_power_of_2
 from megaframe_kernels.device_math import LOG2_E, LOG_2, tanh
-from megaframe_kernels.installed import missing_nothing
+from megaframe_kernels.installed import require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refuse_types
 
 IGNORE = -100
@@ -34,7 +34,7 @@ Join: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 log-sum-exp and by sum."""
 
 
-def reference_parts(
+def run_reference_parts(
     logits_TV: Tensor,
     labels_T: Tensor,
     start: int,
@@ -72,7 +72,9 @@ def reference_parts(
     return z.logsumexp(1), label
 
 
-def token_losses(partition_T: Tensor, label_T: Tensor, labels_T: Tensor, z_loss: float) -> Tensor:
+def compute_token_losses(
+    partition_T: Tensor, label_T: Tensor, labels_T: Tensor, z_loss: float
+) -> Tensor:
     """Return the loss of each token, given its numbers over the whole vocabulary; 0 where the label
     is IGNORE."""
     loss = partition_T - label_T + z_loss * partition_T.square()
@@ -109,10 +111,10 @@ def cross_entropy(
         The losses, [T] in at least fp32.
     """
     whole = vocab or logits_TV.shape[1]
-    parts = reference_parts(logits_TV, labels_T, start, whole, label_smoothing, softcap)
+    parts = run_reference_parts(logits_TV, labels_T, start, whole, label_smoothing, softcap)
     if join is not None:
         parts = join_parts(*parts, join)
-    return token_losses(*parts, labels_T, z_loss)
+    return compute_token_losses(*parts, labels_T, z_loss)
 
 
 class _JoinedParts(torch.autograd.Function):
@@ -139,7 +141,7 @@ def join_parts(partition_T: Tensor, label_T: Tensor, join: Join) -> tuple[Tensor
     return _JoinedParts.apply(partition_T, label_T, join)
 
 
-def reference(
+def run_reference(
     logits_TV: Tensor,
     labels_T: Tensor,
     *,
@@ -289,7 +291,7 @@ def launch_forward(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `reference_parts` in Triton.
+    """Compute `run_reference_parts` in Triton.
 
     Args:
         logits_TV: logits of the words from `start` on.
@@ -322,7 +324,7 @@ def launch_forward(
         SMOOTH=label_smoothing != 0.0,
         CAP=softcap is not None,
         # Narrow vocabularies take one block.
-        BLOCK=min(_BLOCK, power_of_2(max(words, 16))),
+        BLOCK=min(_BLOCK, next_power_of_2(max(words, 16))),
         warps=8,
     )
     return partition, label
@@ -356,7 +358,7 @@ def launch_backward(
         softcap: as in the forward pass.
     """
     rows, words = logits_TV.shape
-    block = min(_GRADIENT_BLOCK, power_of_2(max(words, 16)))
+    block = min(_GRADIENT_BLOCK, next_power_of_2(max(words, 16)))
     launch(
         _backward,
         (rows * ceil_div(words, block),),
@@ -446,7 +448,7 @@ def run_triton(
     return (whole - label + z_loss * whole.square()) * valid, logits_TV
 
 
-def _refuses(logits_TV: Tensor, labels_T: Tensor, **_: Any) -> str | None:
+def _refuse_inputs(logits_TV: Tensor, labels_T: Tensor, **_: Any) -> str | None:
     if not logits_TV.shape[1]:
         return "a vocabulary of 0 words has no log-partition"
     if logits_TV.stride(1) != 1:
@@ -456,7 +458,7 @@ def _refuses(logits_TV: Tensor, labels_T: Tensor, **_: Any) -> str | None:
 
 KERNEL = Kernel(
     "loss",
-    reference,
-    {"triton": Implementation("triton", run_triton, missing_nothing, _refuses)},
+    run_reference,
+    {"triton": Implementation("triton", run_triton, require_nothing, _refuse_inputs)},
     constant=8.0,
 )

@@ -60,7 +60,7 @@ def assert_close(kernel, got, want, length, what, scale=None, precision=None):
     if scale is not None:
         size = size.clamp_min(scale)
     roundings = (got.dtype, precision or got.dtype)
-    most = max(kernel.tolerance(dtype, length) for dtype in roundings)
+    most = max(kernel.compute_tolerance(dtype, length) for dtype in roundings)
     allowed = most * size.detach() + torch.finfo(got.dtype).tiny
     assert_within(got, want, allowed, f"{most:.3g} of the largest of a row, by the kernel", what)
 

@@ -29,9 +29,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaframe_kernels.attention.launches import launch_backward, launch_forward, scale_or_default
 from megaframe_kernels.attention.spans import Spans
-from megaframe_kernels.device import shared_memory
+from megaframe_kernels.device import read_shared_memory
 from megaframe_kernels.direct import bypass_dispatcher
-from megaframe_kernels.installed import missing_cuda, missing_flash_attention, missing_nothing
+from megaframe_kernels.installed import check_cuda, check_flash_attention, require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
 FUSED = "triton-fused"
@@ -41,7 +41,7 @@ _SHARED_OF_WIDEST = 136 * 1024
 """Bytes of shared memory that heads wider than 128 need on chips before Hopper."""
 
 
-def reference(
+def run_reference(
     query_BQND: Tensor,
     key_BKGD: Tensor,
     value_BKGD: Tensor,
@@ -164,7 +164,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+def _compute_gradients(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     d_out, d_lse = gradients
     saved = ctx.saved_tensors
     # saved[3] is the output, which has no gradient if only the log-sum-exp is used.
@@ -174,12 +174,12 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
     return *three, *(4 * [None]), None if saved[-1] is None else d_sinks, *(3 * [None])
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_keep)
-_direct_forward = bypass_dispatcher(_forward_op, _forward, _keep, _differentiate)
+_forward_op.register_autograd(_compute_gradients, setup_context=_keep)
+_direct_forward = bypass_dispatcher(_forward_op, _forward, _keep, _compute_gradients)
 _direct_backward = bypass_dispatcher(_backward_op, _backward)
 
 
-def reference_backward(
+def run_reference_backward(
     d_out_BQND: Tensor,
     query_BQND: Tensor,
     key_BKGD: Tensor,
@@ -216,9 +216,9 @@ def reference_backward(
     groups, scale = key.shape[1], scale_or_default(query_BQND, scale)
     key, value = (x.repeat_interleave(query.shape[1] // groups, 1) for x in (key, value))
     scores = (query @ key.mT * scale).masked_fill(~spans.mask()[:, None], -math.inf)
-    seen = lse_BNQ[..., None].to(wide)
+    known_lse = lse_BNQ[..., None].to(wide)
     # The log-sum-exp is over all keys, so these are the final shares of the given part of the keys.
-    shares = (scores - seen.masked_fill(seen == -math.inf, 0.0)).exp()
+    shares = (scores - known_lse.masked_fill(known_lse == -math.inf, 0.0)).exp()
     # sum over all keys of p dp, since out is the sum of p v (Dao et al. 2022). The keys given here
     # need not be all of them.
     mean = (d_out * out).sum(-1, keepdim=True)
@@ -243,7 +243,7 @@ def run_triton_backward(
     scale: float | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `reference_backward` in Triton. fused: in one pass over the tiles."""
+    """Compute `run_reference_backward` in Triton. fused: in one pass over the tiles."""
     saved = (query_BQND, key_BKGD, value_BKGD, out_BQND, lse_BNQ.contiguous(), *spans.tensors)
     # None: the log-sum-exp of a ring's tile gets no gradient, and there are neither sinks nor a
     # softcap.
@@ -330,7 +330,7 @@ def _run_flash_attention(
     return out, None
 
 
-def _refuses(
+def _refuse_inputs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -342,7 +342,7 @@ def _refuses(
     if query.shape[-1] > _WIDEST:
         return f"a head is {query.shape[-1]} wide; at most {_WIDEST} fits in registers"
     if query.is_cuda and query.shape[-1] > 128:
-        room = shared_memory(query.device.index)
+        room = read_shared_memory(query.device.index)
         if room < _SHARED_OF_WIDEST:
             return f"{room} bytes of shared memory are too few for heads wider than 128"
     if value.shape[-1] != query.shape[-1]:
@@ -354,7 +354,7 @@ def _refuses(
     return refuse_types(query, key, value, sinks_N)
 
 
-def _backward_refuses(
+def _refuse_for_backward(
     d_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -366,17 +366,19 @@ def _backward_refuses(
 ) -> str | None:
     if out.dtype != query.dtype or d_out.dtype != query.dtype:
         return f"queries are {query.dtype}, outputs {out.dtype} and their gradients {d_out.dtype}"
-    return _refuses(query, key, value, spans) or refuse_types(lse)
+    return _refuse_inputs(query, key, value, spans) or refuse_types(lse)
 
 
-def _fused_refuses(refuses: Callable[..., str | None], *given: Any, **options: Any) -> str | None:
+def _refuse_for_fused(
+    refuses: Callable[..., str | None], *given: Any, **options: Any
+) -> str | None:
     # Blocks of keys add to the gradients of queries in whatever order they finish.
     if torch.are_deterministic_algorithms_enabled():
         return "it sums in no fixed order, and deterministic algorithms are asked for"
     return refuses(*given, **options)
 
 
-def _library_refuses(
+def _refuse_for_library(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -393,13 +395,13 @@ def _library_refuses(
     return None
 
 
-def _torch_refuses(*given: Any, softcap: float | None = None, **options: Any) -> str | None:
+def _refuse_for_torch(*given: Any, softcap: float | None = None, **options: Any) -> str | None:
     if softcap is not None or given[3].window is not None:
         return "torch's attention has neither softcap nor window without a mask"
-    return _library_refuses(*given, **options)
+    return _refuse_for_library(*given, **options)
 
 
-def _backend_refuses(
+def _refuse_for_backend(
     can_use: Callable[[SDPAParams], bool],
     query: Tensor,
     key: Tensor,
@@ -412,7 +414,7 @@ def _backend_refuses(
     Forcing a backend to run on anything else fails."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return "it takes bf16 and fp16 on a GPU"
-    reason = _torch_refuses(query, key, value, spans, **options)
+    reason = _refuse_for_torch(query, key, value, spans, **options)
     if reason is not None:
         return reason
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -423,42 +425,50 @@ def _backend_refuses(
     return None
 
 
-def _flash_refuses(query: Tensor, *given: Any, **options: Any) -> str | None:
+def _refuse_for_flash(query: Tensor, *given: Any, **options: Any) -> str | None:
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return "it takes bf16 and fp16 on a GPU"
-    return _library_refuses(query, *given, **options)
+    return _refuse_for_library(query, *given, **options)
 
 
 _ALL = (
-    Implementation("triton", run_triton, missing_nothing, _refuses),
+    Implementation("triton", run_triton, require_nothing, _refuse_inputs),
     Implementation(
-        FUSED, partial(run_triton, fused=True), missing_nothing, partial(_fused_refuses, _refuses)
+        FUSED,
+        partial(run_triton, fused=True),
+        require_nothing,
+        partial(_refuse_for_fused, _refuse_inputs),
     ),
-    Implementation("torch", _run_torch, missing_nothing, _torch_refuses),
+    Implementation("torch", _run_torch, require_nothing, _refuse_for_torch),
     Implementation(
         "torch-flash",
         _run_torch_flash,
-        missing_cuda,
-        partial(_backend_refuses, can_use_flash_attention),
+        check_cuda,
+        partial(_refuse_for_backend, can_use_flash_attention),
     ),
     Implementation(
-        "cudnn", _run_cudnn, missing_cuda, partial(_backend_refuses, can_use_cudnn_attention)
+        "cudnn", _run_cudnn, check_cuda, partial(_refuse_for_backend, can_use_cudnn_attention)
     ),
-    Implementation("flash-attn", _run_flash_attention, missing_flash_attention, _flash_refuses),
+    Implementation("flash-attn", _run_flash_attention, check_flash_attention, _refuse_for_flash),
 )
-KERNEL = Kernel("attention", reference, {one.name: one for one in _ALL}, constant=8.0)
+KERNEL = Kernel(
+    "attention",
+    run_reference,
+    {implementation.name: implementation for implementation in _ALL},
+    constant=8.0,
+)
 _ALL_BACKWARD = (
-    Implementation("triton", run_triton_backward, missing_nothing, _backward_refuses),
+    Implementation("triton", run_triton_backward, require_nothing, _refuse_for_backward),
     Implementation(
         FUSED,
         partial(run_triton_backward, fused=True),
-        missing_nothing,
-        partial(_fused_refuses, _backward_refuses),
+        require_nothing,
+        partial(_refuse_for_fused, _refuse_for_backward),
     ),
 )
 BACKWARD = Kernel(
     "attention_backward",
-    reference_backward,
-    {one.name: one for one in _ALL_BACKWARD},
+    run_reference_backward,
+    {implementation.name: implementation for implementation in _ALL_BACKWARD},
     constant=8.0,
 )

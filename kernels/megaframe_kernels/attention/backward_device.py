@@ -14,7 +14,7 @@ from megaframe_kernels.attention.forward_device import (
     scale_scores,
     share_programs,
 )
-from megaframe_kernels.device_math import LOG2_E, product
+from megaframe_kernels.device_math import LOG2_E, multiply_add
 
 PADDING = tl.constexpr(128)
 """The backward pass pads what it stores for each query to a multiple of this many queries. Every
@@ -22,7 +22,7 @@ block size divides it, so programs need no mask to read it or to add to it."""
 
 
 @triton.jit
-def _slope(d_s: tl.tensor, s: tl.tensor, cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+def _compute_slope(d_s: tl.tensor, s: tl.tensor, cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
     """Multiply d_s, the gradient of the scores s, by the slope of the softcap, if there is one."""
     if CAP:
         # The slope of cap tanh(x / cap) is 1 - tanh^2, and s = cap tanh log2(e).
@@ -80,7 +80,7 @@ def prepare_backward(
 
 
 @triton.jit
-def _query_gradient(
+def _compute_query_gradient(
     d_q: tl.tensor,
     q: tl.tensor,
     d_out: tl.tensor,
@@ -109,17 +109,17 @@ def _query_gradient(
     k_ND = load_rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
     v_ND = load_rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
     # Scores are computed again, because storing them would take memory of Q x K.
-    s = scale_scores(product(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
+    s = scale_scores(multiply_add(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
     # The log-sum-exp is known, so p is normalised at once, without a running maximum.
     p = tl.exp2(s - sums[:, None])
     if MASK:
         seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
         # Masked after exp2: the power of an unseen score may be infinite, but is not used.
         p = tl.where(seen, p, 0.0)
-    d_p = product(d_out, tl.trans(v_ND), None, PRECISION)
-    d_s = _slope(p * (d_p - less[:, None]), s, cap, CAP)
+    d_p = multiply_add(d_out, tl.trans(v_ND), None, PRECISION)
+    d_s = _compute_slope(p * (d_p - less[:, None]), s, cap, CAP)
     # Rounded for the matrix units; the sum over keys stays in fp32.
-    return product(d_s.to(k_ND.dtype), k_ND, d_q, PRECISION)
+    return multiply_add(d_s.to(k_ND.dtype), k_ND, d_q, PRECISION)
 
 
 @triton.jit
@@ -184,12 +184,12 @@ def backward_queries(
     # Masked blocks on both sides first, then the unmasked ones without comparisons.
     for visit in range(0, left + high - whole_high):
         block = tl.where(visit < left, low + visit, whole_high + visit - left)
-        result = _query_gradient(
+        result = _compute_query_gradient(
             result, q_MD, d_out_MD, k_rows, v_rows, sums, less, block, start, stop, keys, width,
             k_stride, v_stride, scale, cap, CAP, True, N, WIDTH, EVEN, PRECISION,
         )  # fmt: skip
     for block in range(whole_low, whole_high):
-        result = _query_gradient(
+        result = _compute_query_gradient(
             result, q_MD, d_out_MD, k_rows, v_rows, sums, less, block, start, stop, keys, width,
             k_stride, v_stride, scale, cap, CAP, False, N, WIDTH, EVEN, PRECISION,
         )  # fmt: skip
@@ -222,7 +222,7 @@ def _add_rows(
 
 
 @triton.jit
-def _key_gradients(
+def _compute_key_gradients(
     d_k: tl.tensor,
     d_v: tl.tensor,
     d_q: tl.tensor,
@@ -263,7 +263,7 @@ def _key_gradients(
     d_out_MD = load_rows(d_out, block, d_stride, queries, width, True, M, WIDTH, EVEN)
     # Transposed, [N, M], so that the products for keys and values need no transpose of computed
     # tiles.
-    s = scale_scores(product(k, tl.trans(q_MD), None, PRECISION), scale, cap, CAP)
+    s = scale_scores(multiply_add(k, tl.trans(q_MD), None, PRECISION), scale, cap, CAP)
     # Numbers of a query are loaded where they are used, not kept across a product.
     sums = tl.load(shift + kept + query)
     p = tl.exp2(s - sums[None, :])
@@ -271,16 +271,16 @@ def _key_gradients(
     if edge:
         seen = (query[None, :] >= first[:, None]) & (query[None, :] < last[:, None])
         p = tl.where(seen, p, 0.0)
-    d_v = product(p.to(d_out_MD.dtype), d_out_MD, d_v, PRECISION)
+    d_v = multiply_add(p.to(d_out_MD.dtype), d_out_MD, d_v, PRECISION)
     # The softcap's slope is applied before d_p exists, so s need not live across its product.
-    slope = _slope(p, s, cap, CAP)
-    d_p = product(v, tl.trans(d_out_MD), None, PRECISION)
+    slope = _compute_slope(p, s, cap, CAP)
+    d_p = multiply_add(v, tl.trans(d_out_MD), None, PRECISION)
     less = tl.load(delta + kept + query)
     d_s = (slope * (d_p - less[None, :])).to(q_MD.dtype)
-    d_k = product(d_s, q_MD, d_k, PRECISION)
+    d_k = multiply_add(d_s, q_MD, d_k, PRECISION)
     if d_q is not None:
         # Unscaled, in fp32: the sums are scaled and rounded once, after all blocks of keys.
-        rows = product(tl.trans(d_s), k, None, PRECISION)
+        rows = multiply_add(tl.trans(d_s), k, None, PRECISION)
         _add_rows(d_q, kept + block * M, rows, BULK, M, WIDTH)
     return d_k, d_v
 
@@ -357,7 +357,7 @@ def backward_keys(
     block = low
     for _ in range(0, per_group * (high - low)):  # a single loop also loads ahead across heads
         edge = (block < whole_low) | (block >= whole_high)
-        k_sum, v_sum = _key_gradients(
+        k_sum, v_sum = _compute_key_gradients(
             k_sum, v_sum, d_q, k_ND, v_ND, q_rows, d_rows, shift, delta, kept, block, edge, first,
             last, queries, width, q_stride, d_stride, scale, cap, CAP, BULK, M, WIDTH, EVEN,
             PRECISION,

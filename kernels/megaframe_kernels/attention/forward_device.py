@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megaframe_kernels.device_math import LOG2_E, LOG_2, product, tanh
+from megaframe_kernels.device_math import LOG2_E, LOG_2, multiply_add, tanh
 
 
 @triton.jit
@@ -154,12 +154,12 @@ def _attend(
     key = block * N + tl.arange(0, N)
     k_ND = load_rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
     # Scores are fp32; 16-bit operands are multiplied exactly.
-    s = product(q, tl.trans(k_ND), None, PRECISION)
+    s = multiply_add(q, tl.trans(k_ND), None, PRECISION)
     if LATE:
         # The block behind may be a masked one, so its rows are always checked. Its product does not
         # depend on this visit's exponentials and can run beside them.
         v_ND = load_rows(v, behind, v_stride, keys, width, True, N, WIDTH, EVEN)
-        out = product(p, v_ND, out * decay[:, None], PRECISION)
+        out = multiply_add(p, v_ND, out * decay[:, None], PRECISION)
     # With RAW, the maximum is taken over raw products, and scale and shift of a score are one
     # instruction instead of two.
     unit = scale * LOG2_E
@@ -185,7 +185,7 @@ def _attend(
     if LATE:
         return out, highest, total, shares.to(p.dtype), less
     v_ND = load_rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
-    out = product(shares.to(p.dtype), v_ND, out * less[:, None], PRECISION)
+    out = multiply_add(shares.to(p.dtype), v_ND, out * less[:, None], PRECISION)
     return out, highest, total, p, decay
 
 
@@ -276,7 +276,7 @@ def forward(
         # The shares of the last visit have not met their values yet. Without any visit they are 0.
         behind = _block_at(tl.maximum(high - low - 1, 0), low, left, whole_low, whole_high, edges)
         v_ND = load_rows(v_rows, behind, v_stride, keys, width, True, N, WIDTH, EVEN)
-        result = product(p, v_ND, result * decay[:, None], PRECISION)
+        result = multiply_add(p, v_ND, result * decay[:, None], PRECISION)
     # A query that sees nothing gets 0 instead of 0 / 0, and a log-sum-exp of -inf.
     some = total > 0.0
     result = result / tl.where(some, total, 1.0)[:, None]

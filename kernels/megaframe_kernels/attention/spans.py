@@ -75,8 +75,8 @@ def find_spans(
         The spans; `plain` if they are only a causal mask over as many queries as keys.
     """
     # Everything is computed in int64 on the device, so the host does not wait.
-    query = _places(query_places, queries, device)
-    key = _places(key_places, keys, device)
+    query = _make_places(query_places, queries, device)
+    key = _make_places(key_places, keys, device)
     starts = torch.zeros(batch, queries, dtype=torch.int64, device=device)
     stops = torch.full_like(starts, keys)
     if causal:
@@ -117,15 +117,15 @@ def make_spans(
     first = torch.searchsorted(stops.long().contiguous(), key, right=True)
     last = torch.searchsorted(starts.long().contiguous(), key, right=True)
 
-    def narrow(x: Tensor) -> Tensor:
+    def convert(x: Tensor) -> Tensor:
         # int32 is enough for a sample's length, and half as much for the kernels to read.
         return x.to(torch.int32).contiguous()
 
-    ends = narrow(starts), narrow(stops), narrow(first), narrow(last)
+    ends = convert(starts), convert(stops), convert(first), convert(last)
     return Spans(*ends, plain, window)
 
 
-def _places(places: Tensor | None, length: int, device: torch.device | str) -> Tensor:
+def _make_places(places: Tensor | None, length: int, device: torch.device | str) -> Tensor:
     if places is None:
         return torch.arange(length, device=device)
     return places.to(torch.int64).contiguous()

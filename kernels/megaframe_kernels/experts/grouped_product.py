@@ -17,12 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels.device import capability, ceil_div, generation, launch, power_of_2
-from megaframe_kernels.device_math import product
+from megaframe_kernels.device import (
+    ceil_div,
+    launch,
+    next_power_of_2,
+    read_capability,
+    read_generation,
+)
+from megaframe_kernels.device_math import multiply_add
 from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.experts import permute
 from megaframe_kernels.experts.tiles import find_tile, walk
-from megaframe_kernels.installed import missing_cuda, missing_triton
+from megaframe_kernels.installed import check_cuda, check_triton
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
 
@@ -49,7 +55,7 @@ _WIDE_NUMBERS = Tiles(32, 32, 32, 4, 2)
 """For fp32."""
 
 
-def reference(
+def run_reference(
     x: Tensor,
     weights_ENH: Tensor,
     ends_E: Tensor,
@@ -81,8 +87,8 @@ def reference(
     out = rows.new_zeros(rows.shape[0], weights_ENH.shape[1])
     start = 0
     for weight, end in zip(weights_ENH, ends_E.tolist(), strict=True):
-        mine = (place >= start) & (place < end)
-        out = out + torch.where(mine[:, None], rows, 0.0) @ weight.t()
+        inside = (place >= start) & (place < end)
+        out = out + torch.where(inside[:, None], rows, 0.0) @ weight.t()
         start = end
     if scatter and order_P is not None:
         return torch.zeros_like(out).index_copy(0, order_P.long(), out)
@@ -143,7 +149,7 @@ def _multiply(
         # Both operands are 0 beyond the depth, so that 0 is never multiplied by garbage.
         within = known[:, None] & (column[None, :] < outputs)
         b = tl.load(right + start * input_stride, mask=within, other=0.0)
-        total = product(a, b, total, PRECISION)
+        total = multiply_add(a, b, total, PRECISION)
     to = place.to(tl.int64)
     if scatter is not None:
         # Each choice has one place, so no two rows are written to the same one.
@@ -217,7 +223,7 @@ def _multiply_transposed(
         a = tl.load(at, mask=inside[None, :] & (output[:, None] < outputs), other=0.0)
         at = x + row[:, None] * x_stride + column[None, :]
         b = tl.load(at, mask=inside[:, None] & (column[None, :] < inputs), other=0.0)
-        total = product(a, b, total, PRECISION)
+        total = multiply_add(a, b, total, PRECISION)
     at = expert.to(tl.int64) * outputs * inputs + output[:, None] * inputs + column[None, :]
     written = (output[:, None] < outputs) & (column[None, :] < inputs)
     if ADD:
@@ -229,7 +235,7 @@ def _multiply_transposed(
 
 def _choose(x: Tensor, tiles: Tiles | None) -> tuple[Tiles, str]:
     wide = x.dtype == torch.float32
-    chosen = _WIDE_NUMBERS if wide else TILES[generation(x)]
+    chosen = _WIDE_NUMBERS if wide else TILES[read_generation(x)]
     # fp32 operands are not rounded to tf32; 16-bit operands ignore this option.
     return tiles or chosen, "ieee" if wide else "tf32"
 
@@ -288,7 +294,7 @@ def launch_multiply(
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,
         # One more, for the places beyond the last end.
-        EXPERTS=power_of_2(experts + 1),
+        EXPERTS=next_power_of_2(experts + 1),
         PRECISION=precision,
         warps=tiles.warps,
         stages=tiles.stages,
@@ -341,7 +347,7 @@ def launch_weight_gradient_into(
     experts, outputs, inputs = d_weights.shape
     if add and tiles is None and x.dtype != torch.float32:
         # The old values take as many registers as the sums, so tiles are narrower.
-        tiles = replace(TILES[generation(x)], columns=_COLUMNS_OF_ADDING)
+        tiles = replace(TILES[read_generation(x)], columns=_COLUMNS_OF_ADDING)
     tiles, precision = _choose(x, tiles)
     launch(
         _multiply_transposed,
@@ -464,7 +470,7 @@ def run_triton(
     return _Product.apply(x, weights_ENH, ends_E, order_P, places_TK, gather, scatter)
 
 
-def reference_gradient(
+def run_reference_gradient(
     grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
 ) -> Tensor:
     """grads[e] = sum over the places of e of d_y[p]^T x[p], in place; with `add`, grads[e] += that.
@@ -549,7 +555,7 @@ def run_torch(
     return out
 
 
-def _refuses(
+def _refuse_inputs(
     x: Tensor,
     weights_ENH: Tensor,
     ends_E: Tensor,
@@ -569,7 +575,7 @@ def _refuses(
     return refuse_types(x, weights_ENH)
 
 
-def _gradient_refuses(
+def _refuse_for_gradient(
     grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
 ) -> str | None:
     if not grads_ENH.is_contiguous():
@@ -579,23 +585,25 @@ def _gradient_refuses(
     return refuse_types(grads_ENH, d_y_PN)
 
 
-def _torch_gradient_refuses(grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, *_: Any) -> str | None:
-    return _torch_refuses_place(d_y_PN) or _torch_refuses_strides(d_y_PN, x_PH)
+def _refuse_for_torch_gradient(
+    grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, *_: Any
+) -> str | None:
+    return _refuse_place_for_torch(d_y_PN) or _refuse_strides_for_torch(d_y_PN, x_PH)
 
 
-def _torch_refuses(x: Tensor, weights_ENH: Tensor, *_: Any, **__: Any) -> str | None:
-    return _torch_refuses_place(x) or _torch_refuses_strides(x, weights_ENH)
+def _refuse_for_torch(x: Tensor, weights_ENH: Tensor, *_: Any, **__: Any) -> str | None:
+    return _refuse_place_for_torch(x) or _refuse_strides_for_torch(x, weights_ENH)
 
 
-def _torch_refuses_place(x: Tensor) -> str | None:
+def _refuse_place_for_torch(x: Tensor) -> str | None:
     if not x.is_cuda or x.dtype != torch.bfloat16:
         return "torch's grouped product takes bf16 on a GPU"
-    if capability(x.device.index)[0] not in (9, 10):
+    if read_capability(x.device.index)[0] not in (9, 10):
         return "torch's grouped product waits for the device unless that is of generation 9 or 10"
     return None
 
 
-def _torch_refuses_strides(*matrices: Tensor) -> str | None:
+def _refuse_strides_for_torch(*matrices: Tensor) -> str | None:
     """Return why torch cannot take these matrices [.., H] or [E, N, H], or None. Their rows or
     columns must be contiguous and start at multiples of 16 bytes, and so must those of the product
     and of the gradients."""
@@ -612,19 +620,23 @@ def _torch_refuses_strides(*matrices: Tensor) -> str | None:
 
 KERNEL = Kernel(
     "grouped_product",
-    reference,
+    run_reference,
     {
-        "triton": Implementation("triton", run_triton, partial(missing_triton, (3, 6)), _refuses),
-        "torch": Implementation("torch", run_torch, missing_cuda, _torch_refuses),
+        "triton": Implementation(
+            "triton", run_triton, partial(check_triton, (3, 6)), _refuse_inputs
+        ),
+        "torch": Implementation("torch", run_torch, check_cuda, _refuse_for_torch),
     },
 )
 GRADIENT = Kernel(
     "grouped_gradient",
-    reference_gradient,
+    run_reference_gradient,
     {
         "triton": Implementation(
-            "triton", run_triton_gradient, partial(missing_triton, (3, 6)), _gradient_refuses
+            "triton", run_triton_gradient, partial(check_triton, (3, 6)), _refuse_for_gradient
         ),
-        "torch": Implementation("torch", run_torch_gradient, missing_cuda, _torch_gradient_refuses),
+        "torch": Implementation(
+            "torch", run_torch_gradient, check_cuda, _refuse_for_torch_gradient
+        ),
     },
 )

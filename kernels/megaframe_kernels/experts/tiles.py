@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _tiles(
+def _count_tiles(
     ends: tl.tensor,
     count: tl.tensor,
     places: tl.tensor,
@@ -41,25 +41,29 @@ def find_tile(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the expert of a tile of rows (more than `count` if there is no such tile), the tile's
     first place, and where the expert's places end."""
-    expert, start, end, tiles = _tiles(ends, count, places, ROWS, EXPERTS)
+    expert, start, end, tiles = _count_tiles(ends, count, places, ROWS, EXPERTS)
     # The tile's expert is the number of experts whose tiles all come before it.
     until = tl.cumsum(tiles, 0)
-    mine = tl.sum(tl.where((expert <= count) & (until <= tile), 1, 0), 0)
-    here = expert == mine
+    selected = tl.sum(tl.where((expert <= count) & (until <= tile), 1, 0), 0)
+    here = expert == selected
     # One element is left, so the sum selects it. until - tiles is the number of the expert's first
     # tile.
     first = tl.sum(tl.where(here, start + (tile - until + tiles) * ROWS, 0), 0)
-    return mine, first, tl.sum(tl.where(here, end, 0), 0)
+    return selected, first, tl.sum(tl.where(here, end, 0), 0)
 
 
 @triton.jit
-def tiles_of(
-    ends: tl.tensor, mine: tl.tensor, count: tl.tensor, ROWS: tl.constexpr, EXPERTS: tl.constexpr
+def find_tiles(
+    ends: tl.tensor,
+    selected: tl.tensor,
+    count: tl.tensor,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the first tile of expert `mine`, which is below `count`, and its number of tiles."""
-    expert, _, _, tiles = _tiles(ends, count, 0, ROWS, EXPERTS)
-    before = tl.sum(tl.where(expert < mine, tiles, 0), 0)
-    return before, tl.sum(tl.where(expert == mine, tiles, 0), 0)
+    """Return the first tile of expert `selected`, below `count`, and its number of tiles."""
+    expert, _, _, tiles = _count_tiles(ends, count, 0, ROWS, EXPERTS)
+    before = tl.sum(tl.where(expert < selected, tiles, 0), 0)
+    return before, tl.sum(tl.where(expert == selected, tiles, 0), 0)
 
 
 @triton.jit

@@ -23,16 +23,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels.device import capability, ceil_div, generation, launch, power_of_2
+from megaframe_kernels.device import (
+    ceil_div,
+    launch,
+    next_power_of_2,
+    read_capability,
+    read_generation,
+)
 from megaframe_kernels.device_math import INTERPRETED
 from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.experts import grouped_product
 from megaframe_kernels.experts.grouped_product import Tiles
-from megaframe_kernels.experts.tiles import find_tile, tiles_of, walk
+from megaframe_kernels.experts.tiles import find_tile, find_tiles, walk
 from megaframe_kernels.fp8 import quantize
 from megaframe_kernels.fp8.quantize import SHARED, TYPES
-from megaframe_kernels.fp8.quantize_device import magnitude, narrow, scale_of
-from megaframe_kernels.installed import missing_cuda, missing_triton
+from megaframe_kernels.fp8.quantize_device import read_magnitude_bits, round_to_fp8, scale_of
+from megaframe_kernels.installed import check_cuda, check_triton
 from megaframe_kernels.kernel import FLOATS, Implementation, Kernel, refuse_place, refuse_types
 
 TILES = {
@@ -50,7 +56,7 @@ expert, or every 128 numbers of a column."""
 _COLUMNS = 64
 
 
-def _spans(ends_E: Tensor) -> Iterator[tuple[slice, slice]]:
+def _iterate_spans(ends_E: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield the places of each expert, and its spaced places including padding."""
     start = spaced = 0
     for end in ends_E.tolist():
@@ -60,29 +66,29 @@ def _spans(ends_E: Tensor) -> Iterator[tuple[slice, slice]]:
         start, spaced = end, spaced + filled
 
 
-def _spaced(places: int, experts: int) -> int:
+def _count_spaced(places: int, experts: int) -> int:
     # Enough for any division of the places over experts, so the host needs no counts.
     return SHARED * (ceil_div(places, SHARED) + experts)
 
 
-def _scales_down(spaced: int, experts: int, sharing: str) -> int:
+def _count_scales(spaced: int, experts: int, sharing: str) -> int:
     """Return the number of scales of a column."""
     return spaced // SHARED if sharing == "block" else experts
 
 
-def reference_experts(
+def run_reference_experts(
     x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
     """Return x [P, C] in 8 bits with one scale per expert, repeated for its places, fp32 [P, 1].
     Places beyond the last end share a scale of their own."""
     parts = x_PC.tensor_split(ends_E.tolist())
-    made = [quantize.reference(part, dtype) for part in parts]
+    made = [quantize.run_reference(part, dtype) for part in parts]
     scales = [s.expand(len(part), 1) for part, (_, s) in zip(parts, made, strict=True)]
     # As bytes, so that concatenation need not know the 8-bit types.
     return torch.cat([q.view(torch.uint8) for q, _ in made]).view(dtype), torch.cat(scales)
 
 
-def reference_columns(
+def run_reference_columns(
     x_PC: Tensor,
     ends_E: Tensor,
     dtype: torch.dtype = torch.float8_e4m3fn,
@@ -102,16 +108,16 @@ def reference_columns(
         The columns in 8 bits, [C, W], and fp32 scales [S, C] with S = E, or W / 128 for blocks.
     """
     places, columns = x_PC.shape
-    spaced = _spaced(places, len(ends_E))
+    spaced = _count_spaced(places, len(ends_E))
     out = x_PC.new_zeros(columns, spaced, dtype=dtype)
-    none = x_PC.new_zeros(_scales_down(spaced, len(ends_E), sharing), columns, dtype=torch.float32)
+    none = x_PC.new_zeros(_count_scales(spaced, len(ends_E), sharing), columns, dtype=torch.float32)
     # An expert without rows has the scale of zeros.
     scales = quantize.scale_by(none, dtype)
     block = {"expert": None, "column": (1, 0), "block": (1, SHARED)}[sharing]
-    for expert, (here, there) in enumerate(_spans(ends_E)):
+    for expert, (here, there) in enumerate(_iterate_spans(ends_E)):
         if here.stop == here.start:
             continue
-        made, by = quantize.reference(x_PC[here].t(), dtype, block)
+        made, by = quantize.run_reference(x_PC[here].t(), dtype, block)
         start = there.start
         out[:, start : start + made.shape[1]] = made
         rows = slice(expert, expert + 1)
@@ -121,7 +127,7 @@ def reference_columns(
     return out, scales
 
 
-def reference(
+def run_reference(
     a_PK: Tensor,
     b_ENK: Tensor,
     a_scales: Tensor,
@@ -143,14 +149,14 @@ def reference(
         y [P, N].
     """
     y_PN = a_PK.new_zeros(a_PK.shape[0], b_ENK.shape[1], dtype=dtype)
-    for expert, (here, _) in enumerate(_spans(ends_E)):
+    for expert, (here, _) in enumerate(_iterate_spans(ends_E)):
         if here.stop > here.start:
             given = a_PK[here], b_ENK[expert], a_scales[here], b_scales[expert]
-            y_PN[here] = quantize.reference_product(*given, dtype)
+            y_PN[here] = quantize.run_reference_product(*given, dtype)
     return y_PN
 
 
-def reference_gradient(
+def run_reference_gradient(
     grads_ENH: Tensor,
     a_NW: Tensor,
     b_HW: Tensor,
@@ -164,8 +170,8 @@ def reference_gradient(
 
     Args:
         grads_ENH: receives the gradients.
-        a_NW: gradients of the result in 8 bits, as from `reference_columns`.
-        b_HW: inputs in 8 bits, as from `reference_columns`.
+        a_NW: gradients of the result in 8 bits, as from `run_reference_columns`.
+        b_HW: inputs in 8 bits, as from `run_reference_columns`.
         a_scales: [S, N].
         b_scales: [S, H].
         ends_E: where the places of each expert end, without spacing.
@@ -174,7 +180,7 @@ def reference_gradient(
     Returns:
         grads_ENH.
     """
-    for expert, (_, there) in enumerate(_spans(ends_E)):
+    for expert, (_, there) in enumerate(_iterate_spans(ends_E)):
         rows = slice(expert, expert + 1)
         if len(a_scales) != len(ends_E):
             rows = slice(there.start // SHARED, there.stop // SHARED)
@@ -183,13 +189,13 @@ def reference_gradient(
         # An expert without rows has a gradient of 0.
         made = torch.zeros_like(grad)
         if there.stop > there.start:
-            made = quantize.reference_product(*given, grad.dtype)
+            made = quantize.run_reference_product(*given, grad.dtype)
         grad.copy_(grad + made if add else made)
     return grads_ENH
 
 
 @triton.jit
-def _largest_of_columns(
+def _find_largest_of_columns(
     x: tl.tensor,
     ends: tl.tensor,
     scales: tl.tensor,
@@ -213,7 +219,7 @@ def _largest_of_columns(
         place = first + tl.arange(0, ROWS)
         inside = (place < end)[:, None] & (column < width)[None, :]
         at = x + place.to(tl.int64)[:, None] * stride + column[None, :]
-        top = tl.maximum(top, magnitude(tl.load(at, mask=inside, other=0.0)))
+        top = tl.maximum(top, read_magnitude_bits(tl.load(at, mask=inside, other=0.0)))
     scale = scale_of(tl.max(top, 0), MOST, False)
     tl.store(scales + expert * width + column, scale, mask=column < width)
 
@@ -252,9 +258,9 @@ def _quantise_columns(
     if known is not None:
         scale = tl.load(known + expert * width + column, mask=here & (expert < experts), other=1.0)
     else:
-        scale = scale_of(tl.max(magnitude(value), 0), MOST, False)
+        scale = scale_of(tl.max(read_magnitude_bits(value), 0), MOST, False)
         tl.store(scales + tile.to(tl.int64) * width + column, scale, mask=here)
-    result = narrow(value, scale[None, :], MOST, out.dtype.element_ty)
+    result = round_to_fp8(value, scale[None, :], MOST, out.dtype.element_ty)
     to = tile * ROWS + tl.arange(0, ROWS)
     # Columns become rows, because 8-bit products need the summed dimension contiguous.
     at = out + column.to(tl.int64)[:, None] * spaced + to[None, :]
@@ -385,7 +391,7 @@ def _multiply_columns(
     inside, within = row < outputs, column < inputs
     # Tiles of 128 spaced places: padding is 0, so only whole tiles are read and depth needs no
     # mask.
-    first, tiles = tiles_of(ends, expert, experts, DEPTH, EXPERTS)
+    first, tiles = find_tiles(ends, expert, experts, DEPTH, EXPERTS)
     place = first * DEPTH + tl.arange(0, DEPTH)
     left = a + row.to(tl.int64)[:, None] * spaced + place[None, :]
     right = b + column.to(tl.int64)[None, :] * spaced + place[:, None]
@@ -415,7 +421,9 @@ def _multiply_columns(
     tl.store(at, total.to(grads.dtype.element_ty), mask=written)
 
 
-def _scales_of_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _compute_expert_scales(
+    x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return one scale per expert and one more for places beyond the last end, [E + 1]; and the
     expert of each place."""
     # The largest magnitude of each row; those of an expert's rows are then combined on the device.
@@ -429,9 +437,9 @@ def _scales_of_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tupl
 
 
 def launch_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute `reference_experts`."""
+    """Compute `run_reference_experts`."""
     x = x_PC if x_PC.stride(1) == 1 else x_PC.contiguous()
-    scales_X, expert_P = _scales_of_experts(x, ends_E, dtype)
+    scales_X, expert_P = _compute_expert_scales(x, ends_E, dtype)
     scales_P = scales_X[expert_P]
     return quantize.launch_quantise_by(x, scales_P, dtype), scales_P[:, None]
 
@@ -439,20 +447,20 @@ def launch_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Te
 def launch_columns(
     x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype, sharing: str
 ) -> tuple[Tensor, Tensor]:
-    """Compute `reference_columns`."""
+    """Compute `run_reference_columns`."""
     x = x_PC if x_PC.stride(1) == 1 else x_PC.contiguous()
     (places, columns), experts = x.shape, len(ends_E)
-    spaced, most = _spaced(places, experts), torch.finfo(dtype).max
+    spaced, most = _count_spaced(places, experts), torch.finfo(dtype).max
     across = ceil_div(columns, _COLUMNS)
     tile: dict[str, Any] = {"MOST": most, "ROWS": SHARED, "COLUMNS": _COLUMNS}
     # With scales of blocks, the kernel finds and writes them while it has the tile.
-    scales = x.new_empty(_scales_down(spaced, experts, sharing), columns, dtype=torch.float32)
+    scales = x.new_empty(_count_scales(spaced, experts, sharing), columns, dtype=torch.float32)
     if sharing == "column":
         # A first pass for the scales: a column of an expert may be longer than a tile.
         given = x, ends_E, scales, columns, x.stride(0)
-        launch(_largest_of_columns, (experts * across,), *given, **tile, warps=8)
+        launch(_find_largest_of_columns, (experts * across,), *given, **tile, warps=8)
     elif sharing == "expert":
-        by_expert, _ = _scales_of_experts(x, ends_E, dtype)
+        by_expert, _ = _compute_expert_scales(x, ends_E, dtype)
         scales.copy_(by_expert[:experts, None])
     out = torch.empty(columns, spaced, dtype=dtype, device=x.device)
     launch(
@@ -468,7 +476,7 @@ def launch_columns(
         columns,
         spaced,
         x.stride(0),
-        EXPERTS=power_of_2(experts + 1),
+        EXPERTS=next_power_of_2(experts + 1),
         **tile,
         warps=8,
     )
@@ -483,11 +491,11 @@ def launch_multiply(
     ends_E: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute `reference`."""
+    """Compute `run_reference`."""
     (places, inputs), (experts, outputs, _) = a_PK.shape, b_ENK.shape
     b = b_ENK if b_ENK.stride(2) == 1 else b_ENK.contiguous()
     out = torch.empty(places, outputs, dtype=dtype, device=a_PK.device)
-    tiles, parts = TILES[generation(a_PK)], a_scales.shape[1]
+    tiles, parts = TILES[read_generation(a_PK)], a_scales.shape[1]
     launch(
         _multiply,
         # Each expert may end with a partial tile, so this many suffice for any counts.
@@ -507,11 +515,11 @@ def launch_multiply(
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,
-        EXPERTS=power_of_2(experts + 1),
+        EXPERTS=next_power_of_2(experts + 1),
         ALIKE=1 if b_scales.shape[1] == outputs else SHARED,
         BLOCKS=parts > 1,
         # Units of generation 9 keep about 14 bits of a sum (DeepSeek-AI 2024).
-        FEW_BITS=generation(a_PK) < 10,
+        FEW_BITS=read_generation(a_PK) < 10,
         warps=tiles.warps,
         stages=tiles.stages,
     )
@@ -527,9 +535,9 @@ def launch_gradient(
     ends_E: Tensor,
     add: bool,
 ) -> None:
-    """Compute `reference_gradient`."""
+    """Compute `run_reference_gradient`."""
     experts, outputs, inputs = grads_ENH.shape
-    tiles = TILES[generation(a_NW)]
+    tiles = TILES[read_generation(a_NW)]
     launch(
         _multiply_columns,
         (experts * ceil_div(outputs, tiles.rows) * ceil_div(inputs, tiles.columns),),
@@ -543,9 +551,9 @@ def launch_gradient(
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,
-        EXPERTS=power_of_2(experts + 1),
+        EXPERTS=next_power_of_2(experts + 1),
         BLOCKS=len(a_scales) != experts,
-        FEW_BITS=generation(a_NW) < 10,
+        FEW_BITS=read_generation(a_NW) < 10,
         ADD=add,
         warps=tiles.warps,
         stages=tiles.stages,
@@ -575,8 +583,8 @@ def _(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 @_columns_op.register_fake
 def _(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype, sharing: str) -> tuple[Tensor, Tensor]:
     (places, columns), experts = x_PC.shape, len(ends_E)
-    spaced = _spaced(places, experts)
-    shape = _scales_down(spaced, experts, sharing), columns
+    spaced = _count_spaced(places, experts)
+    shape = _count_scales(spaced, experts, sharing), columns
     scales = x_PC.new_empty(shape, dtype=torch.float32)
     return x_PC.new_empty(columns, spaced, dtype=dtype), scales
 
@@ -602,7 +610,7 @@ _direct_gradient = bypass_dispatcher(_gradient_op, launch_gradient)
 def run_experts(
     x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
-    """Compute `reference_experts` in Triton."""
+    """Compute `run_reference_experts` in Triton."""
     return _direct_experts(x_PC, ends_E, dtype)
 
 
@@ -612,7 +620,7 @@ def run_columns(
     dtype: torch.dtype = torch.float8_e4m3fn,
     sharing: str = "column",
 ) -> tuple[Tensor, Tensor]:
-    """Compute `reference_columns` in Triton."""
+    """Compute `run_reference_columns` in Triton."""
     return _direct_columns(x_PC, ends_E, dtype, sharing)
 
 
@@ -624,7 +632,7 @@ def run_triton(
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Compute `reference` in Triton."""
+    """Compute `run_reference` in Triton."""
     return _direct_multiply(a_PK, b_ENK, a_scales, b_scales, ends_E, dtype)
 
 
@@ -636,7 +644,7 @@ def run_torch(
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Compute `reference` by torch's scaled grouped product, for scales of rows."""
+    """Compute `run_reference` by torch's scaled grouped product, for scales of rows."""
     out = torch._scaled_grouped_mm(
         a_PK,
         b_ENK.transpose(1, 2),
@@ -658,12 +666,12 @@ def run_gradient(
     ends_E: Tensor,
     add: bool,
 ) -> Tensor:
-    """Compute `reference_gradient` in Triton."""
+    """Compute `run_reference_gradient` in Triton."""
     _direct_gradient(grads_ENH, a_NW, b_HW, a_scales, b_scales, ends_E, add)
     return grads_ENH
 
 
-def _rounding_refuses(
+def _refuse_for_rounding(
     x_PC: Tensor,
     ends_E: Tensor,
     dtype: torch.dtype = torch.float8_e4m3fn,
@@ -676,7 +684,7 @@ def _rounding_refuses(
     return quantize.refuse_rounding(x_PC, dtype)
 
 
-def _refuses(
+def _refuse_inputs(
     a: Tensor,
     b: Tensor,
     a_scales: Tensor,
@@ -693,7 +701,7 @@ def _refuses(
     return quantize.refuse_chip(a) or refuse_place(a) or refuse_types(a_scales, b_scales)
 
 
-def _torch_refuses(
+def _refuse_for_torch(
     a_PK: Tensor,
     b_ENK: Tensor,
     a_scales: Tensor,
@@ -701,7 +709,7 @@ def _torch_refuses(
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> str | None:
-    if not a_PK.is_cuda or capability(a_PK.device.index)[0] != 9:
+    if not a_PK.is_cuda or read_capability(a_PK.device.index)[0] != 9:
         return "torch's scaled grouped product is known to run on generation 9 only"
     if a_scales.shape[1] > 1 or b_scales.shape[1] != b_ENK.shape[1]:
         return "torch's scaled grouped product takes one scale for a row"
@@ -711,10 +719,10 @@ def _torch_refuses(
         return "torch's scaled grouped product needs dims that 16 divides"
     if not a_PK.is_contiguous() or b_ENK.stride(2) != 1 or any(s % 16 for s in b_ENK.stride()[:2]):
         return "operands of torch's scaled grouped product lie together, by rows of whole 16 bytes"
-    return _refuses(a_PK, b_ENK, a_scales, b_scales, ends_E, dtype)
+    return _refuse_inputs(a_PK, b_ENK, a_scales, b_scales, ends_E, dtype)
 
 
-def _gradient_refuses(
+def _refuse_for_gradient(
     grads_ENH: Tensor,
     a_NW: Tensor,
     b_HW: Tensor,
@@ -725,33 +733,33 @@ def _gradient_refuses(
 ) -> str | None:
     if not grads_ENH.is_contiguous():
         return "gradients do not lie together"
-    return _refuses(a_NW, b_HW, a_scales, b_scales, ends_E, grads_ENH.dtype)
+    return _refuse_inputs(a_NW, b_HW, a_scales, b_scales, ends_E, grads_ENH.dtype)
 
 
-_missing = partial(missing_triton, (3, 6))
+_missing = partial(check_triton, (3, 6))
 QUANTISE_EXPERTS = Kernel(
     "quantise_experts",
-    reference_experts,
-    {"triton": Implementation("triton", run_experts, _missing, _rounding_refuses)},
+    run_reference_experts,
+    {"triton": Implementation("triton", run_experts, _missing, _refuse_for_rounding)},
     constant=1.0,
 )
 QUANTISE_COLUMNS = Kernel(
     "quantise_columns",
-    reference_columns,
-    {"triton": Implementation("triton", run_columns, _missing, _rounding_refuses)},
+    run_reference_columns,
+    {"triton": Implementation("triton", run_columns, _missing, _refuse_for_rounding)},
     constant=1.0,
 )
 KERNEL = Kernel(
     "grouped_scaled_product",
-    reference,
+    run_reference,
     {
-        "triton": Implementation("triton", run_triton, _missing, _refuses),
-        "torch": Implementation("torch", run_torch, missing_cuda, _torch_refuses),
+        "triton": Implementation("triton", run_triton, _missing, _refuse_inputs),
+        "torch": Implementation("torch", run_torch, check_cuda, _refuse_for_torch),
     },
 )
 # There is no torch implementation: its product fails on the device if an expert has no rows.
 GRADIENT = Kernel(
     "grouped_scaled_gradient",
-    reference_gradient,
-    {"triton": Implementation("triton", run_gradient, _missing, _gradient_refuses)},
+    run_reference_gradient,
+    {"triton": Implementation("triton", run_gradient, _missing, _refuse_for_gradient)},
 )

@@ -27,7 +27,7 @@ def name(request, monkeypatch):
     second one visit later. On a GPU both do what is best for that GPU."""
     order, name = request.param
     if DEVICE == "cpu":
-        monkeypatch.setattr(launches, "generation", lambda _: order)
+        monkeypatch.setattr(launches, "read_generation", lambda _: order)
     return name
 
 
@@ -88,11 +88,11 @@ def test_softcap_sinks_and_scale(softcap, scale, name):
     class WithSinks:
         """Takes the sinks as a tensor argument, so that their gradient is compared too."""
 
-        constant, tolerance = KERNEL.constant, KERNEL.tolerance
+        constant, compute_tolerance = KERNEL.constant, KERNEL.compute_tolerance
 
         @staticmethod
         def reference(q, k, v, s, **options):
-            return attention.reference(q, k, v, spans, sinks_N=s, **options)
+            return attention.run_reference(q, k, v, spans, sinks_N=s, **options)
 
         class UnguardedImplementation:
             @staticmethod
@@ -177,7 +177,7 @@ def test_a_ring_of_tiles_is_the_whole(fused):
     d_out = rand(1, 48, 2, 16, seed=8)
     whole = find_spans(1, 48, 48, DEVICE, window=30)
     exact = [wide(x).requires_grad_() for x in (query, key, value)]
-    want, want_lse = attention.reference(*exact, whole, need_lse=True)
+    want, want_lse = attention.run_reference(*exact, whole, need_lse=True)
     (truth,) = torch.autograd.grad(want, exact[0], d_out.double())
     mine = torch.cat((torch.arange(12), torch.arange(36, 48)))
     others = torch.arange(12, 36)
@@ -275,7 +275,7 @@ def test_blocks_of_queries_divide_what_is_kept_of_them():
 def test_torch_does_the_same():
     given, spans = heads(24, n=4, g=2), find_spans(1, 24, 24, DEVICE)
     check(KERNEL, "torch", (*given, spans), {}, 24 * 4, scale=0.5)
-    reason = KERNEL.implementations["torch"].why_not(
+    reason = KERNEL.implementations["torch"].explain_refusal(
         *given, find_spans(1, 24, 24, DEVICE, window=3)
     )
     assert "window" in reason

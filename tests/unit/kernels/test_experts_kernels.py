@@ -39,7 +39,7 @@ def test_nan_is_passed_on_and_chooses_experts_that_are_there(score):
     logits = rand(9, 11)
     logits[2] = torch.nan
     logits[5, 7] = torch.nan
-    want, chosen = router.reference(logits, 4, score=score)
+    want, chosen = router.run_reference(logits, 4, score=score)
     got, mine = router.run_triton(logits, 4, score=score)
     assert torch.equal(mine, chosen) and torch.equal(got.isnan(), want.isnan())
     assert got[2].isnan().all() and got[5].isnan().any() and got.isnan().any(1).sum() == 2
@@ -50,7 +50,7 @@ def order_of(tokens, k, experts, seed=0, skipped=()):
     allowed = torch.tensor([e for e in range(experts) if e not in skipped], device="cpu")
     draws = torch.rand(tokens, len(allowed), generator=generator(seed), device="cpu")
     chosen = allowed[draws.argsort(1)[:, :k]].to(torch.int32).to(DEVICE)
-    return chosen, permute.ExpertOrder(*permute.reference_order(chosen, experts))
+    return chosen, permute.ExpertOrder(*permute.run_reference_order(chosen, experts))
 
 
 @settings(deadline=None, max_examples=20)
@@ -131,7 +131,7 @@ def test_places_beyond_the_last_expert_are_zero(name, ends):
         y = grouped_product.KERNEL.implementations[name].run(*given)
         d_x, d_weights = torch.autograd.grad(y, (x, weights), torch.ones_like(y))
     assert (y[ends[-1] :] == 0).all() and (d_x[ends[-1] :] == 0).all()
-    want = grouped_product.reference(*(wide(t) for t in given))
+    want = grouped_product.run_reference(*(wide(t) for t in given))
     assert_close(grouped_product.KERNEL, y.detach(), want.detach(), 16, "product", scale=4.0)
     assert torch.isfinite(d_weights).all()
 
@@ -151,7 +151,7 @@ def test_places_beyond_the_last_expert_are_zero(name, ends):
     ],
 )
 def test_torch_is_given_strides_of_whole_16_bytes(shape, change, taken):
-    reason = grouped_product._torch_refuses_strides(change(rand(*shape, dtype=torch.bfloat16)))
+    reason = grouped_product._refuse_strides_for_torch(change(rand(*shape, dtype=torch.bfloat16)))
     assert (reason is None) == taken
 
 

@@ -16,7 +16,7 @@ BLOCKS = [None, (1, 0), (1, 128), (4, 16), (0, 8), (3, 20)]
 def test_quantise(dtype, block, power_of_two):
     x = rand(9, 200, scale=30.0)
     got, scales = quantize.run_triton(x, dtype, block, power_of_two)
-    want, true_scales = quantize.reference(x, dtype, block, power_of_two)
+    want, true_scales = quantize.run_reference(x, dtype, block, power_of_two)
     assert torch.equal(scales, true_scales)
     assert got.dtype == dtype and torch.equal(got.view(torch.uint8), want.view(torch.uint8))
     # Half a unit in the last place of the number, or of the smallest normal number.
@@ -31,7 +31,7 @@ def test_strided_low_precision_and_zeros(dtype, block):
     x = rand(12, 300, dtype=dtype)[::2, 20:150]
     x[3:] = 0.0
     got, scales = quantize.run_triton(x, block=block)
-    want, true_scales = quantize.reference(x, block=block)
+    want, true_scales = quantize.run_reference(x, block=block)
     assert torch.equal(scales, true_scales) and (scales > 0).all()
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
@@ -49,7 +49,7 @@ def test_rows_that_registers_do_not_hold(power_of_two):
     assert "3 x 20000" in implementation.refuses(x, block=(3, 0))
     assert implementation.refuses(x, block=(1, 0)) is None
     got, scales = quantize.run_triton(x, block=(1, 0), power_of_two=power_of_two)
-    want, true_scales = quantize.reference(x, block=(1, 0), power_of_two=power_of_two)
+    want, true_scales = quantize.run_reference(x, block=(1, 0), power_of_two=power_of_two)
     assert torch.equal(scales, true_scales)
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
@@ -62,7 +62,7 @@ def test_what_is_not_finite_shows(dtype, block, power_of_two):
         x = rand(9, width)
         x[1, 3], x[7, 150] = float("nan"), float("inf")
         got, scales = quantize.run_triton(x, dtype, block, power_of_two)
-        want, true_scales = quantize.reference(x, dtype, block, power_of_two)
+        want, true_scales = quantize.run_reference(x, dtype, block, power_of_two)
         assert got[1, 3].float().isnan() and got[7, 150].float().isnan()
         exact = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
         torch.testing.assert_close(scales, true_scales, **exact)
@@ -99,7 +99,7 @@ def test_a_scale_that_is_a_power_of_two_stays(block):
     ],
 )
 def test_what_the_scaled_product_refuses(a_scales, b_scales, major, cuda, why, monkeypatch):
-    monkeypatch.setattr(quantize, "capability", lambda index: (major, 0))
+    monkeypatch.setattr(quantize, "read_capability", lambda index: (major, 0))
     monkeypatch.setattr(torch.version, "cuda", cuda)
     columns = a_scales[1] * 128
     with FakeTensorMode(), torch.device("cuda"):
@@ -112,11 +112,11 @@ def test_what_the_scaled_product_refuses(a_scales, b_scales, major, cuda, why, m
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_scales_of_a_single_row_are_not_those_of_a_tensor(rows):
-    a, a_scales = quantize.reference(rand(rows, 32), block=(1, 0))
-    b, b_scales = quantize.reference(rand(16, 32, seed=1), block=(1, 0))
+    a, a_scales = quantize.run_reference(rand(rows, 32), block=(1, 0))
+    b, b_scales = quantize.run_reference(rand(16, 32, seed=1), block=(1, 0))
     given = a, b, a_scales, b_scales
     reason = quantize.SCALED_PRODUCT.implementations["torch"].refuses(*given)
     if DEVICE == "cuda" and reason:  # a CPU has the product for tests alone
         pytest.skip(reason)
-    want = quantize.reference_product(*given, torch.float64)
+    want = quantize.run_reference_product(*given, torch.float64)
     assert_close(quantize.SCALED_PRODUCT, quantize.run_scaled_product(*given), want, 32, "product")

@@ -79,7 +79,7 @@ def test_rounding_is_that_of_each_expert_alone(sharing):
     start = spaced = 0
     for expert, count in enumerate(counts):
         if count:
-            want, by = quantize.reference(x[start : start + count].t(), block=block)
+            want, by = quantize.run_reference(x[start : start + count].t(), block=block)
             rows = slice(expert, expert + 1)
             if sharing == "block":
                 rows = slice(spaced // 128, spaced // 128 + by.shape[1])
@@ -109,11 +109,11 @@ def operands(counts, outputs, inputs, blocks, left=torch.float8_e4m3fn, scale=1.
     """Return rows and matrices in 8 bits, with a scale per row or per block."""
     x = rand(sum(counts), inputs, scale=scale)
     weights = rand(len(counts) * outputs, inputs, seed=1)
-    a, a_scales = quantize.reference(x, left, (1, 128) if blocks else (1, 0))
+    a, a_scales = quantize.run_reference(x, left, (1, 128) if blocks else (1, 0))
     if not blocks:
-        b, b_scales = quantize.reference(weights, block=(1, 0))
+        b, b_scales = quantize.run_reference(weights, block=(1, 0))
     else:
-        pairs = [quantize.reference(w, block=(128, 128)) for w in weights.split(outputs)]
+        pairs = [quantize.run_reference(w, block=(128, 128)) for w in weights.split(outputs)]
         b = torch.cat([q.view(torch.uint8) for q, _ in pairs]).view(torch.float8_e4m3fn)
         b_scales = torch.cat([s for _, s in pairs])
     experts = len(counts)
@@ -142,7 +142,7 @@ def test_a_result_may_be_rounded_to_its_own_type_whatever_sums_are_kept_in():
 def test_product(dtype, blocks, counts, outputs, inputs):
     given = operands(counts, outputs, inputs, blocks)
     got = chosen("grouped_scaled_product", *given, dtype)(*given, dtype)
-    want = grouped_fp8.reference(*given, torch.float64)
+    want = grouped_fp8.run_reference(*given, torch.float64)
     # A sum may be much smaller than its terms, so errors are compared with at least 1.
     assert_close(grouped_fp8.KERNEL, got, want, inputs, "product", 1.0, SUMS)
     assert got.dtype == dtype
@@ -162,7 +162,7 @@ def test_rows_of_matrices_may_lie_apart():
 def test_products_of_two_types_and_of_any_size(scale):
     given = operands((40, 0, 30), 48, 96, False, torch.float8_e5m2, scale)
     got = grouped_fp8.run_triton(*given, torch.float32)
-    want = grouped_fp8.reference(*given, torch.float64)
+    want = grouped_fp8.run_reference(*given, torch.float64)
     assert_close(grouped_fp8.KERNEL, got, want, 96, "product", scale, SUMS)
 
 
@@ -204,7 +204,7 @@ def test_gradient(sharing, counts):
     for dtype, add in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, True)):
         given = left[0], right[0], left[1], right[1], ends, add
         into = rand(len(counts), 144, 75, seed=2, dtype=dtype)
-        want = grouped_fp8.reference_gradient(into.double(), *given)
+        want = grouped_fp8.run_reference_gradient(into.double(), *given)
         run = chosen("grouped_scaled_gradient", into, *given)
         got = run(into, *given)
         assert got is into
@@ -255,7 +255,7 @@ def test_what_cannot_be_rounded_is_refused():
 )
 def test_what_torch_is_not_given(change, why, monkeypatch):
     for module in (quantize, grouped_fp8):
-        monkeypatch.setattr(module, "capability", lambda index: (change.get("major", 9), 0))
+        monkeypatch.setattr(module, "read_capability", lambda index: (change.get("major", 9), 0))
     with FakeTensorMode(), torch.device("cuda"):
         a = torch.empty(change.get("a", (100, 48)), dtype=change.get("kind", torch.float8_e4m3fn))
         apart = change.get("apart", a.shape[1])

@@ -28,7 +28,7 @@ def test_the_reference_is_the_cross_entropy_of_torch(smoothing):
     options = {"ignore_index": IGNORE, "reduction": "none", "label_smoothing": smoothing}
     want = functional.cross_entropy(leaf, chosen, **options)
     (truth,) = torch.autograd.grad(want.sum(), leaf)
-    got, made = loss.reference(logits, chosen, label_smoothing=smoothing)
+    got, made = loss.run_reference(logits, chosen, label_smoothing=smoothing)
     torch.testing.assert_close(got, want.detach(), rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(made, truth, rtol=1e-13, atol=1e-13)
 
@@ -42,7 +42,7 @@ def test_odd_sizes(shape):
 def test_strided_and_large_logits():
     logits = rand(6, 40, scale=1e4)[:, 3:36]
     check(loss.KERNEL, "triton", (logits, labels(6, 33)), {}, 33)
-    reason = loss.KERNEL.implementations["triton"].why_not(rand(40, 6).t(), labels(6, 40))
+    reason = loss.KERNEL.implementations["triton"].explain_refusal(rand(40, 6).t(), labels(6, 40))
     assert "not contiguous" in reason
 
 
@@ -76,7 +76,7 @@ def on_ranks(compute, vocab, bounds):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_divided_vocabulary_gives_the_losses_and_gradients_of_the_whole(options):
     whole, chosen = rand(6, 29, scale=2.0), labels(6, 29)
-    want, truth = loss.reference(whole.double(), chosen, **options)
+    want, truth = loss.run_reference(whole.double(), chosen, **options)
 
     def compute(part, join):
         given = whole[:, part].clone(), chosen
@@ -93,7 +93,7 @@ def test_words_that_cannot_be():
     """Some logits of a row are -inf, and all logits of one rank."""
     whole, chosen = rand(6, 29, scale=2.0), torch.arange(6)
     whole[:, 9:25] = -float("inf")
-    want, truth = loss.reference(whole.double(), chosen)
+    want, truth = loss.run_reference(whole.double(), chosen)
     got, made = loss.run_triton(whole.clone(), chosen)
     assert_close(loss.KERNEL, got, want, 29, "loss")
     assert_close(loss.KERNEL, made, truth, 29, "gradient")
