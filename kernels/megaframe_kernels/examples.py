@@ -16,8 +16,8 @@ from torch import Tensor
 from megaframe_kernels import loss
 from megaframe_kernels.attention import launches
 from megaframe_kernels.elementwise import activation, norm, rotary
-from megaframe_kernels.experts import grouped_product, permute, router
-from megaframe_kernels.fp8 import grouped_fp8, quantize
+from megaframe_kernels.experts import grouped_gradient, grouped_product, permute, router
+from megaframe_kernels.fp8 import grouped_fp8, grouped_fp8_gradient, grouped_quantize, quantize
 from megaframe_kernels.update import adamw, square_sum
 
 
@@ -75,9 +75,9 @@ def _launch_rotary() -> Iterator[Example]:
 def _launch_loss() -> Iterator[Example]:
     def call(smoothing: float, softcap: float | None) -> None:
         logits, labels = _make_tensor(8192, 128256), _make_tensor(8192, dtype=torch.int64)
-        given = (0, 128256, smoothing, softcap)
-        partition, label = loss.launch_forward(logits, labels, *given)
-        loss.launch_backward(partition, label, logits, labels, partition, logits, *given)
+        arguments = (0, 128256, smoothing, softcap)
+        partition, label = loss.launch_forward(logits, labels, *arguments)
+        loss.launch_backward(partition, label, logits, labels, partition, logits, *arguments)
 
     yield Example("plain", partial(call, 0.0, None))
     yield Example("label smoothing, softcap", partial(call, 0.1, 30.0))
@@ -156,21 +156,21 @@ def _launch_permutation() -> Iterator[Example]:
 
 
 def _launch_grouped() -> Iterator[Example]:
-    def call(dtype: torch.dtype, moved: bool) -> None:
+    def call(dtype: torch.dtype, moves_rows: bool) -> None:
         order = _make_tensor(16384, dtype=torch.int32)
-        x = _make_tensor(8192 if moved else 16384, 4096, dtype=dtype)
+        x = _make_tensor(8192 if moves_rows else 16384, 4096, dtype=dtype)
         weights, ends = (
             _make_tensor(8, 14336, 4096, dtype=dtype),
             _make_tensor(8, dtype=torch.int32),
         )
-        given = (ends, order, order, 2) if moved else (ends, None, None)
-        y = grouped_product.launch_multiply(x, weights, *given)
+        arguments = (ends, order, order, 2) if moves_rows else (ends, None, None)
+        y = grouped_product.launch_multiply(x, weights, *arguments)
         grouped_product.launch_clear(y, ends)
         grouped_product.launch_multiply(y, weights.transpose(1, 2), ends, order, None)
         rows = _make_tensor(16384, 4096, dtype=dtype)
-        grouped_product.launch_weight_gradient(y, rows, weights, ends)
+        grouped_gradient.launch_weight_gradient(y, rows, weights, ends)
         into = _make_tensor(8, 14336, 4096, dtype=torch.float32)
-        grouped_product.launch_weight_gradient_into(into, y, rows, ends, add=True)
+        grouped_gradient.launch_weight_gradient_into(into, y, rows, ends, add=True)
 
     yield Example("8 experts", partial(call, torch.bfloat16, False))
     yield Example("8 experts, rows moved", partial(call, torch.bfloat16, True))
@@ -201,13 +201,13 @@ def _launch_grouped_fp8() -> Iterator[Example]:
         if sharing == "block":
             by = (make_scales(16384, 32), make_scales(8, 112, 32))
         grouped_fp8.launch_multiply(a, b, *by, ends, torch.bfloat16)
-        grouped_fp8.launch_experts(x, ends, other)
-        left, left_scales = grouped_fp8.launch_columns(dy, ends, other, sharing)
-        right, right_scales = grouped_fp8.launch_columns(x, ends, quantize.TYPES[0], sharing)
+        grouped_quantize.launch_experts(x, ends, other)
+        left, left_scales = grouped_quantize.launch_columns(dy, ends, other, sharing)
+        right, right_scales = grouped_quantize.launch_columns(x, ends, quantize.TYPES[0], sharing)
         into = make_scales(8, 14336, 4096)
         for add in (False, True):
-            given = into, left, right, left_scales, right_scales, ends, add
-            grouped_fp8.launch_gradient(*given)
+            arguments = into, left, right, left_scales, right_scales, ends, add
+            grouped_fp8_gradient.launch_gradient(*arguments)
 
     yield Example("columns", partial(call, "column"), least_chip=90)
     yield Example("blocks", partial(call, "block"), least_chip=90)

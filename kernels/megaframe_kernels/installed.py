@@ -71,12 +71,12 @@ def check_cuda() -> str | None:
 
 def read_versions() -> dict[str, str]:
     """Return the versions of torch, Triton and the installed libraries."""
-    found = {"torch": str(torch.__version__)}
+    versions = {"torch": str(torch.__version__)}
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
+        versions["cuda"] = torch.version.cuda
     for package in ("triton", "liger-kernel", "flash-attn", "apex", "transformer-engine"):
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -146,8 +146,8 @@ def read_chip_name() -> str:
     return "-".join(w for w in words if w not in ("nvidia", "geforce", "tesla"))
 
 
-def _check(what: str, name: str, valid: tuple[str, ...]) -> None:
+def _check(subject: str, name: str, valid: tuple[str, ...]) -> None:
     if name not in valid:
         near = difflib.get_close_matches(name, valid, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise KernelError(f"{what}: no {name!r}; {hint}valid are {', '.join(valid)}")
+        raise KernelError(f"{subject}: no {name!r}; {hint}valid are {', '.join(valid)}")

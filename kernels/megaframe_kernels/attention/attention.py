@@ -22,16 +22,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaframe_kernels.attention.launches import launch_backward, launch_forward, scale_or_default
+from megaframe_kernels.attention.libraries import LIBRARIES
 from megaframe_kernels.attention.spans import Spans
 from megaframe_kernels.device import read_shared_memory
 from megaframe_kernels.direct import bypass_dispatcher
-from megaframe_kernels.installed import check_cuda, check_flash_attention, require_nothing
+from megaframe_kernels.installed import require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
 FUSED = "triton-fused"
@@ -148,13 +146,13 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @_backward_op.register_fake
 def _(
-    d_out: Tensor, d_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+    d_out: Tensor, d_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
-    sinks = rest[6]
-    kept = tuple(
+    sinks = others[6]
+    gradients = tuple(
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
-    return *kept, query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return *gradients, query.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -169,9 +167,9 @@ def _compute_gradients(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | No
     saved = ctx.saved_tensors
     # saved[3] is the output, which has no gradient if only the log-sum-exp is used.
     d_out = torch.zeros_like(saved[3]) if d_out is None else d_out
-    *three, d_sinks = _direct_backward(d_out, d_lse, *saved, *ctx.numbers)
+    *d_inputs, d_sinks = _direct_backward(d_out, d_lse, *saved, *ctx.numbers)
     # None for the four tensors of the spans, and for scale, softcap and fused.
-    return *three, *(4 * [None]), None if saved[-1] is None else d_sinks, *(3 * [None])
+    return *d_inputs, *(4 * [None]), None if saved[-1] is None else d_sinks, *(3 * [None])
 
 
 _forward_op.register_autograd(_compute_gradients, setup_context=_keep)
@@ -211,8 +209,8 @@ def run_reference_backward(
     """
     # Sums over heads and queries are in fp32 at least, and rounded once, at the end.
     wide = torch.promote_types(query_BQND.dtype, torch.float32)
-    given = (d_out_BQND, query_BQND, key_BKGD, value_BKGD, out_BQND)
-    d_out, query, key, value, out = (x.to(wide).transpose(1, 2) for x in given)
+    arguments = (d_out_BQND, query_BQND, key_BKGD, value_BKGD, out_BQND)
+    d_out, query, key, value, out = (x.to(wide).transpose(1, 2) for x in arguments)
     groups, scale = key.shape[1], scale_or_default(query_BQND, scale)
     key, value = (x.repeat_interleave(query.shape[1] // groups, 1) for x in (key, value))
     scores = (query @ key.mT * scale).masked_fill(~spans.mask()[:, None], -math.inf)
@@ -223,8 +221,8 @@ def run_reference_backward(
     # need not be all of them.
     mean = (d_out * out).sum(-1, keepdim=True)
     d_scores = shares * (d_out @ value.mT - mean) * scale
-    made = d_scores @ key, d_scores.mT @ query, shares.mT @ d_out
-    d_query, d_key, d_value = (x.transpose(1, 2) for x in made)
+    gradients = d_scores @ key, d_scores.mT @ query, shares.mT @ d_out
+    d_query, d_key, d_value = (x.transpose(1, 2) for x in gradients)
     # Query heads that share a head of keys add to the same gradient.
     d_key, d_value = (x.unflatten(2, (groups, -1)).sum(3) for x in (d_key, d_value))
     kind = query_BQND.dtype
@@ -247,8 +245,8 @@ def run_triton_backward(
     saved = (query_BQND, key_BKGD, value_BKGD, out_BQND, lse_BNQ.contiguous(), *spans.tensors)
     # None: the log-sum-exp of a ring's tile gets no gradient, and there are neither sinks nor a
     # softcap.
-    made = _direct_backward(d_out_BQND, None, *saved, None, scale, None, fused)
-    d_query, d_key, d_value, _ = made
+    gradients = _direct_backward(d_out_BQND, None, *saved, None, scale, None, fused)
+    d_query, d_key, d_value, _ = gradients
     return d_query, d_key, d_value
 
 
@@ -265,69 +263,9 @@ def run_triton(
     fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the reference in Triton. fused: compute the gradients in one pass over the tiles."""
-    given = (query_BQND, key_BKGD, value_BKGD, *spans.tensors, sinks_N)
-    out, lse = _direct_forward(*given, scale, softcap, fused)
+    arguments = (query_BQND, key_BKGD, value_BKGD, *spans.tensors, sinks_N)
+    out, lse = _direct_forward(*arguments, scale, softcap, fused)
     return out, lse if need_lse else None
-
-
-def _run_torch(
-    query_BQND: Tensor,
-    key_BKGD: Tensor,
-    value_BKGD: Tensor,
-    spans: Spans,
-    *,
-    scale: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Compute the reference by the fastest of torch's own attentions that supports the
-    arguments."""
-    out = F.scaled_dot_product_attention(
-        query_BQND.transpose(1, 2),
-        key_BKGD.transpose(1, 2),
-        value_BKGD.transpose(1, 2),
-        is_causal=True,
-        scale=scale,
-        enable_gqa=query_BQND.shape[2] != key_BKGD.shape[2],
-    )
-    return out.transpose(1, 2), None
-
-
-def _run_torch_flash(*given: Any, **options: Any) -> tuple[Tensor, None]:
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return _run_torch(*given, **options)
-
-
-def _run_cudnn(*given: Any, **options: Any) -> tuple[Tensor, None]:
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return _run_torch(*given, **options)
-
-
-def _run_flash_attention(
-    query_BQND: Tensor,
-    key_BKGD: Tensor,
-    value_BKGD: Tensor,
-    spans: Spans,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Compute the reference by the package flash-attn, in its deterministic mode."""
-    from flash_attn import flash_attn_func
-
-    # flash-attn counts the keys before a query; our window includes the query's own place.
-    window = (-1, -1) if spans.window is None else (spans.window - 1, 0)
-    out = flash_attn_func(
-        query_BQND,
-        key_BKGD,
-        value_BKGD,
-        softmax_scale=scale,
-        causal=True,
-        window_size=window,
-        softcap=softcap or 0.0,
-        deterministic=True,
-    )
-    return out, None
 
 
 def _refuse_inputs(
@@ -370,65 +308,12 @@ def _refuse_for_backward(
 
 
 def _refuse_for_fused(
-    refuses: Callable[..., str | None], *given: Any, **options: Any
+    refuses: Callable[..., str | None], *arguments: Any, **options: Any
 ) -> str | None:
     # Blocks of keys add to the gradients of queries in whatever order they finish.
     if torch.are_deterministic_algorithms_enabled():
         return "it sums in no fixed order, and deterministic algorithms are asked for"
-    return refuses(*given, **options)
-
-
-def _refuse_for_library(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spans: Spans,
-    *,
-    sinks_N: Tensor | None = None,
-    need_lse: bool = False,
-    **_: Any,
-) -> str | None:
-    if not spans.plain:
-        return "documents or the tiles of a ring are not a plain causal mask"
-    if sinks_N is not None or need_lse:
-        return "it has no sinks and gives no log-sum-exp"
-    return None
-
-
-def _refuse_for_torch(*given: Any, softcap: float | None = None, **options: Any) -> str | None:
-    if softcap is not None or given[3].window is not None:
-        return "torch's attention has neither softcap nor window without a mask"
-    return _refuse_for_library(*given, **options)
-
-
-def _refuse_for_backend(
-    can_use: Callable[[SDPAParams], bool],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spans: Spans,
-    **options: Any,
-) -> str | None:
-    """Return why a backend of torch cannot run, or None. can_use: torch's own check of what the
-    backend supports on this GPU (widths of heads, numbers of keys, deterministic algorithms).
-    Forcing a backend to run on anything else fails."""
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
-        return "it takes bf16 and fp16 on a GPU"
-    reason = _refuse_for_torch(query, key, value, spans, **options)
-    if reason is not None:
-        return reason
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    # No mask, no dropout, causal, and whether heads of keys are shared.
-    params = SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
-    if not can_use(params):
-        return f"torch's {can_use.__name__} says no; with debug=True it says why"
-    return None
-
-
-def _refuse_for_flash(query: Tensor, *given: Any, **options: Any) -> str | None:
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
-        return "it takes bf16 and fp16 on a GPU"
-    return _refuse_for_library(query, *given, **options)
+    return refuses(*arguments, **options)
 
 
 _ALL = (
@@ -439,17 +324,7 @@ _ALL = (
         require_nothing,
         partial(_refuse_for_fused, _refuse_inputs),
     ),
-    Implementation("torch", _run_torch, require_nothing, _refuse_for_torch),
-    Implementation(
-        "torch-flash",
-        _run_torch_flash,
-        check_cuda,
-        partial(_refuse_for_backend, can_use_flash_attention),
-    ),
-    Implementation(
-        "cudnn", _run_cudnn, check_cuda, partial(_refuse_for_backend, can_use_cudnn_attention)
-    ),
-    Implementation("flash-attn", _run_flash_attention, check_flash_attention, _refuse_for_flash),
+    *LIBRARIES,
 )
 KERNEL = Kernel(
     "attention",

@@ -28,11 +28,11 @@ def share_programs(
     first = tl.program_id(0) // (blocks * together) * together
     # The last group may have fewer pairs.
     abreast = tl.minimum(pairs - first, together)
-    rest = tl.program_id(0) % (blocks * together)
-    pair = first + rest % abreast
+    position = tl.program_id(0) % (blocks * together)
+    pair = first + position % abreast
     # Neighbouring programs take the same turn of different pairs, so long programs start first for
     # all heads.
-    return rest // abreast, pair % heads, pair // heads
+    return position // abreast, pair % heads, pair // heads
 
 
 @triton.jit
@@ -167,8 +167,8 @@ def _attend(
         s, unit = scale_scores(s, scale, cap, CAP), 1.0
     if MASK:
         # exp2(-inf) is 0, so keys outside the span add nothing to the sums.
-        seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
-        s = tl.where(seen, s, -float("inf"))
+        visible = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
+        s = tl.where(visible, s, -float("inf"))
     # The running maximum is subtracted, so no power exceeds 1 (Milakov and Gimelshein 2018).
     highest = tl.maximum(top, tl.max(s, 1) * unit)
     shift = highest
@@ -229,8 +229,8 @@ def forward(
     head (Dao et al. 2022)."""
     blocks = tl.cdiv(queries, M)
     turn, head, sample = share_programs(blocks, together, heads)
-    mine = blocks - 1 - turn  # with a causal mask the last queries see the most keys
-    query = mine * M + tl.arange(0, M)
+    own_block = blocks - 1 - turn  # with a causal mask the last queries see the most keys
+    query = own_block * M + tl.arange(0, M)
     # 64-bit from here, because offsets of samples and heads may exceed 32 bits.
     group = (head // per_group).to(tl.int64)
     head, batch = head.to(tl.int64), sample.to(tl.int64)
@@ -240,7 +240,7 @@ def forward(
     stop = tl.load(stops + batch * queries + query, mask=inside, other=0)
     low, high, whole_low, whole_high = find_visits(start, stop, inside, keys, N)
     q_rows = q + batch * q_batch + head * q_head
-    q_MD = load_rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
+    q_MD = load_rows(q_rows, own_block, q_stride, queries, width, True, M, WIDTH, EVEN)
     k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
     # All running numbers are fp32, and are rounded once, when stored.
     total = tl.zeros([M], tl.float32)

@@ -283,8 +283,8 @@ def launch_backward(
     )
     if sums is not None and d_query.numel():
         # Without the padding of queries and width; scaled once for all keys, then rounded once.
-        made = sums.view(*delta.shape, -1)[:, :, :queries, :width]
-        torch.mul(made.transpose(1, 2), scale_or_default(query, scale), out=d_query)
+        summed = sums.view(*delta.shape, -1)[:, :, :queries, :width]
+        torch.mul(summed.transpose(1, 2), scale_or_default(query, scale), out=d_query)
     d_sinks = query.new_empty(0)
     if sinks is not None:
         # A sink has the value 0, so its d_p is 0 and d_s = share (0 - delta).

@@ -86,12 +86,12 @@ def find_spans(
         # The oldest place that a window of this size reaches.
         starts = starts.maximum(torch.searchsorted(key, query - window + 1))
     if query_documents is not None and key_documents is not None:
-        mine, theirs = query_documents.contiguous(), key_documents.contiguous()
+        query_numbers, key_numbers = query_documents.contiguous(), key_documents.contiguous()
         # Document numbers ascend, so a document is one run of keys.
-        starts = starts.maximum(torch.searchsorted(theirs, mine))
-        stops = stops.minimum(torch.searchsorted(theirs, mine, right=True))
-    given = (query_places, key_places, query_documents, key_documents)
-    plain = causal and queries == keys and all(g is None for g in given)
+        starts = starts.maximum(torch.searchsorted(key_numbers, query_numbers))
+        stops = stops.minimum(torch.searchsorted(key_numbers, query_numbers, right=True))
+    masks = (query_places, key_places, query_documents, key_documents)
+    plain = causal and queries == keys and all(g is None for g in masks)
     return make_spans(starts, stops, keys, plain, window)
 
 

@@ -118,7 +118,7 @@ def _backward(
     (1 - s)), d_up = d_y gate s."""
     row, column, inside = _tile(rows, width, ROWS, COLUMNS)
     value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    given = tl.load(d_y + row * d_stride + column, mask=inside, other=0.0).to(tl.float32)
+    d_value = tl.load(d_y + row * d_stride + column, mask=inside, other=0.0).to(tl.float32)
     at = d_x + row * width + column
     if KIND == "swiglu":
         up = tl.load(x + row * stride + width + column, mask=inside, other=0.0).to(tl.float32)
@@ -126,16 +126,16 @@ def _backward(
         share = tl.sigmoid(value)
         # Gradients of gate and up are the two halves of one row, like their input.
         at = d_x + row * (2 * width) + column
-        d_up = given * value * share
+        d_up = d_value * value * share
         tl.store(at + width, d_up.to(d_x.dtype.element_ty), mask=inside)
-        result = given * up * share * (1.0 + value * (1.0 - share))
+        result = d_value * up * share * (1.0 + value * (1.0 - share))
     elif KIND == "relu2":
-        result = given * 2.0 * tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        result = d_value * 2.0 * tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         share, slope = _compute_gelu_share(value, KIND == "gelu_tanh")
         # Beyond 20 the slope is 0, and an infinite value times 0 would be NaN.
         near = tl.clamp(value, -20.0, 20.0, propagate_nan=tl.PropagateNan.ALL)
-        result = given * (share + near * slope)
+        result = d_value * (share + near * slope)
     tl.store(at, result.to(d_x.dtype.element_ty), mask=inside)
 
 

@@ -37,9 +37,9 @@ def run_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     kind = torch.promote_types(x.dtype, torch.float32)
     # unsqueeze: the same angle for all heads of a token.
     cos, sin = cos.detach().to(kind).unsqueeze(-2), sin.detach().to(kind).unsqueeze(-2)
-    first, second, rest = x.to(kind).split((half, half, x.shape[-1] - 2 * half), -1)
-    turned = (first * cos - second * sin, second * cos + first * sin, rest)
-    return torch.cat(turned, -1).to(x.dtype)
+    first, second, unrotated = x.to(kind).split((half, half, x.shape[-1] - 2 * half), -1)
+    rotated = (first * cos - second * sin, second * cos + first * sin, unrotated)
+    return torch.cat(rotated, -1).to(x.dtype)
 
 
 @triton.jit
@@ -84,8 +84,8 @@ def _turn(
     # x keeps its strides, so a view of a larger tensor is not copied; y is contiguous.
     start = (batch * batch_stride + place * token_stride)[:, None] + head[None, :] * head_stride
     out = (token * heads)[:, None] * head_width + head[None, :] * head_width
-    here = (token < tokens)[:, None] & (head < heads)[None, :]
-    inside = here[:, :, None] & (pair < half)[None, None, :]
+    in_range = (token < tokens)[:, None] & (head < heads)[None, :]
+    inside = in_range[:, :, None] & (pair < half)[None, None, :]
     at, to = x + start[:, :, None] + pair[None, None, :], y + out[:, :, None] + pair[None, None, :]
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
@@ -95,9 +95,9 @@ def _turn(
     if REST > 0:
         # Dims beyond the rotated ones are copied as they are.
         column = 2 * half + tl.arange(0, REST)
-        inside = here[:, :, None] & (column < head_width)[None, None, :]
-        rest = tl.load(x + start[:, :, None] + column[None, None, :], mask=inside, other=0.0)
-        tl.store(y + out[:, :, None] + column[None, None, :], rest, mask=inside)
+        inside = in_range[:, :, None] & (column < head_width)[None, None, :]
+        unrotated = tl.load(x + start[:, :, None] + column[None, None, :], mask=inside, other=0.0)
+        tl.store(y + out[:, :, None] + column[None, None, :], unrotated, mask=inside)
 
 
 def launch_turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:

@@ -74,10 +74,10 @@ def _count(
     choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
     chosen = tl.load(experts + choice, mask=choice < choices, other=-1)
     expert = tl.arange(0, EXPERTS)
-    here = (chosen[:, None] == expert[None, :]).to(tl.int32)
+    is_expert = (chosen[:, None] == expert[None, :]).to(tl.int32)
     # By expert, then block: one running sum over all counts then gives every block's start.
     at = expert * tl.num_programs(0) + tl.program_id(0)
-    tl.store(counts + at, tl.sum(here, 0), mask=expert < count)
+    tl.store(counts + at, tl.sum(is_expert, 0), mask=expert < count)
 
 
 @triton.jit
@@ -98,15 +98,15 @@ def _place(
     # -1 matches no expert.
     chosen = tl.load(experts + choice, mask=inside, other=-1)
     expert = tl.arange(0, EXPERTS)
-    here = (chosen[:, None] == expert[None, :]).to(tl.int32)
+    is_expert = (chosen[:, None] == expert[None, :]).to(tl.int32)
     at = expert * tl.num_programs(0) + tl.program_id(0)
     # The running sum up to the entry before is where this block's choices of the expert start.
     start = tl.load(along + at - 1, mask=(expert < count) & (at > 0), other=0)
     # How many earlier choices of the block have the same expert: ranks in order of choices, so the
     # sort is stable.
-    before = tl.cumsum(here, 0) - here + start[None, :]
+    before = tl.cumsum(is_expert, 0) - is_expert + start[None, :]
     # One column per row is 1, so the sum selects it.
-    place = tl.sum(before * here, 1)
+    place = tl.sum(before * is_expert, 1)
     tl.store(places + choice, place, mask=inside)
     tl.store(order + place, choice, mask=inside & (chosen >= 0) & (chosen < count))
 
@@ -229,9 +229,9 @@ def _reduce_inner_product(
     total = tl.zeros([COLUMNS], tl.float32)
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        given = tl.load(d_out + token * d_stride + column, mask=column < width, other=0.0)
+        d_row = tl.load(d_out + token * d_stride + column, mask=column < width, other=0.0)
         row = tl.load(y + place * stride + column, mask=column < width, other=0.0)
-        total += given.to(tl.float32) * row.to(tl.float32)
+        total += d_row.to(tl.float32) * row.to(tl.float32)
     tl.store(d_weights + choice, tl.sum(total, 0).to(d_weights.dtype.element_ty))
 
 
@@ -273,8 +273,8 @@ def launch_inner(d_out_TH: Tensor, y_PH: Tensor, places_TK: Tensor, like: Tensor
     width = y.shape[1]
     sizes = (width, places_TK.shape[1], d_out.stride(0), y.stride(0))
     columns = _choose_columns(width)
-    given = (d_out, y, places_TK, d_weights)
-    launch(_reduce_inner_product, (places_TK.numel(),), *given, *sizes, COLUMNS=columns)
+    arguments = (d_out, y, places_TK, d_weights)
+    launch(_reduce_inner_product, (places_TK.numel(),), *arguments, *sizes, COLUMNS=columns)
     return d_weights
 
 
@@ -288,8 +288,8 @@ def launch_order_cuda(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, T
     # The library gets addresses only. `starts` is freed on return; torch reuses it only for later
     # work on the same stream, so the kernels still have it.
     outputs = (t.data_ptr() for t in (starts, order, places, ends))
-    given = flat.data_ptr(), flat.numel(), count, *outputs
-    cuda_library.call("megaframe_expert_order", flat, *given)
+    arguments = flat.data_ptr(), flat.numel(), count, *outputs
+    cuda_library.call("megaframe_expert_order", flat, *arguments)
     return order, places, ends
 
 

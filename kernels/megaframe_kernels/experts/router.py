@@ -104,11 +104,11 @@ def _forward(
     share = tl.zeros([TOKENS, CHOSEN], tl.float32)
     for place in range(0, k):
         chosen = tl.argmax(by, 1, tie_break_left=True)
-        here = expert[None, :] == chosen[:, None]
+        is_chosen = expert[None, :] == chosen[:, None]
         # One element per row is left, so the sum reads it exactly. It is the score without bias.
-        value = tl.sum(tl.where(here, scores, 0.0), 1)
+        value = tl.sum(tl.where(is_chosen, scores, 0.0), 1)
         # Not chosen again.
-        by = tl.where(here, -float("inf"), by)
+        by = tl.where(is_chosen, -float("inf"), by)
         now = rank[None, :] == place
         best = tl.where(now, chosen[:, None], best)
         share = tl.where(now, value[:, None], share)
@@ -154,11 +154,11 @@ def _backward(
         choice = token * k + place
         # Tokens of padding choose expert -1, which matches none.
         chosen = tl.load(experts + choice, mask=token < tokens, other=-1)
-        given = tl.load(d_weights + choice, mask=token < tokens, other=0.0).to(tl.float32)
-        here = expert[None, :] == chosen[:, None]
-        d_scores += tl.where(here, given[:, None], 0.0)
-        total += tl.sum(tl.where(here, scores, 0.0), 1)
-        inner += given * tl.load(weights + choice, mask=token < tokens, other=0.0)
+        d_weight = tl.load(d_weights + choice, mask=token < tokens, other=0.0).to(tl.float32)
+        is_chosen = expert[None, :] == chosen[:, None]
+        d_scores += tl.where(is_chosen, d_weight[:, None], 0.0)
+        total += tl.sum(tl.where(is_chosen, scores, 0.0), 1)
+        inner += d_weight * tl.load(weights + choice, mask=token < tokens, other=0.0)
     if NORMALISE:  # w = s / sum(s), so d_s = (d_w - sum(d_w w)) / sum(s) for chosen experts
         among = tl.zeros([TOKENS, EXPERTS], tl.float32)
         for place in range(0, k):
@@ -195,8 +195,8 @@ def launch_forward(
     grid, tile = _choose_tile(tokens, count)
     bias = None if bias_E is None else bias_E.contiguous()
     options = {"SIGMOID": sigmoid, "NORMALISE": normalise, "CHOSEN": next_power_of_2(k), **tile}
-    given = (flat, bias, weights, experts, tokens, count, k, flat.stride(0))
-    launch(_forward, grid, *given, **options)
+    arguments = (flat, bias, weights, experts, tokens, count, k, flat.stride(0))
+    launch(_forward, grid, *arguments, **options)
     return weights, experts
 
 

@@ -1,4 +1,4 @@
-"""Device code of grouped products: which rows belong to a tile, and in which order tiles are
+"""Tiles of grouped products: their sizes, which rows belong to each, and in which order they are
 computed.
 
 Each expert's rows are divided into tiles starting at its first row, so no tile has rows of two
@@ -7,8 +7,44 @@ experts. The tiles of all experts are numbered consecutively.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from megaframe_kernels.device import read_generation
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows, columns and depth of a tile; warps and stages in Triton's sense."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+TILES = {
+    8: Tiles(128, 128, 64, 8, 3),
+    9: Tiles(128, 256, 64, 8, 3),
+    10: Tiles(128, 256, 64, 8, 3),
+}
+"""For 16-bit types, by generation of the chip."""
+_FP32_TILES = Tiles(32, 32, 32, 4, 2)
+"""For fp32."""
+
+
+def choose_tiles(x: Tensor, tiles: Tiles | None) -> tuple[Tiles, str]:
+    """Return the tiles for the type and chip of x, unless they are given, and the precision of
+    products in Triton's sense."""
+    wide = x.dtype == torch.float32
+    chosen = _FP32_TILES if wide else TILES[read_generation(x)]
+    # fp32 operands are not rounded to tf32; 16-bit operands ignore this option.
+    return tiles or chosen, "ieee" if wide else "tf32"
 
 
 @triton.jit

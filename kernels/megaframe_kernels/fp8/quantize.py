@@ -22,7 +22,7 @@ from megaframe_kernels.fp8.quantize_device import (
     round_to_fp8,
     scale_of,
 )
-from megaframe_kernels.installed import check_cuda, require_nothing
+from megaframe_kernels.installed import require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -118,8 +118,8 @@ def _quantise_blocks(
     largest = tl.max(tl.max(read_magnitude_bits(value), 3, keep_dims=True), 1, keep_dims=True)
     scale = scale_of(largest, MOST, POWER_OF_TWO)
     # Only blocks that exist have a scale.
-    here = (down * rows < height) & (right < blocks)
-    tl.store(scales + down * blocks + right, scale, mask=here)
+    exists = (down * rows < height) & (right < blocks)
+    tl.store(scales + down * blocks + right, scale, mask=exists)
     result = round_to_fp8(value, scale, MOST, out.dtype.element_ty)
     tl.store(out + row * width + column, result, mask=inside)
 
@@ -222,11 +222,11 @@ def launch_largest(x_RC: Tensor, parts: int) -> Tensor:
     contiguous."""
     height, width = x_RC.shape
     # Zeros, because a part without rows has no program.
-    found = x_RC.new_zeros(parts, dtype=torch.float32)
+    largest = x_RC.new_zeros(parts, dtype=torch.float32)
     grid = (min(height, parts) if width else 0,)
     tile = {"BLOCK": _choose_elements_per_program(width)}
-    launch(find_largest_of_rows, grid, x_RC, found, height, width, x_RC.stride(0), **tile)
-    return found
+    launch(find_largest_of_rows, grid, x_RC, largest, height, width, x_RC.stride(0), **tile)
+    return largest
 
 
 def scale_by(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
@@ -292,11 +292,11 @@ def refuse_chip(x: Tensor) -> str | None:
     if x.is_cuda and torch.version.hip:
         return "8-bit floats of these types are NVIDIA's"
     if x.is_cuda and read_capability(x.device.index) < (8, 9):
-        return f"8-bit floats need compute capability 8.9, and this GPU has {_format_capability(x)}"
+        return f"8-bit floats need compute capability 8.9, and this GPU has {format_capability(x)}"
     return None
 
 
-def _format_capability(x: Tensor) -> str:
+def format_capability(x: Tensor) -> str:
     return ".".join(map(str, read_capability(x.device.index)))
 
 
@@ -325,101 +325,4 @@ QUANTISE = Kernel(
     run_reference,
     {"triton": Implementation("triton", run_triton, require_nothing, _refuse_inputs)},
     constant=1.0,
-)
-
-
-def run_reference_product(
-    a_MK: Tensor,
-    b_NK: Tensor,
-    a_scales: Tensor,
-    b_scales: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """Return a b^T of quantised matrices, rounded once to `dtype`.
-
-    Args:
-        a_MK: [M, K] in 8 bits.
-        b_NK: [N, K] in 8 bits.
-        a_scales: one per tensor, [1, 1], per row, [M, 1], or per 128 elements of a row,
-            [M, ceil(K / 128)], as from `run_reference`.
-        b_scales: likewise, for N rows; in the last case 128 rows of b may share them.
-        dtype: type of the result.
-
-    Returns:
-        [M, N].
-    """
-    wide = torch.promote_types(dtype, torch.float32)
-    # Restored, multiplied and summed in fp32 at least; rounded once to `dtype`.
-    a, b = (_dequantize(x, s, wide) for x, s in ((a_MK, a_scales), (b_NK, b_scales)))
-    return (a @ b.t()).to(dtype)
-
-
-def _dequantize(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    by = scales.to(dtype)
-    if scales.shape[0] not in (1, x_RC.shape[0]):
-        by = by.repeat_interleave(SHARED, 0)[: x_RC.shape[0]]
-    if scales.shape[1] > 1:
-        by = by.repeat_interleave(SHARED, 1)[:, : x_RC.shape[1]]
-    return x_RC.to(dtype) * by
-
-
-def run_scaled_product(
-    a_MK: Tensor,
-    b_NK: Tensor,
-    a_scales: Tensor,
-    b_scales: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """Compute the reference by torch's scaled product."""
-    if a_scales.shape == b_scales.shape == (1, 1):
-        scales = a_scales[0, 0], b_scales[0, 0]
-    elif a_scales.shape[1] == 1 and b_scales.shape == (b_NK.shape[0], 1):
-        scales = a_scales, b_scales.t()
-    else:  # scales of blocks: torch expects those of adjacent rows to be adjacent
-        # Strides change here, not the numbers.
-        lies = a_scales.t().contiguous().t()
-        theirs = b_scales if b_scales.shape[0] != b_NK.shape[0] else b_scales.t().contiguous().t()
-        scales = lies, theirs.t()
-    return torch._scaled_mm(a_MK, b_NK.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=dtype)
-
-
-def _refuse_for_product(
-    a_MK: Tensor,
-    b_NK: Tensor,
-    a_scales: Tensor,
-    b_scales: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-) -> str | None:
-    if not a_MK.is_cuda:
-        return "torch's scaled product needs a GPU"
-    if reason := refuse_chip(a_MK):
-        return reason
-    of_tensors = a_scales.shape == b_scales.shape == (1, 1)
-    shared = not of_tensors and b_scales.shape[0] != b_NK.shape[0]
-    if shared or a_scales.shape[1] > 1:
-        if read_capability(a_MK.device.index)[0] != 9:
-            return (
-                "torch's scaled product takes scales of 128 on compute capability 9.0, and this "
-                f"GPU has {_format_capability(a_MK)}"
-            )
-        if _read_cuda_version() < (12, 9):  # whose cuBLASLt is the first that has them
-            return "torch's scaled product takes scales of 128 from CUDA 12.9 on"
-    if shared and b_scales.shape[1] % 4:  # torch either refuses these or reads them wrongly
-        return f"a row has {b_scales.shape[1]} scales of 128 x 128; cuBLASLt takes groups of four"
-    if a_MK.shape[1] % 16 or b_NK.shape[0] % 16:
-        return "torch's scaled product needs dims divisible by 16"
-    if dtype != torch.bfloat16:
-        return f"results in {dtype} are left to the reference"
-    return None
-
-
-def _read_cuda_version() -> tuple[int, ...]:
-    """The one that torch was built with; (0,) for another platform."""
-    return tuple(map(int, (torch.version.cuda or "0").split(".")))
-
-
-SCALED_PRODUCT = Kernel(
-    "scaled_product",
-    run_reference_product,
-    {"torch": Implementation("torch", run_scaled_product, check_cuda, _refuse_for_product)},
 )

@@ -72,15 +72,15 @@ def run_reference(
     new_mean = mean.to(wide).lerp(g, 1.0 - beta1)
     new_square = square.to(wide) * beta2 + g * g * (1.0 - beta2)
     scale = (new_square / (1.0 - beta2**step)).sqrt() + eps
-    moved = weights.to(wide) * (1.0 - lr * weight_decay)
-    moved = moved - lr * new_mean / (1.0 - beta1**step) / scale
-    changed = [(mean, new_mean), (square, new_square), (weights, moved)]
+    new_weights = weights.to(wide) * (1.0 - lr * weight_decay)
+    new_weights = new_weights - lr * new_mean / (1.0 - beta1**step) / scale
+    changed = [(mean, new_mean), (square, new_square), (weights, new_weights)]
     if copy is not None:
-        changed.append((copy, moved))
+        changed.append((copy, new_weights))
     for old, new in changed:
         # Selected on the device, so the host does not wait for the flag.
-        kept = old if skip is None else torch.where(skip.bool(), old, new.to(old.dtype))
-        old.copy_(new if skip is None else kept)
+        selected = old if skip is None else torch.where(skip.bool(), old, new.to(old.dtype))
+        old.copy_(new if skip is None else selected)
     return tuple(old for old, _ in changed)
 
 

@@ -14,7 +14,7 @@ from kernel_exactness import (
     rand,
     wide,
 )
-from megaframe_kernels.experts import grouped_product, permute, router
+from megaframe_kernels.experts import grouped_gradient, grouped_product, permute, router
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -118,7 +118,7 @@ def test_gradients_of_experts_in_higher_precision(dtype, add):
     _, order = order_of(37, 2, 6, skipped=(0, 3))
     d_y, x = rand(74, 21, dtype=dtype), rand(74, 40, dtype=dtype, seed=1)
     given = (rand(6, 21, 40, seed=2), d_y, x, order.ends_E, add)
-    check(grouped_product.GRADIENT, "triton", given, {}, 74, scale=4.0)
+    check(grouped_gradient.KERNEL, "triton", given, {}, 74, scale=4.0)
 
 
 @pytest.mark.parametrize("name", ["triton", "torch"])
@@ -151,7 +151,7 @@ def test_places_beyond_the_last_expert_are_zero(name, ends):
     ],
 )
 def test_torch_is_given_strides_of_whole_16_bytes(shape, change, taken):
-    reason = grouped_product._refuse_strides_for_torch(change(rand(*shape, dtype=torch.bfloat16)))
+    reason = grouped_gradient.refuse_strides_for_torch(change(rand(*shape, dtype=torch.bfloat16)))
     assert (reason is None) == taken
 
 

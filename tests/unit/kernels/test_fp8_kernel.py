@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_exactness import DEVICE, DTYPES, assert_close, rand
-from megaframe_kernels.fp8 import quantize
+from megaframe_kernels.fp8 import quantize, scaled_product
 from tolerances import assert_near
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -99,14 +99,15 @@ def test_a_scale_that_is_a_power_of_two_stays(block):
     ],
 )
 def test_what_the_scaled_product_refuses(a_scales, b_scales, major, cuda, why, monkeypatch):
-    monkeypatch.setattr(quantize, "read_capability", lambda index: (major, 0))
+    for module in (quantize, scaled_product):
+        monkeypatch.setattr(module, "read_capability", lambda index: (major, 0))
     monkeypatch.setattr(torch.version, "cuda", cuda)
     columns = a_scales[1] * 128
     with FakeTensorMode(), torch.device("cuda"):
         rows = a_scales[0] if b_scales != (1, 1) else 64
         a, b = (torch.empty(n, columns, dtype=torch.float8_e4m3fn) for n in (rows, 256))
         scales = torch.empty(a_scales), torch.empty(b_scales)
-        reason = quantize.SCALED_PRODUCT.implementations["torch"].refuses(a, b, *scales)
+        reason = scaled_product.KERNEL.implementations["torch"].refuses(a, b, *scales)
     assert reason is None if why is None else why in reason
 
 
@@ -115,8 +116,8 @@ def test_scales_of_a_single_row_are_not_those_of_a_tensor(rows):
     a, a_scales = quantize.run_reference(rand(rows, 32), block=(1, 0))
     b, b_scales = quantize.run_reference(rand(16, 32, seed=1), block=(1, 0))
     given = a, b, a_scales, b_scales
-    reason = quantize.SCALED_PRODUCT.implementations["torch"].refuses(*given)
+    reason = scaled_product.KERNEL.implementations["torch"].refuses(*given)
     if DEVICE == "cuda" and reason:  # a CPU has the product for tests alone
         pytest.skip(reason)
-    want = quantize.run_reference_product(*given, torch.float64)
-    assert_close(quantize.SCALED_PRODUCT, quantize.run_scaled_product(*given), want, 32, "product")
+    want = scaled_product.run_reference(*given, torch.float64)
+    assert_close(scaled_product.KERNEL, scaled_product.run_torch(*given), want, 32, "product")
