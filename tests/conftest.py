@@ -48,10 +48,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if mark := item.get_closest_marker("quick"):
             when = mark.kwargs["when"]
-            given = {
+            values = {
                 name: item.callspec.params[name] for name in inspect.signature(when).parameters
             }
-            if not when(**given):
+            if not when(**values):
                 item.add_marker("slow")
     items.sort(key=lambda item: item.path.name != "test_documents.py")
 

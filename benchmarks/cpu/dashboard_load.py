@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        made = lines(given.steps, ranks=given.ranks, stages=8, every=given.steps // 100)
+        made = lines(given.steps, ranks=given.ranks, stages=8, ranks_every=given.steps // 100)
         folder = write(Path(name) / "run", made, environment={"ranks": given.ranks})
         start = time.perf_counter()
         text = render_page(build_page_data([RunFolder(folder)]))

@@ -1,23 +1,21 @@
-"""Attention as a config describes it: widths of heads, windows, and its division over context
-ranks."""
+"""Attention: what a layer with grouped key and value heads is made of, windows, and how context
+ranks divide it."""
 
 from __future__ import annotations
 
-from megaframe.config.model import LatentAttentionConfig, ModelConfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megaframe.architecture.layer import (
+    BatchedProduct,
+    HasParameters,
+    MixerDescription,
+    SavedActivations,
+)
+from megaframe.architecture.linear import LinearSpec
+from megaframe.architecture.norm import NormDescription
+from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
-
-
-def head_widths(model: ModelConfig) -> tuple[int, int]:
-    """Return the width of a query or key head, and that of a value head."""
-    latent = model.latent
-    if latent is None:
-        return model.head_dim, model.head_dim
-    return latent.rotary_dim + latent.head_dim, latent.value_dim
-
-
-def latent_width(latent: LatentAttentionConfig) -> int:
-    """Return the elements of a token's latents, including the rotated part of its keys."""
-    return (latent.query_rank or 0) + latent.kv_rank + latent.rotary_dim
 
 
 def windows(model: ModelConfig) -> tuple[int | None, ...]:
@@ -56,3 +54,165 @@ def exchanging_ranks(parallel: ParallelConfig) -> int:
     if parallel.context_kind == "all_to_all":
         return parallel.context
     return parallel.context_heads or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxAttention(MixerDescription):
+    """What all attention with scores has.
+
+    Attributes:
+        hidden: Width of the stream.
+        heads: Query heads.
+        window: How many tokens a query sees, with itself; None for all before it.
+        bias: Whether the output product has a bias.
+        norm_eps: Of the norms inside the layer.
+        score_scale: Factor of the scores.
+        rotary_dim: Rotated dims of a head, 0 if nothing is rotated.
+        init_std: Standard deviation of initial matrices.
+        output_std: That of the output matrix.
+    """
+
+    hidden: int
+    heads: int
+    window: int | None
+    bias: bool
+    norm_eps: float
+    score_scale: float
+    rotary_dim: int
+    init_std: float
+    output_std: float
+
+    name = "attention"
+
+    @property
+    def rotary_width(self) -> int:
+        """The rotated dims."""
+        return self.rotary_dim
+
+    @property
+    def query_width(self) -> int:
+        """Width of a query or key head."""
+        raise NotImplementedError
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value head."""
+        raise NotImplementedError
+
+    @property
+    def output(self) -> LinearSpec:
+        """From the heads back to the stream."""
+        inputs = (self.heads, self.value_width)
+        return LinearSpec(inputs, (self.hidden,), self.output_std, split=1, bias=self.bias)
+
+    def batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
+        """Return the scores, and the weighted sums of values."""
+        share = mean_keys(seq, self.window) / seq
+        scores = BatchedProduct(self.heads, seq, seq, self.query_width, share)
+        return scores, BatchedProduct(self.heads, seq, self.value_width, seq, share)
+
+    @property
+    def ring_width(self) -> int:
+        """Elements of a key head and its value head."""
+        return self.query_width + self.value_width
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionDescription(SoftmaxAttention):
+    """Attention with grouped key and value heads (Ainslie et al. 2023).
+
+    Queries, keys and values come from one weight [kv_heads, heads / kv_heads + 2, head_dim,
+    hidden], in which each group has its query heads, its key head and its value head, so that a
+    tensor shard has whole groups.
+
+    Attributes:
+        kv_heads: Key and value heads, G.
+        head_dim: Width of a head.
+        qk_norm: Whether heads of queries and keys are normalised.
+        qkv_bias: Whether queries, keys and values have biases.
+    """
+
+    kv_heads: int
+    head_dim: int
+    qk_norm: bool
+    qkv_bias: bool
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share a key and value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def query_width(self) -> int:
+        """Width of a query or key head."""
+        return self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value head."""
+        return self.head_dim
+
+    @property
+    def qkv(self) -> LinearSpec:
+        """Queries, keys and values of all groups."""
+        return LinearSpec(
+            (self.hidden,),
+            (self.kv_heads, self.heads_per_group + 2, self.head_dim),
+            self.init_std,
+            split=0,
+            bias=self.qkv_bias,
+            fused={1: (self.heads_per_group, 1, 1)},
+        )
+
+    @property
+    def head_norm(self) -> NormDescription | None:
+        """Of each head of queries, and of keys."""
+        if not self.qk_norm:
+            return None
+        return NormDescription(self.head_dim, "rmsnorm", self.norm_eps)
+
+    @property
+    def parts(self) -> Mapping[str, HasParameters]:
+        """The two products, and the norms of heads."""
+        norm = self.head_norm
+        norms = {} if norm is None else {"query_norm": norm, "key_norm": norm}
+        return {"qkv": self.qkv, **norms, "output": self.output}
+
+    def saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return the inputs of attention and its output, with one log-sum-exp per head.
+
+        The output of the product before it is kept too where norms of queries and keys, or
+        attention, use views of it.
+        """
+        tensor, sharing = parallel.tensor, exchanging_ranks(parallel)
+        ring = parallel.context > sharing
+        rotated, normalised = self.rotary_dim > 0, self.qk_norm
+        groups = max(self.kv_heads, tensor)
+        queries, keys = self.heads * self.head_dim, groups * self.head_dim
+        # The queries of several groups are not contiguous.
+        is_scattered = self.heads_per_group > 1 and groups > tensor
+        copies_queries = rotated or normalised or is_scattered
+        if sharing > 1:  # exchanged tensors are new ones, and so are those that a ring passes on
+            copies = max(1, sharing * tensor // groups)
+            elements, keeps_product = queries + 2 * keys * copies * (1 + ring), normalised
+        elif ring:
+            elements = queries * copies_queries + 2 * keys
+            keeps_product = normalised or not copies_queries
+        else:
+            elements = queries * copies_queries + keys * (rotated or normalised) + keys * rotated
+            keeps_product = normalised or not rotated
+        # Summed over tensor ranks. With fewer groups than ranks, neighbours compute the same group.
+        product = groups * (self.heads_per_group + 2) * self.head_dim
+        elements += product * keeps_product + queries * (is_scattered and normalised)
+        elements += queries * (1 + (sharing > 1))  # the output, before and after the exchange back
+        return SavedActivations(elements, self.heads + normalised * (self.heads + groups))
+
+    @property
+    def exchanged_elements(self) -> int:
+        """Queries, keys, values and outputs."""
+        return (self.heads + self.kv_heads) * 2 * self.head_dim
+
+    @property
+    def ring_groups(self) -> int:
+        """The key and value heads."""
+        return self.kv_heads

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from megaframe.architecture.attention import head_widths, mean_keys, window_of
-from megaframe.architecture.experts import has_experts
-from megaframe.architecture.matrices import attention_matrix_elements
+from megaframe.architecture.block import describe_block, describe_predictor
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.schedule.costs import ActionCosts
@@ -153,10 +151,8 @@ def block_work(config: RunConfig, layer: int) -> PassWork:
     emulated = config.model.emulate
     if emulated is not None:
         return PassWork(emulated.forward, emulated.backward, emulated.weight)
-    model = config.model
-    matrices = 2.0 * active_matrix_elements(model, layer)
-    seen = mean_keys(config.train.seq, window_of(model, layer))
-    keys = 2.0 * model.heads * sum(head_widths(model)) * seen
+    block = describe_block(config.model, layer)
+    matrices, keys = 2.0 * block.matrix_elements, block.attention_flops(config.train.seq)
     return PassWork(matrices + keys, matrices + 2 * keys, matrices)
 
 
@@ -167,10 +163,10 @@ def output_work(config: RunConfig) -> PassWork:
     predictor adds the head once more, a matrix and a block.
     """
     model = config.model
-    join = 2.0 * predictor_projection_elements(model)
     head = 3 * _head_flops(config)
     forward, backward, weight = head, 0.0, 0.0
     for depth in range(model.mtp_depth):
+        join = 2.0 * describe_predictor(model, depth).join.elements
         block = block_work(config, model.layers + depth)
         recomputed = block.forward + join if config.train.recompute == "full" else 0.0
         forward += head + block.forward + join
@@ -179,27 +175,9 @@ def output_work(config: RunConfig) -> PassWork:
     return PassWork(forward, backward, weight)
 
 
-def predictor_projection_elements(model: ModelConfig) -> int:
-    """Return the elements of a predictor's matrix that joins two streams into one."""
-    return 2 * model.hidden * model.hidden
-
-
 def stage_layers(model: ModelConfig, plan: StagePlan) -> list[int]:
     """Return the layers of a stage. Its predictors' blocks are numbered after the last layer."""
     return [*plan.blocks, *range(model.layers, model.layers + model.mtp_depth * plan.last)]
-
-
-def active_matrix_elements(model: ModelConfig, layer: int) -> int:
-    """Return the elements of the matrices that one token uses in the block of a layer.
-
-    Predictors' blocks are numbered after the last layer.
-    """
-    mlp = (3 if model.activation == "swiglu" else 2) * model.hidden
-    moe = model.moe
-    if moe is None or not has_experts(moe, layer):
-        return attention_matrix_elements(model) + mlp * model.ffn
-    width = (moe.top_k + moe.shared) * (moe.ffn or model.ffn)
-    return attention_matrix_elements(model) + mlp * width + moe.experts * model.hidden
 
 
 def _head_flops(config: RunConfig) -> float:

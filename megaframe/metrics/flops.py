@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megaframe.architecture.attention import head_widths, mean_keys, window_of
+from megaframe.architecture.block import describe_block, describe_predictor
+from megaframe.architecture.embedding import get_vocab_size
 from megaframe.architecture.spec import ParamSpec
-from megaframe.architecture.stages import block_work, predictor_projection_elements, stage_plans
+from megaframe.architecture.stages import block_work, stage_plans
 from megaframe.config import RunConfig
-from megaframe.model.embedding import get_vocab_size
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,22 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
         # A tied table is declared as an embedding, but it is also multiplied as the head.
         elements["head"] = Fraction(get_vocab_size(model) * model.hidden)
     depth = model.mtp_depth
-    every = range(model.layers + depth)
-    per_key = 6 * model.heads * sum(head_widths(model))
-    seen = sum(mean_keys(seq, window_of(model, layer)) for layer in every)
-    blocks = 6 * float(elements["matrix"]) + per_key * seen
+    described = [describe_block(model, layer) for layer in range(model.layers + depth)]
+    causal, full = (
+        3 * sum(block.attention_flops(seq, causal=causal) for block in described)
+        for causal in (True, False)
+    )
+    matrices = 6 * float(elements["matrix"])
     head = 6 * float(elements["head"]) * (1 + depth)
     layers = [layer for plan in stage_plans(config) for layer in plan.blocks[: plan.recomputed]]
-    again = 0.0
+    recomputed = 0.0
     if config.train.recompute == "full":
         layers += range(model.layers, model.layers + depth)
-        again = 2.0 * depth * predictor_projection_elements(model)
-    again += sum(block_work(config, layer).forward for layer in layers)
+        joins = (describe_predictor(model, index).join for index in range(depth))
+        recomputed = sum(2.0 * join.elements for join in joins)
+    recomputed += sum(block_work(config, layer).forward for layer in layers)
     return Flops(
-        model=blocks + head,
-        full_attention=6 * float(elements["matrix"]) + per_key * seq * len(every) + head,
-        hardware=blocks + head + again,
+        model=matrices + causal + head,
+        full_attention=matrices + full + head,
+        hardware=matrices + causal + head + recomputed,
     )

@@ -6,7 +6,6 @@ query heads, D width of a head, V width of a value head where that may differ.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.config import ModelConfig
+from megaframe.architecture.attention import AttentionDescription
 from megaframe.context_parallel.ring import RingMask, ring_attention
 from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.norm import Norm
@@ -27,52 +26,26 @@ from megaframe.tensor_parallel.linear import Elementwise, Linear
 
 
 class Attention(Module):
-    """Self-attention of one layer.
+    """Self-attention of one layer, with grouped key and value heads."""
 
-    Queries, keys and values come from one weight [G, R + 2, D, hidden], in which each group has its
-    R query heads, its key head and its value head, so that a tensor shard has whole groups.
-    """
-
-    def __init__(
-        self, name: str, model: ModelConfig, output_std: float, window: int | None, run: RunContext
-    ) -> None:
-        """Declare the layers.
+    def __init__(self, name: str, description: AttentionDescription, run: RunContext) -> None:
+        """Make the layers.
 
         Args:
             name: Of the layer in the model.
-            model: The model's config.
-            output_std: Standard deviation of the initial output matrix.
-            window: How many tokens a query sees, with itself; None for all before it.
+            description: What it declares.
             run: What the run fixes.
         """
-        self.window, self.run = window, run
-        self.groups, self.width = model.kv_heads, model.head_dim
-        self.per_group = model.heads // model.kv_heads
-        self.qkv = Linear(
-            f"{name}.qkv",
-            (model.hidden,),
-            (self.groups, self.per_group + 2, self.width),
-            std=model.init_std,
-            split=0,
-            bias=model.qkv_bias,
-            tensor=run.tensor,
-            fused={1: (self.per_group, 1, 1)},
-        )
+        self.window, self.scale, self.run = description.window, description.score_scale, run
+        self.groups, self.width = description.kv_heads, description.head_dim
+        self.per_group = description.heads_per_group
+        self.qkv = Linear(f"{name}.qkv", description.qkv, run.tensor)
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
-        if model.qk_norm:
-            kind, eps = "rmsnorm", model.norm_eps
-            self.query_norm = Norm(f"{name}.query_norm", self.width, kind=kind, eps=eps, bias=False)
-            self.key_norm = Norm(f"{name}.key_norm", self.width, kind=kind, eps=eps, bias=False)
-        self.output = Linear(
-            f"{name}.output",
-            (model.heads, model.head_dim),
-            (model.hidden,),
-            std=output_std,
-            split=1,
-            bias=model.bias,
-            tensor=run.tensor,
-        )
+        if description.head_norm is not None:
+            self.query_norm = Norm(f"{name}.query_norm", description.head_norm)
+            self.key_norm = Norm(f"{name}.key_norm", description.head_norm)
+        self.output = Linear(f"{name}.output", description.output, run.tensor)
 
     def __call__(
         self, x: Tensor, norm: Elementwise | None, context: MicrobatchContext, state: PassState
@@ -112,8 +85,8 @@ class Attention(Module):
             query_BSND, key_BSGD = context.rotary(query_BSND), context.rotary(key_BSGD)
             # A copy, because a view would keep the unrotated queries and keys alive beside it.
             value_BSGD = value_BSGD.contiguous()
-        mask, scale = context.masks[self.window], 1.0 / math.sqrt(self.width)
-        heads_TV = attend_heads(query_BSND, key_BSGD, value_BSGD, mask, scale, self.run)
+        mask = context.masks[self.window]
+        heads_TV = attend_heads(query_BSND, key_BSGD, value_BSGD, mask, self.scale, self.run)
         # The product of a row linear is reduce-scattered in equal parts, so the padding comes back.
         return self.output(context.rows.pad(heads_TV), state.deferred)
 
@@ -231,9 +204,9 @@ class _Tiles(torch.autograd.Function):
         # is at least fp32, and rounded once.
         sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
         for tile, parts in zip(tiles, by_tile, strict=True):
-            for whole, part, rows in zip(
+            for total, part, rows in zip(
                 sums, parts, (tile.queries, tile.keys, tile.keys), strict=True
             ):
-                whole[:, rows] += part
+                total[:, rows] += part
         d_query, d_key, d_value = (whole.to(query.dtype) for whole in sums)
         return d_query, d_key, d_value, None, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from functools import partial
 from typing import Any
@@ -10,40 +9,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.architecture.attention import window_of
-from megaframe.architecture.experts import has_experts
-from megaframe.config import EmulationConfig, ModelConfig
+from megaframe.architecture.attention import AttentionDescription
+from megaframe.architecture.block import BlockDescription
+from megaframe.architecture.layer import LayerDescription
+from megaframe.architecture.mla import LatentAttentionDescription
+from megaframe.architecture.mlp import MLPDescription
+from megaframe.architecture.moe import MoEDescription
+from megaframe.config import EmulationConfig
 from megaframe.model.attention import Attention
 from megaframe.model.forward_context import MicrobatchContext, RunContext
 from megaframe.model.mla import LatentAttention
 from megaframe.model.mlp import MLP
 from megaframe.model.moe.layer import MixtureOfExperts
-from megaframe.model.norm import make_norm
+from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
+
+BlockLayer = Attention | LatentAttention | MLP | MixtureOfExperts
+"""A mixer, or a feed-forward layer."""
 
 
 class TransformerBlock(Module):
     """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, model: ModelConfig, layer: int, run: RunContext) -> None:
+    def __init__(self, description: BlockDescription, layer: int, run: RunContext) -> None:
         self.name, self.run = f"blocks.{layer}", run
-        # GPT-2's initialisation: outputs into the stream shrink with the number of layers.
-        output_std = model.init_std / math.sqrt(2 * model.layers)
-        self.attention_norm = make_norm(f"{self.name}.attention_norm", model)
-        name, window = f"{self.name}.attention", window_of(model, layer)
-        self.attention: Attention | LatentAttention = (
-            Attention(name, model, output_std, window, run)
-            if model.latent is None
-            else LatentAttention(name, model, model.latent, output_std, window, run)
-        )
-        self.mlp_norm = make_norm(f"{self.name}.mlp_norm", model)
-        self.mlp: MLP | MixtureOfExperts
-        if model.moe is not None and has_experts(model.moe, layer):
-            self.mlp = MixtureOfExperts(f"{self.name}.moe", model, model.moe, output_std, run)
-        else:
-            self.mlp = MLP(f"{self.name}.mlp", model, output_std, run.tensor)
+        self.attention_norm = Norm(f"{self.name}.attention_norm", description.norm)
+        self.attention = build_layer(description.mixer, self.name, run)
+        self.mlp_norm = Norm(f"{self.name}.mlp_norm", description.norm)
+        self.mlp = build_layer(description.feed_forward, self.name, run)
 
     @property
     def second_half(self) -> Module:
@@ -79,6 +74,21 @@ class TransformerBlock(Module):
         if context.dropout is not None:
             branch = context.dropout(branch, f"{self.name}.mlp")
         return x + branch
+
+
+def build_layer(description: LayerDescription, block: str, run: RunContext) -> BlockLayer:
+    """Return the torch layer of a description. block: the name of the block in the model."""
+    name = f"{block}.{description.name}"
+    match description:
+        case AttentionDescription():
+            return Attention(name, description, run)
+        case LatentAttentionDescription():
+            return LatentAttention(name, description, run)
+        case MLPDescription():
+            return MLP(name, description, run.tensor)
+        case MoEDescription():
+            return MixtureOfExperts(name, description, run)
+    raise TypeError(f"no layer is known for a {type(description).__name__}")
 
 
 _WAKE_UP_SECONDS = 2e-4
@@ -124,8 +134,8 @@ def _wait(seconds: float) -> None:
 def _wait_until(end: float) -> None:
     """Return when `time.perf_counter` reaches `end`. Sleeps first and then spins, because sleeping
     until `end` would return late."""
-    rest = end - time.perf_counter() - _WAKE_UP_SECONDS
-    if rest > 0:
-        time.sleep(rest)
+    remaining = end - time.perf_counter() - _WAKE_UP_SECONDS
+    if remaining > 0:
+        time.sleep(remaining)
     while time.perf_counter() < end:
         pass

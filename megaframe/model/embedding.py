@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megaframe.architecture.embedding import describe_position_table, describe_token_table
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.model.forward_context import MicrobatchContext, RunContext, get_token_positions
@@ -18,15 +19,9 @@ class Embedding(Module):
         model = config.model
         self.position = model.position
         self.tokens = make_token_table(model, run)
-        if model.position == "learned":
-            self.positions = EmbeddingTable(
-                "embedding.positions",
-                model.positions or config.train.seq,
-                model.hidden,
-                std=model.init_std,
-                split=False,
-                tensor=run.tensor.group,
-            )
+        position_table = describe_position_table(model, config.train.seq)
+        if position_table is not None:
+            self.positions = EmbeddingTable("embedding.positions", position_table, run.tensor.group)
 
     def __call__(self, microbatch: Microbatch, context: MicrobatchContext) -> Tensor:
         """Return this rank's rows [rows, hidden] of the residual stream for token ids [B, S]."""
@@ -49,25 +44,7 @@ def make_token_table(
         run: What the run fixes.
         replica: Whether another rank's stage has the same table.
     """
-    table = EmbeddingTable(
-        "embedding.tokens",
-        get_vocab_size(model),
-        model.hidden,
-        std=model.init_std,
-        split=True,
-        tensor=run.tensor.group,
-    )
+    table = EmbeddingTable("embedding.tokens", describe_token_table(model), run.tensor.group)
     if replica:
         table.weight = Parameter(table.weight.spec, replica=True)
     return table
-
-
-def get_vocab_size(model: ModelConfig) -> int:
-    """Return the rows of the token table.
-
-    Raises:
-        ValueError: `model.vocab` is not set. The config must be resolved before a model is built.
-    """
-    if model.vocab is None:
-        raise ValueError("model.vocab is not set: resolve the config with its tokenizer first")
-    return model.vocab

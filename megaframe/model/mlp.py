@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.config import ModelConfig
+from megaframe.architecture.mlp import MLPDescription
 from megaframe.model.forward_context import MicrobatchContext
 from megaframe.model.pass_state import PassState
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
@@ -20,49 +20,19 @@ from megaframe.tensor_parallel.linear import Elementwise, Linear
 
 
 class MLP(Module):
-    """hidden -> ffn -> hidden. With SwiGLU, gate and up are one weight [2, ffn, hidden]."""
+    """hidden -> width -> hidden."""
 
-    def __init__(
-        self,
-        name: str,
-        model: ModelConfig,
-        output_std: float,
-        tensor: TensorParallel,
-        width: int | None = None,
-    ) -> None:
-        """Declare the layers.
+    def __init__(self, name: str, description: MLPDescription, tensor: TensorParallel) -> None:
+        """Make the layers.
 
         Args:
             name: Of the MLP in the model.
-            model: The model's config.
-            output_std: Standard deviation of the initial output matrix.
+            description: What it declares.
             tensor: The tensor ranks, and how products are computed.
-            width: Inner width; None for `model.ffn`.
         """
-        width = width or model.ffn
-        self.activation = model.activation
-        # Gate and up as one weight, and so one product. They are separate along dim 0, so that a
-        # tensor shard of dim 1 has the same outputs of both.
-        outputs = (2, width) if model.activation == "swiglu" else (width,)
-        self.up = Linear(
-            f"{name}.up",
-            (model.hidden,),
-            outputs,
-            std=model.init_std,
-            split=len(outputs) - 1,
-            bias=model.bias,
-            tensor=tensor,
-            fused={0: (1, 1)} if len(outputs) == 2 else None,
-        )
-        self.down = Linear(
-            f"{name}.down",
-            (width,),
-            (model.hidden,),
-            std=output_std,
-            split=1,
-            bias=model.bias,
-            tensor=tensor,
-        )
+        self.activation = description.activation
+        self.up = Linear(f"{name}.up", description.up, tensor)
+        self.down = Linear(f"{name}.down", description.down, tensor)
 
     def __call__(
         self, x: Tensor, norm: Elementwise | None, context: MicrobatchContext, state: PassState

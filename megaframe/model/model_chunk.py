@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.spec import ParamSpec
 from megaframe.architecture.stages import StagePlan
 from megaframe.config import RunConfig
@@ -46,7 +47,7 @@ class ModelChunk:
         self.embedding = Embedding(config, run) if plan.first else None
         emulate = config.model.emulate
         self.blocks: list[TransformerBlock | EmulatedBlock] = [
-            TransformerBlock(config.model, layer, run)
+            TransformerBlock(describe_block(config.model, layer), layer, run)
             if emulate is None
             else EmulatedBlock(emulate)
             for layer in plan.blocks

@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megaframe.architecture.block import describe_predictor
 from megaframe.config import ModelConfig
 from megaframe.model.block import TransformerBlock
 from megaframe.model.forward_context import MicrobatchContext, RunContext
-from megaframe.model.norm import Norm, make_norm
+from megaframe.model.norm import Norm
 from megaframe.model.pass_state import PassState
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.embedding import EmbeddingTable
@@ -40,19 +41,12 @@ class MultiTokenPredictor(Module):
         """
         self.name, self.run = f"predictors.{index}", run
         self.tokens, self.previous_norm = tokens, previous_norm
-        self.stream_norm = make_norm(f"{self.name}.stream_norm", model)
-        self.token_norm = make_norm(f"{self.name}.token_norm", model)
+        description = describe_predictor(model, index)
+        self.stream_norm = Norm(f"{self.name}.stream_norm", description.norm)
+        self.token_norm = Norm(f"{self.name}.token_norm", description.norm)
         # Not divided over the tensor ranks: each multiplies its own rows.
-        self.join = Linear(
-            f"{self.name}.join",
-            (2, model.hidden),
-            (model.hidden,),
-            std=model.init_std,
-            split=None,
-            bias=False,
-            tensor=run.tensor,
-        )
-        self.block = TransformerBlock(model, model.layers + index, run)
+        self.join = Linear(f"{self.name}.join", description.join, run.tensor)
+        self.block = TransformerBlock(description.block, model.layers + index, run)
 
     @property
     def second_half(self) -> Module:

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.architecture.spec import Constant, ParamSpec
-from megaframe.config import ModelConfig
+from megaframe.architecture.norm import NormDescription
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.parameters.parameter import Module, Parameter
 
@@ -17,22 +16,18 @@ from megaframe.parameters.parameter import Module, Parameter
 class Norm(Module):
     """y = normalised x times a gain (plus a bias), over the last dim."""
 
-    def __init__(self, name: str, width: int, *, kind: str, eps: float, bias: bool) -> None:
-        """Declare the parameters.
+    def __init__(self, name: str, description: NormDescription) -> None:
+        """Make the parameters.
 
         Args:
             name: Of the norm in the model.
-            width: Width of the last dim.
-            kind: layernorm (mean and variance; Ba et al. 2016) or rmsnorm (root mean square; Zhang
-                and Sennrich 2019).
-            eps: Added to the variance or mean square.
-            bias: Whether there is one. Only layernorm can have it.
+            description: What it declares. LayerNorm uses mean and variance (Ba et al. 2016),
+                RMSNorm the root mean square (Zhang and Sennrich 2019).
         """
-        self.kind, self.eps, self.width = kind, eps, width
-        self.gain = Parameter(ParamSpec(f"{name}.gain", (width,), Constant(1.0), role="gain"))
-        self.bias: Parameter | None = None
-        if bias and kind == "layernorm":
-            self.bias = Parameter(ParamSpec(f"{name}.bias", (width,), Constant(0.0), role="bias"))
+        self.kind, self.eps = description.kind, description.eps
+        gain, *bias = map(Parameter, description.parameters(name))
+        self.gain = gain
+        self.bias: Parameter | None = bias[0] if bias else None
 
     def __call__(self, x: Tensor, kernels: Kernels = NO_KERNELS) -> Tensor:
         """Return the norm of x, of the same shape [..., width]."""
@@ -53,11 +48,6 @@ class Norm(Module):
         if kernel := kernels.find("norm", branch, gain, bias, x, **options):
             return kernel(branch, gain, bias, x, **options)
         return kernels.maybe_compile(_normalize_sum)(x, branch, gain, bias, self.kind, self.eps)
-
-
-def make_norm(name: str, model: ModelConfig) -> Norm:
-    """Return a norm of the residual stream, of the kind that the model uses."""
-    return Norm(name, model.hidden, kind=model.norm, eps=model.norm_eps, bias=model.bias)
 
 
 def normalize(x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaframe.architecture.rotary import compute_yarn_mscale, count_rotated_dims
 from megaframe.config import ModelConfig, RotaryScalingConfig
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 
@@ -29,7 +30,7 @@ def compute_frequencies(model: ModelConfig) -> tuple[Tensor, float]:
     if scaling.kind == "llama3":
         return _scale_as_llama3(plain, scaling), 1.0
     if scaling.kind == "yarn":
-        factor = _compute_yarn_mscale(scaling, scaling.mscale) / _compute_yarn_mscale(
+        factor = compute_yarn_mscale(scaling, scaling.mscale) / compute_yarn_mscale(
             scaling, scaling.mscale_all_dim
         )
         return _scale_as_yarn(plain, scaling, model.rotary_base), factor
@@ -42,29 +43,6 @@ def _get_frequencies_on(model: ModelConfig, device: torch.device) -> tuple[Tenso
     GPU."""
     rate, factor = compute_frequencies(model)
     return rate.to(device), factor
-
-
-def compute_scores_factor(model: ModelConfig) -> float:
-    """Return the factor of attention scores beside 1 / sqrt(D). With YaRN in latent attention it is
-    the square of the factor on all dims of queries and keys (DeepSeek-V2, section 3.1.4, and its
-    code)."""
-    scaling = model.rotary_scaling
-    return (
-        _compute_yarn_mscale(scaling, scaling.mscale_all_dim) ** 2
-        if scaling.kind == "yarn"
-        else 1.0
-    )
-
-
-def _compute_yarn_mscale(scaling: RotaryScalingConfig, mscale: float) -> float:
-    return 0.1 * mscale * math.log(scaling.factor) + 1.0
-
-
-def count_rotated_dims(model: ModelConfig) -> int:
-    """Return how many leading dims of a head are rotated."""
-    if model.latent is not None:
-        return model.latent.rotary_dim
-    return round(model.head_dim * model.rotary_fraction)
 
 
 def _scale_as_llama3(plain: Tensor, scaling: RotaryScalingConfig) -> Tensor:
@@ -135,14 +113,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if width == x.shape[-1]:
         return _Rotate.apply(x, cos, sin)
     # Partial rotary: only the leading dims of a head depend on its position.
-    rotated, rest = x.split((width, x.shape[-1] - width), -1)
-    return torch.cat((_Rotate.apply(rotated, cos, sin), rest), -1)
+    rotated, unrotated = x.split((width, x.shape[-1] - width), -1)
+    return torch.cat((_Rotate.apply(rotated, cos, sin), unrotated), -1)
 
 
 def _rotate_for_compiler(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
-    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+    first, second, unrotated = x.split((half, half, x.shape[-1] - 2 * half), -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, unrotated), -1)
 
 
 class _Rotate(torch.autograd.Function):

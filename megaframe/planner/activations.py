@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megaframe.architecture.attention import exchanging_ranks, head_widths, latent_width
-from megaframe.architecture.experts import has_experts
+from megaframe.architecture.block import describe_block, describe_norm
 from megaframe.architecture.stages import StagePlan, stage_layers
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
@@ -125,31 +124,10 @@ def weight_pass_bytes(config: RunConfig, layers: Sequence[int]) -> int:
     their weight pass: the inputs of all linears, and the gradients of their outputs."""
     if config.model.emulate is not None:
         return 0
-    tokens = config.train.microbatch * config.train.seq
-    return tokens * sum(_block_weight_pass_bytes(config, layer) for layer in layers)
-
-
-def _block_weight_pass_bytes(config: RunConfig, layer: int) -> int:
-    """Return the bytes per token that the backward of one block leaves for its weight pass."""
-    model, width = config.model, DTYPE_BYTES[config.train.precision]
-    hidden, latent = model.hidden, model.latent
-    query, value = head_widths(model)
-    if latent is None:
-        heads = _qkv_elements(config)
-    else:
-        # Under selective recompute the queries' product normalises its input again.
-        recomputed_input = model.hidden * (config.train.recompute == "selective")
-        heads = latent_width(latent) + latent.kv_rank + (latent.query_rank or recomputed_input)
-        heads += model.heads * (query + latent.head_dim + value)
-    elements = 2 * hidden + heads + model.heads * value
-    moe, up = model.moe, 2 if model.activation == "swiglu" else 1
-    if moe is None or not has_experts(moe, layer):
-        return (elements + 2 * hidden + (up + 1) * model.ffn) * width
-    expert_width, expert_copies = moe.ffn or model.ffn, config.parallel.expert_tensor
-    elements += hidden + moe.top_k * (2 * expert_copies * hidden + (up + 1) * expert_width)
-    if moe.shared:
-        elements += (up + 1) * moe.shared * expert_width + hidden * (1 + (moe.jitter > 0))
-    return elements * width + moe.experts * max(4, width)
+    train, width = config.train, DTYPE_BYTES[config.train.precision]
+    blocks = (describe_block(config.model, layer) for layer in layers)
+    kept = (block.saved_for_weights(config.parallel, train.recompute) for block in blocks)
+    return round(train.microbatch * train.seq * sum(each.count_bytes(width) for each in kept))
 
 
 def rotary_bytes(config: RunConfig) -> int:
@@ -157,10 +135,8 @@ def rotary_bytes(config: RunConfig) -> int:
     model = config.model
     if model.position != "rotary" or model.emulate is not None:
         return 0
-    width = model.rotary_fraction * model.head_dim
-    if model.latent is not None:
-        width = model.latent.rotary_dim
-    return config.train.seq * round(width) * DTYPE_BYTES[config.train.precision]
+    widths = {describe_block(model, layer).mixer.rotary_width for layer in range(model.layers)}
+    return config.train.seq * sum(widths) * DTYPE_BYTES[config.train.precision]
 
 
 def predictor_bytes(config: RunConfig, index: int) -> int:
@@ -178,116 +154,13 @@ def predictor_bytes(config: RunConfig, index: int) -> int:
 
 
 def _norm_bytes(config: RunConfig) -> int:
-    """Return the bytes of statistics that a norm keeps per token: one number in at least fp32, or
-    two for layernorm, which on a CPU are as wide as a value."""
-    width = DTYPE_BYTES[config.train.precision]
-    return 2 * width if config.model.norm == "layernorm" else max(4, width)
+    """Return the bytes of statistics that a norm of the stream keeps per token."""
+    saved = describe_norm(config.model).saved_statistics
+    return round(saved.count_bytes(DTYPE_BYTES[config.train.precision]))
 
 
 def block_bytes(config: RunConfig, layer: int) -> int:
-    """Return the bytes that one block keeps of a microbatch besides its input.
-
-    These are what attention keeps, the stream between attention and MLP, and the MLP's values
-    before the activation; and unless they are recomputed, the outputs of both norms with their
-    statistics, and the MLP's values after the activation. Statistics are in at least fp32, except
-    those of layernorm on a CPU. Experts count as equally loaded, and without their routes.
-    """
-    model, width = config.model, DTYPE_BYTES[config.train.precision]
-    tokens = config.train.microbatch * config.train.seq
-    selective = config.train.recompute == "selective"
-    attention = _attention_elements if model.latent is None else _mla_elements
-    elements, statistics = attention(config)
-    experts = model.moe is not None and has_experts(model.moe, layer)
-    norms = (0 if selective else 1) + (experts or not selective)
-    elements += (1 + norms) * model.hidden
-    if model.norm == "layernorm":
-        elements += 2 * norms
-    else:
-        statistics += norms
-    size = elements * width + statistics * max(4, width)
-    up = 2 if model.activation == "swiglu" else 1
-    inner_copies = up + (not selective)
-    size += _expert_bytes(config, up, inner_copies) if experts else inner_copies * model.ffn * width
-    return tokens * size
-
-
-def _expert_bytes(config: RunConfig, up: int, inner: int) -> int:
-    """Return the bytes per token that experts and their router keep, besides the normalised input.
-
-    Args:
-        up, inner: how often a routed and a shared expert keep a value of their inner width.
-    """
-    model, width = config.model, DTYPE_BYTES[config.train.precision]
-    moe = model.moe
-    assert moe is not None
-    expert_width = moe.ffn or model.ffn
-    parallel = config.parallel
-    copies = parallel.expert_tensor  # each of these ranks has the rows of all, and part of a width
-    arriving = moe.top_k * copies
-    if parallel.expert * copies == 1:
-        arriving = 0  # experts select from the normalised rows
-    elif parallel.dispatch == "all_gather" and copies == 1:
-        arriving = parallel.expert
-    elements = arriving * model.hidden + moe.top_k * (copies + up * expert_width)
-    elements += moe.shared * inner * expert_width
-    # Jitter keeps its factors and its result; the normalised rows only where experts use them here.
-    if moe.jitter:
-        elements += (1 + (arriving == 0 or moe.shared > 0)) * model.hidden
-    balanced = moe.balance_loss > 0 and moe.balance != "none"
-    scores = moe.experts * (1 + balanced) + balanced
-    scores += (moe.top_k + 2) * moe.normalise + (moe.z_loss > 0)
-    return elements * width + scores * max(4, width) + 8 * moe.top_k + balanced
-
-
-def _attention_elements(config: RunConfig) -> tuple[int, int]:
-    """Return the elements and the statistics per token that attention keeps.
-
-    These are its inputs and its output, with one log-sum-exp per head. The output of the product
-    before it counts too, where norms of queries and keys, or attention, use views of it.
-    """
-    model, tensor = config.model, config.parallel.tensor
-    sharing = exchanging_ranks(config.parallel)
-    ring = config.parallel.context > sharing
-    rotated, normalised = model.position == "rotary", model.qk_norm
-    queries_per_group, groups = model.heads // model.kv_heads, max(model.kv_heads, tensor)
-    queries, keys = model.heads * model.head_dim, groups * model.head_dim
-    # The queries of several groups are not contiguous.
-    is_scattered = queries_per_group > 1 and groups > tensor
-    copies_queries = rotated or normalised or is_scattered
-    if sharing > 1:  # exchanged tensors are new ones, and so are those that a ring passes on
-        copies = max(1, sharing * tensor // groups)
-        elements, keeps_product = queries + 2 * keys * copies * (1 + ring), normalised
-    elif ring:
-        elements = queries * copies_queries + 2 * keys
-        keeps_product = normalised or not copies_queries
-    else:
-        elements = queries * copies_queries + keys * (rotated or normalised) + keys * rotated
-        keeps_product = normalised or not rotated
-    elements += _qkv_elements(config) * keeps_product + queries * (is_scattered and normalised)
-    elements += queries * (1 + (sharing > 1))  # the output, before and after the exchange back
-    return elements, model.heads + normalised * (model.heads + groups)
-
-
-def _qkv_elements(config: RunConfig) -> int:
-    """Return the elements per token of queries, keys and values, summed over tensor ranks. With
-    fewer groups than tensor ranks, neighbouring ranks compute the same group."""
-    model = config.model
-    groups = max(model.kv_heads, config.parallel.tensor)
-    return groups * (model.heads // model.kv_heads + 2) * model.head_dim
-
-
-def _mla_elements(config: RunConfig) -> tuple[int, int]:
-    """Return what `_attention_elements` does, for latent attention: with the latents, and unless
-    these are recomputed, with the normalised latents and a statistic for each."""
-    model, latent = config.model, config.model.latent
-    assert latent is not None
-    query, value = head_widths(model)
-    sharing = exchanging_ranks(config.parallel)
-    elements = latent_width(latent) + 2 * model.heads * (query + value)
-    if sharing > 1:
-        elements += model.heads * (value + (query + value) * (config.parallel.context > sharing))
-    statistics = model.heads
-    if config.train.recompute != "selective":
-        elements += latent_width(latent) - latent.rotary_dim
-        statistics += 1 + (latent.query_rank is not None)
-    return elements, statistics
+    """Return the bytes that one block keeps of a microbatch besides its input."""
+    train, width = config.train, DTYPE_BYTES[config.train.precision]
+    saved = describe_block(config.model, layer).saved(config.parallel, train.recompute)
+    return train.microbatch * train.seq * round(saved.count_bytes(width))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.attention import head_widths
+from megaframe.architecture.layer import MixerDescription
 from megaframe.planner.collective_times import hop_seconds
 from megaframe.planner.machine import Machine, PassTimes
 
@@ -18,21 +18,22 @@ Number = Any
 """A float, or a numpy array of them."""
 
 
-def tensor_parallel_times(machine: Machine, linears: PassTimes, sums: int) -> PassTimes:
+def tensor_parallel_times(machine: Machine, linears: PassTimes, elements: float) -> PassTimes:
     """Return the exposed transfers of the tensor axis in one block.
 
-    With sequence parallelism each sum of the stream is a gather and a scatter, and backward also
-    gathers as many saved inputs again, overlapped with products. One sum has half of the bytes of
-    two, but is charged all of their latencies, as when the constants were fitted.
+    With sequence parallelism, backward transfers as much as forward, and also gathers as many saved
+    inputs again, overlapped with products. A block is charged the latencies of four transfers in
+    forward, as when the constants were fitted.
 
     Args:
         machine: the links, and the layout.
         linears: seconds of the products that the transfers overlap with.
-        sums: how often the stream is summed in forward, and again in backward: 2 if the MLP follows
-            attention, otherwise 1.
+        elements: per token that a block gathers or scatters in forward
+            (`TensorTraffic.forward`): four times the width of the stream if an MLP follows
+            attention.
     """
-    model, software, sizes = machine.config.model, machine.software, machine.sizes
-    size = machine.rate.width * machine.tokens * model.hidden * sums / 2
+    software, sizes = machine.software, machine.sizes
+    size = machine.rate.width * machine.tokens * elements / 4
     parts = software.tensor_parts(machine.config)
     gather = machine.collective_seconds("all_gather", size, "tensor")
     if not software.sequence_parallel:
@@ -68,19 +69,18 @@ def exposed_seconds(transfer: Number, compute: Number, parts: float, delay: Numb
     return exposed + np.minimum(hidden, delay * hidden / np.maximum(transfer, 1e-30))
 
 
-def context_parallel_times(machine: Machine, attention: PassTimes) -> PassTimes:
+def context_parallel_times(
+    machine: Machine, mixer: MixerDescription, attention: PassTimes
+) -> PassTimes:
     """Return the exposed transfers of the context axis: keys and values on the ring, each
     overlapped with a tile; or the exchange of heads for tokens."""
-    model, sizes = machine.config.model, machine.sizes
-    query, value = head_widths(model)
-    width = machine.rate.width
+    sizes, width = machine.sizes, machine.rate.width
     if machine.config.parallel.context_kind == "all_to_all":
-        rows = machine.tokens * (model.heads + model.kv_heads) * (query + value)
-        size = width * rows / sizes.tensor
+        size = width * machine.tokens * mixer.exchanged_elements / sizes.tensor
         exchange = machine.collective_seconds("all_to_all", size, "context")
         return PassTimes(exchange, 2 * exchange, 0.0)
-    heads = np.maximum(1.0, model.kv_heads / sizes.tensor)
-    size = width * machine.tokens * heads * (query + value)
+    groups = np.maximum(1.0, mixer.ring_groups / sizes.tensor)
+    size = width * machine.tokens * groups * mixer.ring_width
     # Keys in forward, and gradients of keys in backward, have half the size in half of the hops.
     keys_and_gradients, keys = (
         hop_seconds(part * size, machine.groups["context"]) for part in (1.0, 0.75)
@@ -93,13 +93,11 @@ def context_parallel_times(machine: Machine, attention: PassTimes) -> PassTimes:
     return PassTimes(forward, backward, 0.0)
 
 
-def expert_parallel_times(machine: Machine) -> PassTimes:
+def expert_parallel_times(machine: Machine, experts_per_token: int) -> PassTimes:
     """Return the exposed transfers of tokens to their experts and back, in forward and backward.
     `parallel.expert_overlap` is assumed to hide half of them."""
-    model, sizes = machine.config.model, machine.sizes
-    moe = model.moe
-    assert moe is not None
-    sent_bytes = machine.tokens / sizes.tensor * moe.top_k * model.hidden * machine.rate.width
+    sizes, rows = machine.sizes, machine.tokens / machine.sizes.tensor * experts_per_token
+    sent_bytes = rows * machine.config.model.hidden * machine.rate.width
     exchange = machine.collective_seconds("all_to_all", sent_bytes, "expert")
     exchange = exchange + machine.collective_seconds(
         "all_gather", sent_bytes * sizes.expert_tensor, "expert_tensor"

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from megaframe.architecture.attention import latent_width
-from megaframe.architecture.experts import has_mlp
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.stages import StagePlan, stage_layers
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
@@ -54,29 +53,22 @@ def communication_bytes(
 def _tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float:
     """Return the elements per token that a stage moves over tensor ranks, for one microbatch.
 
-    Attention and the MLP have two linears each. Each linear moves the stream once in forward and
-    once in backward, and the input of one of the two is gathered again in backward. Recomputed
-    blocks repeat the transfers of forward. The embedding and the head move the stream twice each.
+    Recomputed blocks repeat the transfers of forward. The embedding and the head move the stream
+    twice each, and so do those of each predictor.
     """
-    model, layers = config.model, stage_layers(config.model, plan)
-    attention, latent = 5 * model.hidden, model.latent
-    if latent is not None:
-        replicated_input = model.hidden * (latent.query_rank is None)
-        attention = (
-            2 * model.hidden + 3 * (replicated_input + latent_width(latent)) - latent.rotary_dim
-        )
-    depth = model.mtp_depth * plan.last  # each predictor has both an embedding and a head
-    mlps = [has_mlp(model, layer) for layer in layers]
-    recomputed = 2 * model.hidden * (plan.recomputed + sum(mlps[: plan.recomputed]))
+    model = config.model
+    traffic = [describe_block(model, layer).tensor_traffic for layer in stage_layers(model, plan)]
+    blocks = sum(block.forward + block.backward for block in traffic)
+    recomputed = sum(block.forward for block in traffic[: plan.recomputed])
+    depth = model.mtp_depth * plan.last
     ends = 2 * model.hidden * (plan.first + plan.last + 2 * depth)
-    return len(layers) * attention + sum(mlps) * 5 * model.hidden + recomputed + ends
+    return blocks + recomputed + ends
 
 
 def _tensor_elements_of_weight_pass(config: RunConfig, plan: StagePlan) -> int:
-    """Return the elements per token that a separate weight pass gathers again: the output gradients
-    of one linear of attention and of one of the MLP."""
-    model = config.model
-    return model.hidden * sum(1 + has_mlp(model, layer) for layer in stage_layers(model, plan))
+    """Return the elements per token that a separate weight pass gathers again."""
+    layers = stage_layers(config.model, plan)
+    return sum(describe_block(config.model, layer).tensor_traffic.weight for layer in layers)
 
 
 def _data_bytes(

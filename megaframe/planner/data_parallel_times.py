@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.buckets import balanced_bucket_count
-from megaframe.architecture.experts import has_experts
-from megaframe.architecture.matrices import MatrixShape, attention_matrix_elements, block_matrices
+from megaframe.architecture.linear import GroupedLinearSpec
 from megaframe.architecture.stages import stage_plans
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
@@ -88,18 +88,17 @@ def block_load(machine: Machine, layer: int) -> ParameterLoad:
     model, sizes = machine.config.model, machine.sizes
     if model.emulate is not None:
         return ParameterLoad()
-    moe = model.moe
-    muon, longest_matrix = layer_muon_seconds(machine, layer)
-    num_matrices = 3 if model.activation == "swiglu" else 2
-    attention = attention_matrix_elements(model) / sizes.tensor
-    if moe is None or not has_experts(moe, layer):
-        dense = attention + num_matrices * model.hidden * model.ffn / sizes.tensor
-        return ParameterLoad(dense, muon_total=muon, muon_longest=longest_matrix)
-    expert = num_matrices * model.hidden * (moe.ffn or model.ffn)
-    shared = moe.shared * expert / sizes.tensor + moe.experts * model.hidden
-    local_experts = np.ceil(moe.experts / sizes.expert)
-    experts = local_experts * expert / sizes.expert_tensor
-    return ParameterLoad(attention + shared, experts, muon_total=muon, muon_longest=longest_matrix)
+    dense = experts = 0.0
+    for linear in describe_block(model, layer).linears:
+        if isinstance(linear, GroupedLinearSpec):
+            local_experts = np.ceil(linear.experts / sizes.expert)
+            results, terms = linear.local_sizes(sizes.expert_tensor)
+            experts = experts + local_experts * results * terms
+        else:
+            results, terms = linear.local_sizes(sizes.tensor)
+            dense = dense + results * terms
+    total, longest = layer_muon_seconds(machine, layer)
+    return ParameterLoad(dense, experts, muon_total=total, muon_longest=longest)
 
 
 def table_elements(machine: Machine) -> Number:
@@ -295,18 +294,15 @@ def layer_muon_seconds(machine: Machine, layer: int) -> tuple[float, float]:
     those of the matrix that takes longest; zeros under other optimizers."""
     if machine.config.optim.name != "muon":
         return 0.0, 0.0
-    layer_matrices = block_matrices(machine.config.model, layer)
-    seconds = [newton_schulz_seconds(machine.rate, matrix) for matrix in layer_matrices]
-    total = sum(
-        seconds_of_one * matrix.number
-        for seconds_of_one, matrix in zip(seconds, layer_matrices, strict=True)
-    )
-    return total, max(seconds, default=0.0)
+    matrices = describe_block(machine.config.model, layer).matrices
+    seconds = {shape: newton_schulz_seconds(machine.rate, *shape) for shape in matrices}
+    total = sum(number * seconds[shape] for shape, number in matrices.items())
+    return total, max(seconds.values(), default=0.0)
 
 
-def newton_schulz_seconds(rate: KernelRates, matrix: MatrixShape) -> float:
-    """Return the seconds to orthogonalise one matrix (a single one, whatever its `number`)."""
-    rows, columns = sorted((matrix.outputs, matrix.inputs))
+def newton_schulz_seconds(rate: KernelRates, outputs: int, inputs: int) -> float:
+    """Return the seconds to orthogonalise a matrix [outputs, inputs]."""
+    rows, columns = sorted((outputs, inputs))
     products = ((rows, rows, columns), (rows, rows, rows), (rows, columns, rows))
     return _ITERATIONS * float(sum(product_seconds(rate, *sizes) for sizes in products))
 

@@ -5,13 +5,14 @@ The same arithmetic serves a single run and arrays of layouts, so nothing here b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.attention import head_widths, latent_width, mean_keys, window_of
-from megaframe.architecture.experts import has_experts, has_mlp
-from megaframe.config.model import ModelConfig
+from megaframe.architecture.block import describe_block
+from megaframe.architecture.layer import FeedForwardDescription, MixerDescription
+from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
 from megaframe.planner.communication_times import (
     context_parallel_times,
     expert_parallel_times,
@@ -32,40 +33,29 @@ _CAST_BYTES = 6.0
 (2 bytes each), and write it in 8 bits twice, as it is and transposed."""
 
 
-def layer_kinds(model: ModelConfig) -> list[tuple[bool, int | None]]:
-    """Return for each layer what its costs depend on: whether it has experts, and its window in
-    tokens."""
-    moe = model.moe
-    return [
-        (moe is not None and has_experts(moe, layer), window_of(model, layer))
-        for layer in range(model.layers)
-    ]
-
-
 def block_times(machine: Machine, layer: int) -> CostBreakdown:
     """Return the seconds of the block of a layer."""
     model, sizes, rate = machine.config.model, machine.sizes, machine.rate
     emulation = model.emulate
     if emulation is not None:
         return CostBreakdown(PassTimes(emulation.forward, emulation.backward, emulation.weight))
-    moe = model.moe
-    experts = moe is not None and has_experts(moe, layer)
-    attention = _attention_times(machine, layer)
-    is_parallel = machine.software.parallel_block and model.latent is None and not experts
-    if is_parallel:
-        linears = _parallel_block_linears(machine)
-    else:
-        linears = _attention_linears(machine)
-        linears = linears + (_expert_times(machine) if experts else _mlp_times(machine, model.ffn))
-    elementwise = _elementwise_times(machine)
-    recompute = PassTimes(0.0, _recompute_seconds(machine, linears, attention, elementwise), 0.0)
-    compute = linears + attention + elementwise + recompute
-    expert = expert_parallel_times(machine) if experts else PassTimes()
-    sums = 1 if is_parallel or not has_mlp(model, layer) else 2
-    tensor = tensor_parallel_times(machine, linears, sums)
+    block = describe_block(model, layer)
+    experts_per_token = block.feed_forward.experts_per_token
+    attention = _attention_times(machine, block.mixer)
+    linears, traffic = block.linears, block.tensor_traffic.forward
+    if machine.software.parallel_block and not experts_per_token:
+        linears, traffic = _join_parallel_linears(linears), traffic // 2
+    products = sum((_linear_times(machine, linear) for linear in linears), PassTimes())
+    if experts_per_token:
+        products = products + _permutation_times(machine, experts_per_token)
+    elementwise = _elementwise_times(machine, block.feed_forward)
+    recompute = PassTimes(0.0, _recompute_seconds(machine, products, attention, elementwise), 0.0)
+    compute = products + attention + elementwise + recompute
+    expert = expert_parallel_times(machine, experts_per_token) if experts_per_token else PassTimes()
+    tensor = tensor_parallel_times(machine, products, traffic)
     is_full = sizes.recompute == 2
     tensor = tensor + PassTimes(0.0, np.where(is_full, tensor.forward, 0.0), 0.0)
-    context = context_parallel_times(machine, attention)
+    context = context_parallel_times(machine, block.mixer, attention)
     # Launches of the host are compared with the whole pass, exposed transfers included: while the
     # device waits for a transfer, the host catches up.
     return CostBreakdown(
@@ -91,10 +81,19 @@ def _extend_to_launches(
     )
 
 
-def _linear_times(
-    machine: Machine, outputs: Number, inputs: Number, rows: Number = None, groups: Number = 1.0
-) -> PassTimes:
-    rows = machine.tokens if rows is None else rows
+def _linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
+    """Return the seconds of a linear layer. Experts are assumed to be equally loaded."""
+    sizes = machine.sizes
+    rows, groups, divided_by = machine.tokens, 1.0, sizes.tensor
+    if isinstance(linear, GroupedLinearSpec):
+        groups = np.maximum(1.0, linear.experts / sizes.expert)
+        # Rows per expert: those of all ranks that send to this one, spread over all experts.
+        choices = machine.tokens / sizes.tensor * linear.top_k
+        rows = choices * sizes.expert * sizes.expert_tensor / linear.experts
+        divided_by = sizes.expert_tensor
+    elif linear.split is None:
+        rows = machine.tokens / sizes.tensor  # a rank multiplies its own rows
+    outputs, inputs = linear.local_sizes(divided_by)
     forward, backward, weight = linear_seconds(machine.linear, rows, outputs, inputs, groups)
     accumulated = machine.software.accumulate_bytes * groups * outputs * inputs
     products = PassTimes(forward, backward, weight + elementwise_seconds(machine.rate, accumulated))
@@ -105,103 +104,59 @@ def _linear_times(
     return products + PassTimes(cast * operands, cast * groups * rows * outputs, 0.0)
 
 
-def _attention_linears(machine: Machine) -> PassTimes:
-    """Return the seconds of the projections before and after attention."""
-    model, tensor = machine.config.model, machine.sizes.tensor
-    latent = model.latent
-    if latent is None:
-        queries = model.heads * model.head_dim / tensor
-        keys = 2 * model.head_dim * np.maximum(1.0, model.kv_heads / tensor)
-        return _linear_times(machine, queries + keys, model.hidden) + _linear_times(
-            machine, model.hidden, queries
-        )
-    query, value = head_widths(model)
-    own_rows = machine.tokens / tensor  # a rank computes the latents of its own rows
-    linears = _linear_times(machine, latent_width(latent), model.hidden, own_rows)
-    linears = linears + _linear_times(
-        machine, model.heads * query / tensor, latent.query_rank or model.hidden
-    )
-    heads = model.heads * (latent.head_dim + value) / tensor
-    linears = linears + _linear_times(machine, heads, latent.kv_rank)
-    return linears + _linear_times(machine, model.hidden, model.heads * value / tensor)
+def _join_parallel_linears(linears: Sequence[LinearSpec]) -> list[LinearSpec]:
+    """Return the linears of a block whose attention and MLP start from the same rows: one product
+    for all column linears, and one for all row linears."""
+    columns = [linear for linear in linears if linear.is_column]
+    rows = [linear for linear in linears if linear.is_row]
+    return [
+        LinearSpec(columns[0].inputs, (sum(c.results for c in columns),), std=0.0, split=0),
+        LinearSpec((sum(r.terms for r in rows),), rows[0].outputs, std=0.0, split=1),
+        *(linear for linear in linears if linear.split is None),
+    ]
 
 
-def _parallel_block_linears(machine: Machine) -> PassTimes:
-    """Return the seconds of the linears of a block whose attention and MLP start from the same
-    rows: two products in total."""
-    model, tensor = machine.config.model, machine.sizes.tensor
-    up = 2 if model.activation == "swiglu" else 1
-    queries = model.heads * model.head_dim / tensor
-    keys = 2 * model.head_dim * np.maximum(1.0, model.kv_heads / tensor)
-    inner = model.ffn / tensor
-    into = _linear_times(machine, queries + keys + up * inner, model.hidden)
-    return into + _linear_times(machine, model.hidden, queries + inner)
+def _permutation_times(machine: Machine, experts_per_token: int) -> PassTimes:
+    """Return the seconds in which rows are sorted for experts, sent, and summed."""
+    rows = machine.tokens / machine.sizes.tensor * experts_per_token
+    moved = machine.rate.width * rows * 8 * machine.config.model.hidden
+    seconds = elementwise_seconds(machine.rate, moved)
+    return PassTimes(seconds, seconds, 0.0)
 
 
-def _mlp_times(machine: Machine, width: Number) -> PassTimes:
-    model, tensor = machine.config.model, machine.sizes.tensor
-    up = 2 if model.activation == "swiglu" else 1
-    inner = width / tensor
-    return _linear_times(machine, up * inner, model.hidden) + _linear_times(
-        machine, model.hidden, inner
-    )
-
-
-def _expert_times(machine: Machine) -> PassTimes:
-    """Return the seconds of the experts, assumed to be equally loaded, with the router, the shared
-    experts, and the permutation of rows."""
-    model, sizes = machine.config.model, machine.sizes
-    moe = model.moe
-    assert moe is not None
-    width = (moe.ffn or model.ffn) / sizes.expert_tensor
-    up = 2 if model.activation == "swiglu" else 1
-    local_experts = np.maximum(1.0, moe.experts / sizes.expert)
-    # Rows per expert: those of all ranks that send to this one, spread over all experts.
-    own_rows = machine.tokens / sizes.tensor
-    rows = own_rows * moe.top_k * sizes.expert * sizes.expert_tensor / moe.experts
-    experts = _linear_times(machine, up * width, model.hidden, rows, local_experts)
-    experts = experts + _linear_times(machine, model.hidden, width, rows, local_experts)
-    experts = experts + _linear_times(machine, moe.experts, model.hidden, own_rows)
-    if moe.shared:
-        experts = experts + _mlp_times(machine, moe.shared * (moe.ffn or model.ffn))
-    permuted = (
-        machine.rate.width * own_rows * moe.top_k * 8 * model.hidden
-    )  # sorted, sent and summed
-    permutation = elementwise_seconds(machine.rate, permuted)
-    return experts + PassTimes(permutation, permutation, 0.0)
-
-
-def _attention_times(machine: Machine, layer: int) -> PassTimes:
+def _attention_times(machine: Machine, mixer: MixerDescription) -> PassTimes:
     """Return the seconds of attention itself: the scores and the weighted sum of values."""
-    model, sizes, rate = machine.config.model, machine.sizes, machine.rate
-    software, seq = machine.software, machine.config.train.seq
-    query, value = head_widths(model)
-    heads = model.heads / sizes.tensor
+    sizes, rate, seq = machine.sizes, machine.rate, machine.config.train.seq
+    software, products = machine.software, mixer.batched_products(seq)
     if software.fused_attention:
-        keys = mean_keys(seq, window_of(model, layer)) if software.causal_skip else seq
-        flops = 2.0 * machine.tokens * keys * heads * (query + value)
-        forward = flops / (rate.attention * software.attention_speed)
+        skips = software.causal_skip
+        flops = sum(p.flops * (p.causal_share if skips else 1.0) for p in products) / seq
+        forward = (
+            machine.tokens * flops / sizes.tensor / (rate.attention * software.attention_speed)
+        )
         # Backward recomputes the scores: five products instead of two (Dao 2023, section 3.1).
         return PassTimes(forward, 2.5 * forward, 0.0)
-    groups = sizes.microbatch * heads
-    rows, keys = seq / sizes.context, float(seq)
-    products = grouped_product_seconds(rate, groups, rows, keys, query)
-    products = products + grouped_product_seconds(rate, groups, rows, value, keys)
-    pass_over_scores = elementwise_seconds(rate, groups * rows * keys)
-    backward = 2 * products + software.score_backward_bytes * pass_over_scores
-    return PassTimes(products + software.score_bytes * pass_over_scores, backward, 0.0)
+    seconds = PassTimes()
+    for product in products:
+        groups, rows = (
+            sizes.microbatch * product.number / sizes.tensor,
+            product.rows / sizes.context,
+        )
+        once = grouped_product_seconds(rate, groups, rows, product.outputs, product.terms)
+        seconds = seconds + PassTimes(once, 2 * once, 0.0)
+    scores = products[0]
+    size = sizes.microbatch * scores.number / sizes.tensor * scores.rows * scores.outputs
+    pass_over_scores = elementwise_seconds(rate, size / sizes.context)
+    passes = PassTimes(software.score_bytes, software.score_backward_bytes, 0.0)
+    return seconds + passes.scaled(pass_over_scores)
 
 
-def _elementwise_times(machine: Machine) -> PassTimes:
+def _elementwise_times(machine: Machine, feed_forward: FeedForwardDescription) -> PassTimes:
     """Return the seconds of norms, residuals and activations."""
-    model, sizes, software = machine.config.model, machine.sizes, machine.software
+    sizes, software = machine.sizes, machine.software
     stream_ranks = sizes.tensor if software.sequence_parallel else 1.0
-    stream = software.stream_passes * model.hidden / stream_ranks
-    moe, width = model.moe, float(model.ffn)
-    if moe is not None:
-        width = (moe.top_k + moe.shared) * (moe.ffn or model.ffn)
-    up = 1.5 if model.activation == "swiglu" else 1.0
-    inner = software.inner_passes * up * width / sizes.tensor
+    stream = software.stream_passes * machine.config.model.hidden / stream_ranks
+    inner = software.inner_passes * feed_forward.inner_elements / sizes.tensor
     forward = elementwise_seconds(
         machine.rate, machine.rate.width * machine.tokens * (stream + inner)
     )

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.optimizer_state import (
     OFFLOAD_BUFFERS,
     OFFLOAD_CHUNK,
@@ -28,7 +29,7 @@ from megaframe.layout import Layout
 from megaframe.planner.activations import peak_activations
 from megaframe.planner.parameter_counts import RankParameters, count_parameters
 from megaframe.schedule import Action, Schedule
-from megaframe.schedule.zero_buffers import peak_zero_buffers
+from megaframe.schedule.zero_buffers import compute_peak_zero_buffers
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def compute_memory(
     )
     values, gradients = parameters.total, parameters.total
     if zero >= 2:
-        borrowed_values, borrowed_gradients = peak_zero_buffers(
+        borrowed_values, borrowed_gradients = compute_peak_zero_buffers(
             parameters.make_units(config, plans),
             actions,
             _num_transfers(config.parallel),
@@ -186,10 +187,7 @@ def max_width_per_token(config: RunConfig) -> int:
     model = config.model
     if model.emulate is not None:
         return model.hidden
-    up_projections = 2 if model.activation == "swiglu" else 1
-    moe = model.moe
-    experts = 0 if moe is None else (moe.top_k + moe.shared) * (moe.ffn or model.ffn)
-    return max(up_projections * model.ffn, up_projections * experts)
+    return max(describe_block(model, layer).feed_forward.widest for layer in range(model.layers))
 
 
 def _receive_buffer_elements(
@@ -278,7 +276,7 @@ def compute_rank_memory(
         rank: a pipeline coordinate.
         host: as in `compute_memory`.
     """
-    rank_plans = [plans[stage] for stage in schedule.stages(rank)]
+    rank_plans = [plans[stage] for stage in schedule.list_stages(rank)]
     return compute_memory(
         config,
         count_parameters(config, layout, rank_plans),

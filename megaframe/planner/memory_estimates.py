@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megaframe.architecture.experts import has_experts
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.optimizer_state import state_bytes_per_element
 from megaframe.architecture.output_head import max_logits_per_chunk
 from megaframe.architecture.stages import StagePlan
@@ -104,7 +104,7 @@ class _BlockTable:
 
     def __init__(self, config: RunConfig, c: LayoutSizes) -> None:
         model = config.model
-        kinds = [model.moe is not None and has_experts(model.moe, n) for n in range(model.layers)]
+        kinds = [describe_block(model, n).feed_forward.name == "moe" for n in range(model.layers)]
         self.layers = {kind: kinds.index(kind) for kind in set(kinds)}
         self.number = {kind: kinds.count(kind) for kind in self.layers}
         keys = np.stack([c.tensor, c.context, c.expert, c.expert_tensor, c.recompute])

@@ -1,19 +1,21 @@
 """Parameters of one rank, counted from the config alone, and the buckets that they are in.
 
-The counts repeat in integers what the layers declare in their specs; a test compares the two. They
-are those of the first rank of the tensor and expert axes, which has the larger part of whatever
-does not divide evenly.
+They are those of the first rank of the tensor and expert axes, which has the larger part of
+whatever does not divide evenly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from megaframe.architecture.attention import head_widths, latent_width
+from megaframe.architecture.block import describe_block, describe_norm, describe_predictor
 from megaframe.architecture.buckets import BucketBlocks, group_blocks_into_buckets
-from megaframe.architecture.experts import has_experts
-from megaframe.architecture.stages import StagePlan, predictor_projection_elements
+from megaframe.architecture.embedding import TableDescription, describe_position_table
+from megaframe.architecture.layer import HasParameters
+from megaframe.architecture.spec import EXPERT_AXES, copies_of
+from megaframe.architecture.stages import StagePlan
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
@@ -183,7 +185,7 @@ def _sum_parts(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*parts, strict=True)))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _PartCounts:
     """Elements of a part of a block, by how they are divided; fields as in `RankParameters`."""
 
@@ -192,6 +194,7 @@ class _PartCounts:
     whole: int = 0
     shared: int = 0
     experts: int = 0
+    copies: int = 1
 
 
 def count_parameters(
@@ -199,33 +202,35 @@ def count_parameters(
 ) -> RankParameters:
     """Return the parameters of a rank that has the stages of `plans`."""
     model = config.model
-    if model.emulate is not None:
-        counts = []
-    else:
+    sizes = {
+        "tensor": layout.tensor,
+        "expert": layout.expert,
+        "expert_tensor": layout.expert_tensor,
+    }
+    parts: list[_PartCounts] = []
+    if model.emulate is None:
         layers = [layer for plan in plans for layer in plan.blocks]
-        counts = [part for layer in layers for part in _count_block(model, layer, layout)]
-    predictors: list[_PartCounts] = []
+        parts = [part for layer in layers for part in _count_block(model, layer, *sizes.values())]
     tables: list[int] = []
     vectors = positions = 0
     first, last = any(plan.first for plan in plans), any(plan.last for plan in plans)
-    table = largest_share(model.vocab or 0, layout.tensor) * model.hidden
+    # A config may be planned before its tokenizer has said how large the vocabulary is.
+    vocabulary = TableDescription(model.vocab or 0, model.hidden, model.init_std, split=True)
+    table = _count_part({"tokens": vocabulary}, sizes).split
     if first:
         tables.append(table)
-        if model.position == "learned":
-            positions = (model.positions or config.train.seq) * model.hidden
+        position_table = describe_position_table(model, config.train.seq)
+        if position_table is not None:
+            positions = _count_part({"positions": position_table}, sizes).whole
     if last:
-        depths = range(model.mtp_depth)
-        predictors = [part for index in depths for part in _count_predictor(model, index, layout)]
-        vectors += (1 + model.mtp_depth) * _norm_elements(model)
+        norm = _count_part({"norm": describe_norm(model)}, sizes).vectors
+        vectors += (1 + model.mtp_depth) * norm
+        for index in range(model.mtp_depth):
+            parts += _count_predictor(model, index, *sizes.values())
         if not first and (model.tie_embeddings or model.mtp_depth):
             tables.append(table)
         if not model.tie_embeddings:
             tables.append(table)
-    parts = [*counts, *predictors]
-    if layout.tensor == 1:  # then whole and split matrices share a bucket
-        for part in parts:
-            part.split, part.whole = part.split + part.whole, 0
-    copies = _num_copies(model.kv_heads, layout.tensor) if model.latent is None else 1
     return RankParameters(
         vectors + sum(part.vectors for part in parts),
         tuple(part.split for part in parts),
@@ -235,77 +240,57 @@ def count_parameters(
         tuple(part.shared for part in parts),
         positions,
         layout.tensor,
-        copies,
+        max((part.copies for part in parts), default=1),
     )
 
 
-def _count_block(model: ModelConfig, layer: int, layout: Layout) -> tuple[_PartCounts, _PartCounts]:
-    """Return the counts of attention with the block's two norms, and of the late part."""
-    attention, late = _PartCounts(vectors=2 * _norm_elements(model)), _PartCounts()
-    (_count_attention if model.latent is None else _count_mla)(model, layout.tensor, attention)
-    moe = model.moe
-    if moe is None or not has_experts(moe, layer):
-        _count_mlp(model, model.ffn, layout.tensor, late)
-        return attention, late
-    width = moe.ffn or model.ffn
-    up = 2 if model.activation == "swiglu" else 1
-    experts = largest_share(moe.experts, layout.expert)
-    late.experts = experts * (up + 1) * model.hidden * largest_share(width, layout.expert_tensor)
-    late.whole += moe.experts * model.hidden
-    if moe.shared:
-        _count_mlp(model, moe.shared * width, layout.tensor, late)
-    return attention, late
-
-
-def _count_attention(model: ModelConfig, tensor: int, counts: _PartCounts) -> None:
-    groups = largest_share(model.kv_heads, tensor)
-    width = groups * (model.heads // model.kv_heads + 2) * model.head_dim
-    if _num_copies(model.kv_heads, tensor) > 1:
-        counts.shared += width * model.hidden
-    else:
-        counts.split += width * model.hidden
-    counts.split += model.hidden * largest_share(model.heads, tensor) * model.head_dim
-    counts.vectors += width * model.qkv_bias + model.hidden * model.bias
-    counts.vectors += 2 * model.head_dim * model.qk_norm
-
-
-def _count_mla(model: ModelConfig, tensor: int, counts: _PartCounts) -> None:
-    latent = model.latent
-    assert latent is not None
-    query, value = head_widths(model)
-    heads = largest_share(model.heads, tensor)
-    counts.whole += latent_width(latent) * model.hidden
-    counts.split += heads * query * (latent.query_rank or model.hidden)
-    counts.split += heads * (latent.head_dim + value) * latent.kv_rank
-    counts.split += model.hidden * heads * value
-    counts.vectors += latent.kv_rank + (latent.query_rank or 0) + model.hidden * model.bias
-
-
-def _count_mlp(model: ModelConfig, width: int, tensor: int, counts: _PartCounts) -> None:
-    up = 2 if model.activation == "swiglu" else 1
-    inner = largest_share(width, tensor)
-    counts.split += (up + 1) * model.hidden * inner
-    counts.vectors += (up * inner + model.hidden) * model.bias
-
-
-def _count_predictor(
-    model: ModelConfig, index: int, layout: Layout
+@lru_cache(maxsize=4096)
+def _count_block(
+    model: ModelConfig, layer: int, tensor: int, expert: int, expert_tensor: int
 ) -> tuple[_PartCounts, _PartCounts]:
-    attention, late = _count_block(model, model.layers + index, layout)
-    attention.whole += predictor_projection_elements(model)
-    attention.vectors += 2 * _norm_elements(model)
-    return attention, late
+    """Return the counts of both halves of a block."""
+    sizes = {"tensor": tensor, "expert": expert, "expert_tensor": expert_tensor}
+    block = describe_block(model, layer)
+    return _count_part(block.first_half, sizes), _count_part(block.second_half, sizes)
 
 
-def _norm_elements(model: ModelConfig) -> int:
-    return model.hidden * (1 + (model.bias and model.norm == "layernorm"))
+@lru_cache(maxsize=4096)
+def _count_predictor(
+    model: ModelConfig, index: int, tensor: int, expert: int, expert_tensor: int
+) -> tuple[_PartCounts, _PartCounts]:
+    """Return the counts of both halves of a predictor."""
+    sizes = {"tensor": tensor, "expert": expert, "expert_tensor": expert_tensor}
+    predictor = describe_predictor(model, index)
+    block = predictor.block
+    norms = {"stream_norm": predictor.norm, "token_norm": predictor.norm}
+    first_half: dict[str, HasParameters] = {**norms, "join": predictor.join, **block.first_half}
+    return _count_part(first_half, sizes), _count_part(block.second_half, sizes)
 
 
-def largest_share(total: int, parts: int) -> int:
-    """Return how many of `total` things the first of `parts` ranks has."""
-    return -(-total // (parts // _num_copies(total, parts)))
+def _count_part(parts: Mapping[str, HasParameters], sizes: Mapping[str, int]) -> _PartCounts:
+    """Return the counts of what these parts declare, on the first rank of each axis.
 
-
-def _num_copies(total: int, parts: int) -> int:
-    """Return how many neighbouring ranks have the same thing, as `spec.copies_of` does."""
-    return parts // total if 0 < total < parts else 1
+    Args:
+        parts: Parts by name.
+        sizes: Ranks by axis.
+    """
+    counts, copies = dict.fromkeys(("vectors", "split", "whole", "shared", "experts"), 0), 1
+    first_rank = dict.fromkeys(sizes, 0)
+    for name, part in parts.items():
+        for spec in part.parameters(name):
+            size = spec.local(first_rank, sizes).size
+            axes, kind = set(spec.axes.values()), "split"
+            if spec.role == "balance":
+                continue
+            if spec.role in ("gain", "bias"):
+                kind = "vectors"
+            elif axes & set(EXPERT_AXES):
+                kind = "experts"
+            elif "tensor" in axes:
+                split = next(spec.shape[dim] for dim, axis in spec.axes.items() if axis == "tensor")
+                if copies_of(split, sizes["tensor"]) > 1:
+                    kind, copies = "shared", copies_of(split, sizes["tensor"])
+            elif sizes["tensor"] > 1 or spec.role == "embedding":
+                kind = "whole"  # with one tensor rank, whole and split matrices share a bucket
+            counts[kind] += size
+    return _PartCounts(**counts, copies=copies)

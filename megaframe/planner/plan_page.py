@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.stages import block_work
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
@@ -300,14 +301,17 @@ def communication_rooflines(
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
     load = block_load(machine, model.layers - 1)
     stream_bytes = width * rows * model.hidden
-    kv_width = 2 * model.kv_heads * model.head_dim / layout.tensor
+    block = describe_block(model, model.layers - 1)
+    mixer, traffic = block.mixer, block.tensor_traffic
+    kv_width = mixer.ring_groups * mixer.ring_width / layout.tensor
+    gathered_rows = (traffic.forward + traffic.backward) * width * rows
     gathered = 2 * width if config.parallel.zero == 3 else 0
     bytes_per_parameter = gathered + 4 if config.parallel.zero >= 2 else 8 / microbatches
     bytes_by_axis = {
-        "tensor": 10 * stream_bytes * (layout.tensor - 1) / layout.tensor,
+        "tensor": gathered_rows * (layout.tensor - 1) / layout.tensor,
         "context": 6 * width * rows * kv_width * (layout.context - 1),
         "data": (load.dense + load.experts) * bytes_per_parameter,
-        "expert": 4 * stream_bytes * (model.moe.top_k if model.moe else 0) / layout.tensor,
+        "expert": 4 * stream_bytes * block.feed_forward.experts_per_token / layout.tensor,
     }
     rate = machine.rate.flops
     for axis, size in bytes_by_axis.items():

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.stages import StagePlan, block_work, output_work, stage_plans
 from megaframe.config.schema import RunConfig
@@ -36,7 +37,7 @@ from megaframe.planner.data_parallel_times import (
     table_elements,
 )
 from megaframe.planner.goodput import straggler_share
-from megaframe.planner.layer_times import block_times, head_times, layer_kinds
+from megaframe.planner.layer_times import block_times, head_times
 from megaframe.planner.layout_sizes import LOOPED_SCHEDULES, sizes_of
 from megaframe.planner.machine import CostBreakdown, Machine, PassTimes, axis_span, outermost_tier
 from megaframe.planner.peak_memory import compute_peak_memory, nonzero_kinds
@@ -118,9 +119,10 @@ def predict(
 
 def _map_layers(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
     """Return `function` of every layer, called once for each kind of layer."""
-    layers = layer_kinds(machine.config.model)
-    by_kind = {kind: function(machine, layers.index(kind)) for kind in set(layers)}
-    return [by_kind[kind] for kind in layers]
+    model = machine.config.model
+    kinds = [describe_block(model, layer) for layer in range(model.layers)]
+    by_kind = {kind: function(machine, kinds.index(kind)) for kind in set(kinds)}
+    return [by_kind[kind] for kind in kinds]
 
 
 def _stage_times(
@@ -168,7 +170,7 @@ def _breakdown(
     """Return the seconds by part, for the rank that has most work."""
     microbatches = machine.sizes.microbatches
     rank = max(range(len(timeline.work)), key=lambda number: timeline.work[number])
-    stages_of_rank = schedule.stages(rank)
+    stages_of_rank = schedule.list_stages(rank)
     rank_times = CostBreakdown(PassTimes())
     for stage in stages_of_rank:
         rank_times = rank_times + stage_times[stage]
@@ -182,7 +184,7 @@ def _breakdown(
     loads = _map_layers(machine, block_load)
     ends_of_step = []
     for number in range(len(timeline.work)):
-        stages = schedule.stages(number)
+        stages = schedule.list_stages(number)
         rank_plans = [plans[stage] for stage in stages]
         compute = sum((stage_times[stage].compute for stage in stages), PassTimes())
         ends_of_step.append(_end_of_step(machine, rank_plans, loads, compute))

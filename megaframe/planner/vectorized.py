@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megaframe.architecture.block import describe_block
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.candidates import Candidates
@@ -28,7 +29,7 @@ from megaframe.planner.data_parallel_times import (
     table_elements,
 )
 from megaframe.planner.goodput import straggler_share
-from megaframe.planner.layer_times import block_times, head_times, layer_kinds
+from megaframe.planner.layer_times import block_times, head_times
 from megaframe.planner.layout_sizes import (
     LOOPED_SCHEDULES,
     SCHEDULES,
@@ -99,10 +100,11 @@ def _estimate_round(
 
 def _mean_block(machine: Machine) -> tuple[CostBreakdown, ParameterLoad]:
     """Return the mean costs and parameters of a layer."""
-    layers = layer_kinds(machine.config.model)
+    model = machine.config.model
+    kinds = [describe_block(model, layer) for layer in range(model.layers)]
     times, load = CostBreakdown(PassTimes()), ParameterLoad()
-    for kind, number in Counter(layers).items():
-        layer, share = layers.index(kind), number / len(layers)
+    for kind, number in Counter(kinds).items():
+        layer, share = kinds.index(kind), number / len(kinds)
         times = times + block_times(machine, layer).scaled(share)
         load = load + block_load(machine, layer).scaled(share)
     return times, load

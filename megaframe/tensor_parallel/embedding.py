@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.architecture.spec import Normal, ParamSpec
+from megaframe.architecture.embedding import TableDescription
 from megaframe.distributed.collectives import Group, all_gather, reduce_scatter
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.tensor_parallel.context import RowPartition
@@ -18,25 +18,16 @@ class EmbeddingTable(Module):
     """A table whose rows are looked up by number. The backward pass adds rows directly to the
     gradient bucket."""
 
-    def __init__(
-        self, name: str, rows: int, width: int, *, std: float, split: bool, tensor: Group
-    ) -> None:
-        """Declare the table.
+    def __init__(self, name: str, description: TableDescription, tensor: Group) -> None:
+        """Make the table.
 
         Args:
             name: Of the table in the model.
-            rows: Number of rows.
-            width: Width of a row.
-            std: Standard deviation of the initial values.
-            split: Whether the rows of the table are divided over the tensor ranks.
+            description: What it declares.
             tensor: The tensor ranks.
         """
-        axes = {0: "tensor"} if split else {}
-        spec = ParamSpec(
-            f"{name}.weight", (rows, width), Normal(std), role="embedding", decay=True, axes=axes
-        )
-        self.weight = Parameter(spec)
-        self.split, self.tensor = split, tensor
+        (self.weight,) = map(Parameter, description.parameters(name))
+        self.split, self.tensor = description.split, tensor
 
     def __call__(self, index_T: Tensor, rows: RowPartition) -> Tensor:
         """Look up the rows of all tokens.

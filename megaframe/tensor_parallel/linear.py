@@ -7,13 +7,13 @@ Shape legend: T rows, I inputs, O outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megaframe.architecture.spec import Constant, Normal, ParamSpec
+from megaframe.architecture.linear import LinearSpec
 from megaframe.distributed.collectives import Pending, all_gather
 from megaframe.ops.autograd import backward
 from megaframe.ops.kernel_dispatch import Kernels
@@ -40,54 +40,21 @@ class Linear(Module):
     shard is a plain slice.
     """
 
-    def __init__(
-        self,
-        name: str,
-        inputs: tuple[int, ...],
-        outputs: tuple[int, ...],
-        *,
-        std: float,
-        split: int | None,
-        bias: bool,
-        tensor: TensorParallel,
-        fused: Mapping[int, tuple[int, ...]] | None = None,
-    ) -> None:
-        """Declare the parameters.
+    def __init__(self, name: str, spec: LinearSpec, tensor: TensorParallel) -> None:
+        """Make the parameters.
 
         Args:
             name: Of the layer in the model.
-            inputs: Dims that are summed over.
-            outputs: Dims of the result.
-            std: Standard deviation of the initial weight.
-            split: The dim of the weight that is divided over the tensor ranks, one of the outputs
-                (a column linear) or of the inputs (a row linear). With None every rank has the
-                undivided weight and multiplies its own rows, without communication.
-            bias: Whether there is one; it starts at 0.
+            spec: What it declares.
             tensor: The tensor ranks, and how products are computed.
-            fused: {dim along which the weight is several matrices: their sizes}.
         """
-        self.weight = Parameter(
-            ParamSpec(
-                f"{name}.weight",
-                (*outputs, *inputs),
-                Normal(std),
-                role="matrix",
-                decay=True,
-                axes={} if split is None else {split: "tensor"},
-                inputs=len(inputs),
-                fused=fused or {},
-            )
-        )
-        self.bias: Parameter | None = None
-        if bias:
-            # Only a column linear divides its bias: that of a row linear is added to complete sums.
-            axes = {} if split is None or split >= len(outputs) else {split: "tensor"}
-            spec = ParamSpec(f"{name}.bias", outputs, Constant(0.0), role="bias", axes=axes)
-            self.bias = Parameter(spec)
+        weight, *bias = map(Parameter, spec.parameters(name))
+        self.weight = weight
+        self.bias: Parameter | None = bias[0] if bias else None
         self.tensor = tensor
-        self._outputs = len(outputs)
-        self.undivided = split is None
-        self.column = split is not None and split < len(outputs)
+        self._outputs = len(spec.outputs)
+        self.undivided = spec.split is None
+        self.column = spec.is_column
 
     def __call__(
         self, x: Tensor, deferred: DeferredGradients, before: Elementwise | None = None
@@ -108,12 +75,14 @@ class Linear(Module):
             x, before = before(x, self.tensor.kernels), None
         return _Linear.apply(x, self, deferred, before)
 
+    @property
     def matrix(self) -> Tensor:
-        """Return this rank's part of the weight as a matrix [O, I]."""
+        """This rank's part of the weight as a matrix [O, I]."""
         return self.weight.value.view(math.prod(self.weight.value.shape[: self._outputs]), -1)
 
+    @property
     def flat_bias(self) -> Tensor | None:
-        """Return this rank's part of the bias, [O], or None."""
+        """This rank's part of the bias, [O], or None."""
         return None if self.bias is None else self.bias.value.view(-1)
 
     def add_bias_gradient(self, dy_TO: Tensor) -> None:
@@ -142,7 +111,7 @@ class _Linear(torch.autograd.Function):
         # pass gathers and computes the rest again.
         ctx.save_for_backward(x)
         ctx.linear, ctx.deferred, ctx.before = linear, deferred, before
-        tensor, matrix, bias = linear.tensor, linear.matrix(), linear.flat_bias()
+        tensor, matrix, bias = linear.tensor, linear.matrix, linear.flat_bias
         group = tensor.group
         if linear.undivided:
             return tensor.forward_product(_apply(before, x, tensor), matrix, bias)
@@ -160,11 +129,11 @@ class _Linear(torch.autograd.Function):
             y = symmetric_memory.multiply_and_scatter(_apply(before, x, tensor), matrix.t(), group)
         else:
 
-            def partial_sums(part: Tensor) -> Tensor:
+            def compute_partial_sums(part: Tensor) -> Tensor:
                 return tensor.forward_product(_apply(before, part, tensor), matrix, None)
 
             # The partial sums of one part travel while the product of the next part is computed.
-            y = wait_for_rows(scatter_chunks(x, partial_sums, group, tensor.chunks))
+            y = wait_for_rows(scatter_chunks(x, compute_partial_sums, group, tensor.chunks))
         # Once, after the sum over the ranks, and in place: y is new memory.
         return y if bias is None else y.add_(bias)
 
@@ -215,7 +184,7 @@ def _backward_undivided(
         linear.add_bias_gradient(dy)
 
     deferred.add(add_weight_gradient)
-    return linear.tensor.compute_input_gradient(dy, linear.matrix())
+    return linear.tensor.compute_input_gradient(dy, linear.matrix)
 
 
 def _backward_column(linear: Linear, deferred: DeferredGradients, dy: Tensor, x: Tensor) -> Tensor:
@@ -226,10 +195,10 @@ def _backward_column(linear: Linear, deferred: DeferredGradients, dy: Tensor, x:
     # Started first: the input travels while its gradient is computed.
     gathered = None if deferred.deferring else all_gather(x, group)
 
-    def input_gradient(part: Tensor) -> Tensor:
-        return tensor.compute_input_gradient(part, linear.matrix())
+    def compute_input_gradient(part: Tensor) -> Tensor:
+        return tensor.compute_input_gradient(part, linear.matrix)
 
-    scattered = scatter_chunks(dy, input_gradient, group, tensor.chunks)
+    scattered = scatter_chunks(dy, compute_input_gradient, group, tensor.chunks)
 
     def add_weight_gradient(rows_TI: Tensor) -> None:
         tensor.add_weight_gradient(linear.weight, dy, rows_TI)
@@ -255,7 +224,7 @@ def _backward_row(
     for part in dy_parts:
         # No communication after the product: each rank keeps the gradient of its own inputs, for
         # all rows.
-        dx.add(tensor.compute_input_gradient(part, linear.matrix()))
+        dx.add(tensor.compute_input_gradient(part, linear.matrix))
         if not deferring:
             dy_TO.add(part)
 

@@ -5,8 +5,7 @@ The measurement takes at most `BUDGET` seconds and is made by the first rank for
 a cache of the user by processor, torch version, threads and type, and in the checkpoints of the
 run, so that a resumed run computes bitwise what the uninterrupted one would. Calls during which a
 thread had to wait for a processor do not count; on a machine so busy that no others are left, the
-routines of `named_routines` are taken, and nothing is kept. On a GPU, and in fp64, there is nothing
-to choose.
+routines of torch are taken, and nothing is kept. On a GPU, and in fp64, there is nothing to choose.
 
 A file of the cache belongs to one machine, and the first process that writes it wins: runs that
 start at the same time then compute alike. A file that is damaged, of another machine or of another
@@ -90,39 +89,42 @@ def tune(
     """Choose the routines of a run, take them into use in this process, and return them with lines
     for the log, none where there is nothing to choose.
 
-    recorded: what the run has used so far, from its checkpoint. mesh: the ranks of the run, which
-    must all call this; None for a program of one process on the CPU, such as generation.
+    Args:
+        config: The run.
+        recorded: What the run has used so far, from its checkpoint.
+        mesh: The ranks of the run, which must all call this; None for a program of one process on
+            the CPU, such as generation.
     """
     dtype = PRECISIONS[config.train.precision].compute
     on_cpu = mesh is None or mesh.device.type == "cpu"
     if not on_cpu or len(matmul.list_libraries(dtype)) == 1:
         return CPURoutines(), []
-    wanted = config.kernels.matmul
-    if wanted != "auto":
-        found, why = named_routines(dtype, wanted), f"kernels.matmul={wanted}"
+    library = config.kernels.matmul
+    if library != "auto":
+        routines, why = make_named_routines(dtype, library), f"kernels.matmul={library}"
     elif recorded is not None and recorded.is_available(dtype):
-        found, why = recorded, "as the checkpoint records"
+        routines, why = recorded, "as the checkpoint records"
     elif config.run.deterministic:
-        found, why = named_routines(dtype, "torch"), "run.deterministic"
+        routines, why = make_named_routines(dtype, "torch"), "run.deterministic"
     elif mesh is None:
-        found, why = load_or_measure(dtype)
+        routines, why = load_or_measure(dtype)
     else:
-        found, why = _share_first_ranks_routines(dtype, mesh)
-    matmul.use_libraries(dtype, found.products)
-    cpu_attention.use_methods(dtype, found.attention)
-    return found, [f"matrix products and attention on this CPU ({why}): {found.describe()}"]
+        routines, why = _share_first_ranks_routines(dtype, mesh)
+    matmul.use_libraries(dtype, routines.products)
+    cpu_attention.use_methods(dtype, routines.attention)
+    return routines, [f"matrix products and attention on this CPU ({why}): {routines.describe()}"]
 
 
-def named_routines(dtype: torch.dtype, library: str) -> CPURoutines:
+def make_named_routines(dtype: torch.dtype, library: str) -> CPURoutines:
     """Return the routines if one library is named for all products. library: `torch`, or `onednn`
     where torch would use MKL."""
-    found = matmul.get_default_library(dtype)
-    if library == "onednn" and (found != "torch" or dtype is torch.float32):
+    default = matmul.get_default_library(dtype)
+    if library == "onednn" and (default != "torch" or dtype is torch.float32):
         named: MatmulLibrary = "onednn" if dtype is torch.float32 else "fp32-onednn"
-        found = named if named in matmul.list_libraries(dtype) else found
+        default = named if named in matmul.list_libraries(dtype) else default
     return CPURoutines(
         type=str(dtype),
-        products={kind: found for kind in matmul.KINDS},
+        products={kind: default for kind in matmul.KINDS},
         attention={
             size: cpu_attention.get_default_method(dtype, size) for size in cpu_attention.SIZES
         },
@@ -136,14 +138,14 @@ def _share_first_ranks_routines(dtype: torch.dtype, mesh: Mesh) -> tuple[CPURout
         routines, why = load_or_measure(dtype)
         mesh.store.set(key, json.dumps([routines.model_dump(), why]))
         return routines, why
-    found, why = json.loads(mesh.store.get(key))
-    return CPURoutines.model_validate(found), why
+    routines, why = json.loads(mesh.store.get(key))
+    return CPURoutines.model_validate(routines), why
 
 
 def load_or_measure(dtype: torch.dtype) -> tuple[CPURoutines, str]:
     """Return the routines for a type on this machine, and where they come from."""
     machine = describe_machine(dtype)
-    path = cache_file(machine)
+    path = find_cache_file(machine)
     cached = read_cache(path, machine) if path else None
     if cached is not None and cached.is_available(dtype):
         return cached, "measured before"
@@ -151,11 +153,13 @@ def load_or_measure(dtype: torch.dtype) -> tuple[CPURoutines, str]:
     try:
         measured = measure(dtype)
     except MachineBusyError:
-        return named_routines(dtype, "torch"), "not measured: other work keeps this machine busy"
-    taken = time.perf_counter() - start
+        return make_named_routines(
+            dtype, "torch"
+        ), "not measured: other work keeps this machine busy"
+    seconds = time.perf_counter() - start
     if path is not None:
         measured = _write_cache(path, machine, measured)
-    return measured, f"measured in {taken:.2f} s"
+    return measured, f"measured in {seconds:.2f} s"
 
 
 def describe_machine(dtype: torch.dtype) -> dict[str, str | int]:
@@ -175,7 +179,7 @@ def describe_machine(dtype: torch.dtype) -> dict[str, str | int]:
     }
 
 
-def cache_file(machine: Mapping[str, str | int]) -> Path | None:
+def find_cache_file(machine: Mapping[str, str | int]) -> Path | None:
     """Return the file of the user's cache for this machine; None for a user without a home."""
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -222,12 +226,12 @@ def measure(dtype: torch.dtype) -> CPURoutines:
     `MachineBusyError` if one of them could not be measured."""
     end = time.perf_counter() + BUDGET
     methods = cpu_attention.list_methods(dtype)
-    default = named_routines(dtype, "torch")
+    default = make_named_routines(dtype, "torch")
     products, attention = default.products, default.attention
     left = len(products) + len(attention)
     before = matmul.get_libraries_in_use(dtype), cpu_attention.get_methods_in_use(dtype)
 
-    def share() -> float:
+    def compute_deadline() -> float:
         """Return when the next measurement must end: all get an equal part of what is left."""
         nonlocal left
         now = time.perf_counter()
@@ -237,20 +241,22 @@ def measure(dtype: torch.dtype) -> CPURoutines:
     try:
         for kind in products:
             work = partial(_multiply, dtype, kind)
-            products[kind] = fastest(matmul.list_libraries(dtype), work, share(), products[kind])
+            products[kind] = find_fastest(
+                matmul.list_libraries(dtype), work, compute_deadline(), products[kind]
+            )
         matmul.use_libraries(
             dtype, products
         )  # attention is measured with the products that it will use
         for size in attention:
             attend = partial(_attend, dtype, size)
-            attention[size] = fastest(methods, attend, share(), attention[size])
+            attention[size] = find_fastest(methods, attend, compute_deadline(), attention[size])
     finally:
         matmul.use_libraries(dtype, before[0])
         cpu_attention.use_methods(dtype, before[1])
     return CPURoutines(type=str(dtype), products=products, attention=attention)
 
 
-def fastest(
+def find_fastest(
     candidates: Sequence[_T],
     prepare: Callable[[_T, bool], Callable[[], object]],
     end: float,
@@ -259,16 +265,24 @@ def fastest(
     """Return the candidate whose work takes least time, or the first one if it takes at most
     `_TIE` more, or `default` if there is no time left.
 
-    prepare: returns a function that does a candidate's work, on a small problem if its second
-    argument is set. end: time of `time.perf_counter` after which nothing is started. Candidates
-    take turns and the least time of each counts, because other work on the machine only adds to it.
-    Raises `MachineBusyError` if a candidate has no undisturbed call.
+    Candidates take turns and the least time of each counts, because other work on the machine only
+    adds to it.
+
+    Args:
+        candidates: Names of what to compare.
+        prepare: Returns a function that does a candidate's work, on a small problem if its second
+            argument is set.
+        end: Time of `time.perf_counter` after which nothing is started.
+        default: Taken if there is no time left.
+
+    Raises:
+        MachineBusyError: A candidate has no undisturbed call.
     """
     if len(candidates) == 1 or time.perf_counter() >= end:
         return default
     now = time.perf_counter()
-    each = (end - now) / (2 * len(candidates))  # half of the time at most
-    small = {name: _least_seconds(prepare(name, True), each) for name in candidates}
+    share = (end - now) / (2 * len(candidates))  # half of the time at most
+    small = {name: _measure_seconds(prepare(name, True), share) for name in candidates}
     limit = _HOPELESS * min(small.values())
     runs = {name: prepare(name, False) for name in candidates if small[name] <= limit}
     best = dict.fromkeys(runs, math.inf)
@@ -286,13 +300,13 @@ def fastest(
 
 def _time_call(run: Callable[[], object]) -> float:
     """Return how long a call takes; infinity if its threads had to wait for a processor."""
-    start, before = time.perf_counter(), time_waited()
+    start, before = time.perf_counter(), read_waiting_seconds()
     run()
-    lost, taken = time_waited() - before, time.perf_counter() - start
-    return taken if lost <= _DISTURBED * taken else math.inf
+    waiting, seconds = read_waiting_seconds() - before, time.perf_counter() - start
+    return seconds if waiting <= _DISTURBED * seconds else math.inf
 
 
-def time_waited() -> float:
+def read_waiting_seconds() -> float:
     """Return the seconds for which the threads of this process together were ready to run but had
     no processor; 0 on a system that does not say (Linux: Documentation/scheduler/sched-stats)."""
     total = 0
@@ -303,7 +317,7 @@ def time_waited() -> float:
     return total / 1e9
 
 
-def _least_seconds(run: Callable[[], object], limit: float) -> float:
+def _measure_seconds(run: Callable[[], object], limit: float) -> float:
     """Return the least seconds of `_TRIES` calls, fewer if they take more than `limit` together,
     but never so few that one disturbance decides, and more if all were disturbed. One more comes
     first, which prepares threads, code and memory, and may take much longer."""
@@ -326,30 +340,30 @@ def _multiply(
         rows, inner = rows // 4, inner // 4
     if kind == "batched":
         left, right = (
-            _random_numbers(dtype, 8, rows, inner),
-            _random_numbers(dtype, 8, inner, columns),
+            _make_operand(dtype, 8, rows, inner),
+            _make_operand(dtype, 8, inner, columns),
         )
         return _multiply_by(dtype, kind, library, lambda: matmul.multiply_batched(left, right))
     if kind == "into":  # the gradient of a weight: both operands are rows of tokens, added in fp32
         left, right = (
-            _random_numbers(dtype, inner, rows).t(),
-            _random_numbers(dtype, inner, columns),
+            _make_operand(dtype, inner, rows).t(),
+            _make_operand(dtype, inner, columns),
         )
         out = torch.zeros(rows, columns, dtype=torch.promote_types(dtype, torch.float32))
         add = partial(matmul.multiply_into, out, left, right, add=True)
         return _multiply_by(dtype, kind, library, add)
-    left, right = _random_numbers(dtype, rows, inner), _random_numbers(dtype, columns, inner).t()
+    left, right = _make_operand(dtype, rows, inner), _make_operand(dtype, columns, inner).t()
     return _multiply_by(dtype, kind, library, lambda: matmul.multiply(left, right))
 
 
 def _multiply_by(
     dtype: torch.dtype, kind: MatmulKind, library: MatmulLibrary, run: Callable[[], object]
 ) -> Callable[[], None]:
-    def work() -> None:
+    def run_work() -> None:
         matmul.use_libraries(dtype, {kind: library})
         run()
 
-    return work
+    return run_work
 
 
 def _attend(
@@ -359,19 +373,19 @@ def _attend(
     heads, length = _HEADS[size]
     if small:
         length //= 8
-    query, key, value, d_out = (_random_numbers(dtype, 1, length, heads, 64) for _ in range(4))
+    query, key, value, d_out = (_make_operand(dtype, 1, length, heads, 64) for _ in range(4))
 
-    def work() -> None:
+    def run_work() -> None:
         cpu_attention.use_methods(dtype, dict.fromkeys(cpu_attention.SIZES, method))
         out, lse = attention_tiles.attend(query, key, value, None, causal=True, scale=0.125)
         attention_tiles.attend_backward(
             d_out, query, key, value, out, lse, None, causal=True, scale=0.125
         )
 
-    return work
+    return run_work
 
 
-def _random_numbers(dtype: torch.dtype, *shape: int) -> Tensor:
+def _make_operand(dtype: torch.dtype, *shape: int) -> Tensor:
     """Return small numbers that are not random: those of the run must not depend on them."""
     count = math.prod(shape)
     return torch.linspace(-1.0, 1.0, count).view(shape).to(dtype)

@@ -20,9 +20,9 @@ class Batches:
     """Takes steps from a loader and sums their valid tokens over the data ranks.
 
     Args:
-        loader: that of this data rank.
-        data: the data ranks, over a group on the host, so that nothing waits for the device.
-        masked: whether some tokens may have no label, so that ranks must count them.
+        loader: That of this data rank.
+        data: The data ranks, over a group on the host, so that nothing waits for the device.
+        masked: Whether some tokens may have no label, so that ranks must count them.
     """
 
     def __init__(self, loader: Loader, data: Group, *, masked: bool) -> None:
@@ -30,14 +30,14 @@ class Batches:
         self._ahead: tuple[StepBatch, Pending[Tensor]] | None = None
         """The step that was looked at, and the sum of its valid tokens."""
 
-    def next(self, leaves_out: Callable[[StepBatch], bool]) -> tuple[StepBatch, int]:
+    def take_next(self, is_left_out: Callable[[StepBatch], bool]) -> tuple[StepBatch, int]:
         """Return the next step that is not left out, and its valid tokens over all ranks, at least
         1. Waits for other ranks only if it was not looked at before: at the start, after a way
         back, and after data that is left out."""
         progress = self._data.progress
         progress.begin_part("data", None, "data")
         batch = self._loader.next()
-        while leaves_out(batch):
+        while is_left_out(batch):
             batch = self._loader.next()
         progress.begin_part("counting tokens", None)
         ahead, self._ahead = self._ahead, None
@@ -50,13 +50,13 @@ class Batches:
         return batch, max(1, int(valid))
 
     def look_ahead(self) -> None:
-        """Read the step that `next` will look at first, and start to sum its valid tokens. All
+        """Read the step that `take_next` will look at first, and start to sum its valid tokens. All
         ranks call this at the same steps."""
         self._data.progress.begin_part("data", None, "data")
         try:
             batch = self._loader.peek()
         except Exception:
-            return  # `next` raises it again, when the step is due
+            return  # `take_next` raises it again, when the step is due
         self._ahead = batch, self._sum(batch)
 
     def _sum(self, batch: StepBatch) -> Pending[Tensor]:

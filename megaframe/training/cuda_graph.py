@@ -29,7 +29,7 @@ from megaframe.distributed.traffic import CapturedTransfers
 from megaframe.errors import UserError
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.pipeline_parallel.executor import PipelineOutput
-from megaframe.validate.cuda_graph import graph_reasons
+from megaframe.validate.cuda_graph import find_graph_obstacles
 
 _EAGER = 2
 """Number of steps of each kind that run without a graph first. They create whatever is created only
@@ -53,13 +53,13 @@ def record_cuda(
     """Record with torch's CUDA graphs, which share their memory because they run one after the
     other. Threads that save checkpoints continue meanwhile."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_memory_pool(), capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=_get_memory_pool(), capture_error_mode="thread_local"):
         output = compute()
     return output, graph.replay
 
 
 @cache
-def _memory_pool() -> Any:
+def _get_memory_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
@@ -89,7 +89,7 @@ class StepGraph:
         self._mesh, self._tell, self._record = mesh, tell, record
         self._graphs: dict[Any, _RecordedGraph] = {}
         self._eager_runs: dict[Any, int] = {}
-        self._told = False
+        self._has_told = False
         mesh.before_close.append(self._graphs.clear)  # graphs must release NCCL's groups first
 
     def run(
@@ -97,11 +97,11 @@ class StepGraph:
     ) -> PipelineOutput:
         """Return what `compute` returns for the microbatches and the scale, an fp64 scalar. After
         the first steps of a kind, record a graph and replay it."""
-        kind = tuple(_shapes_of(microbatch) for microbatch in microbatches)
+        kind = tuple(_list_shapes(microbatch) for microbatch in microbatches)
         graph = self._graphs.get(kind)
         if graph is not None:
-            for into, x in zip(graph.inputs, _inputs(microbatches, scale), strict=True):
-                into.copy_(x, non_blocking=True)
+            for buffer, x in zip(graph.inputs, _list_inputs(microbatches, scale), strict=True):
+                buffer.copy_(x, non_blocking=True)
             graph.transfers.replay(graph.replay)
             return _copy_output(graph.output)
         runs = self._eager_runs[kind] = self._eager_runs.get(kind, 0) + 1
@@ -110,22 +110,25 @@ class StepGraph:
         if len(self._graphs) == _MOST:
             self._tell_once(f"there are {_MOST} graphs for other shapes")
             return compute(microbatches, scale)
-        inputs, input_scale = [_copy_microbatch(one) for one in microbatches], scale.clone()
+        inputs = [_copy_microbatch(microbatch) for microbatch in microbatches]
+        input_scale = scale.clone()
         with self._mesh.capture_transfers("the graph of all passes") as transfers:
             output, replay = self._record(lambda: compute(inputs, input_scale))
-        self._graphs[kind] = _RecordedGraph(_inputs(inputs, input_scale), output, replay, transfers)
+        self._graphs[kind] = _RecordedGraph(
+            _list_inputs(inputs, input_scale), output, replay, transfers
+        )
         transfers.replay(replay)
         return _copy_output(output)
 
     def _tell_once(self, why: str) -> None:
-        if not self._told:
-            self._told = True
+        if not self._has_told:
+            self._has_told = True
             self._tell(f"train.cuda_graph: {why}; some steps run without one")
 
 
 def check_cuda_graph(config: RunConfig, mesh: Mesh, kernels: Kernels) -> None:
     """Raise `UserError`, with every reason, if the passes of a step cannot be a graph here."""
-    reasons = [*graph_reasons(config, mesh.layout.sizes)]
+    reasons = [*find_graph_obstacles(config, mesh.layout.sizes)]
     if mesh.device.type != "cuda":
         reasons.append(f"CUDA graphs need a GPU, and this runs on a {mesh.device.type}")
     elif mesh.num_communicators > 1 and (reason := launch_order_problem()):
@@ -143,15 +146,15 @@ def check_cuda_graph(config: RunConfig, mesh: Mesh, kernels: Kernels) -> None:
         raise UserError("\n  ".join(["train.cuda_graph=true cannot work here", *reasons]))
 
 
-def _shapes_of(microbatch: Microbatch) -> tuple[Any, ...]:
-    return tuple((tuple(x.shape), x.dtype) for x in _tensors(microbatch))
+def _list_shapes(microbatch: Microbatch) -> tuple[Any, ...]:
+    return tuple((tuple(x.shape), x.dtype) for x in _list_tensors(microbatch))
 
 
-def _inputs(microbatches: Sequence[Microbatch], scale: Tensor) -> list[Tensor]:
-    return [*(x for microbatch in microbatches for x in _tensors(microbatch)), scale]
+def _list_inputs(microbatches: Sequence[Microbatch], scale: Tensor) -> list[Tensor]:
+    return [*(x for microbatch in microbatches for x in _list_tensors(microbatch)), scale]
 
 
-def _tensors(microbatch: Microbatch) -> list[Tensor]:
+def _list_tensors(microbatch: Microbatch) -> list[Tensor]:
     fields = [x for x in vars(microbatch).values() if isinstance(x, Tensor)]
     return fields + [x for pair in microbatch.ahead for x in pair]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from megaframe.architecture.output_head import max_logits_per_chunk
 from megaframe.config.schema import DataConfig, RunConfig
 from megaframe.data.blended_dataset import BlendedDataset
-from megaframe.data.gpt_dataset import Split, document_numbers, document_positions
+from megaframe.data.gpt_dataset import Split, locate_documents, number_documents
 from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.preprocessing.documents import read_documents
@@ -40,10 +40,11 @@ _PIECE = 1 << 24
 class TokenSequence:
     """A sequence of consecutive tokens.
 
-    tokens:     ids, [N].
-    first:      index of the first token that counts, at least 1 because it is predicted from the
-                tokens before it.
-    beginnings: bool [N], true where a document begins; None if documents do not matter.
+    Attributes:
+        tokens: Ids, [N].
+        first: Index of the first token that counts, at least 1 because it is predicted from the
+            tokens before it.
+        beginnings: Bool [N], true where a document begins; None if documents do not matter.
     """
 
     tokens: NDArray[np.int64]
@@ -55,10 +56,11 @@ class TokenSequence:
 class Score:
     """The score of the counted tokens of one or more passages.
 
-    nats:   sum of -log(probability) over the counted tokens.
-    tokens: number of counted tokens.
-    bytes:  bytes of text that they represent; 0 if no tokenizer gives them.
-    greedy: whether every one was the most likely token at its position.
+    Attributes:
+        nats: Sum of -log(probability) over the counted tokens.
+        tokens: Number of counted tokens.
+        bytes: Bytes of text that they represent; 0 if no tokenizer gives them.
+        greedy: Whether every one was the most likely token at its position.
     """
 
     nats: float = 0.0
@@ -125,8 +127,8 @@ def compute_log_probabilities(stage: Stage, microbatch: Microbatch) -> tuple[Ten
     rows = max(1, max_logits_per_chunk(host=x.device.type == "cpu") // head.weight.value.shape[0])
     likelihoods, greedy = [], []
     for piece in places.split(rows):
-        logits_TV, wanted = head.compute_logits(x[piece]), labels[piece]
-        at_label = logits_TV.gather(1, wanted[:, None])[:, 0]
+        logits_TV, piece_labels = head.compute_logits(x[piece]), labels[piece]
+        at_label = logits_TV.gather(1, piece_labels[:, None])[:, 0]
         likelihoods.append(at_label - logits_TV.logsumexp(-1))
         greedy.append(at_label >= logits_TV.amax(-1))
     return torch.cat(likelihoods), torch.cat(greedy)
@@ -144,37 +146,46 @@ def score(
 ) -> list[Score]:
     """Return the score of each passage.
 
-    stage: the whole model.
-    context, stride: see `split_windows`.
-    batch: windows that are scored at once.
-    data: says how document boundaries are treated (`reset_positions`, `reset_attention`,
-    `mask_eod`), for passages that have `beginnings`; None uses the defaults.
-    token_bytes: see `Tokenizer.token_bytes`.
-    Raises `UserError` for a stride outside of 1 to `context`, for a context that is longer than the
-    learned positions of the model, and for token ids outside of the vocabulary.
+    Args:
+        stage: The whole model.
+        passages: What to score.
+        context: Tokens of a window; see `split_windows`.
+        stride: Tokens that a window counts; see `split_windows`.
+        batch: Windows that are scored at once.
+        data: How document boundaries are treated (`reset_positions`, `reset_attention`,
+            `mask_eod`), for passages that have `beginnings`; None uses the defaults.
+        token_bytes: See `Tokenizer.count_token_bytes`.
+
+    Raises:
+        UserError: The stride is outside of 1 to `context`, the context is longer than the learned
+            positions of the model, or token ids are outside of the vocabulary.
     """
     _check_sequences(stage, passages, context, stride)
     device = stage.parameters()[0].value.device
-    sizes = _token_sizes(token_bytes, stage)
-    cut = [(n, w) for n, one in enumerate(passages) for w in split_windows(one, context, stride)]
+    sizes = _count_token_bytes(token_bytes, stage)
+    windows = [
+        (number, window)
+        for number, passage in enumerate(passages)
+        for window in split_windows(passage, context, stride)
+    ]
     # Windows of similar length go into the same batch, to keep padding small.
-    cut.sort(key=lambda pair: pair[1].begin - pair[1].end)
+    windows.sort(key=lambda pair: pair[1].begin - pair[1].end)
     scores = [Score()] * len(passages)
-    for start in range(0, len(cut), batch):
-        together = cut[start : start + batch]
-        microbatch = _microbatch([(passages[n], w) for n, w in together], data, device)
+    for start in range(0, len(windows), batch):
+        batch_windows = windows[start : start + batch]
+        microbatch = _make_microbatch([(passages[n], w) for n, w in batch_windows], data, device)
         labels = microbatch.labels_BS.cpu().numpy()
         likelihoods, greedy = compute_log_probabilities(stage, microbatch)
         counts = (labels != IGNORE).sum(1).tolist()
         parts = zip(likelihoods.cpu().split(counts), greedy.cpu().split(counts), strict=True)
-        for (number, _), row, (nats, best) in zip(together, labels, parts, strict=True):
+        for (number, _), row, (nats, best) in zip(batch_windows, labels, parts, strict=True):
             size = int(sizes[row[row != IGNORE]].sum())
             part = Score(-float(nats.double().sum()), len(nats), size, bool(best.all()))
             scores[number] += part
     return scores
 
 
-def _token_sizes(token_bytes: NDArray[np.integer] | None, stage: Stage) -> NDArray[np.int64]:
+def _count_token_bytes(token_bytes: NDArray[np.integer] | None, stage: Stage) -> NDArray[np.int64]:
     """Return the bytes of each id of the model, which may have more ids than the tokenizer."""
     sizes = np.zeros(stage.config.model.vocab or 0, np.int64)
     if token_bytes is not None:
@@ -204,7 +215,7 @@ def _check_sequences(
             )
 
 
-def _microbatch(
+def _make_microbatch(
     rows: Sequence[tuple[TokenSequence, Window]], data: DataConfig | None, device: torch.device
 ) -> Microbatch:
     """Stack windows into a microbatch with inputs [W, S]. Padding comes after a window's tokens,
@@ -218,14 +229,14 @@ def _microbatch(
         labels_WS[row, first:length] = passage.tokens[window.first + 1 : window.end + 1]
         if passage.beginnings is not None:
             beginnings_WT[row, : length + 1] = passage.beginnings[window.begin : window.end + 1]
-    heed = data or DataConfig()
-    if heed.mask_eod:
+    options = data or DataConfig()
+    if options.mask_eod:
         labels_WS[beginnings_WT[:, 1:]] = IGNORE
-    numbers = document_numbers(beginnings_WT[:, :-1]) if heed.reset_attention else None
-    places = document_positions(beginnings_WT[:, :-1]) if heed.reset_positions else None
+    numbers = number_documents(beginnings_WT[:, :-1]) if options.reset_attention else None
+    places = locate_documents(beginnings_WT[:, :-1]) if options.reset_positions else None
     tokens, labels, samples, restarted, apart = (
-        None if made is None else torch.from_numpy(made).to(device)
-        for made in (tokens_WS, labels_WS, np.arange(shape[0]), places, numbers)
+        None if array is None else torch.from_numpy(array).to(device)
+        for array in (tokens_WS, labels_WS, np.arange(shape[0]), places, numbers)
     )
     assert tokens is not None and labels is not None and samples is not None
     return Microbatch(tokens, labels, samples, restarted, apart)
@@ -241,14 +252,14 @@ def read_sequence(path: str, tokenizer: Tokenizer | None, reading: CorpusFormat)
     without a tokenizer.
     """
     if path.endswith((".bin", ".idx")):
-        found = _read_token_file(path[:-4])
+        sequence = _read_token_file(path[:-4])
     elif tokenizer is None:
         raise UserError(f"{path} is text and the run had no data.tokenizer; name one")
     else:
-        found = _read_text_file(path, tokenizer, reading)
-    if len(found.tokens) < 2:
+        sequence = _read_text_file(path, tokenizer, reading)
+    if len(sequence.tokens) < 2:
         raise UserError(f"{path} has nothing to predict; give at least one token of text")
-    return found
+    return sequence
 
 
 def read_split(config: RunConfig, split: Split) -> Iterator[tuple[str, TokenSequence]]:
@@ -257,7 +268,10 @@ def read_split(config: RunConfig, split: Split) -> Iterator[tuple[str, TokenSequ
     reader = BlendedDataset(config, split, seed=0)
     for name, source in zip(reader.names, reader.sources, strict=True):
         tokens = source.tokens.astype(np.int64)
-        yield name, TokenSequence(tokens, 1, _mark_positions(len(tokens), source.document_starts()))
+        yield (
+            name,
+            TokenSequence(tokens, 1, _mark_positions(len(tokens), source.find_document_starts())),
+        )
 
 
 def _read_token_file(prefix: str) -> TokenSequence:
@@ -273,26 +287,26 @@ def _read_token_file(prefix: str) -> TokenSequence:
 
 
 def _read_text_file(path: str, tokenizer: Tokenizer, reading: CorpusFormat) -> TokenSequence:
-    found = (
+    texts = (
         text
         for piece in split_file(path, reading, _PIECE)
         for text in read_documents(piece, reading)
     )
-    encoded = list(_encode(found, tokenizer))
+    encoded = list(_encode(texts, tokenizer))
     eod = np.array([tokenizer.eod], np.int64)
-    parts = [eod, *(part for one in encoded for part in (one, eod))]
-    lengths = [1, *(len(one) + 1 for one in encoded)]
+    parts = [eod, *(part for ids in encoded for part in (ids, eod))]
+    lengths = [1, *(len(ids) + 1 for ids in encoded)]
     tokens = np.concatenate(parts)
     return TokenSequence(
         tokens, 1, _mark_positions(len(tokens), np.cumsum(lengths, dtype=np.int64)[:-1])
     )
 
 
-def _encode(found: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
+def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
     """Yield the token ids of each text, without texts that have none."""
-    found = iter(found)
-    while some := list(islice(found, _ENCODED_AT_ONCE)):
-        for ids in tokenizer.encode_batch(some):
+    remaining = iter(texts)
+    while batch := list(islice(remaining, _ENCODED_AT_ONCE)):
+        for ids in tokenizer.encode_batch(batch):
             if len(ids):
                 yield ids.astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""Sampling: loads a trained model from a checkpoint, without training state, and samples from it.
+"""Generation: loads a trained model from a checkpoint, without training state, and samples from it.
 
 Sampling runs the whole context again for every token. This is slow for long texts, but it needs no
 second form of attention. It is meant to show what a run has learned, not to serve a model.
@@ -28,16 +28,24 @@ _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 
 
 def load_model(
-    given: str | StorePath, *, ema: bool = False, precision: str | None = None, device: str = "cpu"
+    location: str | StorePath,
+    *,
+    ema: bool = False,
+    precision: str | None = None,
+    device: str = "cpu",
 ) -> tuple[RunConfig, Stage]:
     """Return the config and model of a checkpoint.
 
-    given: what `--checkpoint` gives (see `locate_checkpoint`).
-    ema: load the average of the weights.
-    precision: precision of the products, by default `train.precision` of the run.
-    Raises `UserError` if there is no checkpoint, or with `ema`, no average.
+    Args:
+        location: What `--checkpoint` gives (see `locate_checkpoint`).
+        ema: Load the average of the weights.
+        precision: Precision of the products, by default `train.precision` of the run.
+        device: Where to put the weights.
+
+    Raises:
+        UserError: There is no checkpoint, or with `ema`, no average.
     """
-    path = locate_checkpoint(given, "--checkpoint")
+    path = locate_checkpoint(location, "--checkpoint")
     with open_checkpoint(path) as checkpoint:
         state = read_train_state(checkpoint)
         config = state.config
@@ -93,11 +101,14 @@ def _allocate(stage: Stage, device: str) -> list[Slice]:
 class SamplingOptions:
     """How the next token is chosen from the scores of all tokens.
 
-    temperature: divides the scores; 0 takes the most likely token.
-    top_k:       chooses among this many most likely tokens; 0: all.
-    top_p:       chooses among the most likely tokens that together have this probability (nucleus
-                 sampling, Holtzman et al. 2019, arXiv:1904.09751); 1: all.
-    Raises `UserError` for numbers that are out of range.
+    Attributes:
+        temperature: Divides the scores; 0 takes the most likely token.
+        top_k: Chooses among this many most likely tokens; 0: all.
+        top_p: Chooses among the most likely tokens that together have this probability (nucleus
+            sampling, Holtzman et al. 2019, arXiv:1904.09751); 1: all.
+
+    Raises:
+        UserError: A number is out of range.
     """
 
     temperature: float = 0.0
@@ -130,12 +141,12 @@ class SamplingOptions:
             return int(logits_V.argmax())
         # In fp64, and with 0 as the largest score, no temperature overflows.
         scores, ids = ((logits_V.double() - best) / self.temperature).sort(descending=True)
-        kept = slice(self.top_k or None)
-        probabilities = torch.softmax(scores[kept], -1)
+        candidates = slice(self.top_k or None)
+        probabilities = torch.softmax(scores[candidates], -1)
         if self.top_p < 1:
             likelier = probabilities.cumsum(-1) - probabilities
             probabilities = probabilities.where(likelier < self.top_p, 0.0)
-        return int(ids[kept][torch.multinomial(probabilities, 1, generator=generator)])
+        return int(ids[candidates][torch.multinomial(probabilities, 1, generator=generator)])
 
 
 @torch.no_grad()
@@ -145,13 +156,20 @@ def sample(
     *,
     tokens: int,
     context: int,
-    how: SamplingOptions,
+    sampling: SamplingOptions,
     stop: int,
     generator: torch.Generator,
 ) -> Iterator[list[int]]:
     """Yield all ids so far after each new token, for at most `tokens` new ones or until `stop`.
 
-    context: number of last ids that the model sees.
+    Args:
+        stage: The whole model.
+        start: The ids to continue.
+        tokens: Number of new ids, at most.
+        context: Number of last ids that the model sees.
+        sampling: How each id is chosen.
+        stop: The id that ends the sample.
+        generator: Draws the choices, on the CPU.
     """
     head = stage.head
     assert head is not None, "the whole model has a head"
@@ -160,7 +178,9 @@ def sample(
         window = torch.tensor([ids[-context:]], device=device)
         microbatch = Microbatch(window, window, window.new_zeros(1))
         ids.append(
-            how.choose(head.compute_logits(stage.compute_hidden(microbatch)[-1]).cpu(), generator)
+            sampling.choose(
+                head.compute_logits(stage.compute_hidden(microbatch)[-1]).cpu(), generator
+            )
         )
         yield ids
         if ids[-1] == stop:
@@ -170,9 +190,13 @@ def sample(
 def encode_prompt(tokenizer: Tokenizer, prompt: str | None, context: int) -> list[int]:
     """Return the ids that a sample begins with.
 
-    prompt: text to continue; None begins a new document.
-    context: number of ids that the model sees.
-    Raises `UserError` for a prompt without a token, or with more tokens than the model sees.
+    Args:
+        tokenizer: Of the run.
+        prompt: Text to continue; None begins a new document.
+        context: Number of ids that the model sees.
+
+    Raises:
+        UserError: The prompt has no token, or more tokens than the model sees.
     """
     if prompt is None:
         return [tokenizer.eod]
@@ -199,13 +223,15 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None, context: int) -> lis
 def stream_text(samples: Iterable[list[int]], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the text of a sample in pieces of whole characters, each as soon as it is known.
 
-    samples: all ids so far, after each new one.
+    Args:
+        samples: All ids so far, after each new one.
+        tokenizer: Of the run.
     """
-    shown = text = ""
+    printed = text = ""
     for ids in samples:
         # Decode the whole text each time, because a token may be a part of a character.
         text = tokenizer.decode(ids)
         if not text.endswith(_PARTIAL):
-            yield text[len(shown) :]
-            shown = text
-    yield text[len(shown) :]
+            yield text[len(printed) :]
+            printed = text
+    yield text[len(printed) :]

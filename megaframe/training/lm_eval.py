@@ -1,7 +1,7 @@
-"""Harness: evaluates a model on tasks of EleutherAI's lm-evaluation-harness, from local files.
+"""Evaluates a model on tasks of EleutherAI's lm-evaluation-harness, from local files.
 
 Only this module imports `lm_eval`. The three methods that the harness calls are built on existing
-parts of the package: scoring of windows (`evaluation.py`) and sampling (`sampling.py`).
+parts of the package: scoring of windows (`evaluation.py`) and sampling (`generation.py`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class HarnessModel(TemplateLM):
             TokenSequence(np.array(before + ids), len(before)) for _, before, ids in requests
         ]
         scores = self._score(passages)
-        return [(-one.nats, one.greedy) for one in scores]
+        return [(-result.nats, result.greedy) for result in scores]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -94,8 +94,8 @@ class HarnessModel(TemplateLM):
         texts = [request.args[0] for request in requests]
         encoded = [self._tokenizer.encode(text) for text in texts]
         return [
-            -one.nats
-            for one in self._score(
+            -result.nats
+            for result in self._score(
                 [TokenSequence(np.array([self.eot_token_id, *ids])) for ids in encoded]
             )
         ]
@@ -108,27 +108,27 @@ class HarnessModel(TemplateLM):
         context = self._context
         return score(self._stage, passages, context=context, stride=context, batch=self._batch)
 
-    def _generate(self, prompt: str, wanted: Mapping[str, Any]) -> str:
-        ends = wanted.get("until") or []
+    def _generate(self, prompt: str, options: Mapping[str, Any]) -> str:
+        ends = options.get("until") or []
         ends = [ends] if isinstance(ends, str) else ends
         start = self._tokenizer.encode(prompt) or [self.eot_token_id]
         known, text = len(self._tokenizer.decode(start)), ""
-        chance = wanted.get("do_sample", True) and float(wanted.get("temperature") or 0.0)
-        top_k, top_p = int(wanted.get("top_k") or 0), float(wanted.get("top_p") or 1.0)
-        how = SamplingOptions(chance or 0.0, top_k, top_p)
+        chance = options.get("do_sample", True) and float(options.get("temperature") or 0.0)
+        top_k, top_p = int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
+        sampling = SamplingOptions(chance or 0.0, top_k, top_p)
         for ids in sample(
             self._stage,
             start,
-            tokens=int(wanted.get("max_gen_toks", _MOST_GENERATED)),
+            tokens=int(options.get("max_gen_toks", _MOST_GENERATED)),
             context=self._context,
-            how=how,
+            sampling=sampling,
             stop=self.eot_token_id,
             generator=torch.Generator().manual_seed(0),
         ):
             text = self._tokenizer.decode(ids)[known:]
-            found = [text.index(end) for end in ends if end and end in text]
-            if found:
-                return text[: min(found)]
+            ends_at = [text.index(end) for end in ends if end and end in text]
+            if ends_at:
+                return text[: min(ends_at)]
         return text
 
 
@@ -141,11 +141,11 @@ def evaluate_tasks(
     known = set(manager.all_tasks)
     missing = [name for name in tasks.names if name not in known]
     if missing:
-        there = ", ".join(sorted(known)[:20]) or "none"
-        raise UserError(f"--tasks {','.join(missing)}: no such task; there are: {there}")
+        available = ", ".join(sorted(known)[:20]) or "none"
+        raise UserError(f"--tasks {','.join(missing)}: no such task; there are: {available}")
     model = HarnessModel(stage, tokenizer, context=context, batch=batch)
     try:
-        found = simple_evaluate(
+        results = simple_evaluate(
             model,
             tasks=list(tasks.names),
             num_fewshot=tasks.shots,
@@ -155,4 +155,4 @@ def evaluate_tasks(
         )
     except (OSError, ConnectionError, ValueError) as error:
         raise UserError(f"--tasks {','.join(tasks.names)}: {error}") from error
-    return {} if found is None else found["results"]
+    return {} if results is None else results["results"]

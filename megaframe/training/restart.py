@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from megaframe.checkpoint.lock import RunLock
-from megaframe.checkpoint.manager import written_folders
+from megaframe.checkpoint.manager import list_written_folders
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import barrier
 from megaframe.distributed.device import set_deterministic
@@ -48,7 +48,7 @@ def train(
         keep_launch_order()  # NCCL reads this setting once, too
     if _can_restart(config):
         allow_abort()  # torch's NCCL groups read it when they are made
-    launcher, lock = LauncherProcess(), RunLock(written_folders(config))
+    launcher, lock = LauncherProcess(), RunLock(list_written_folders(config))
     try:
         _train(config, layout, notes, nccl, launcher, lock)
     finally:
@@ -63,7 +63,7 @@ def _train(
     launcher: LauncherProcess,
     lock: RunLock,
 ) -> None:
-    often, last = 0, -1
+    restarts, last_step = 0, -1
     while True:
         mesh = Mesh(
             layout,
@@ -75,7 +75,7 @@ def _train(
         )
         trainer: Trainer | None = None
         try:
-            if not often:
+            if not restarts:
                 shared = config.run.device == "shared"
                 notes = (
                     *notes,
@@ -83,8 +83,8 @@ def _train(
                 )
             notes = (*notes, *_take_locks(lock, mesh))
             trainer = Trainer(config, mesh, notes, launcher, lock)
-            if _can_restart(config) and often < config.faults.restarts:
-                mesh.allow_restart(partial(_made_progress, mesh.progress, last))
+            if _can_restart(config) and restarts < config.faults.restarts:
+                mesh.allow_restart(partial(_has_made_progress, mesh.progress, last_step))
             trainer.run()
             return
         except (Exception, KeyboardInterrupt) as error:
@@ -100,9 +100,9 @@ def _train(
             trainer.release()
         finally:
             mesh.close()
-        often, last = often + 1, mesh.progress.step
-        of = f"{often} of faults.restarts={config.faults.restarts}"
-        notes = (*notes, f"restarted in the same processes ({of}): {why}")
+        restarts, last_step = restarts + 1, mesh.progress.step
+        count = f"{restarts} of faults.restarts={config.faults.restarts}"
+        notes = (*notes, f"restarted in the same processes ({count}): {why}")
         del trainer, mesh
         gc.collect()  # reference cycles would keep memory that the next trainer needs
 
@@ -110,29 +110,29 @@ def _train(
 def _can_restart(config: RunConfig) -> bool:
     """Return whether the ranks may restart in their processes. PyTorch's symmetric memory is bound
     to the first groups of a process."""
-    once = config.parallel.symmetric_memory != "off"
-    return config.checkpoint.resume == "latest" and config.faults.restarts > 0 and not once
+    symmetric = config.parallel.symmetric_memory != "off"
+    return config.checkpoint.resume == "latest" and config.faults.restarts > 0 and not symmetric
 
 
 def _take_locks(lock: RunLock, mesh: Mesh) -> list[str]:
     """Take the locks on the first rank, for all. Returns lines to log, on that rank. Raises the
     same `UserError` on all ranks if another run has a folder."""
     notes: list[str] = []
-    wrong = ""
+    message = ""
     if mesh.rank == 0:
         mesh.call_before_exit(lock.release)
         try:
             notes = lock.take()
         except UserError as error:
-            wrong = str(error)
-        mesh.store.set("lock", wrong)
+            message = str(error)
+        mesh.store.set("lock", message)
     barrier(mesh.world)  # a rank that is lost meanwhile ends this, but not a wait for the store
-    if wrong := mesh.store.get("lock").decode():
-        raise UserError(wrong)
+    if message := mesh.store.get("lock").decode():
+        raise UserError(message)
     return notes
 
 
-def _made_progress(progress: RankProgress, last: int) -> bool:
-    """Return whether this rank is past `last`, the step of the previous in-process restart. A
+def _has_made_progress(progress: RankProgress, last_step: int) -> bool:
+    """Return whether this rank is past `last_step`, the step of the previous in-process restart. A
     second failure at the same step is not the network's fault."""
-    return progress.step > last
+    return progress.step > last_step

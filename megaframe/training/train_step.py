@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.attention import exchanging_ranks
-from megaframe.architecture.experts import near_experts
+from megaframe.architecture.moe import near_experts
 from megaframe.architecture.pipeline import build_forward_schedule, build_step_schedule
 from megaframe.architecture.spec import copies_of
 from megaframe.architecture.stages import stage_costs, stage_plans
@@ -101,8 +101,8 @@ class TrainStep:
         self.schedule = build_step_schedule(config, full)
         self.rank_of = rank_of = self.schedule.rank_of
         self.context = ContextParallel(*mesh.divide_context(exchanging_ranks(config.parallel)))
-        experts = _expert_parallel(config, mesh)
-        compiler = _compiler(config, tell)
+        experts = _make_expert_parallel(config, mesh)
+        compiler = _make_compiler(config, tell)
         self.kernels = kernels = make_kernels(config, mesh.device, compiler, tell)
         compute = PRECISIONS[train.precision].compute
         self._warning = check_fp8(config, mesh.device, compute, kernels)
@@ -127,18 +127,20 @@ class TrainStep:
             self.graph = StepGraph(mesh, tell)
 
         @lru_cache(_SCHEDULES)
-        def lowered(microbatches: int, train: bool) -> tuple[Schedule, Mapping[Action, Action]]:
+        def lower_schedule(
+            microbatches: int, train: bool
+        ) -> tuple[Schedule, Mapping[Action, Action]]:
             if not train:
                 return lower(build_forward_schedule(rank_of, microbatches)), {}
-            known = microbatches == self.schedule.microbatches
-            schedule = self.schedule if known else build_step_schedule(config, microbatches)
+            is_full = microbatches == self.schedule.microbatches
+            schedule = self.schedule if is_full else build_step_schedule(config, microbatches)
             if not config.parallel.expert_overlap:
                 return lower(schedule), {}
             paired = find_overlap_pairs(schedule, stage_costs(config, stage_plans(config)))
             ranks = tuple(place_pairs_together(rank, paired) for rank in lower(schedule).ranks)
             return Schedule(ranks), paired
 
-        self._lowered = lowered
+        self._lower_schedule = lower_schedule
 
     def _connect_pipeline(
         self, config: RunConfig, chunks: Mapping[int, ModelChunk]
@@ -152,8 +154,8 @@ class TrainStep:
         if copies > 1:
             mesh.add_tensor_copies_group(copies)
         mesh.name_stages(rank_of)
-        mesh.connect([*_links(rank_of), *([ends] if twice else [])])
-        return _tied_embedding(chunks, mesh, ends) if twice else None
+        mesh.connect([*_list_links(rank_of), *([ends] if twice else [])])
+        return _find_tied_embedding(chunks, mesh, ends) if twice else None
 
     def describe_kernels(self) -> Iterator[str]:
         """Yield lines for the start of the log: which code computes a step, and why not faster
@@ -178,10 +180,10 @@ class TrainStep:
             scale: Gradients are those of scale * (sum of the losses).
             by_block: Record the largest magnitude of every block; then no CUDA graph is used.
         """
-        schedule, paired = self._lowered(len(microbatches), True)
+        schedule, paired = self._lower_schedule(len(microbatches), True)
         if self._depth:
-            microbatches = [look_ahead(one, self._depth) for one in microbatches]
-        parts = self._context_parts(microbatches)
+            microbatches = [look_ahead(microbatch, self._depth) for microbatch in microbatches]
+        parts = self._select_context_parts(microbatches)
         if not isinstance(scale, Tensor):
             scale = torch.full((), scale, dtype=torch.float64, device=self._mesh.device)
         self.sharded_parameters.start_step()
@@ -230,15 +232,16 @@ class TrainStep:
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Return the loss sum of each microbatch over this rank's valid tokens, without gradients,
         fp64 [M]; zero on a rank without the head."""
-        schedule, _ = self._lowered(len(microbatches), False)
-        return self._executor.evaluate(schedule, self._context_parts(microbatches))
+        schedule, _ = self._lower_schedule(len(microbatches), False)
+        return self._executor.evaluate(schedule, self._select_context_parts(microbatches))
 
-    def _context_parts(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    def _select_context_parts(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Return this context rank's part of each microbatch."""
-        return [context_part(one, self.context.index, self.context.size) for one in microbatches]
+        index, size = self.context.index, self.context.size
+        return [context_part(microbatch, index, size) for microbatch in microbatches]
 
 
-def _expert_parallel(config: RunConfig, mesh: Mesh) -> ExpertParallel:
+def _make_expert_parallel(config: RunConfig, mesh: Mesh) -> ExpertParallel:
     """Return the groups of ranks that have experts, and the dispatch method. All ranks of the world
     must call this."""
     if config.model.moe is None:
@@ -254,21 +257,21 @@ def _expert_parallel(config: RunConfig, mesh: Mesh) -> ExpertParallel:
     )
 
 
-def _compiler(
+def _make_compiler(
     config: RunConfig, tell: Callable[[str], None]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
     backend = config.train.compile
-    return None if backend == "none" else partial(Compiled, backend=backend, tell=tell)
+    return None if backend == "none" else partial(Compiled, backend=backend, notify=tell)
 
 
-def _links(rank_of: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _list_links(rank_of: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (from, to) for all pairs of ranks with neighbouring stages, in both directions."""
     for rank, next_rank in pairwise(rank_of):
         if rank != next_rank:
             yield from ((rank, next_rank), (next_rank, rank))
 
 
-def _tied_embedding(
+def _find_tied_embedding(
     chunks: Mapping[int, ModelChunk], mesh: Mesh, ends: tuple[int, int]
 ) -> TiedEmbedding | None:
     """Return this rank's copy of the token embedding that the first and the last stage both have,

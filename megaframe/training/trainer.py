@@ -44,15 +44,15 @@ class Trainer:
     """One rank's part of one run.
 
     Args:
-        config: of the run, with a known vocabulary and layout.
-        mesh: the process groups of all ranks.
-        notes: lines to log when the run starts.
-        launcher: the launcher of this process, as seen at the start of the process, which may be
+        config: The run, with a known vocabulary and layout.
+        mesh: The process groups of all ranks.
+        notes: Lines to log when the run starts.
+        launcher: The launcher of this process, as seen at the start of the process, which may be
             earlier than the start of this trainer.
-        lock: the locks of the run's folders, held by the first rank.
+        lock: The locks of the run's folders, held by the first rank.
 
     Raises:
-        UserError: for anything in the config that cannot work.
+        UserError: Something in the config cannot work.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Trainer:
         """Return what the summary says about a run that a signal has ended."""
         name = signal.Signals(self.fault_handler.exit_signal).name
         rows = [("cut short", f"by {name} after step {self.step} of {self.config.train.steps}")]
-        if self.checkpointer.writer_due(self.step, leaving=True) is None:
+        if self.checkpointer.choose_writer(self.step, leaving=True) is None:
             return [*rows, ("continue with", "nothing: checkpoint.every=0 saves no step")]
         return [*rows, ("continue with", resume_command())]
 
@@ -196,7 +196,7 @@ class Trainer:
         if self._is_due(config.faults.compare_every) and faults.compare_replicas(self.step):
             return
         self.checkpointer.report_failures(self.metrics.note)
-        writer = self.checkpointer.writer_due(self.step, leaving=bool(faults.exit_signal))
+        writer = self.checkpointer.choose_writer(self.step, leaving=bool(faults.exit_signal))
         if writer is not None:
             # The line of a step is written before its checkpoint is saved. Otherwise a run resumed
             # from the checkpoint could miss the line.
@@ -206,17 +206,19 @@ class Trainer:
             with faults.time_save():
                 self._save(writer)
 
-    def _is_due(self, every: int) -> bool:
-        """Return whether something is due that is done every `every` steps and at the end; 0 is
+    def _is_due(self, interval: int) -> bool:
+        """Return whether something is due that is done every `interval` steps and at the end; 0 is
         never."""
-        return bool(every) and (self.step % every == 0 or self.step == self.config.train.steps)
+        return bool(interval) and (
+            self.step % interval == 0 or self.step == self.config.train.steps
+        )
 
     def _train_step(self) -> None:
         """Run the next step on the next batch, and record its metrics."""
         metrics, device = self.metrics, self.mesh.device
         metrics.start_step()
         with metrics.time("data"):
-            batch, valid = self.batches.next(self.fault_handler.is_skipped)
+            batch, valid = self.batches.take_next(self.fault_handler.is_skipped)
             microbatches = [move_to_device(microbatch, device) for microbatch in batch.microbatches]
             if self.step + 1 < self.config.train.steps:
                 self.batches.look_ahead()

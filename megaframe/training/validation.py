@@ -24,10 +24,10 @@ class Validator:
     """Evaluates a run on its validation split. All ranks call it at the same steps.
 
     Args:
-        config: of the run.
-        mesh: of the run.
-        loader: gives the batches of the validation split.
-        compute_nats: runs forward passes; returns the summed loss of each microbatch [M], zero on
+        config: Of the run.
+        mesh: Of the run.
+        loader: Gives the batches of the validation split.
+        compute_nats: Runs forward passes; returns the summed loss of each microbatch [M], zero on
             ranks that do not have the loss.
     """
 
@@ -101,7 +101,7 @@ def _count_token_bytes(config: RunConfig, device: torch.device) -> Tensor | None
     or without evaluations."""
     if config.data.tokenizer is None or not config.train.eval_every:
         return None
-    counts = torch.from_numpy(load_tokenizer(config.data.tokenizer).token_bytes())
+    counts = torch.from_numpy(load_tokenizer(config.data.tokenizer).count_token_bytes())
     table = torch.zeros(config.model.vocab or len(counts), dtype=torch.int64)
     table[: len(counts)] = counts
     return table.to(device)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from megaframe.architecture.attention import latent_width
+from megaframe.architecture.block import describe_block
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.errors import TIMES, find_nearest_divisors, join_or, list_divisors
@@ -19,13 +19,13 @@ WITHIN_NODE = 450e9
 """Bytes/s of one rank to ranks of its node: NVLink 4, one direction."""
 
 
-def tensor_mistakes(config: RunConfig) -> Iterator[str]:
+def find_tensor_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message for each mistake in parallel.tensor and parallel.tensor_chunks."""
-    yield from _matrix_mistakes(config.model, config.parallel.tensor)
-    yield from _chunk_mistakes(config)
+    yield from _find_matrix_mistakes(config.model, config.parallel.tensor)
+    yield from _find_chunk_mistakes(config)
 
 
-def _matrix_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
+def _find_matrix_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
     groups, heads = model.kv_heads, model.heads
     if model.latent is not None:
         if heads % tensor:
@@ -45,7 +45,7 @@ def _matrix_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
             yield f"{name}={size} is less than parallel.tensor={tensor}; use {size} or fewer ranks"
 
 
-def _chunk_mistakes(config: RunConfig) -> Iterator[str]:
+def _find_chunk_mistakes(config: RunConfig) -> Iterator[str]:
     parallel, train = config.parallel, config.train
     chunks, tensor = parallel.tensor_chunks, parallel.tensor
     rows = -(-train.microbatch * train.seq // (tensor * parallel.context))
@@ -62,7 +62,7 @@ def _chunk_mistakes(config: RunConfig) -> Iterator[str]:
         )
 
 
-def node_crossing_warning(config: RunConfig, layout: Layout, node_size: int) -> str | None:
+def find_node_crossing_warning(config: RunConfig, layout: Layout, node_size: int) -> str | None:
     """Return a warning with the predicted cost if tensor groups span several nodes of `node_size`
     ranks; None if each group is within one node.
 
@@ -71,7 +71,7 @@ def node_crossing_warning(config: RunConfig, layout: Layout, node_size: int) -> 
     tensor = layout.tensor
     if tensor == 1 or node_size >= layout.world or node_size % tensor == 0:
         return None
-    size = tensor_parallel_bytes(config, layout)
+    size = count_tensor_parallel_bytes(config, layout)
     apart, together = size / BETWEEN_NODES, size / WITHIN_NODE
     return (
         f"parallel.tensor={tensor} crosses nodes of parallel.node_size={node_size} ranks: each "
@@ -81,23 +81,19 @@ def node_crossing_warning(config: RunConfig, layout: Layout, node_size: int) -> 
     )
 
 
-def tensor_parallel_bytes(config: RunConfig, layout: Layout) -> float:
+def count_tensor_parallel_bytes(config: RunConfig, layout: Layout) -> float:
     """Return the bytes of activations that a rank moves over the tensor axis in a step.
 
-    Per layer and microbatch these are 10 (t-1)/t b s h elements: each of four linears moves b s h
-    elements in forward and in backward, and two inputs are gathered again in backward. The
-    embedding and the head add 2 each. Recomputed layers would add 4 each, which are not counted.
-    Latent attention moves its latents in place of h elements, and their rotated part twice. A depth
-    of multi-token prediction is a layer with its own embedding and head.
+    Each block moves what its description says; the embedding and the head, also those of each
+    depth of multi-token prediction, move the stream twice. What recomputed layers move again is not
+    counted.
     """
     model, train = config.model, config.train
     tokens = train.microbatch * train.seq / layout.context
     microbatches = train.global_batch // (train.microbatch * layout.data)
-    layer, latent = 10 * model.hidden, model.latent
-    if latent is not None:
-        whole = model.hidden * (latent.query_rank is None)
-        layer = 7 * model.hidden + 3 * (whole + latent_width(latent)) - latent.rotary_dim
+    layers = range(model.layers + model.mtp_depth)
+    traffic = [describe_block(model, layer).tensor_traffic for layer in layers]
+    blocks = sum(block.forward + block.backward for block in traffic)
     ends = 4 * model.hidden * (1 + model.mtp_depth)
-    a_token = layer * (model.layers + model.mtp_depth) + ends
-    elements = a_token * tokens * microbatches / layout.pipeline
+    elements = (blocks + ends) * tokens * microbatches / layout.pipeline
     return elements * DTYPE_BYTES[train.precision] * (layout.tensor - 1) / layout.tensor

@@ -17,7 +17,7 @@ def flip(path, place):
 def test_a_run_continues_from_the_newest_that_all_ranks_can_read(pool, overrides, tmp_path):
     keys, home = overrides(**KEYS), tmp_path / "run/checkpoints"
     assert pool.run(2, main, keys) == [0, 0]
-    whole = losses(tmp_path / "run")
+    unbroken = losses(tmp_path / "run")
     flip(home / "step-00000012/rank-00001.safetensors", -1)  # read by one rank alone
     flip(home / "step-00000010/rank-00000.safetensors", 20)  # its header
     os.truncate(home / "step-00000008/rank-00001.safetensors", 99)
@@ -25,9 +25,9 @@ def test_a_run_continues_from_the_newest_that_all_ranks_can_read(pool, overrides
     flip(home / "step-00000004/manifest.json", 50)
     flip(home / "latest", 3)
     assert pool.run(2, main, keys) == [0, 0]
-    assert losses(tmp_path / "run") == whole
+    assert losses(tmp_path / "run") == unbroken
     text = log(tmp_path / "run")
-    for what in (
+    for phrase in (
         f"{home}/latest names 'st",
         "step-00000012/rank-00001.safetensors is damaged: tensor",
         "step-00000010/rank-00000.safetensors is damaged: its header",
@@ -36,4 +36,4 @@ def test_a_run_continues_from_the_newest_that_all_ranks_can_read(pool, overrides
         "step-00000004/manifest.json is damaged",
         "step-00000002 is used instead",
     ):
-        assert what in text, text
+        assert phrase in text, text

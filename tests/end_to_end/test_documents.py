@@ -12,7 +12,7 @@ import pytest
 from repo_copy import ROOT, copy_tracked
 
 from megaframe.config import RunConfig, load
-from megaframe.config.describe import COMMON, config_keys
+from megaframe.config.describe import COMMON, get_config_keys
 from megaframe.errors import UserError
 
 NOT_HERE = {
@@ -65,10 +65,10 @@ def shorter(command):
     return SHORTER.get(command, f"{command} {SMALLER}" if trains else command)
 
 
-def run_all(found, clone):
+def run_all(commands, clone):
     """Run commands one after the other, and assert that each succeeds."""
     environment = {**os.environ, "PYTHONPATH": str(clone)}
-    for command in found:
+    for command in commands:
         if command in NOT_HERE:
             continue
         result = subprocess.run(
@@ -107,12 +107,12 @@ def test_the_first_commands_of_the_readme_work(begun):
 
 @pytest.mark.slow
 def test_the_other_commands_of_the_readme_and_then_of_the_guides_work(begun):
-    clone, found = begun, README[FIRST:]
+    clone, own_commands = begun, README[FIRST:]
     guides = [line for name in GUIDES for line in commands(guide(name).read_text())]
-    assert len(found) > 8 and {*NOT_HERE, *SHORTER} <= {*README, *guides}
-    run_all([*found, *guides], clone)
-    drawn, shown = (root / "docs/images/zb-v.svg" for root in (clone, ROOT))
-    assert drawn.read_text() == shown.read_text(), "the picture in the guide is another"
+    assert len(own_commands) > 8 and {*NOT_HERE, *SHORTER} <= {*README, *guides}
+    run_all([*own_commands, *guides], clone)
+    drawn, published = (root / "docs/images/zb-v.svg" for root in (clone, ROOT))
+    assert drawn.read_text() == published.read_text(), "the picture in the guide is another"
 
 
 def documents():
@@ -134,10 +134,10 @@ def headings(document):
 def test_links_of_the_documents_lead_somewhere():
     for document in documents():
         for target, anchor in re.findall(r"\]\(([^)#:]*)(#[^)]+)?\)", prose(document)):
-            there = document.parent / target if target else document
-            assert there.exists(), f"{document.name}: {target}"
-            if anchor and there.suffix == ".md":
-                assert anchor[1:] in headings(there), f"{document.name}: {target}{anchor}"
+            destination = document.parent / target if target else document
+            assert destination.exists(), f"{document.name}: {target}"
+            if anchor and destination.suffix == ".md":
+                assert anchor[1:] in headings(destination), f"{document.name}: {target}{anchor}"
 
 
 def test_the_index_names_every_guide_and_every_command_is_run():
@@ -153,13 +153,15 @@ def test_the_table_of_options_is_what_the_schema_says():
     spec = importlib.util.spec_from_file_location("options_tool", ROOT / "tools/options.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    assert (ROOT / "docs/reference/options.md").read_text() == tool.table(), (
+    assert (ROOT / "docs/reference/options.md").read_text() == tool.format_page(), (
         "run: python tools/options.py > docs/reference/options.md"
     )
     assert all(
-        f"`{name}`" in tool.table() for name, key in config_keys().items() if not key.section
+        f"`{name}`" in tool.format_page()
+        for name, key in get_config_keys().items()
+        if not key.section
     )
-    rows = re.findall(r"^\| `([a-z_.0-9]+)`", tool.table(), re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z_.0-9]+)`", tool.format_page(), re.MULTILINE)
     assert tuple(rows[: len(COMMON)]) == COMMON, "the page begins with what --help shows"
 
 
@@ -195,9 +197,9 @@ BESIDE = {
 def mistake(name):
     """Return what is wrong with a key or its value, or None."""
     key, equals, value = name.partition("=")
-    if key not in config_keys():
+    if key not in get_config_keys():
         return "no such key"
-    beside = [more for part, some in BESIDE.items() if key.startswith(part) for more in some]
+    beside = [key_ for part, some in BESIDE.items() if key.startswith(part) for key_ in some]
     try:
         if equals and not value.isupper():  # capitals are a placeholder
             load(None, [*beside, name])
@@ -207,9 +209,9 @@ def mistake(name):
 
 
 def test_keys_that_documents_name_exist_and_take_what_is_given():
-    told = [(d, name) for d in documents() if d.stem not in PAST for name in named_keys(d)]
-    wrong = [f"{d.name}: {name}: {said}" for d, name in told if (said := mistake(name))]
-    assert not wrong and len(told) > 300
+    named = [(d, name) for d in documents() if d.stem not in PAST for name in named_keys(d)]
+    wrong = [f"{d.name}: {name}: {problem}" for d, name in named if (problem := mistake(name))]
+    assert not wrong and len(named) > 300
 
 
 def defined(path):
@@ -226,14 +228,14 @@ def defined(path):
 
 def test_what_guides_say_is_in_a_file_is_there():
     """Names after a link to a module exist there: functions with (), and capitalised names."""
-    found = 0
+    lines_checked = 0
     for document in ROOT.glob("docs/**/*.md"):
         for path, after in re.findall(r"\]\(([^)]+\.py)\)((?:(?!\]\().)*)", document.read_text()):
             names = set(defined(document.parent / path))
             for name in re.findall(r"`([\w.]+\(\)|[A-Z]\w+)`", after):
                 assert name.removesuffix("()") in names, f"{document.name}: {path} has no {name}"
-                found += 1
-    assert found > 60
+                lines_checked += 1
+    assert lines_checked > 60
 
 
 def test_ci_runs_the_test_command_of_the_readme():

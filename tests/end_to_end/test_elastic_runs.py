@@ -9,6 +9,6 @@ def test_a_run_loses_ranks_and_gets_them_back(pool, overrides, tmp_path):
     keys |= {"checkpoint__every": 4, "parallel__pipeline": 2, "faults__elastic": True}
     assert pool.run(4, main, overrides(run__dir=tmp_path / "whole", **keys)) == [0] * 4
     for ranks, steps in ((4, 4), (3, 8), (1, 10), (4, 12)):
-        more = {"train__steps": steps, "checkpoint__resume": "latest"}
-        assert pool.run(ranks, main, overrides(**keys, **more)) == [0] * ranks
+        options = {"train__steps": steps, "checkpoint__resume": "latest"}
+        assert pool.run(ranks, main, overrides(**keys, **options)) == [0] * ranks
     assert losses(tmp_path / "run") == promised(losses(tmp_path / "whole"))

@@ -56,7 +56,7 @@ def trained(balance):
 
 @pytest.mark.slow
 def test_the_default_balances_a_skewed_stream_without_hurting_the_loss(pool):
-    (found,), (without,) = (pool.run(1, trained, balance) for balance in ("bias", "none"))
-    (loss, load), (loss_without, load_without) = found, without
+    (skewed,), (without,) = (pool.run(1, trained, balance) for balance in ("bias", "none"))
+    (loss, load), (loss_without, load_without) = skewed, without
     assert load < 1.1 < 1.2 < load_without
     assert loss == pytest.approx(loss_without, rel=0.01)

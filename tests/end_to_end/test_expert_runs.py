@@ -44,8 +44,8 @@ def test_a_run_goes_on_under_other_layouts_of_experts(pool, overrides, tmp_path)
     pool.run(1, train, overrides(run__dir=tmp_path / "whole", train__steps=steps, **EXPERTS))
     for part, (ranks, parallel) in enumerate(LAYOUTS, 1):
         keys = {f"parallel__{key}": value for key, value in parallel.items()}
-        more = {"train__steps": 2 * part, "checkpoint__every": 2, "checkpoint__resume": "latest"}
-        pool.run(ranks, train, overrides(**EXPERTS, **more, **keys))
+        options = {"train__steps": 2 * part, "checkpoint__every": 2, "checkpoint__resume": "latest"}
+        pool.run(ranks, train, overrides(**EXPERTS, **options, **keys))
     for line, other in zip(lines(tmp_path / "run"), lines(tmp_path / "whole"), strict=True):
         for key in ("loss", "aux_loss", "mtp_loss", "grad_norm"):
             assert line[key] == promised(other[key])
@@ -65,14 +65,14 @@ def test_a_run_goes_on_under_other_layouts_of_experts(pool, overrides, tmp_path)
 def test_what_routers_add_to_the_loss_is_told_apart(pool, overrides, tmp_path):
     moe, none = "experts: 6, ffn: 12, balance: sequence", "balance_loss: 0"
     runs = {"with": f"{{{moe}, balance_loss: 0.1, z_loss: 0.05}}", "without": f"{{{moe}, {none}}}"}
-    found = {}
+    metrics = {}
     for name, experts in runs.items():
         keys = {**EXPERTS, "model__moe": experts, "train__steps": 1}
         pool.run(2, train, overrides(run__dir=tmp_path / name, **keys))
-        (found[name],) = lines(tmp_path / name)
-    assert found["with"]["aux_loss"] > 0.1 and found["without"]["aux_loss"] == 0
-    rest = found["with"]["loss"] - found["with"]["aux_loss"]
-    assert rest == near(found["without"]["loss"], LOSS)
+        (metrics[name],) = lines(tmp_path / name)
+    assert metrics["with"]["aux_loss"] > 0.1 and metrics["without"]["aux_loss"] == 0
+    main_loss = metrics["with"]["loss"] - metrics["with"]["aux_loss"]
+    assert main_loss == near(metrics["without"]["loss"], LOSS)
 
 
 @pytest.mark.slow
@@ -84,10 +84,10 @@ def test_how_experts_are_trained_may_change_and_what_they_are_may_not(pool, over
     )
     other = "balance_rate: 0.01, balance_loss: 0.01, z_loss: 0.1, jitter: 0.1, capacity: null"
     wrong = {"model__moe": f"{{{moe}, top_k: 1, {other}}}", "train__steps": 2}
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(AssertionError) as error:
         pool.run(1, refused, overrides(**{**keys, **wrong}))
-    assert "model.moe.top_k: 2 there, 1 here" in str(caught.value)
-    assert "balance_rate" not in str(caught.value).partition("another run")[2]
+    assert "model.moe.top_k: 2 there, 1 here" in str(error.value)
+    assert "balance_rate" not in str(error.value).partition("another run")[2]
     pool.run(1, train, overrides(**{**keys, "model__moe": f"{{{moe}, {other}}}"}))
 
 
@@ -114,7 +114,7 @@ def test_experts_that_start_from_a_dense_run_answer_as_it_did(
 ):
     keys = overrides(run__dir=tmp_path / "dense", **DENSE, **KEPT, checkpoint__every=4)
     pool.run(1, train, [*keys, "train.steps=4"])
-    more = {f"parallel__{key}": value for key, value in parallel.items()}
+    options = {f"parallel__{key}": value for key, value in parallel.items()}
     upcycled = overrides(
         model__moe="{experts: 4, top_k: 2}",
         checkpoint__weights=tmp_path / "dense/checkpoints",  # its latest checkpoint
@@ -122,12 +122,12 @@ def test_experts_that_start_from_a_dense_run_answer_as_it_did(
         optim__min_lr=0,
         train__steps=1,
         train__microbatch=1,
-        **{**DENSE, **KEPT, **more},
+        **{**DENSE, **KEPT, **options},
     )
     pool.run(ranks, train, upcycled)
-    (found,), (*_, wanted) = lines(tmp_path / "run"), lines(tmp_path / "dense")
+    (found,), (*_, dense) = lines(tmp_path / "run"), lines(tmp_path / "dense")
     # The step of 1e-12 moves a loss by as much times its gradient, whose sum is below 1000.
-    assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=0, abs=1e-12 * 1000)
+    assert found["eval_loss"] == pytest.approx(dense["eval_loss"], rel=0, abs=1e-12 * 1000)
 
 
 def test_narrow_experts_start_from_parts_in_turn(pool, overrides, tmp_path):
@@ -138,15 +138,15 @@ def test_narrow_experts_start_from_parts_in_turn(pool, overrides, tmp_path):
     moe = {"model__moe": "{experts: 6, ffn: 8}", "optim__lr": 1e-12, "optim__min_lr": 0}
     longer = {"model__rotary_base": 50000.0, "model__window": "[8, null]"}
     pool.run(2, train, overrides(**DENSE, **upcycled, **moe, **longer, parallel__expert=2))
-    dense, found = whole(checkpoint), whole(tmp_path / "run/checkpoints/step-00000001")
+    dense, sparse = whole(checkpoint), whole(tmp_path / "run/checkpoints/step-00000001")
     for expert in range(6):
         part = slice(expert % 3 * 8, expert % 3 * 8 + 8)
-        up, down = (found[f"blocks.1.moe.experts.{name}.weight"] for name in ("up", "down"))
-        for mine, theirs in (
+        up, down = (sparse[f"blocks.1.moe.experts.{name}.weight"] for name in ("up", "down"))
+        for actual, expected in (
             (up[expert], dense["blocks.1.mlp.up.weight"][:, part]),
             (down[expert], dense["blocks.1.mlp.down.weight"][:, part]),
         ):
-            assert_within(mine, theirs, 1.2e-12, "a step of 1e-12, and its decay")
+            assert_within(actual, expected, 1.2e-12, "a step of 1e-12, and its decay")
 
 
 def whole(path):
@@ -169,7 +169,7 @@ def test_what_cannot_be_upcycled_is_said_at_once(pool, overrides, tmp_path):
         model__moe="{experts: 4, ffn: 16, shared: 1}",
         checkpoint__weights=tmp_path / "dense/checkpoints/step-00000001",
     )
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(AssertionError) as error:
         pool.run(1, refused, wrong)
     for line in (
         "does not fit",
@@ -177,7 +177,7 @@ def test_what_cannot_be_upcycled_is_said_at_once(pool, overrides, tmp_path):
         "model.moe.ffn=16 does not divide the model.ffn=20 whose parts experts are to be",
         "model.moe.shared=1 has nothing to start from; use model.moe.shared=0",
     ):
-        assert line in str(caught.value)
+        assert line in str(error.value)
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 

@@ -18,12 +18,12 @@ from targets import Target, nothing, targets
 from megaframe.errors import UserError
 
 
-def outcome(call, tmp_path, **given):
+def outcome(call, tmp_path, **settings):
     """Return the outcome of a target that calls `call`."""
     template = tmp_path / "template"
     template.mkdir(exist_ok=True)
     (template / "in.json").write_text('{"a": [1, 2, {"b": "c"}]}')
-    target = Target("test", nothing, call, words=("word",), **given)
+    target = Target("test", nothing, call, words=("word",), **settings)
     return fuzz.one(target, 0, 0, template, tmp_path / "case")
 
 
@@ -50,8 +50,8 @@ def wrong(text):
     ],
 )
 def test_every_kind_of_outcome_is_recognised(kind, call, tmp_path):
-    found, text = outcome(call, tmp_path)
-    assert found == kind, text
+    actual, text = outcome(call, tmp_path)
+    assert actual == kind, text
     Path("/tmp/planted-by-the-fuzzer").exists() and os.rmdir("/tmp/planted-by-the-fuzzer")
 
 
@@ -74,9 +74,9 @@ def test_changes_follow_from_the_seed_and_change_something(tmp_path):
 
     text = b'{"a": [1, 2, {"b": "c"}], "d": 1.5}'
     for name in ("x.json", "x.yaml", "x.jsonl", "x.bin"):
-        found = [changed(seed, name, text) for seed in range(40)]
-        assert found == [changed(seed, name, text) for seed in range(40)]
-        assert len({*found}) > 20
+        changes = [changed(seed, name, text) for seed in range(40)]
+        assert changes == [changed(seed, name, text) for seed in range(40)]
+        assert len({*changes}) > 20
     words = [tuple(mutators.arguments(random.Random(seed), ["--a", "b=c"])) for seed in range(40)]
     assert len({*words}) > 25 and not any("\0" in word for line in words for word in line)
 

@@ -31,8 +31,8 @@ def hang(overrides, tmp_path):
         deadline = time.monotonic() + MARGIN
         try:
             for process, status in zip(started, ends or [EXIT_LOST_RANKS] * world, strict=True):
-                found = process.wait(max(0.0, deadline - time.monotonic()))
-                assert found == status, (tmp_path / "0").read_text()
+                actual = process.wait(max(0.0, deadline - time.monotonic()))
+                assert actual == status, (tmp_path / "0").read_text()
         finally:
             for process in started:
                 process.kill()
@@ -47,25 +47,30 @@ def stacks(tmp_path):
 
 @pytest.mark.slow
 def test_a_sleeping_loader(hang, tmp_path):
-    told = hang(2, fault_runs.sleep_in_data_of_one, None, 3, 1)
-    said = (
+    messages = hang(2, fault_runs.sleep_in_data_of_one, None, 3, 1)
+    activity = (
         "step 4 took more than faults.step_timeout=2 s: rank 1 (pipeline 0, data 1: stage 0) at "
         "step 4, data, waiting for no rank | rank 0: step 4, action 0B1, waiting in "
         "reduce_scatter over data with rank 1\n"
     )
-    for rank, text in enumerate(told):
-        assert text.startswith(f"error: rank {rank}: {said}"), text
-    found = stacks(tmp_path)
-    assert "in sleep_in_data" in told[1] or "in <lambda>" in told[1]
-    assert "in advance" in found["rank-00000.txt"] and "<lambda>" in found["rank-00001.txt"]
+    for rank, text in enumerate(messages):
+        assert text.startswith(f"error: rank {rank}: {activity}"), text
+    stack_files = stacks(tmp_path)
+    assert "in sleep_in_data" in messages[1] or "in <lambda>" in messages[1]
+    assert (
+        "in advance" in stack_files["rank-00000.txt"]
+        and "<lambda>" in stack_files["rank-00001.txt"]
+    )
 
 
 def test_a_stage_that_sleeps_in_a_pass(hang):
-    told = hang(2, fault_runs.sleep_in_backward, 1, 3, parallel__pipeline=2)
-    said = r"rank 1 \(pipeline 1, data 0: stage 1\) at step 4, action 1B0, waiting for no rank \| "
-    said += r"rank 0: step 4, action 0B0, waiting in receive over pipeline from rank 1"
-    for text in told:
-        assert re.search(said, text), text
+    messages = hang(2, fault_runs.sleep_in_backward, 1, 3, parallel__pipeline=2)
+    activity = (
+        r"rank 1 \(pipeline 1, data 0: stage 1\) at step 4, action 1B0, waiting for no rank \| "
+    )
+    activity += r"rank 0: step 4, action 0B0, waiting in receive over pipeline from rank 1"
+    for text in messages:
+        assert re.search(activity, text), text
 
 
 @pytest.mark.slow
@@ -88,8 +93,8 @@ def test_collectives_in_another_order(hang, tmp_path):
 @pytest.mark.slow
 def test_an_error_of_a_rank_is_not_taken_for_one_of_the_network(hang):
     keys = {"checkpoint__resume": "latest", "checkpoint__every": 2}
-    other, own = hang(2, fault_runs.end_with_an_error, 1, 3, ends=(EXIT_LOST_RANKS, 1), **keys)
-    assert "ValueError: a mistake of its own" in own
+    other, faulty = hang(2, fault_runs.end_with_an_error, 1, 3, ends=(EXIT_LOST_RANKS, 1), **keys)
+    assert "ValueError: a mistake of its own" in faulty
     assert other.startswith("error: rank 0: rank 1 (pipeline 0, data 1: stage 0) is gone"), other
 
 
@@ -110,5 +115,5 @@ def test_one_send_too_many_is_named(hang):
     for text in hang(2, fault_runs.one_send_too_many, 0, 3, **keys):
         assert "the ranks over pipeline do not start the same thing" in text
         sent = r"send of torch.float32 \[7\] to rank 1 at tests/support/fault_runs.py:\d+"
-        wanted = r"receive of torch.float64 \[32, 16\] from rank 0 in action 1RECV_F0 at meg"
-        assert re.search(sent, text) and re.search(wanted, text), text
+        waiting = r"receive of torch.float64 \[32, 16\] from rank 0 in action 1RECV_F0 at meg"
+        assert re.search(sent, text) and re.search(waiting, text), text

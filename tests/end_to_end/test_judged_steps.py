@@ -36,15 +36,15 @@ def run(pool, overrides, tmp_path):
 
 
 @pytest.fixture
-def whole(run, tmp_path):
+def unbroken_losses(run, tmp_path):
     """Return the losses of an undisturbed run on two ranks."""
     assert run("whole", 2, **EVERY) == [0, 0]
     return losses(tmp_path / "whole")
 
 
-def test_a_fault_that_passes_is_replayed_and_leaves_no_trace(run, whole, tmp_path):
+def test_a_fault_that_passes_is_replayed_and_leaves_no_trace(run, unbroken_losses, tmp_path):
     assert run("run", 2, nan_once, 1, 6, faults__non_finite="replay", **EVERY) == [0, 0]
-    assert losses(tmp_path / "run") == whole
+    assert losses(tmp_path / "run") == unbroken_losses
     assert re.search(
         r"step 7: gradients of .* are not finite \(first in the forward pass of microbatch 0, "
         r"stage 0, on rank 1, of samples 50, 51\); finite when rerun: a transient fault",
@@ -61,10 +61,10 @@ def test_a_fault_that_stays_is_named_with_its_block(run, tmp_path):
     assert [line["step"] for line in lines(tmp_path / "run") if line["skipped"]] == [6]
 
 
-def test_poisoned_weights_are_left_behind(run, whole, tmp_path):
+def test_poisoned_weights_are_left_behind(run, unbroken_losses, tmp_path):
     """Skipping steps could not repair the weights; a rollback does, and loses no step."""
     assert run("run", 2, nan_in_weights, 1, 6, faults__non_finite="roll_back", **EVERY) == [0, 0]
-    assert losses(tmp_path / "run") == whole
+    assert losses(tmp_path / "run") == unbroken_losses
     text = log(tmp_path / "run")
     assert "its data is tried once more; continuing from the checkpoint of step 4" in text
     lost = [line["lost_seconds"]["repeat"] for line in lines(tmp_path / "run")]
@@ -89,9 +89,9 @@ def test_data_that_fails_twice_is_left_out_under_any_layout(ranks, run, tmp_path
     damage = (nan_in_sample, None, 45, 1)
     keys = {"faults__non_finite": "roll_back", **EVERY}
     assert run("run", ranks, *damage, **keys) == [0] * ranks
-    found = lines(tmp_path / "run")
-    assert [line["step"] for line in found] == [*range(1, 13)]
-    assert not any(line["skipped"] for line in found)
+    metrics = lines(tmp_path / "run")
+    assert [line["step"] for line in metrics] == [*range(1, 13)]
+    assert not any(line["skipped"] for line in metrics)
     assert "it failed twice, and its data is left out; continuing from" in log(tmp_path / "run")
 
 
@@ -126,14 +126,18 @@ def test_a_spike_is_left_out_and_the_decision_survives_a_layout(run, tmp_path):
         assert "its data is left out; continuing from the checkpoint of step 30" in text
     assert losses(tmp_path / "one") == promised(losses(tmp_path / "two"))
     assert run("calm", 1, **keys) == [0]
-    calm, found = losses(tmp_path / "calm"), losses(tmp_path / "one")
-    assert found[:34] == calm[:34] and found[34] != calm[34] and max(found[34:]) < 1.2 * found[33]
+    calm, disturbed = losses(tmp_path / "calm"), losses(tmp_path / "one")
+    assert (
+        disturbed[:34] == calm[:34]
+        and disturbed[34] != calm[34]
+        and max(disturbed[34:]) < 1.2 * disturbed[33]
+    )
 
 
-def test_a_flipped_bit_is_found_named_and_undone(run, whole, tmp_path):
+def test_a_flipped_bit_is_found_named_and_undone(run, unbroken_losses, tmp_path):
     """With two replicas it cannot be known which one was wrong."""
     assert run("run", 2, flip, 1, 6, faults__compare_every=4, **EVERY) == [0, 0]
-    assert losses(tmp_path / "run") == whole
+    assert losses(tmp_path / "run") == unbroken_losses
     text = log(tmp_path / "run")
     assert "step 8: weights on ranks 0, 1, of which one must be wrong, differ" in text
     assert "step 8: all replicas are equal when rerun; the difference on ranks 0, 1" in text
@@ -148,5 +152,5 @@ def test_a_device_that_flips_bits_again_is_named(run, tmp_path):
 def test_a_slow_rank_is_named(run, tmp_path):
     keys = {"faults__straggler_factor": 3.0, "train__steps": 21}
     assert run("run", 2, slow, 1, 0.02, **keys) == [0, 0]
-    found = re.findall(r"rank (\d) is slow: 0.0\d+ s of (\w+) per step", log(tmp_path / "run"))
-    assert ("1", "data") in found
+    slow_ranks = re.findall(r"rank (\d) is slow: 0.0\d+ s of (\w+) per step", log(tmp_path / "run"))
+    assert ("1", "data") in slow_ranks

@@ -63,18 +63,18 @@ def end(processes, limit):
 
 @pytest.mark.quick(when=lambda victim: victim == 3)
 @pytest.mark.parametrize(
-    ("axes", "victim", "how", "name"),
+    ("axes", "victim", "fault", "name"),
     [
         ((2, 2, 2), 3, signal.SIGKILL, "rank 3 (pipeline 1, data 1: stages 1, 3) is gone"),
         ((2, 2, 1), 0, signal.SIGKILL, "rank 0 (pipeline 0, data 0: stage 0) is gone"),
         ((3, 1, 1), 1, signal.SIGSTOP, "rank 1 (pipeline 1, data 0: stage 1) is gone or stuck"),
     ],
 )
-def test_a_rank_that_is_lost_is_named_by_all_others(axes, victim, how, name, launch, tmp_path):
+def test_a_rank_that_is_lost_is_named_by_all_others(axes, victim, fault, name, launch, tmp_path):
     """This includes ranks that communicate only with ranks that have left, and the loss of rank 0,
     which has the store."""
     pipeline, data, chunks = axes
-    timeout = 5 if how is signal.SIGSTOP else 15
+    timeout = 5 if fault is signal.SIGSTOP else 15
     world = pipeline * data
     processes = launch(
         range(world),
@@ -88,14 +88,14 @@ def test_a_rank_that_is_lost_is_named_by_all_others(axes, victim, how, name, lau
     )
     wait_for_steps(tmp_path, processes)
     lost = processes[victim]
-    lost.send_signal(how)
+    lost.send_signal(fault)
     others = [process for process in processes if process is not lost]
     end(others, timeout + MARGIN)
     for rank, text in enumerate(told(tmp_path, processes)):
         if rank != victim:
             assert text.startswith(f"error: rank {rank}: {name}"), text
             assert "Traceback" not in text and text.count(" is gone") == 1
-    if how is signal.SIGSTOP:  # a rank that wakes up alone ends, too
+    if fault is signal.SIGSTOP:  # a rank that wakes up alone ends, too
         lost.send_signal(signal.SIGCONT)
         end([lost], timeout + MARGIN)
 
@@ -111,10 +111,10 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_and_says_where(launch, tmp_p
         parallel__timeout=timeout,
     )
     end(processes, 60 + timeout + MARGIN)
-    other, own = told(tmp_path, processes)
+    other, stuck = told(tmp_path, processes)
     name = "rank 1 (pipeline 1, data 0: stage 1) is alive, but stuck or too slow"
     assert other.startswith(f"error: rank 0: {name}")
-    assert own.startswith(f"error: rank 1: {name}") and "in stuck_for_ever" in own
+    assert stuck.startswith(f"error: rank 1: {name}") and "in stuck_for_ever" in stuck
 
 
 def test_a_rank_that_never_comes_ends_the_others_with_a_message(launch, tmp_path):
@@ -144,8 +144,8 @@ def test_the_dead_are_at_fault_and_never_those_who_lost_them_or_answer(dead, lat
         if group & dead:
             for rank in group & reporting:
                 lost.setdefault(rank, set()).update(group - {rank})
-    seen = set().union(*lost.values()) & dead if lost else set()
-    assert blame_for_loss(lost, answered=alive) == tuple(sorted(seen))
+    dead_senders = set().union(*lost.values()) & dead if lost else set()
+    assert blame_for_loss(lost, answered=alive) == tuple(sorted(dead_senders))
 
 
 def test_who_answers_is_at_fault_only_if_nobody_is_silent():

@@ -15,9 +15,9 @@ def test_a_run_whose_checkpoints_are_gone_is_refused(pool, overrides, capsys, tm
     (run / "checkpoints").rename(tmp_path / "away")
     before = (run / "metrics.jsonl").read_bytes()
     assert pool.run(2, main, keys) == [2, 2] and main(keys) == 2
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     for word in (f"run.dir={run} ", "up to step 12", f"{run}/checkpoints:", "or delete"):
-        assert word in said
+        assert word in message
     assert (run / "metrics.jsonl").read_bytes() == before
     (tmp_path / "away").rename(run / "checkpoints")
     assert pool.run(2, main, [*keys, "train.steps=13"]) == [0, 0]
@@ -33,8 +33,8 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(pool, override
     assert pool.run(2, main, overrides(**KEYS)) == [0, 0]
     assert len(losses(run)) == 12
     for number, steps in ((1, 6), (2, 7)):
-        kept = (run / f"metrics.{number}.jsonl").read_text().splitlines()
-        assert len(kept) == steps
+        earlier_lines = (run / f"metrics.{number}.jsonl").read_text().splitlines()
+        assert len(earlier_lines) == steps
         assert f"metrics.{number}.jsonl" in log(run)
     assert lines(run)[0]["step"] == 1
 

@@ -36,7 +36,12 @@ def test_a_resumed_run_is_that_which_never_stopped_to_the_last_bit(
 def test_a_run_goes_on_with_other_ranks_another_optimizer_and_other_frozen_weights(
     pool, overrides, tmp_path
 ):
-    every = {**EVERY, "train__precision": "fp64", "train__global_batch": 32, "optim__lr": 0.01}
+    shared_keys = {
+        **EVERY,
+        "train__precision": "fp64",
+        "train__global_batch": 32,
+        "optim__lr": 0.01,
+    }
     parts = [
         (1, {"optim__state": "int8", "optim__frozen": "[blocks.0.*]"}),
         (2, {"optim__frozen": "[embedding.*]", "parallel__zero": 3}),
@@ -46,14 +51,14 @@ def test_a_run_goes_on_with_other_ranks_another_optimizer_and_other_frozen_weigh
     weights = []
     for number, (ranks, keys) in enumerate(parts, 1):
         resume = {"checkpoint__resume": "latest"} if number > 1 else {}
-        pool.run(ranks, train, overrides(train__steps=6 * number, **every, **keys, **resume))
+        pool.run(ranks, train, overrides(train__steps=6 * number, **shared_keys, **keys, **resume))
         _, stage = load_model(tmp_path / "run/checkpoints")
         weights.append({p.spec.name: p.value for p in stage.parameters()})
-    found = losses(tmp_path / "run")
-    assert found[-1] < 0.9 * found[0]
+    curve = losses(tmp_path / "run")
+    assert curve[-1] < 0.9 * curve[0]
 
-    def same(name, one, other):
-        return torch.equal(weights[one][name], weights[other][name])
+    def same(name, first, other):
+        return torch.equal(weights[first][name], weights[other][name])
 
     assert not same("blocks.0.mlp.up.weight", 0, 1)
     assert same("embedding.tokens.weight", 0, 1) and not same("embedding.tokens.weight", 1, 2)
@@ -65,11 +70,11 @@ def test_the_average_is_saved_and_used(pool, overrides, tmp_path):
     folder = tmp_path / "run/checkpoints"
     _, plain = load_model(folder)
     _, averaged = load_model(folder, ema=True)
-    for one, other in zip(plain.parameters(), averaged.parameters(), strict=True):
-        assert one.spec.name == other.spec.name
-        frozen = one.spec.name.startswith("blocks.1.")
-        assert torch.equal(one.value, other.value) == frozen
-        torch.testing.assert_close(one.value, other.value, rtol=0, atol=0.06)
+    for parameter, other in zip(plain.parameters(), averaged.parameters(), strict=True):
+        assert parameter.spec.name == other.spec.name
+        frozen = parameter.spec.name.startswith("blocks.1.")
+        assert torch.equal(parameter.value, other.value) == frozen
+        torch.testing.assert_close(parameter.value, other.value, rtol=0, atol=0.06)
     pool.run(
         1, train, overrides(**{**keys, "run__dir": tmp_path / "without", "optim__ema": "null"})
     )
@@ -79,8 +84,8 @@ def test_the_average_is_saved_and_used(pool, overrides, tmp_path):
 
 def test_state_that_is_not_saved_is_named_and_starts_anew():
     tensor = torch.zeros(2)
-    wanted = ["a", "b", *(f"optimizer.{kind}/{n}" for kind in ("mean", "ema") for n in "ab")]
-    slices = [Slice(name, (2,), (0,), tensor) for name in wanted]
+    names = ["a", "b", *(f"optimizer.{kind}/{n}" for kind in ("mean", "ema") for n in "ab")]
+    slices = [Slice(name, (2,), (0,), tensor) for name in names]
     saved = {"a", "b", "optimizer.mean/a", "optimizer.square/a"}
     assert [part.name for part in select_saved(slices, saved)] == [
         "a", "b", "optimizer.mean/a", "a", "b",

@@ -16,7 +16,7 @@ from tolerances import near, promised
 
 from megaframe.checkpoint import locate_checkpoint
 from megaframe.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
-from megaframe.config.describe import config_keys
+from megaframe.config.describe import get_config_keys
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 
 LEARN = {"train__steps": 60, "train__global_batch": 32, "train__microbatch": 16, "optim__lr": 0.03}
@@ -28,17 +28,17 @@ SOMETIMES = {"time_max", "time_min", "stages", "stragglers", "bandwidth", "resum
 
 def test_a_run_learns_and_leaves_its_records(pool, overrides, tmp_path):
     pool.run(1, train, overrides(**{**LEARN, "train__eval_every": 30, "checkpoint__every": 25}))
-    found = lines(tmp_path / "run")
-    assert found[0]["loss"] == pytest.approx(math.log(61), rel=0.05)
-    assert found[-1]["loss"] < 0.7 * found[0]["loss"]
+    metrics = lines(tmp_path / "run")
+    assert metrics[0]["loss"] == pytest.approx(math.log(61), rel=0.05)
+    assert metrics[-1]["loss"] < 0.7 * metrics[0]["loss"]
     for key in (
         "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_second",
         "mfu", "hfu", "memory_bytes", "seconds", "time",
     ):  # fmt: skip
-        assert found[-1][key] is not None
-    assert found[-1]["tokens"] == 32 * 16
-    assert found[59]["eval_perplexity"] == pytest.approx(math.exp(found[59]["eval_loss"]))
-    assert "eval_loss" not in found[30]
+        assert metrics[-1][key] is not None
+    assert metrics[-1]["tokens"] == 32 * 16
+    assert metrics[59]["eval_perplexity"] == pytest.approx(math.exp(metrics[59]["eval_loss"]))
+    assert "eval_loss" not in metrics[30]
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
     assert saved == ["step-00000050", "step-00000060"]
     assert (tmp_path / "run/config.yaml").exists()
@@ -91,22 +91,22 @@ def test_each_source_is_evaluated_and_no_layout_changes_what_it_comes_to(
         folder = tmp_path / name
         changes = {"train__eval_samples": 42, **changes}
         keys = overrides(run__dir=folder, train__eval_every=6, **changes)
-        given = ", ".join(f"{{path: {path}, split: {split}}}" for path, split in sources)
-        pool.run(ranks, train, [*keys, f"data.sources=[{given}]"])
+        listed_sources = ", ".join(f"{{path: {path}, split: {split}}}" for path, split in sources)
+        pool.run(ranks, train, [*keys, f"data.sources=[{listed_sources}]"])
         return lines(folder)[-1]
 
     trained, held_out = (corpus, [0.8, 0.2, 0]), (tmp_path / "other", [0, 1, 0])
-    one = evaluated(1, "one", trained, held_out)
-    assert one["eval_losses"].keys() == {"tokens", "other"}
-    assert one["eval_loss"] == near(sum(one["eval_losses"].values()) / 2, 4)
-    alone = evaluated(1, "alone", trained, train__eval_samples=21)
-    assert "eval_losses" not in alone
-    assert alone["eval_loss"] == promised(one["eval_losses"]["tokens"])
+    single = evaluated(1, "one", trained, held_out)
+    assert single["eval_losses"].keys() == {"tokens", "other"}
+    assert single["eval_loss"] == near(sum(single["eval_losses"].values()) / 2, 4)
+    unsplit = evaluated(1, "alone", trained, train__eval_samples=21)
+    assert "eval_losses" not in unsplit
+    assert unsplit["eval_loss"] == promised(single["eval_losses"]["tokens"])
     for axis in axes:
         changes = {f"parallel__{axis}": 2, "train__microbatch": 1}
         other = evaluated(2, axis, trained, held_out, **changes)
-        assert other["eval_losses"] == promised(one["eval_losses"])
-        assert other["eval_loss"] == promised(one["eval_loss"])
+        assert other["eval_losses"] == promised(single["eval_losses"])
+        assert other["eval_loss"] == promised(single["eval_loss"])
 
 
 def test_a_killed_run_continues_on_the_same_curve(pool, overrides, tmp_path):
@@ -138,14 +138,16 @@ def test_resume_under_other_ranks_and_a_longer_run(pool, overrides, tmp_path):
     pool.run(2, train, overrides(train__steps=6, **constant))
     log = tmp_path / "run/run.log"
     assert "resumed" not in log.read_text()
-    more = overrides(train__steps=12, checkpoint__resume="latest", train__microbatch=1, **constant)
-    pool.run(4, train, more)
+    options = overrides(
+        train__steps=12, checkpoint__resume="latest", train__microbatch=1, **constant
+    )
+    pool.run(4, train, options)
     assert losses(tmp_path / "run") == promised(losses(tmp_path / "whole"))
     first, second = (f"{tmp_path}/run/checkpoints/step-000000{step}" for step in ("06", "12"))
     changed = "train.steps: 6 there, 12 here; train.microbatch: 2 there, 1 here"
     assert f"resumed from step 6 of {first}\nchanged since then: {changed}\n" in log.read_text()
     size = log.stat().st_size
-    pool.run(4, train, more)
+    pool.run(4, train, options)
     text = log.read_text()[size:]
     assert f"resumed from step 12 of {second}\n" in text and "changed" not in text
     finished = "the run is finished: step 12 of train.steps=12; to train longer, raise train.steps"
@@ -196,7 +198,7 @@ LAYOUTS = (
 )
 def test_resume_under_other_layouts(layouts, pool, overrides, tmp_path):
     """Each part of the run has another layout and schedule; tied weights are saved once."""
-    every = {
+    shared_keys = {
         "model__layers": 6,
         "model__tie_embeddings": True,
         "model__dropout": 0.1,
@@ -207,12 +209,14 @@ def test_resume_under_other_layouts(layouts, pool, overrides, tmp_path):
         "train__eval_samples": 6,
     }
     pool.run(
-        1, train, overrides(run__dir=tmp_path / "whole", train__steps=2 * len(layouts), **every)
+        1,
+        train,
+        overrides(run__dir=tmp_path / "whole", train__steps=2 * len(layouts), **shared_keys),
     )
     for part, (ranks, parallel) in enumerate(layouts, 1):
         keys = {f"parallel__{key}": value for key, value in parallel.items()}
         resumed = {"train__steps": 2 * part, "checkpoint__resume": "latest"}
-        pool.run(ranks, train, overrides(**every, **resumed, **keys))
+        pool.run(ranks, train, overrides(**shared_keys, **resumed, **keys))
     for line, other in zip(lines(tmp_path / "run"), lines(tmp_path / "whole"), strict=True):
         assert other.keys() - SOMETIMES == line.keys() - SOMETIMES
         for key in {"loss", "grad_norm", "eval_loss", "tokens"} & line.keys():
@@ -243,12 +247,12 @@ def test_runs_are_bitwise_equal(pool, overrides, tmp_path):
 def test_every_precision_learns(precision, pool, overrides, tmp_path):
     keys = {**LEARN, "train__precision": precision, "optim__loss_scale": 2.0**30}
     pool.run(1, train, overrides(**keys))
-    found = lines(tmp_path / "run")
-    assert found[-1]["loss"] < 0.7 * math.log(61)
-    skipped = [line["skipped"] for line in found]
+    metrics = lines(tmp_path / "run")
+    assert metrics[-1]["loss"] < 0.7 * math.log(61)
+    skipped = [line["skipped"] for line in metrics]
     assert bool(sum(skipped)) == (precision == "fp16")
     if precision == "fp16":
-        assert skipped[0] and not skipped[-1] and found[-1]["loss_scale"] < 2.0**30
+        assert skipped[0] and not skipped[-1] and metrics[-1]["loss_scale"] < 2.0**30
 
 
 def test_checkpoint_every_0_saves_none(pool, overrides, tmp_path):
@@ -294,8 +298,8 @@ class TestMistakes:
 
     def test_truncated_data(self, mistake, corpus, tmp_path):
         for suffix in (".bin", ".idx"):
-            whole = Path(corpus + suffix).read_bytes()
-            (tmp_path / f"cut{suffix}").write_bytes(whole[: len(whole) - 10])
+            content = Path(corpus + suffix).read_bytes()
+            (tmp_path / f"cut{suffix}").write_bytes(content[: len(content) - 10])
         mistake("cut", data__sources=f"[{{path: {tmp_path}/cut}}]")
 
     def test_foreign_data(self, mistake, tmp_path):
@@ -352,8 +356,8 @@ class TestMistakes:
 
     def test_a_run_folder_that_cannot_be_written(self, mistake, tmp_path):
         (tmp_path / "file").write_text("")
-        told = mistake("Not a directory", "run.dir", run__dir=tmp_path / "file" / "run")
-        assert "make room" not in told
+        message = mistake("Not a directory", "run.dir", run__dir=tmp_path / "file" / "run")
+        assert "make room" not in message
 
 
 def test_dry_run_prints_and_touches_nothing(overrides, capsys, monkeypatch, tmp_path):
@@ -369,8 +373,8 @@ def test_dry_run_prints_and_touches_nothing(overrides, capsys, monkeypatch, tmp_
 def test_a_warm_up_longer_than_the_run_is_a_warning(overrides, pool, tmp_path):
     """It is no error, because a first try is often a few steps of a config with a long warm-up."""
     pool.run(1, train, overrides(train__steps=2, optim__warmup=8))
-    found = [line["lr"] for line in lines(tmp_path / "run")]
-    assert found == pytest.approx([0.01 / 9, 0.02 / 9])
+    rates = [line["lr"] for line in lines(tmp_path / "run")]
+    assert rates == pytest.approx([0.01 / 9, 0.02 / 9])
     warning = "optim.warmup=8 is longer than train.steps=2: the learning rate is still rising"
     assert warning in (tmp_path / "run/run.log").read_text()
 
@@ -392,12 +396,14 @@ def test_explain_and_help(capsys, monkeypatch):
     for words in ("train.seq", "--dry-run", "--gpus N", "--explain KEY", "configs/demo.yaml"):
         assert words in usual and words in everything
     assert "faults.compare_every" not in usual
-    assert all(f" {name} " in everything for name, key in config_keys().items() if not key.section)
+    assert all(
+        f" {name} " in everything for name, key in get_config_keys().items() if not key.section
+    )
     assert "Takes one of fp32, bf16, fp16, fp64." in " ".join(everything.split())
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "messages"),
     [
         (["--tensor-model-parallel-size", "8"], ["tensor_model_parallel_size is parallel.tensor"]),
         (["--lr=3e-4", "--bogus"], ["--lr: did you mean optim.lr?", "--bogus: did you mean "]),
@@ -407,13 +413,13 @@ def test_explain_and_help(capsys, monkeypatch):
         (["tensor_model_parallel_size=8"], ["tensor_model_parallel_size is parallel.tensor"]),
     ],
 )
-def test_command_lines_of_other_programs(words, said, overrides, capsys, monkeypatch, tmp_path):
+def test_command_lines_of_other_programs(words, messages, overrides, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words, *overrides()])
     with pytest.raises(SystemExit) as status:
         pretrain_gpt.main()
     text = capsys.readouterr().err
     assert status.value.code == 2 and "Traceback" not in text
-    assert all(line in text for line in said), text
+    assert all(line in text for line in messages), text
     assert not (tmp_path / "run").exists()
 
 
@@ -473,7 +479,7 @@ def test_a_run_goes_on_when_its_data_has_moved(pool, overrides, corpus, tmp_path
     (tmp_path / "there").mkdir()
     for suffix in (".bin", ".idx"):
         shutil.copy(f"{corpus}{suffix}", tmp_path / "there")
-    there = tmp_path / "there" / Path(corpus).name
-    pool.run(2, train, overrides(**keys, data__sources=f"[{{path: {there}}}]"))
+    new_prefix = tmp_path / "there" / Path(corpus).name
+    pool.run(2, train, overrides(**keys, data__sources=f"[{{path: {new_prefix}}}]"))
     assert losses(tmp_path / "run") == promised(losses(tmp_path / "whole"))
-    assert f"{corpus} is now {there}" in (tmp_path / "run/run.log").read_text()
+    assert f"{corpus} is now {new_prefix}" in (tmp_path / "run/run.log").read_text()

@@ -53,10 +53,10 @@ def kept(layers, recompute, tensor, dropout):
     mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(1)
-    found = {}
+    storages = {}
 
     def keep(tensor):
-        found[tensor.untyped_storage().data_ptr()] = tensor
+        storages[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     tokens = torch.zeros(BATCH, SEQ, dtype=torch.int64)
@@ -67,13 +67,13 @@ def kept(layers, recompute, tensor, dropout):
     for leaf in stage._activations[0].inputs:
         keep(leaf)
     for bucket in train_step.sharded_parameters.buckets:
-        found.pop(bucket.parameters[0].value.untyped_storage().data_ptr(), None)
+        storages.pop(bucket.parameters[0].value.untyped_storage().data_ptr(), None)
     mesh.close()
     actions = [Action(ActionKind.F, 0, 0)]
     planned = compute_memory(
         config, RankParameters(0, (), ()), 1, stage_plans(config), actions
     ).activations
-    return sum(tensor.untyped_storage().nbytes() for tensor in found.values()), planned
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values()), planned
 
 
 @pytest.mark.quick(when=lambda tensor, dropout: (tensor, dropout) == (2, 0.1))
@@ -90,10 +90,10 @@ def test_a_block_keeps_what_the_paper_says_less_what_is_computed_again(
     exactly = (FORMULA[recompute] - COMPUTED_AGAIN[recompute]) * unit
     exactly += statistics * SEQ * BATCH / tensor
     two, three = (pool.run(tensor, kept, layers, recompute, tensor, dropout) for layers in (2, 3))
-    for less, more in zip(two, three, strict=True):
-        found, planned = more[0] - less[0], more[1] - less[1]
-        assert found == planned == exactly
-        assert found <= FORMULA[recompute] * unit
-        assert found == pytest.approx(
+    for less, longer in zip(two, three, strict=True):
+        actual, planned = longer[0] - less[0], longer[1] - less[1]
+        assert actual == planned == exactly
+        assert actual <= FORMULA[recompute] * unit
+        assert actual == pytest.approx(
             (FORMULA[recompute] - COMPUTED_AGAIN[recompute]) * unit, rel=0.05
         )

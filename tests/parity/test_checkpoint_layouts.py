@@ -88,8 +88,8 @@ def save(model, parallel, folder):
     mesh, optimizer, _ = built(model, parallel)
     for name, spec, box, tensor in optimizer.list_tensors():
         tensor.copy_(drawn(name, spec.shape)[box.slices])
-    given = {"rank": mesh.rank, "world": mesh.layout.world, "store": mesh.store}
-    writer = CheckpointWriter(folder, **given, keep=1, timeout=60)
+    rank_arguments = {"rank": mesh.rank, "world": mesh.layout.world, "store": mesh.store}
+    writer = CheckpointWriter(folder, **rank_arguments, keep=1, timeout=60)
     pieces = optimizer.list_tensors(owned=True)
     writer.save(1, [Slice(name, spec.shape, box.offset, t) for name, spec, box, t in pieces], {})
     writer.wait()
@@ -108,12 +108,12 @@ def load(model, parallel, sources):
         for *_, tensor in pieces:
             tensor.fill_(torch.nan)
         with open_checkpoint(path) as checkpoint:
-            wanted = [Slice(name, spec.shape, box.offset, t) for name, spec, box, t in pieces]
-            checkpoint.load(wanted)
+            slices = [Slice(name, spec.shape, box.offset, t) for name, spec, box, t in pieces]
+            checkpoint.load(slices)
         for name, spec, box, tensor in pieces:
-            wanted = rounded(drawn(name, spec.shape)[box.slices], saved_in, precision)
+            slices = rounded(drawn(name, spec.shape)[box.slices], saved_in, precision)
             kinds.add(name.partition("/")[0] if "/" in name else "")
-            if not torch.equal(tensor, wanted):
+            if not torch.equal(tensor, slices):
                 wrong.append((path, name, box))
     mesh.close()
     return wrong, sorted(kinds)
@@ -127,8 +127,8 @@ def test_any_layout_loads_as_any_other(model, pool, tmp_path):
     for number, (ranks, parallel) in enumerate(layouts):
         pool.run(ranks, save, model, parallel, tmp_path / str(number))
     generator = random.Random(model)
-    every = [(a, b) for a in range(len(layouts)) for b in range(len(layouts)) if a != b]
-    pairs = generator.sample(every, PAIRS)
+    layout_pairs = [(a, b) for a in range(len(layouts)) for b in range(len(layouts)) if a != b]
+    pairs = generator.sample(layout_pairs, PAIRS)
     for number, (ranks, parallel) in enumerate(layouts):
         sources = [
             (tmp_path / f"{a}/step-00000001", layouts[a][1].get("precision", "fp64"))

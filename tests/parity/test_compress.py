@@ -44,12 +44,12 @@ def test_bf16_on_the_wire_costs_its_rounding(replicas, node_size, zero, pool, ex
     """Within a node; between replicas; and in two steps, which round twice."""
     keys = {"reduce_precision": "bf16", "data_replicate": replicas, "zero": zero}
     keys["node_size"] = node_size
-    for found in pool.run(4, run, MODELS["gpt2"], {"microbatch": 2}, keys):
-        assert found.norms != expected.norms
+    for result in pool.run(4, run, MODELS["gpt2"], {"microbatch": 2}, keys):
+        assert result.norms != expected.norms
         # Each gradient is rounded; in a norm, and in the loss that follows, errors average.
         half = unit_roundoff(torch.bfloat16) / 2
-        assert found.norms == pytest.approx(expected.norms, rel=half)
-        assert found.losses == pytest.approx(expected.losses, rel=half)
+        assert result.norms == pytest.approx(expected.norms, rel=half)
+        assert result.losses == pytest.approx(expected.losses, rel=half)
 
 
 RUN_STEPS, TAIL = 140, 20
@@ -75,11 +75,11 @@ def learn(parallel, feedback=True, optim=None, steps=RUN_STEPS):
         generator = torch.Generator().manual_seed(step)
         start, stride = torch.randint(0, 61, (2, 8, 1), generator=generator)
         rows = (start + (1 + stride % 5) * torch.arange(17)) % 61
-        mine = slice(data.index * (8 // data.size), (data.index + 1) * (8 // data.size))
-        tokens, labels = rows[mine, :-1].contiguous(), rows[mine, 1:].contiguous()
-        samples = torch.arange(8)[mine]
+        own_rows = slice(data.index * (8 // data.size), (data.index + 1) * (8 // data.size))
+        tokens, labels = rows[own_rows, :-1].contiguous(), rows[own_rows, 1:].contiguous()
+        samples = torch.arange(8)[own_rows]
         parts = zip(tokens.split(4), labels.split(4), samples.split(4), strict=True)
-        result = train_step.train([Microbatch(*one) for one in parts], step, 1 / 128)
+        result = train_step.train([Microbatch(*tensors) for tensors in parts], step, 1 / 128)
         losses.append(float(all_reduce(result.loss / 128, mesh.world).wait()))
     mesh.close()
     return sum(losses[-TAIL:]) / TAIL
@@ -108,13 +108,15 @@ def uncompressed(pool):
 def test_compressed_training_converges(keys, share, pool, uncompressed):
     """In as many steps, the loss falls by at least `share` of its fall without compression."""
     assert uncompressed < 1.0
-    found = pool.run(2, learn, keys)[0]
-    assert START - found > share * (START - uncompressed)
+    loss = pool.run(2, learn, keys)[0]
+    assert START - loss > share * (START - uncompressed)
 
 
 @pytest.mark.slow
 def test_without_error_feedback_it_is_worse(pool):
     keys = {"compress": "topk", "compress_keep": 0.002, "zero": 0}
     sgd = {"name": "sgd", "lr": 0.3, "weight_decay": 0.0}
-    found, without = (pool.run(2, learn, keys, feedback, sgd, 150)[0] for feedback in (True, False))
-    assert found < without - 0.5
+    with_feedback, without = (
+        pool.run(2, learn, keys, feedback, sgd, 150)[0] for feedback in (True, False)
+    )
+    assert with_feedback < without - 0.5

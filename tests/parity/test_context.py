@@ -70,16 +70,16 @@ def expected(pool):
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
     train = {"microbatch": 1 if "pipeline" in parallel else 2, "recompute": recompute}
     stages = parallel.get("pipeline", 1)
-    found = outcome(ranks, name, train, parallel, pool, layers=2 * stages)
-    assert_same(found, expected[name, stages])
+    results = outcome(ranks, name, train, parallel, pool, layers=2 * stages)
+    assert_same(results, expected[name, stages])
 
 
 @pytest.mark.quick(when=lambda parallel: parallel["context"] == 4)
 @pytest.mark.parametrize("parallel", [{**RING, "context": 4}, {**ALL_TO_ALL, "context": 2}])
 def test_samples_of_different_lengths(parallel, pool):
     model, train = MODELS["llama"], {**FEW, "microbatch": 1}
-    (alone,) = pool.run(1, run, model, train, None, False, True)
-    assert_same(pool.run(4, run, model, train, parallel, False, True), alone)
+    (unmixed,) = pool.run(1, run, model, train, None, False, True)
+    assert_same(pool.run(4, run, model, train, parallel, False, True), unmixed)
 
 
 def test_overlap_changes_no_bit(pool):
@@ -106,7 +106,7 @@ def test_a_run_is_the_same_and_goes_on_under_other_layouts(pool, overrides, tmp_
     nested = {"parallel__context": 4, "parallel__context_kind": "nested"}
     nested["parallel__context_heads"] = 2
     ring = {"parallel__context": 2, "checkpoint__resume": "latest"}
-    found = {}
+    metrics = {}
     for name, parts in {"one": [(1, {})], "many": [(4, nested), (4, ring)]}.items():
         folder = tmp_path / name
         for steps, (ranks, parallel) in zip((8, 12)[-len(parts) :], parts, strict=True):
@@ -125,13 +125,13 @@ def test_a_run_is_the_same_and_goes_on_under_other_layouts(pool, overrides, tmp_
             )
             pool.run(ranks, train, keys)
         records = (folder / "metrics.jsonl").read_text().splitlines()
-        found[name] = [json.loads(line) for line in records]
-    assert len(found["one"]) == 12
-    for one, many in zip(found["one"], found["many"], strict=True):
+        metrics[name] = [json.loads(line) for line in records]
+    assert len(metrics["one"]) == 12
+    for single, many in zip(metrics["one"], metrics["many"], strict=True):
         keys = {"loss", "grad_norm", "eval_loss", "tokens"}
-        assert one.keys() & keys == many.keys() & keys
-        for key in one.keys() & keys:
-            assert many[key] == promised(one[key])
+        assert single.keys() & keys == many.keys() & keys
+        for key in single.keys() & keys:
+            assert many[key] == promised(single[key])
 
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, SEQ, BATCH = 3, 16, 4, 2, 16, 8
@@ -157,9 +157,9 @@ def moved(parallel):
     train_step.train(share(global_batch(config, 0), 2, 0, 1, ragged=False), 0, 1.0)
     context = train_step.context
     of_ring, of_heads = context.ring.group.traffic.take(), context.heads.traffic.take()
-    found = context.ring.index, of_ring, of_heads
+    summary = context.ring.index, of_ring, of_heads
     mesh.close()
-    return found
+    return summary
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,13 @@ def test_overlap_changes_no_bit(pool):
 
 
 def test_counted_bytes_are_the_closed_form(pool):
-    (one, *_) = pool.run(4, run, MODELS["gpt2"], {"microbatch": 2}, {"zero": 0})
+    (result, *_) = pool.run(4, run, MODELS["gpt2"], {"microbatch": 2}, {"zero": 0})
     elements = sum(
-        one.whole(name).numel() for name in one.weights if not name.startswith("optimizer")
+        result.whole(name).numel() for name in result.weights if not name.startswith("optimizer")
     )
-    found, calls = one.traffic
+    actual, calls = result.traffic
     buckets = 2 * 2 + 1 + 1 + 1  # two parts of two blocks, tokens, positions, all gains and biases
-    wanted = STEPS * 2 * elements * GLOBAL_BATCH * 3 // 4
+    expected = STEPS * 2 * elements * GLOBAL_BATCH * 3 // 4
     padding = STEPS * buckets * 20 * 64
-    assert wanted <= found <= wanted + padding
+    assert expected <= actual <= expected + padding
     assert calls == STEPS * buckets

@@ -46,11 +46,11 @@ def sent(kind):
     the returned gates, and the bytes of the way out over the whole axis, near and far."""
     mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=60)
     mesh.add_groups(EXPERT_SETS)
-    near, far = mesh.divide_experts(NEAR)
+    near_group, far = mesh.divide_experts(NEAR)
     parallel = ExpertParallel(
-        mesh.group("expert"), near, far, mesh.group("expert_tensor"), method=kind
+        mesh.group("expert"), near_group, far, mesh.group("expert_tensor"), method=kind
     )
-    groups, turn, found = (parallel.axis, near, far), InterleaveHook(), {}
+    groups, turn, results = (parallel.axis, near_group, far), InterleaveHook(), {}
     for routing in ROUTINGS:
         chosen = chosen_by(routing, mesh.rank)
         x = rows_of(mesh.rank, len(chosen))
@@ -63,10 +63,10 @@ def sent(kind):
             torch.ones(len(chosen), CHOICES, dtype=x.dtype)
         )
         home = combine_along([*route.rows, route.last], turn).run(arrived * gates[:, None])
-        again = combine_along(route.gates, turn).run(gates)
-        found[routing] = (arrived.split(route.expert_rows.counts), home, again, moved)
+        combined = combine_along(route.gates, turn).run(gates)
+        results[routing] = (arrived.split(route.expert_rows.counts), home, combined, moved)
     mesh.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,15 +75,15 @@ def test_rows_reach_their_experts_and_come_home(kind, pool):
     owner = [rank for rank in range(RANKS) for _ in range(locate_shard(EXPERTS, rank, RANKS)[1])]
     for routing in ROUTINGS:
         chosen = [chosen_by(routing, rank) for rank in range(RANKS)]
-        for rank, found in enumerate(of_ranks):
-            by_expert, home, gates, moved = found[routing]
+        for rank, result in enumerate(of_ranks):
+            by_expert, home, gates, moved = result[routing]
             assert len(by_expert) == owner.count(rank)
             for expert, arrived in enumerate(by_expert, owner.index(rank)):
-                wanted = [
+                expected = [
                     rows_of(source, len(of_one))[(of_one == expert).any(1)]
                     for source, of_one in enumerate(chosen)
                 ]
-                assert sorted(arrived.tolist()) == sorted(torch.cat(wanted).tolist())
+                assert sorted(arrived.tolist()) == sorted(torch.cat(expected).tolist())
             valid = chosen[rank] != DROPPED
             assert torch.equal(home, rows_of(rank, len(valid)) * valid.sum(1, keepdim=True))
             assert torch.equal(gates, valid.double())
@@ -94,25 +94,28 @@ def closed_form(kind, rank, chosen, owner):
     """Return the bytes that a rank sends on the way out, over the whole axis, near and far."""
     row = 8 * WIDTH
     node, place = divmod(rank, NEAR)
-    here = range(node * NEAR, node * NEAR + NEAR)
-    ranks = [[[owner[e] for e in row if e >= 0] for row in one.tolist()] for one in chosen]
-    mine = [*chain.from_iterable(ranks[rank])]
+    own_node = range(node * NEAR, node * NEAR + NEAR)
+    ranks = [[[owner[e] for e in row if e >= 0] for row in routing.tolist()] for routing in chosen]
+    destinations = [*chain.from_iterable(ranks[rank])]
     if kind == "all_to_all":
-        return [row * sum(to != rank for to in mine), 0, 0]
+        return [row * sum(to != rank for to in destinations), 0, 0]
     if kind == "all_gather":
         return [row * (RANKS - 1) * len(chosen[rank]), 0, 0]
     if kind == "hierarchical":
-        near = sum(to % NEAR != place for to in mine)
+        near_rows = sum(to % NEAR != place for to in destinations)
         passing = [
-            to for other in here for to in chain.from_iterable(ranks[other]) if to % NEAR == place
+            to
+            for other in own_node
+            for to in chain.from_iterable(ranks[other])
+            if to % NEAR == place
         ]
-        return [0, row * near, row * sum(to // NEAR != node for to in passing)]
+        return [0, row * near_rows, row * sum(to // NEAR != node for to in passing)]
     far = sum(len({to // NEAR for to in choices} - {node}) for choices in ranks[rank])
     arrived = [
         to for source in range(place, RANKS, NEAR) for to in chain.from_iterable(ranks[source])
     ]
-    near = sum(to // NEAR == node and to % NEAR != place for to in arrived)
-    return [0, row * near, row * far]
+    near_rows = sum(to // NEAR == node and to % NEAR != place for to in arrived)
+    return [0, row * near_rows, row * far]
 
 
 def waits(kind):
@@ -120,25 +123,25 @@ def waits(kind):
     results whose size it cannot know."""
     mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=60)
     mesh.add_groups(EXPERT_SETS)
-    near, far = mesh.divide_experts(NEAR)
+    near_group, far = mesh.divide_experts(NEAR)
     parallel = ExpertParallel(
-        mesh.group("expert"), near, far, mesh.group("expert_tensor"), method=kind
+        mesh.group("expert"), near_group, far, mesh.group("expert_tensor"), method=kind
     )
-    chosen, found = chosen_by("random", mesh.rank), []
+    chosen, reads = chosen_by("random", mesh.rank), []
 
     class Unknown(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             if function.__name__.split(".")[0] in ("nonzero", "_local_scalar_dense"):
-                found.append(function)
+                reads.append(function)
             return function(*args, **(kwargs or {}))
 
     tolist = torch.Tensor.tolist
     route_tokens(chosen, EXPERTS, parallel)
     with pytest.MonkeyPatch.context() as patch, Unknown():
-        patch.setattr(torch.Tensor, "tolist", lambda given: found.append(given) or tolist(given))
+        patch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor) or tolist(tensor))
         route_tokens(chosen, EXPERTS, parallel)
     mesh.close()
-    return len(found)
+    return len(reads)
 
 
 @pytest.mark.parametrize(

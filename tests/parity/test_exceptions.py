@@ -11,7 +11,7 @@ from tolerances import PROMISE
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.training.dry_run import describe_run
-from megaframe.validate.invariance import find_layout_dependence, layout_dependence_note
+from megaframe.validate.invariance import describe_layout_dependence, find_layout_dependence
 
 DESIGN = Path(__file__).resolve().parents[2] / "docs/design.md"
 COLUMNS = [
@@ -43,19 +43,19 @@ def sections(option):
     return {"model": MODEL_OF.get(key, {}), section: {name: value}}
 
 
-def outcome(pool, given, ranks, parallel, microbatch):
+def outcome(pool, sections, ranks, parallel, microbatch):
     """Train two steps with an option; return the results of all ranks."""
-    parallel = {**parallel, **given.get("parallel", {})}
-    train = {**given.get("train", {}), "microbatch": microbatch}
-    model = {**MODELS["gpt2"], **given["model"]}
-    return pool.run(ranks, run, model, train, parallel, False, False, False, given.get("optim"))
+    parallel = {**parallel, **sections.get("parallel", {})}
+    train = {**sections.get("train", {}), "microbatch": microbatch}
+    model = {**MODELS["gpt2"], **sections["model"]}
+    return pool.run(ranks, run, model, train, parallel, False, False, False, sections.get("optim"))
 
 
-def apart(found, expected):
+def apart(results, expected):
     """Return the largest difference of a weight."""
     return max(
         float((piece - expected.whole(name)[box.slices]).abs().max())
-        for rank in found
+        for rank in results
         for name, pieces in rank.weights.items()
         if not name.startswith("optimizer.")
         for box, piece in pieces
@@ -86,16 +86,16 @@ def test_the_table_says_how_far_answers_come_apart(option, pool):
 def test_each_is_named_when_it_is_used(option):
     given = sections(option)
     config = RunConfig(**{**given, "model": {"vocab": 37, **MODELS["gpt2"], **given["model"]}})
-    (found,) = find_layout_dependence(config)
-    assert found.startswith(f"{option} (")
+    (exception,) = find_layout_dependence(config)
+    assert exception.startswith(f"{option} (")
 
 
 def test_all_of_a_run_stand_in_one_line_and_a_run_without_any_says_nothing():
     model = {"vocab": 37, "bias": True}
     config = RunConfig(model=model, optim={"name": "lion"}, parallel={"compress": "topk"})
-    (line,) = layout_dependence_note(config)
+    (line,) = describe_layout_dependence(config)
     assert line.startswith("layout may change the answer: parallel.compress=topk (")
     assert "; optim.name=lion (" in line
     assert describe_run(config, Layout(data=2)).splitlines()[-1] == line
     for calm in ({}, {"state": "bf16"}, {"name": "muon"}):
-        assert not list(layout_dependence_note(RunConfig(model=model, optim=calm)))
+        assert not list(describe_layout_dependence(RunConfig(model=model, optim=calm)))

@@ -66,19 +66,19 @@ def expected(pool):
 @pytest.mark.parametrize(("name", "ranks", "parallel", "train"), LAYOUTS)
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, train, pool, expected):
     train = {**FEW, "microbatch": 1, **train}
-    found = pool.run(ranks, run, shaped(name, parallel), train, parallel)
-    assert_same(found, expected(name, parallel, train["global_batch"]))
+    results = pool.run(ranks, run, shaped(name, parallel), train, parallel)
+    assert_same(results, expected(name, parallel, train["global_batch"]))
 
 
 @pytest.mark.slow
 def test_samples_of_unequal_length_on_each_rank(pool):
     model, train = shaped("sequence", {}), {"microbatch": 1}
-    alone = pool.run(1, run, model, train, {}, False, True)[0]
-    assert_same(pool.run(4, run, model, train, {"expert": 4}, False, True), alone)
+    unmixed = pool.run(1, run, model, train, {}, False, True)[0]
+    assert_same(pool.run(4, run, model, train, {"expert": 4}, False, True), unmixed)
 
 
 def test_overlap_changes_no_bit(pool):
     parallel = {"tensor": 2, "expert": 4, "zero": 2}
-    given = shaped("bias", parallel), FEW, parallel
-    found = [pool.run(4, run, *given, serial) for serial in (False, True)]
-    assert_same_bits(*found)
+    arguments = shaped("bias", parallel), FEW, parallel
+    results = [pool.run(4, run, *arguments, serial) for serial in (False, True)]
+    assert_same_bits(*results)

@@ -64,8 +64,8 @@ def expected(pool):
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
     train = {"microbatch": 1 if {"pipeline", "data"} & {*parallel} else 2, "recompute": recompute}
     stages = parallel.get("pipeline", 1)
-    found = outcome(ranks, name, train, parallel, pool, stages)
-    assert_same(found, expected[name, stages])
+    results = outcome(ranks, name, train, parallel, pool, stages)
+    assert_same(results, expected[name, stages])
 
 
 def test_what_is_ahead_ends_with_the_document_and_the_sample():
@@ -73,8 +73,8 @@ def test_what_is_ahead_ends_with_the_document_and_the_sample():
     labels = torch.tensor([[2, 3, 4, 5, IGNORE, 7]])
     documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
     microbatch = Microbatch(tokens, labels, torch.arange(1))
-    (one, of_one), (two, of_two) = look_ahead(microbatch, 2).ahead
-    assert one.tolist() == [[2, 3, 4, 5, 6, 0]] and two.tolist() == [[3, 4, 5, 6, 0, 0]]
+    (first, of_one), (two, of_two) = look_ahead(microbatch, 2).ahead
+    assert first.tolist() == [[2, 3, 4, 5, 6, 0]] and two.tolist() == [[3, 4, 5, 6, 0, 0]]
     assert of_one.tolist() == [[3, 4, 5, IGNORE, 7, IGNORE]]
     assert of_two.tolist() == [[4, 5, IGNORE, 7, IGNORE, IGNORE]]
     packed = Microbatch(tokens, labels, torch.arange(1), documents_BS=documents)
@@ -86,8 +86,8 @@ def test_what_is_ahead_ends_with_the_document_and_the_sample():
 
 def test_parts_of_a_sample_are_ahead_of_themselves_as_the_whole_is():
     tokens = torch.arange(8)[None]
-    whole = look_ahead(Microbatch(tokens, tokens + 1, torch.arange(1)), 1)
-    part = context_part(whole, 0, 2)
+    full = look_ahead(Microbatch(tokens, tokens + 1, torch.arange(1)), 1)
+    part = context_part(full, 0, 2)
     assert part.tokens_BS.tolist() == [[0, 1, 6, 7]]
     assert [x.tolist() for x in part.ahead[0]] == [[[1, 2, 7, 0]], [[2, 3, 8, IGNORE]]]
 
@@ -106,7 +106,7 @@ def test_a_run_is_the_same_and_goes_on_under_other_layouts(pool, overrides, tmp_
     next token alone: the same weights without predictors give the same loss."""
     first, second = {"parallel__pipeline": 2}, {"parallel__context": 2, "parallel__zero": 3}
     second |= {"checkpoint__resume": "latest"}
-    found = {}
+    metrics = {}
     for name, parts in {"one": [(1, {})], "many": [(4, first), (4, second)]}.items():
         for steps, (ranks, parallel) in zip((4, 6)[-len(parts) :], parts, strict=True):
             keys = overrides(
@@ -122,10 +122,10 @@ def test_a_run_is_the_same_and_goes_on_under_other_layouts(pool, overrides, tmp_
             )
             pool.run(ranks, train, keys)
         records = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        found[name] = [json.loads(line) for line in records]
-    assert len(found["one"]) == 6
-    for one, many in zip(found["one"], found["many"], strict=True):
-        assert one["mtp_loss"] > 0
-        for key in one.keys() & {"loss", "mtp_loss", "grad_norm", "eval_loss"}:
+        metrics[name] = [json.loads(line) for line in records]
+    assert len(metrics["one"]) == 6
+    for single, many in zip(metrics["one"], metrics["many"], strict=True):
+        assert single["mtp_loss"] > 0
+        for key in single.keys() & {"loss", "mtp_loss", "grad_norm", "eval_loss"}:
             if key in many:
-                assert many[key] == promised(one[key])
+                assert many[key] == promised(single[key])

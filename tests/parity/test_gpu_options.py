@@ -49,8 +49,8 @@ def test_what_is_on_the_shelf_is_not_on_the_device():
     stored, before = shelf.store(x), x.clone()
     x.zero_()
     stored.fetch()
-    again = shelf.store(torch.ones(8, 4))  # reuses the buffer that was read
-    assert torch.equal(stored.take(), before) and (again.take() == 1).all()
+    restored = shelf.store(torch.ones(8, 4))  # reuses the buffer that was read
+    assert torch.equal(stored.take(), before) and (restored.take() == 1).all()
 
 
 def test_the_memory_plan_knows_what_is_away():
@@ -83,16 +83,16 @@ def test_compiled_pieces_do_not_change_the_answer(recompute, pool):
 
 
 def test_shapes_that_keep_changing_are_left_to_plain_code_and_said_once():
-    said = []
+    messages = []
 
     def double(x):
         return 2 * x
 
     torch._dynamo.reset()
-    compiled = Compiled(double, "eager", said.append)
+    compiled = Compiled(double, "eager", messages.append)
     for size in range(1, MAX_KINDS + 4):
         assert torch.equal(compiled(torch.ones(size)), torch.full((size,), 2.0))
-    assert len(said) == 1 and "double has met" in said[0]
+    assert len(messages) == 1 and "double has met" in messages[0]
 
 
 class _Moves(TorchDispatchMode):
@@ -103,21 +103,23 @@ class _Moves(TorchDispatchMode):
         self.times = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        given = [one for one in args if isinstance(one, torch.Tensor)]
-        self.times += made.is_meta and any(one.device.type == "cpu" and one.dim() for one in given)
-        return made
+        output = function(*args, **(kwargs or {}))
+        tensors = [tensor for tensor in args if isinstance(tensor, torch.Tensor)]
+        self.times += output.is_meta and any(
+            one.device.type == "cpu" and one.dim() for one in tensors
+        )
+        return output
 
 
 def test_the_tables_of_rotation_come_to_a_device_once():
     model = RunConfig(model={"vocab": 100, "position": "rotary", "rotary_base": 777.0}).model
     positions = torch.arange(8, device="meta")
-    found = []
+    moves_per_call = []
     for _ in range(3):
         with _Moves() as moves:
             Rotary(model, positions, torch.float32)
-        found.append(moves.times)
-    assert found == [1, 0, 0]
+        moves_per_call.append(moves.times)
+    assert moves_per_call == [1, 0, 0]
 
 
 def run_watched(*given):
@@ -130,9 +132,9 @@ def run_watched(*given):
     def watched(self, *arguments, **options):
         self.optimizer._count_pending()
         with nobody_waits():
-            found = step(self, *arguments, **options)
+            result = step(self, *arguments, **options)
             assert self.optimizer.loss_scale / 3 is not None  # what the next step begins with
-            return found
+            return result
 
     os.environ["TRITON_INTERPRET"] = "1"
     with pytest.MonkeyPatch.context() as patch:

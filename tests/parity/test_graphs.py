@@ -23,7 +23,7 @@ from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.training.cuda_graph import _EAGER, StepGraph, record_cuda
 from megaframe.training.train_step import TrainStep
-from megaframe.validate.cuda_graph import graph_reasons
+from megaframe.validate.cuda_graph import find_graph_obstacles
 
 KEPT = _EAGER + 2
 """The step before which weights and state are copied, to return to them later."""
@@ -55,7 +55,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
         kernels=kernels,
     )
     layout = Layout.from_parallel(config.parallel, read_world_size())
-    assert not [*graph_reasons(config, layout.sizes)]
+    assert not [*find_graph_obstacles(config, layout.sizes)]
     mesh = Mesh(layout, device=device, timeout=60)
 
     def mark():
@@ -63,17 +63,17 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
         return Passed()
 
     mesh.progress.record_event = mark
-    found, told, order = [], [], []
-    train_step = begun(config, mesh, graphs, told, order)
+    found, messages, order = [], [], []
+    train_step = begun(config, mesh, graphs, messages, order)
     train_step.optimizer.initialize(config.run.seed)
 
     def train_one(step, batch):
         mesh.progress.begin_activity(f"step {step}")
         mesh.progress.begin_part("data", None)
         group = mesh.group("data")
-        mine = share(batch, config.train.microbatch, group.index, group.size, False)
+        own_share = share(batch, config.train.microbatch, group.index, group.size, False)
         valid = max(1, int((batch.labels_BS != IGNORE).sum()))
-        result = train_step.train(mine, step, train_step.optimizer.loss_scale / valid)
+        result = train_step.train(own_share, step, train_step.optimizer.loss_scale / valid)
         assert result.update.is_finite() == (step != SICK)
         numbers = [result.loss, result.mtp_loss, result.update.grad_norm]
         numbers += [number for tally in result.statistics for number in tally.counts.values()]
@@ -81,7 +81,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
         moved = torch.tensor([*mesh.take_traffic().values()])
         if config.parallel.zero < 3:  # a graph also fetches what an evaluation has left here
             found[-1].append(moved)
-        return mine
+        return own_share
 
     def train_to(stop, start):
         for step in range(start, stop):
@@ -89,31 +89,31 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
             poisoned = poison(train_step.sharded_parameters) if step == SICK else []
             if step == SHORT:
                 batch = replace(batch, **{key: x[:, :-3] for key, x in wide(batch)})
-            mine = train_one(step, batch)
-            for bucket, kept in poisoned:
-                bucket.weights.copy_(kept)
+            own_share = train_one(step, batch)
+            for bucket, saved in poisoned:
+                bucket.weights.copy_(saved)
                 bucket.publish_weights()
             if step % 2:
-                found.append([train_step.evaluate(mine)])
+                found.append([train_step.evaluate(own_share)])
 
     train_to(KEPT, 0)
-    kept = [x.clone() for *_, x in train_step.optimizer.list_tensors()]
+    weights_before = [x.clone() for *_, x in train_step.optimizer.list_tensors()]
     state = train_step.optimizer.read_state()
     train_to(STEPS, KEPT)
-    for again in range(2):
-        if again:
-            train_step = begun(config, mesh, graphs, told, order)
-        for (*_, x), value in zip(train_step.optimizer.list_tensors(), kept, strict=True):
+    for attempt in range(2):
+        if attempt:
+            train_step = begun(config, mesh, graphs, messages, order)
+        for (*_, x), value in zip(train_step.optimizer.list_tensors(), weights_before, strict=True):
             x.copy_(value)
         train_step.optimizer.load_state(state)
-        train_to(KEPT + _EAGER + 3 if again else KEPT + 1, KEPT)
+        train_to(KEPT + _EAGER + 3 if attempt else KEPT + 1, KEPT)
     found.append([x for *_, x in train_step.optimizer.list_tensors()])
     found = [[x.to("cpu", copy=True) for x in numbers] for numbers in found]
     mesh.close()
-    return found, told, order
+    return found, messages, order
 
 
-def begun(config, mesh, graphs, told, order):
+def begun(config, mesh, graphs, messages, order):
     """Return a new train step of this rank. told: gets what a watch sees at every run of a recorded
     step. order: gets the axes of the transfers that a tape records."""
     train_step = TrainStep(config, mesh, StepTimer().time)
@@ -125,7 +125,7 @@ def begun(config, mesh, graphs, told, order):
 
             def again():
                 play()
-                told.append(mesh.progress.read_status(mesh.rank).activity)
+                messages.append(mesh.progress.read_status(mesh.rank).activity)
 
             return passed, again
 
@@ -149,13 +149,13 @@ def wide(batch):
 def poison(sharded_parameters):
     """Make weights NaN, except those that balance experts. Return the buckets with their old
     weights."""
-    found = []
+    poisoned_buckets = []
     for bucket in sharded_parameters.buckets:
         if bucket.parameters[0].spec.role != "balance":
-            found.append((bucket, bucket.weights.clone()))
+            poisoned_buckets.append((bucket, bucket.weights.clone()))
             bucket.weights.fill_(torch.nan)
             bucket.publish_weights()
-    return found
+    return poisoned_buckets
 
 
 GPT, LLAMA = MODELS["gpt2"], {**MODELS["llama"], "dropout": 0.2}
@@ -210,15 +210,15 @@ ON_A_GPU = {
 def assert_recorded_as_plain(pool, device, case):
     plain = pool.run(ranks_of(case), run, device, False, *case)
     recorded = pool.run(ranks_of(case), run, device, True, *case)
-    for (found, told, order), (wanted, *_) in zip(recorded, plain, strict=True):
-        assert len(found) == len(wanted)
-        for number, (here, there) in enumerate(zip(found, wanted, strict=True)):
-            for one, other in zip(here, there, strict=True):
-                assert torch.equal(one.nan_to_num(-1.0), other.nan_to_num(-1.0)), number
+    for (numbers, messages, order), (expected, *_) in zip(recorded, plain, strict=True):
+        assert len(numbers) == len(expected)
+        for number, (recorded_step, plain_step) in enumerate(zip(numbers, expected, strict=True)):
+            for actual, other in zip(recorded_step, plain_step, strict=True):
+                assert torch.equal(actual.nan_to_num(-1.0), other.nan_to_num(-1.0)), number
         # All but the first steps of a start and the one of another shape; one step after the return
         # to the earlier state; two after the new start.
-        assert len(told) == STEPS - _EAGER - 1 + 1 + 2
-        assert all(doing.endswith("the graph of all passes") for doing in told)
+        assert len(messages) == STEPS - _EAGER - 1 + 1 + 2
+        assert all(doing.endswith("the graph of all passes") for doing in messages)
         assert order == recorded[0][2], "ranks start transfers in different orders"
 
 

@@ -44,13 +44,13 @@ def damaged(parallel, rank):
         last = train_step.stages[max(train_step.stages)]
         train_step.sharded_parameters.gather(last.blocks[-1])
         value = last.blocks[-1].mlp.down.weight.value
-        kept, value[0, 0] = value[0, 0].clone(), torch.nan
+        original, value[0, 0] = value[0, 0].clone(), torch.nan
     result = train_step.train(microbatches, 0, 1.0)
     finite = result.update.is_finite()
     names = train_step.optimizer.find_nonfinite_parameters(result.update)
     where = locate_nonfinite(result.maxima, len(train_step.rank_of), mesh.world, mesh.device)
     if mesh.rank == rank and parallel.get("zero", 0) < 3:
-        value[0, 0] = kept
+        value[0, 0] = original
     same = all(torch.equal(*pair) for pair in zip(before, state(train_step), strict=True))
     mesh.close()
     return finite, names, where, same
@@ -67,9 +67,9 @@ def damaged(parallel, rank):
     ],
 )
 def test_the_first_pass_that_is_sick_is_named_on_every_rank(ranks, parallel, rank, where, pool):
-    found = pool.run(ranks, damaged, parallel, rank)
-    assert len(set(map(str, found))) == 1
-    finite, names, place, same = found[0]
+    results = pool.run(ranks, damaged, parallel, rank)
+    assert len(set(map(str, results))) == 1
+    finite, names, place, same = results[0]
     assert not finite and same
     assert place == f"first in the forward pass of {where}"
     assert names
@@ -86,26 +86,28 @@ def overflowing(zero):
         result = train_step.train(microbatches, step, scale / 40)
     place = locate_nonfinite([], 1, mesh.world, mesh.device)
     updates = train_step.optimizer.read_state().updates
-    kept = {}
+    pieces_by_name = {}
     for name, _, box, piece in train_step.optimizer.list_tensors():
-        kept.setdefault(name, []).append((box, piece.clone()))
+        pieces_by_name.setdefault(name, []).append((box, piece.clone()))
     norm = float(result.update.grad_norm)
     mesh.close()
-    return scales, updates, norm, kept, place
+    return scales, updates, norm, pieces_by_name, place
 
 
 def test_forced_overflows_skip_updates_alike_at_every_zero_stage(pool):
     """Bitwise, because with one microbatch on each of two ranks all sums have the same order."""
     runs = [pool.run(2, overflowing, zero) for zero in range(4)]
-    scales, updates, norm, kept, place = runs[0][0]
+    scales, updates, norm, pieces_by_name, place = runs[0][0]
     assert scales[1] < scales[0] and scales[-1] == scales[-2]
     assert 0 < updates == 16 - len(set(scales)) + 1
     assert place == "every pass was finite, so a sum of gradients was too large"
-    whole = {name: piece for name, [(_, piece)] in kept.items()}
+    full_tensors = {name: piece for name, [(_, piece)] in pieces_by_name.items()}
     for ranks in runs:
         for rank in ranks:
             assert rank[:2] == (scales, updates)
-            assert rank[2] == near(norm, sum(map(torch.numel, whole.values())), torch.float32)
+            assert rank[2] == near(
+                norm, sum(map(torch.numel, full_tensors.values())), torch.float32
+            )
             for name, pieces in rank[3].items():
                 for box, piece in pieces:
-                    assert torch.equal(piece, whole[name][box.slices])
+                    assert torch.equal(piece, full_tensors[name][box.slices])

@@ -55,15 +55,15 @@ CASES = [
 ]
 
 
-def run_small(*given):
+def run_small(*arguments):
     """`run` with one step of four samples, because the interpreter is slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "GLOBAL_BATCH", 4)
         patch.setattr(training, "STEPS", 1)
-        return run(*given)
+        return run(*arguments)
 
 
-def run_beside(push, *given):
+def run_beside(push, *arguments):
     """`run_small` with all numbers pushed up or down, before they are rounded to 8 bits, by as much
     as fp32 may have been wrong about them. push: 1 or -1.
 
@@ -83,42 +83,42 @@ def run_beside(push, *given):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fp8Matmul, "multiply", pushed)
-        return run_small(*given)
+        return run_small(*arguments)
 
 
 def run_by_kernels(*given):
     """Return the result of `run_small`, and the names of the kernels that were used."""
-    found, find = set(), Kernels.find
+    names_run, find = set(), Kernels.find
 
     def watched(self, name, *arguments, **options):
-        made = find(self, name, *arguments, **options)
-        found.update([name] if made else [])
-        return made
+        kernel = find(self, name, *arguments, **options)
+        names_run.update([name] if kernel else [])
+        return kernel
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Kernels, "find", watched)
-        return run_small(*given), found
+        return run_small(*given), names_run
 
 
 @pytest.fixture(scope="module")
 def known(pool):
     """Return the truth of each shape, in fp64, and by how much fp32 may miss it."""
-    found = {}
+    tolerances_by_name = {}
     for name in SHAPES:
-        exact, single = (arguments(name, {}, "none", how) for how in ("fp64", "fp32"))
+        exact, single = (arguments(name, {}, "none", precision) for precision in ("fp64", "fp32"))
         (truth,) = pool.run(1, run_small, *exact)
         lost = errors(pool.run(1, run_small, *single), truth)
         # Sums have another order, so their errors are as large as those of plain sums, not equal:
         # norms of many of them by a factor below 6, but a single one may be zero by chance.
         allowed = {
-            what: 6 * error + growth(12, torch.float32) * size
-            for what, (error, size) in lost.items()
+            quantity: 6 * error + growth(12, torch.float32) * size
+            for quantity, (error, size) in lost.items()
         }
         for push in (1, -1) if ", " in name else ():
             for what, (error, _) in errors(pool.run(1, run_beside, push, *exact), truth).items():
                 allowed[what] += error
-        found[name] = truth, allowed
-    return found
+        tolerances_by_name[name] = truth, allowed
+    return tolerances_by_name
 
 
 def arguments(name, parallel, recompute, precision="fp32"):
@@ -131,20 +131,22 @@ def arguments(name, parallel, recompute, precision="fp32"):
 
 def errors(results, truth):
     """Return (error, size) of losses, gradient norms, evaluation, and every weight and moment."""
-    found = {}
+    differences = {}
     for key in ("losses", "norms"):
-        mine, true = (torch.tensor(getattr(r, key)) for r in (results[0], truth))
-        found[key] = mine - true, true
-    true = torch.tensor(truth.evaluation)
-    found["evaluation"] = torch.tensor(results[0].evaluation) - true, true
+        actual, exact = (torch.tensor(getattr(r, key)) for r in (results[0], truth))
+        differences[key] = actual - exact, exact
+    exact = torch.tensor(truth.evaluation)
+    differences["evaluation"] = torch.tensor(results[0].evaluation) - exact, exact
     for name in truth.weights:
-        true = truth.whole(name).double()
-        mine = torch.full_like(true, torch.nan)
+        exact = truth.whole(name).double()
+        actual = torch.full_like(exact, torch.nan)
         for result in results:
             for box, piece in result.weights.get(name, ()):
-                mine[box.slices] = piece.double()
-        found[name] = mine - true, true
-    return {name: (float(off.norm()), float(size.norm())) for name, (off, size) in found.items()}
+                actual[box.slices] = piece.double()
+        differences[name] = actual - exact, exact
+    return {
+        name: (float(off.norm()), float(size.norm())) for name, (off, size) in differences.items()
+    }
 
 
 # Together they use every kernel but that for one scale per expert.
@@ -159,11 +161,13 @@ def test_a_step_by_kernels_is_as_exact_as_the_plain_one(
 ):
     given = arguments(name, parallel, recompute)
     results = pool.run(ranks, run_by_kernels, *given, FORCED)
-    for _, found in results:
-        assert found == names | ({"rotary"} if SHAPES[name].get("position") != "learned" else set())
+    for _, names_run in results:
+        assert names_run == names | (
+            {"rotary"} if SHAPES[name].get("position") != "learned" else set()
+        )
     truth, allowed = known[name]
-    for what, (error, size) in errors([result for result, _ in results], truth).items():
-        assert error <= allowed[what], (what, error, allowed[what], size)
+    for quantity, (error, size) in errors([result for result, _ in results], truth).items():
+        assert error <= allowed[quantity], (quantity, error, allowed[quantity], size)
 
 
 def test_the_keys_are_those_of_the_library():
@@ -172,8 +176,8 @@ def test_the_keys_are_those_of_the_library():
     assert {*FAMILIES, "matmul"} == set(Section.model_fields)
     for key, names in FAMILIES.items():
         (values,) = (Section.model_fields[key].annotation.__args__,)
-        every = dict.fromkeys(n for name in names for n in KERNELS[name].list_names())
-        assert set(values) == {"auto", *every}, key
+        all_names = dict.fromkeys(n for name in names for n in KERNELS[name].list_names())
+        assert set(values) == {"auto", *all_names}, key
 
 
 @pytest.mark.parametrize(

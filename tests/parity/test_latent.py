@@ -54,8 +54,8 @@ def expected(pool):
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
     train = {"microbatch": 1 if "pipeline" in parallel else 2, "recompute": recompute}
     stages = parallel.get("pipeline", 1)
-    found = outcome(ranks, name, train, parallel, pool, stages)
-    assert_same(found, expected[name, stages])
+    results = outcome(ranks, name, train, parallel, pool, stages)
+    assert_same(results, expected[name, stages])
 
 
 @pytest.mark.quick(when=lambda recompute: recompute == "selective")
@@ -68,8 +68,8 @@ def test_activations_and_bytes_are_the_closed_forms(rank, recompute, pool):
     as many bytes as in any model."""
     tensor, hidden, losses = 2, 64, 2 * (1 + 2) * 4
     latent = {"query_rank": rank, "kv_rank": 16, "head_dim": 10, "rotary_dim": 4, "value_dim": 12}
-    found = pool.run(tensor, one_block, {"latent": latent}, recompute, tensor, 1)
+    results = pool.run(tensor, one_block, {"latent": latent}, recompute, tensor, 1)
     elements = 3 * ((rank or hidden) + 16) + 2 * 4 + (2 + 5 + 4) * hidden
-    for kept, planned, moved in found:
-        assert kept == planned
+    for saved, planned, moved in results:
+        assert saved == planned
         assert moved == (elements * 2 + losses) * 2 * 16 * (tensor - 1) // tensor

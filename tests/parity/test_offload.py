@@ -38,9 +38,9 @@ def run_here(model, train, parallel, optim, kernels=None):
 
 
 def same_bits(pool, ranks, *sections):
-    found = pool.run(ranks, run_away, *sections)
-    assert_same_bits(found, pool.run(ranks, run_here, *sections))
-    return found
+    actual = pool.run(ranks, run_away, *sections)
+    assert_same_bits(actual, pool.run(ranks, run_here, *sections))
+    return actual
 
 
 # Every optimizer, and every stage.
@@ -82,10 +82,10 @@ def test_nor_with_the_fused_kernel(zero, pool):
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_the_answer_is_that_of_one_process(optim, zero, pool):
     """In fp64 nothing is rounded, so weights stay on the device and only the state is away."""
-    wanted = pool.run(1, run_here, MODEL, {"microbatch": 4}, {}, OPTIMIZERS[optim])[0]
+    expected = pool.run(1, run_here, MODEL, {"microbatch": 4}, {}, OPTIMIZERS[optim])[0]
     parallel = {"zero": zero}
     assert_same(
-        pool.run(2, run_away, MODEL, {"microbatch": 2}, parallel, OPTIMIZERS[optim]), wanted
+        pool.run(2, run_away, MODEL, {"microbatch": 2}, parallel, OPTIMIZERS[optim]), expected
     )
 
 
@@ -96,25 +96,25 @@ def overflowing(zero, offload):
         mesh, train_step, microbatches = built(
             {"zero": zero}, "fp16", 4, loss_scale=2.0**26, ema=0.5, offload=offload
         )
-        scales, kept = [], []
+        scales, states = [], []
         for step in range(14):
             scales.append(float(train_step.optimizer.loss_scale))
             train_step.train(microbatches, step, scales[-1] / 40)
-            kept.append([piece.clone() for *_, piece in train_step.optimizer.list_tensors()])
+            states.append([piece.clone() for *_, piece in train_step.optimizer.list_tensors()])
     mesh.close()
-    return scales, kept
+    return scales, states
 
 
 @pytest.mark.quick(when=lambda zero: zero == 1)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_overflows_skip_the_same_updates(zero, pool):
-    away, here = (pool.run(2, overflowing, zero, offload) for offload in (True, False))
-    for (scales, kept), (others, wanted) in zip(away, here, strict=True):
+    away, on_device = (pool.run(2, overflowing, zero, offload) for offload in (True, False))
+    for (scales, states), (others, expected) in zip(away, on_device, strict=True):
         assert scales == others and scales[1] < scales[0]
-        first, last = kept[0], kept[-1]
-        assert all(map(torch.equal, first, kept[1])) and not all(map(torch.equal, first, last))
-        for mine, theirs in zip(kept, wanted, strict=True):
-            assert all(map(torch.equal, mine, theirs))
+        first, last = states[0], states[-1]
+        assert all(map(torch.equal, first, states[1])) and not all(map(torch.equal, first, last))
+        for actual, reference in zip(states, expected, strict=True):
+            assert all(map(torch.equal, actual, reference))
 
 
 def compared(zero, replicate):
@@ -125,19 +125,19 @@ def compared(zero, replicate):
         replicas = ReplicaCheck(
             mesh, train_step.sharded_parameters.buckets, train_step.optimizer.synchronize_state
         )
-        found = []
+        verdicts = []
         for step in range(2):
             train_step.train(microbatches, step, 1.0)
             if mesh.rank == 0:
                 train_step.optimizer.synchronize_state()  # `compare` settles the other ranks
-            found.append(replicas.compare())
+            verdicts.append(replicas.compare())
         assert all(bucket.offloaded for bucket in train_step.sharded_parameters.buckets)
         if mesh.rank == 1:
             bits = train_step.sharded_parameters.buckets[-1].weights.view(torch.int32)
             bits[5] ^= 1
-        found.append(replicas.compare())
+        verdicts.append(replicas.compare())
     mesh.close()
-    return found
+    return verdicts
 
 
 @pytest.mark.quick(when=lambda zero: zero == 1)
@@ -168,7 +168,7 @@ plain_copy = BackgroundCopier._copy
 def test_a_run_goes_on_where_state_lies_elsewhere(first, zero, pool, overrides, tmp_path):
     """One start keeps state on the device, the other on the host; saves run beside training."""
     second = train if first is train_away else train_away
-    every = {
+    shared_keys = {
         "optim__schedule": "constant",
         "optim__ema": 0.9,
         "optim__offload": True,  # ignored on a CPU, except under `kept_away`
@@ -177,9 +177,9 @@ def test_a_run_goes_on_where_state_lies_elsewhere(first, zero, pool, overrides, 
         "train__precision": "bf16",
         "parallel__zero": zero,
     }
-    pool.run(2, train, overrides(run__dir=tmp_path / "whole", **every))
-    pool.run(2, first, overrides(train__steps=6, **every))
-    pool.run(2, second, overrides(checkpoint__resume="latest", **every))
+    pool.run(2, train, overrides(run__dir=tmp_path / "whole", **shared_keys))
+    pool.run(2, first, overrides(train__steps=6, **shared_keys))
+    pool.run(2, second, overrides(checkpoint__resume="latest", **shared_keys))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     for number in range(2, 13, 2):
         files = [
@@ -199,9 +199,9 @@ def rooms(zero):
 
     def watched(moments, weights, *arguments, **options):
         nonlocal largest
-        for span, mine, found in plain(moments, weights, *arguments, **options):
-            largest = max(largest, sum(one.nbytes for one in (mine, *found.values())))
-            yield span, mine, found
+        for span, mine, state in plain(moments, weights, *arguments, **options):
+            largest = max(largest, sum(tensor.nbytes for tensor in (mine, *state.values())))
+            yield span, mine, state
 
     with kept_away():
         Moments.iterate_chunks = watched
@@ -213,13 +213,13 @@ def rooms(zero):
         offload = train_step.optimizer.offload
         weights = sum(bucket.weights.nbytes for bucket in train_step.sharded_parameters.buckets)
         mesh.close()
-        held = train_step.optimizer.count_memory_bytes()
-        return offload.staging_bytes, largest, offload.host_bytes, weights, held
+        memory = train_step.optimizer.count_memory_bytes()
+        return offload.staging_bytes, largest, offload.host_bytes, weights, memory
 
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_the_device_has_room_for_three_chunks_and_the_host_all(zero, pool):
-    for size, largest, away, weights, held in pool.run(2, rooms, zero):
+    for size, largest, away, weights, memory in pool.run(2, rooms, zero):
         assert size == 3 * largest > 0
         assert away == 4 * weights  # weights, two moments and an average, all in fp32
-        assert held["weights"] == held["optimizer"] == 0
+        assert memory["weights"] == memory["optimizer"] == 0

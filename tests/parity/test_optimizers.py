@@ -47,8 +47,8 @@ def outcome(pool, name, optim, ranks, parallel, microbatch):
 
 
 def same(pool, expected, name, optim, ranks, parallel, microbatch):
-    found = outcome(pool, name, optim, ranks, parallel, microbatch)
-    assert_same(found, expected[name, optim])
+    results = outcome(pool, name, optim, ranks, parallel, microbatch)
+    assert_same(results, expected[name, optim])
 
 
 @pytest.mark.quick(when=lambda zero, parallel: (zero, parallel) in QUICK)
@@ -95,8 +95,8 @@ def test_fewer_bits_of_state_are_those_of_one_process(
     name, state, ranks, parallel, microbatch, zero, pool, rounded
 ):
     """Stochastic rounding rounds the same elements up or down."""
-    found = with_state(pool, name, state, ranks, {**parallel, "zero": zero}, microbatch)
-    assert_same(found, rounded(name, state))
+    results = with_state(pool, name, state, ranks, {**parallel, "zero": zero}, microbatch)
+    assert_same(results, rounded(name, state))
 
 
 @pytest.mark.quick(when=lambda zero: zero == 1)
@@ -104,9 +104,9 @@ def test_fewer_bits_of_state_are_those_of_one_process(
 def test_blocks_that_no_rank_cuts_are_those_of_one_process(zero, pool):
     """256 divides what each of two tensor ranks has of a row."""
     model = {"bias": True, "layers": 1, "heads": 4, "hidden": 512, "ffn": 512}
-    given = model, FEW, {"tensor": 2, "zero": zero}, False, False, False, {"state": "int8"}
-    (expected,) = pool.run(1, run, model, FEW, {}, *given[3:])
-    assert_same(pool.run(4, run, *given), expected)
+    arguments = model, FEW, {"tensor": 2, "zero": zero}, False, False, False, {"state": "int8"}
+    (expected,) = pool.run(1, run, model, FEW, {}, *arguments[3:])
+    assert_same(pool.run(4, run, *arguments), expected)
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +159,8 @@ def test_every_rank_knows_the_boxes_of_all_without_asking(parallel, pool):
 
 def matrices_owned(parallel):
     """Return the work of each matrix that this rank owns."""
-    with muons(parallel) as found:
-        rules = [shard.rule for shard in found]
+    with muons(parallel) as muon_shards:
+        rules = [shard.rule for shard in muon_shards]
         return [rule.costs[index] for rule in rules for index in rule._gather._owned]
 
 
@@ -168,20 +168,21 @@ def boxes_known(parallel):
     """Return for each bucket the boxes that each rank of its group gives and takes, as this rank
     derives them; those ranks; and the boxes that this rank really gives and takes."""
     model = {"moe": {"experts": 4, "ffn": 10, "top_k": 2}} if "expert" in parallel else {}
-    with muons(parallel, **model) as found:
+    with muons(parallel, **model) as muon_shards:
         known = []
-        for shard in found:
+        for shard in muon_shards:
             rule, bucket = shard.rule, shard.bucket
             numbers = {p: n for n, p in enumerate(bucket.parameters)}
-            kept = bucket.iterate_pieces(bucket.weights, bucket.master_span)
-            own = bucket.iterate_pieces(bucket.owned_grad_sums, bucket.owned_span)
-            here = [
-                [MatrixPiece(numbers[p], box) for p, box, _ in pieces] for pieces in (own, kept)
+            master_pieces = bucket.iterate_pieces(bucket.weights, bucket.master_span)
+            own_pieces = bucket.iterate_pieces(bucket.owned_grad_sums, bucket.owned_span)
+            rank_boxes = [
+                [MatrixPiece(numbers[p], box) for p, box, _ in pieces]
+                for pieces in (own_pieces, master_pieces)
             ]
-            every = [
+            all_boxes = [
                 list(each) for each in zip(rule._pieces.sent, rule._pieces.received, strict=True)
             ]
-            known.append((every, rule._group.ranks, here))
+            known.append((all_boxes, rule._group.ranks, rank_boxes))
         return known
 
 

@@ -13,7 +13,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.schedule import generate
-from megaframe.schedule.event_simulation import live_activations
+from megaframe.schedule.event_simulation import count_live_activations
 from megaframe.training.train_step import TrainStep
 
 CHUNKS = {
@@ -79,8 +79,8 @@ def test_uneven_stages_with_data_ranks(name, parallel, pool, expected):
         "recompute_blocks": tuple(range(stages)),
     }
     model = {**MODELS[name], "layers": LAYERS}
-    found = pool.run(4, run, model, train, {"pipeline": 2, **parallel})
-    assert_same(found, expected[name])
+    results = pool.run(4, run, model, train, {"pipeline": 2, **parallel})
+    assert_same(results, expected[name])
 
 
 @pytest.mark.quick(when=lambda name, schedule: (name, schedule) == ("llama", "zb-v"))
@@ -89,8 +89,8 @@ def test_uneven_stages_with_data_ranks(name, parallel, pool, expected):
 def test_microbatches_of_different_lengths(name, schedule, pool):
     model = {**MODELS[name], "layers": 4}
     arguments = ({"microbatch": 1}, {"pipeline": 2, "chunks": 2, "schedule": schedule})
-    (alone,) = pool.run(1, run, model, arguments[0], None, False, True)
-    assert_same(pool.run(4, run, model, *arguments, False, True), alone)
+    (unmixed,) = pool.run(1, run, model, arguments[0], None, False, True)
+    assert_same(pool.run(4, run, model, *arguments, False, True), unmixed)
 
 
 def test_overlap_changes_no_bit(pool):
@@ -116,16 +116,16 @@ def watched(schedule, chunks):
     def counting(forward):
         def counted(*arguments, **options):
             nonlocal most
-            made = forward(*arguments, **options)
+            output = forward(*arguments, **options)
             most = max(most, sum(len(stage._activations) for stage in stages))
-            return made
+            return output
 
         return counted
 
     for stage in stages:
         stage.forward = counting(stage.forward)
-    whole = global_batch(config, 0)
-    train_step.train(share(whole, 1, 0, 1, ragged=False), 0, 1.0)
+    batch = global_batch(config, 0)
+    train_step.train(share(batch, 1, 0, 1, ragged=False), 0, 1.0)
     sent = mesh.link(mesh.rank, 1 - mesh.rank).traffic.bytes
     left = sum(len(stage._activations) for stage in stages)
     mesh.close()
@@ -137,18 +137,18 @@ def test_activations_and_bytes_are_the_closed_forms(schedule, pool):
     """As many microbatches are in flight as the checker counts, none is left at the end, and each
     microbatch sends 2 b s h elements over each boundary between ranks."""
     chunks = CHUNKS[schedule]
-    found = pool.run(2, watched, schedule, chunks)
+    results = pool.run(2, watched, schedule, chunks)
     costs = None
     if schedule == "search":
         config = {"model": {"layers": 4, "hidden": 16, "heads": 4, "vocab": 37}}
         config |= {"train": {"seq": 10}, "parallel": {"pipeline": 2, "chunks": 2}}
         config = RunConfig(**config)
         costs = stage_costs(config, stage_plans(config))
-    made = generate(schedule, 2, chunks, 8, costs=costs, placement="vee")
-    assert [most for most, _, _ in found] == [n * chunks for n in live_activations(made)]
-    assert [left for _, left, _ in found] == [0, 0]
-    crossings = sum(a != b for a, b in pairwise(made.rank_of))
-    assert sum(sent for _, _, sent in found) == 2 * 1 * 10 * 16 * 8 * crossings * 8
+    actions = generate(schedule, 2, chunks, 8, costs=costs, placement="vee")
+    assert [most for most, _, _ in results] == [n * chunks for n in count_live_activations(actions)]
+    assert [left for _, left, _ in results] == [0, 0]
+    crossings = sum(a != b for a, b in pairwise(actions.rank_of))
+    assert sum(sent for _, _, sent in results) == 2 * 1 * 10 * 16 * 8 * crossings * 8
 
 
 def test_a_schedule_from_a_file(pool, expected, tmp_path):

@@ -55,8 +55,8 @@ def expected(pool):
 @pytest.mark.parametrize(("name", "ranks", "parallel"), LAYOUTS)
 def test_no_layout_changes_the_answer(name, ranks, parallel, pool, expected):
     model = {**({**MODELS, "experts": EXPERTS}[name]), "layers": 4}
-    found = pool.run(ranks, shared, model, {"microbatch": 1}, parallel)
-    assert_same(found, expected[name])
+    results = pool.run(ranks, shared, model, {"microbatch": 1}, parallel)
+    assert_same(results, expected[name])
 
 
 def shared(model, train, parallel, serial=False):
@@ -69,28 +69,28 @@ def shared(model, train, parallel, serial=False):
 @pytest.mark.parametrize(("name", "ranks", "parallel"), [LAYOUTS[3], LAYOUTS[9], LAYOUTS[10]])
 def test_serial_and_overlapped_are_bitwise_equal(name, ranks, parallel, pool):
     model = {**({**MODELS, "experts": EXPERTS}[name]), "layers": 4}
-    given = (model, {"microbatch": 1}, parallel)
-    for one, other in zip(
-        pool.run(ranks, shared, *given), pool.run(ranks, shared, *given, True), strict=True
+    arguments = (model, {"microbatch": 1}, parallel)
+    for first, other in zip(
+        pool.run(ranks, shared, *arguments), pool.run(ranks, shared, *arguments, True), strict=True
     ):
-        assert one.losses == other.losses and one.norms == other.norms
-        for parameter, pieces in one.weights.items():
-            for (_, mine), (_, theirs) in zip(pieces, other.weights[parameter], strict=True):
-                assert torch.equal(mine, theirs), parameter
+        assert first.losses == other.losses and first.norms == other.norms
+        for parameter, pieces in first.weights.items():
+            for (_, actual), (_, reference) in zip(pieces, other.weights[parameter], strict=True):
+                assert torch.equal(actual, reference), parameter
 
 
 def each_call():
     """Return each collective's result on this rank of three; inputs encode rank and position."""
     mesh = Mesh(Layout(data=read_world_size()), device="shared", timeout=60, check_collectives=True)
-    group, here = mesh.group("data"), mesh.device
+    group, device = mesh.group("data"), mesh.device
     assert isinstance(group.handle, HostStagedGroup)
 
     def numbers(count, dtype=torch.float64):
-        return torch.arange(count, dtype=dtype, device=here) + 100 * mesh.rank
+        return torch.arange(count, dtype=dtype, device=device) + 100 * mesh.rank
 
     flat = numbers(6)
     gathered = numbers(6)
-    found = {
+    outputs = {
         "all_reduce": all_reduce(numbers(3), group).wait(),
         "largest": all_reduce(numbers(3), group, "max").wait(),
         "all_gather": all_gather(numbers(2, torch.bfloat16), group).wait(),
@@ -105,29 +105,33 @@ def each_call():
     coming = [row[mesh.rank] for row in leaving]
     parts = numbers(sum(leaving[mesh.rank]))
     exchanged = all_to_all_uneven(parts, leaving[mesh.rank], coming, group)
-    found["to_all_uneven"] = exchanged.wait()
+    outputs["to_all_uneven"] = exchanged.wait()
     barrier(group)
-    texts = gather_bytes(bytes([mesh.rank]) * (mesh.rank + 1), group, here)
+    texts = gather_bytes(bytes([mesh.rank]) * (mesh.rank + 1), group, device)
     mesh.close()
-    return {name: value.tolist() for name, value in found.items()} | {"texts": texts}
+    return {name: value.tolist() for name, value in outputs.items()} | {"texts": texts}
 
 
 def test_each_call_gives_what_its_name_says(pool):
-    found = pool.run(3, each_call)
+    outputs = pool.run(3, each_call)
     bases = [0, 100, 200]
-    for rank, one in enumerate(found):
-        assert one["all_reduce"] == [300.0, 303.0, 306.0]
-        assert one["largest"] == [200.0, 201.0, 202.0]
-        assert one["all_gather"] == [base + i for base in bases for i in range(2)]
-        assert one["reduce_scatter"] == one["flat"] == [300 + 3 * (2 * rank + i) for i in range(2)]
-        assert one["all_to_all"] == [[base + 2 * rank + i for i in range(2)] for base in bases]
-        assert one["spread"] == [100 * r + 2 * r + i for r in range(3) for i in range(2)]
-        assert one["gather_uneven"] == [100 * r + i for r in range(3) for i in range(r + 1)]
+    for rank, output in enumerate(outputs):
+        assert output["all_reduce"] == [300.0, 303.0, 306.0]
+        assert output["largest"] == [200.0, 201.0, 202.0]
+        assert output["all_gather"] == [base + i for base in bases for i in range(2)]
+        assert (
+            output["reduce_scatter"]
+            == output["flat"]
+            == [300 + 3 * (2 * rank + i) for i in range(2)]
+        )
+        assert output["all_to_all"] == [[base + 2 * rank + i for i in range(2)] for base in bases]
+        assert output["spread"] == [100 * r + 2 * r + i for r in range(3) for i in range(2)]
+        assert output["gather_uneven"] == [100 * r + i for r in range(3) for i in range(r + 1)]
         start = (0, 1, 3)[rank]
-        assert one["scatter_uneven"] == [300 + 3 * i for i in range(start, start + rank + 1)]
-    assert [one["to_all_uneven"] for one in found] == [
+        assert output["scatter_uneven"] == [300 + 3 * i for i in range(start, start + rank + 1)]
+    assert [output["to_all_uneven"] for output in outputs] == [
         [0.0, 100.0, 101.0],
         [102.0, 200.0, 201.0, 202.0],
         [1.0, 2.0, 203.0],
     ]
-    assert [one["texts"] for one in found] == [[b"\0", b"\1\1", b"\2\2\2"], [], []]
+    assert [output["texts"] for output in outputs] == [[b"\0", b"\1\1", b"\2\2\2"], [], []]

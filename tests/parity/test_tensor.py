@@ -75,8 +75,8 @@ def expected(pool):
 
 
 def same(pool, expected, name, ranks, parallel, train):
-    found = pool.run(ranks, run, shaped(name, parallel), train, parallel)
-    assert_same(found, expected[name, parallel.get("pipeline", 1)])
+    results = pool.run(ranks, run, shaped(name, parallel), train, parallel)
+    assert_same(results, expected[name, parallel.get("pipeline", 1)])
 
 
 @pytest.mark.quick(when=lambda name, parallel, recompute: (name, parallel, recompute) in QUICK)
@@ -108,9 +108,9 @@ def run_fused(model, train, parallel):
     }
     for name, reference in references.items():
 
-        def counted(*given, name=name, reference=reference, **named):
+        def counted(*positional, name=name, reference=reference, **named):
             calls[name] += 1
-            return reference(*given, **named)
+            return reference(*positional, **named)
 
         library.impl(name, counted, "CPU")
     with pytest.MonkeyPatch.context() as patch:
@@ -122,8 +122,8 @@ def run_fused(model, train, parallel):
 
 def test_fused_operators_mean_by_their_operands_what_is_handed_to_them(pool, expected):
     parallel = {"tensor": 2, "symmetric_memory": "auto"}
-    given = shaped("smooth", parallel), trained("smooth", 2), parallel
-    results, calls = zip(*pool.run(2, run_fused, *given), strict=True)
+    arguments = shaped("smooth", parallel), trained("smooth", 2), parallel
+    results, calls = zip(*pool.run(2, run_fused, *arguments), strict=True)
     assert_same(results, expected["smooth", 1])
     # Two in each of two blocks, for two microbatches in every step and in the evaluation.
     assert calls == ([2 * 2 * (STEPS + 1) * 2] * 2,) * 2
@@ -136,9 +136,9 @@ def test_nothing_is_fused_without_gpus(pool):
 
 def fused(tensor):
     mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
-    found = symmetric_memory.is_available(mesh.group("tensor"), tensor)
+    usable = symmetric_memory.is_available(mesh.group("tensor"), tensor)
     mesh.close()
-    return found
+    return usable
 
 
 def one_block(model, recompute, tensor, chunks):
@@ -154,13 +154,13 @@ def one_block(model, recompute, tensor, chunks):
     train_step.optimizer.initialize(1)
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     microbatch = Microbatch(tokens, tokens, torch.arange(2))
-    kept = kept_by_block(train_step.stages[0], microbatch, train_step.sharded_parameters.buckets)
+    saved = kept_by_block(train_step.stages[0], microbatch, train_step.sharded_parameters.buckets)
     group = mesh.group("tensor")
     group.traffic.take()
     train_step.train([microbatch], 0, 1.0)
     moved, _ = group.traffic.take()
     mesh.close()
-    return kept, block_bytes(config, 0) // tensor, moved
+    return saved, block_bytes(config, 0) // tensor, moved
 
 
 @pytest.mark.quick(when=lambda recompute, tensor: (recompute, tensor) == ("selective", 4))
@@ -174,8 +174,8 @@ def test_activations_and_bytes_are_the_closed_forms(model, recompute, tensor, ch
     pass moves (t-1)/t b s h elements 4 times, the backward pass 6 times, because it gathers inputs
     again instead of keeping them. The embedding and the head move as much twice each, and the loss
     3 numbers per token in fp32. The number of parts does not matter."""
-    for kept, planned, moved in pool.run(tensor, one_block, model, recompute, tensor, chunks):
-        assert kept == planned
+    for saved, planned, moved in pool.run(tensor, one_block, model, recompute, tensor, chunks):
+        assert saved == planned
         stream = 2 * 16 * 64 * 2
         losses = 2 * (1 + 2) * 2 * 16 * 4
         assert (

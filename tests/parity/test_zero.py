@@ -91,19 +91,19 @@ def test_blocks_that_share_buckets_do_not_change_the_answer(ranks, parallel, zer
 )
 @pytest.mark.parametrize(("name", "ranks", "parallel", "train", "zero"), CASES)
 def test_stages_do_not_change_the_answer(name, ranks, parallel, train, zero, pool, expected):
-    found = pool.run(ranks, run, {**MODELS[name], "layers": 4}, train, {**parallel, "zero": zero})
-    assert_same(found, expected[name])
+    results = pool.run(ranks, run, {**MODELS[name], "layers": 4}, train, {**parallel, "zero": zero})
+    assert_same(results, expected[name])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_with_one_data_rank_the_default_changes_no_bit(stages, precision, pool):
     train = {"microbatch": 2, "precision": precision}
-    whole, default = (
+    full, default = (
         pool.run(stages, run, MODELS["gpt2"], train, {"pipeline": stages, **zero})
         for zero in ({"zero": 0}, {})
     )
-    assert_same_bits(default, whole)
+    assert_same_bits(default, full)
 
 
 def tiny(zero):
@@ -125,7 +125,7 @@ def tiny(zero):
     shard = OptimizerShard(bucket, ElementwiseRule(bucket.weights, sgd, storage))
     bucket.initialize_weights(0)
     shard.begin()
-    found = []
+    values = []
     for number in (1, 2):
         bucket.start_step()
         used.add(torch.full((3,), mesh.rank + 1.0, dtype=torch.float64))
@@ -135,15 +135,15 @@ def tiny(zero):
         shard.start_update(step)
         bucket.gather()
         bucket.wait_for_values()
-        found.append((used.value.tolist(), unused.value.tolist()))
+        values.append((used.value.tolist(), unused.value.tolist()))
         bucket.release()
     mesh.close()
-    return found
+    return values
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_tensors_smaller_than_the_group_and_unused_ones(zero, ranks, pool):
     step = ranks * (ranks + 1) / 2
-    wanted = [([100.0 - n * step] * 3, [100.0] * 3) for n in (1, 2)]
-    assert pool.run(ranks, tiny, zero) == [wanted] * ranks
+    expected = [([100.0 - n * step] * 3, [100.0] * 3) for n in (1, 2)]
+    assert pool.run(ranks, tiny, zero) == [expected] * ranks

@@ -19,18 +19,18 @@ LAYERS, ITEM = 4, 8
 def bits(results):
     """Return the results of a world independently of their division: losses, norms, evaluation and
     whole tensors."""
-    held = {}
+    pieces_by_name = {}
     for rank in results:
         for name, pieces in rank.weights.items():
             for box, piece in pieces:
-                held.setdefault(name, {})[box] = piece
-    whole = {}
-    for name, pieces in held.items():
+                pieces_by_name.setdefault(name, {})[box] = piece
+    full_tensors = {}
+    for name, pieces in pieces_by_name.items():
         shape = [max(o + n for o, n in zip(*dims, strict=True)) for dims in _dims(pieces)]
-        whole[name] = torch.full(shape, torch.nan, dtype=torch.float64)
+        full_tensors[name] = torch.full(shape, torch.nan, dtype=torch.float64)
         for box, piece in pieces.items():
-            whole[name][box.slices] = piece
-    return results[0].losses, results[0].norms, results[0].evaluation, whole
+            full_tensors[name][box.slices] = piece
+    return results[0].losses, results[0].norms, results[0].evaluation, full_tensors
 
 
 def _dims(boxes):
@@ -42,10 +42,10 @@ def _dims(boxes):
     ]
 
 
-def assert_bitwise(found, expected):
-    *numbers, weights = bits(found)
-    *wanted, others = bits(expected)
-    assert numbers == wanted
+def assert_bitwise(actual, expected):
+    *numbers, weights = bits(actual)
+    *expected_numbers, others = bits(expected)
+    assert numbers == expected_numbers
     assert weights.keys() == others.keys()
     for name, tensor in weights.items():
         assert torch.equal(tensor, others[name]), name
@@ -56,12 +56,12 @@ def assert_bitwise(found, expected):
 @pytest.mark.parametrize(("ranks", "stages"), [(2, (0, 1, 2, 3)), (4, (1, 2, 3))])
 def test_stages_are_bitwise_equal_where_sums_have_one_order(ranks, stages, name, pool):
     train = {"microbatch": 8 // ranks}
-    first, *rest = (
+    first, *others = (
         pool.run(ranks, run, {**MODELS[name], "layers": LAYERS}, train, {"zero": zero})
         for zero in stages
     )
-    for found in rest:
-        assert_bitwise(found, first)
+    for other in others:
+        assert_bitwise(other, first)
 
 
 @pytest.mark.quick(
@@ -82,15 +82,15 @@ def test_overlap_changes_no_bit_of_any_stage(zero, replicas, compress, pool):
         pool.run(4, run, MODELS["gpt2"], {"microbatch": 1}, parallel, serial)
         for serial in (True, False)
     )
-    for one, other in zip(serial, overlapped, strict=True):
-        assert (one.losses, one.norms, one.evaluation) == (
+    for single, other in zip(serial, overlapped, strict=True):
+        assert (single.losses, single.norms, single.evaluation) == (
             other.losses,
             other.norms,
             other.evaluation,
         )
-        for name, pieces in one.weights.items():
-            for (box, piece), (wanted, same) in zip(pieces, other.weights[name], strict=True):
-                assert box == wanted and torch.equal(piece, same), name
+        for name, pieces in single.weights.items():
+            for (box, piece), (other_box, same) in zip(pieces, other.weights[name], strict=True):
+                assert box == other_box and torch.equal(piece, same), name
 
 
 def moved(model, train, parallel, axes):
@@ -105,11 +105,13 @@ def moved(model, train, parallel, axes):
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(config.run.seed)
     group = mesh.group("data")
-    mine = share(global_batch(config, 0), config.train.microbatch, group.index, group.size, False)
-    train_step.train(mine, 0, 0.01)
+    own_share = share(
+        global_batch(config, 0), config.train.microbatch, group.index, group.size, False
+    )
+    train_step.train(own_share, 0, 0.01)
     mesh.take_traffic()
-    train_step.train(mine, 1, 0.01)
-    found = mesh.take_traffic()
+    train_step.train(own_share, 1, 0.01)
+    traffic = mesh.take_traffic()
     buckets = [
         (bucket.length, bucket.sharding.stage, bucket.parameters[0].spec)
         for bucket in train_step.sharded_parameters.buckets
@@ -118,7 +120,7 @@ def moved(model, train, parallel, axes):
     # The step ends before its values are gathered: nobody leaves while others still send.
     barrier(mesh.world)
     mesh.close()
-    return [found[axis] for axis in axes], buckets, elements
+    return [traffic[axis] for axis in axes], buckets, elements
 
 
 def gathers(spec, tied, microbatches):
@@ -146,16 +148,16 @@ def gathers(spec, tied, microbatches):
 def test_bytes_over_data_ranks_are_the_closed_form(name, ranks, zero, microbatches, pool):
     model, train = MODELS[name], {"microbatch": 8 // ranks // microbatches}
     tied = model.get("tie_embeddings", False)
-    wanted = 0.0
-    found = pool.run(ranks, moved, model, train, {"zero": zero}, ["data"])
-    for length, stage, spec in found[0][1]:
+    expected = 0.0
+    results = pool.run(ranks, moved, model, train, {"zero": zero}, ["data"])
+    for length, stage, spec in results[0][1]:
         scattered = microbatches if stage >= 2 else 1
         gathered = gathers(spec, tied, microbatches) if stage == 3 else 1
-        wanted += (scattered + gathered) * length
-    for (bytes_,), buckets, elements in found:
+        expected += (scattered + gathered) * length
+    for (bytes_,), buckets, elements in results:
         padded = sum(length for length, *_ in buckets)
         assert elements <= padded <= elements + 20 * 8 * ranks * len(buckets)
-        assert bytes_ == wanted * ITEM * (ranks - 1) / ranks
+        assert bytes_ == expected * ITEM * (ranks - 1) / ranks
 
 
 @pytest.mark.quick(when=lambda zero: zero in (0, 3))
@@ -165,9 +167,9 @@ def test_slow_links_carry_the_share_of_one_rank_of_a_node(zero, pool):
     would take, and less than half of what a ring over all ranks does."""
     parallel = {"zero": zero, "data_replicate": 2}
     train = {"microbatch": 2}
-    found = pool.run(4, moved, MODELS["gpt2"], train, parallel, ["data_replicate"])
+    results = pool.run(4, moved, MODELS["gpt2"], train, parallel, ["data_replicate"])
     flat = pool.run(4, moved, MODELS["gpt2"], train, {"zero": 0}, ["data"])[0][0][0]
-    for (slow,), buckets, _ in found:
+    for (slow,), buckets, _ in results:
         padded = sum(length for length, *_ in buckets)
         ring_of_nodes = 2 * padded * ITEM * (2 - 1) / 2
         assert slow == ring_of_nodes / 2

@@ -73,8 +73,8 @@ def test_gpt3_has_the_parameters_of_its_published_shape():
 def test_a_predictor_of_deepseek_v3_is_a_block_and_what_joins_two_streams():
     hidden = 7168
     last = [spec for spec in specs_of("deepseek-v3") if spec.name.startswith("blocks.60.")]
-    more = count_parameters(specs_of("deepseek-v3", 1)) - PUBLISHED["deepseek-v3"]
-    assert more == count_parameters(last) + 2 * hidden**2 + 3 * hidden
+    extra = count_parameters(specs_of("deepseek-v3", 1)) - PUBLISHED["deepseek-v3"]
+    assert extra == count_parameters(last) + 2 * hidden**2 + 3 * hidden
 
 
 def test_the_switch_has_eight_mlps_in_every_other_layer():

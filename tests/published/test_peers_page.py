@@ -7,8 +7,8 @@ import train_cpu
 
 
 def test_the_page_is_made_of_the_results_that_are_there():
-    assert {one.script for one in compare_peers.list_measured()} == {
-        one.script for one in compare_peers.COMPARISONS
+    assert {comparison.script for comparison in compare_peers.list_measured()} == {
+        comparison.script for comparison in compare_peers.COMPARISONS
     }
     assert compare_peers.PAGE.read_text(encoding="utf-8") == compare_peers.format_page()
 
@@ -32,8 +32,8 @@ def test_a_peer_is_compared_with_the_one_of_ours_above_it():
 
 def test_each_comparison_is_called_with_the_peers_that_it_takes():
     """The guide of each comparison exists, too."""
-    for one in compare_peers.COMPARISONS:
-        script = (compare_peers.ROOT / "benchmarks" / one.script).read_text(encoding="utf-8")
-        for peer in one.peers:
-            assert f"--{peer.replace('_', '-')}" in script, (one.script, peer)
-        assert (Path(compare_peers.PAGE).parent / one.guide).exists()
+    for comparison in compare_peers.COMPARISONS:
+        script = (compare_peers.ROOT / "benchmarks" / comparison.script).read_text(encoding="utf-8")
+        for peer in comparison.peers:
+            assert f"--{peer.replace('_', '-')}" in script, (comparison.script, peer)
+        assert (Path(compare_peers.PAGE).parent / comparison.guide).exists()

@@ -46,20 +46,20 @@ def megatron_bytes_per_element(seq, hidden, heads, tensor, recompute, sequence_p
 
 
 def lines(name):
-    found = published.predict_table(name)
-    if not found:
+    predictions = published.predict_table(name)
+    if not predictions:
         pytest.skip(f"{name} is read from ../shared/anchors, which is not here")
-    return found
+    return predictions
 
 
 @pytest.mark.quick(when=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", TABLES)
 def test_steps_are_predicted(name):
-    found, (mean, most) = summarize_errors(lines(name)), HELD[name]
-    assert found.mean <= mean and found.most <= most
-    assert found.removed >= 0.5
+    errors, (mean, most) = summarize_errors(lines(name)), HELD[name]
+    assert errors.mean <= mean and errors.most <= most
+    assert errors.removed >= 0.5
     # Fitted rows are not much better than held-out rows.
-    assert found.held_out <= 1.7 * found.fitted + 0.01
+    assert errors.held_out <= 1.7 * errors.fitted + 0.01
 
 
 @pytest.mark.quick(when=lambda name: name in QUICK)
@@ -104,10 +104,10 @@ def test_a_clone_without_the_long_tables_names_the_lines_that_it_cannot_make(
     assert "llm_foundry_h100_a100.csv is missing: lines" in foundry
     assert "vtrain_multi_a100.csv is missing: lines" in vtrain
     lines = page.splitlines()
-    for said, source in ((foundry, TABLES["llm_foundry"].source), (vtrain, "What is not reached")):
-        numbers = re.findall(r"[ ,](\d+)(?:-\d+)?", said.partition(" of docs")[0])
-        shown = [lines[int(number) - 1] for number in numbers]
-        assert any(line.startswith(f"## {source}") for line in shown), said
+    for note, source in ((foundry, TABLES["llm_foundry"].source), (vtrain, "What is not reached")):
+        numbers = re.findall(r"[ ,](\d+)(?:-\d+)?", note.partition(" of docs")[0])
+        rows = [lines[int(number) - 1] for number in numbers]
+        assert any(line.startswith(f"## {source}") for line in rows), note
     assert printed[-1].startswith("docs/images/prediction.svg is drawn only from all tables")
 
 
@@ -168,12 +168,12 @@ def test_activations_of_megatron(heads, hidden, published):
     def kept(recompute, sequence_parallel):
         return megatron_bytes_per_element(2048, hidden, heads, 8, recompute, sequence_parallel)
 
-    whole = kept("none", False)
-    found = (
-        kept("none", True) / whole,
-        kept("selective", False) / whole,
-        kept("selective", True) / whole,
-        kept("full", False) / whole,
+    unsplit = kept("none", False)
+    ratios = (
+        kept("none", True) / unsplit,
+        kept("selective", False) / unsplit,
+        kept("selective", True) / unsplit,
+        kept("full", False) / unsplit,
     )
-    for ours, theirs in zip(found, published, strict=True):
-        assert 100 * ours == pytest.approx(theirs, rel=0.03)
+    for predicted, reported in zip(ratios, published, strict=True):
+        assert 100 * predicted == pytest.approx(reported, rel=0.03)

@@ -116,9 +116,9 @@ def kill_at_random_moments(root):
     for _ in range(20):
         first = reached + 1
         kill_soon(lambda first=first: save_steps(folder, range(first, 999), 1 << 20), generator)
-        now = newest_step(folder)
-        assert now >= reached, (now, reached)
-        reached = now
+        newest = newest_step(folder)
+        assert newest >= reached, (newest, reached)
+        reached = newest
         kill_soon(load_again, generator)
         assert newest_step(folder) == reached
     assert reached > 0
@@ -194,8 +194,10 @@ def extra_memory(folder):
 
     def save_rows():
         rows = torch.ones(shape)
-        given = {"world": 2, "store": HashStore(), "keep": 1}
-        writers = [CheckpointWriter(Path(folder), rank=rank, **given) for rank in range(2)]
+        shared_arguments = {"world": 2, "store": HashStore(), "keep": 1}
+        writers = [
+            CheckpointWriter(Path(folder), rank=rank, **shared_arguments) for rank in range(2)
+        ]
         for rank, writer in enumerate(writers):
             half = rows[4000 * rank : 4000 * (rank + 1)]
             writer.save(1, [Slice("a", shape, (4000 * rank, 0), half)], {})

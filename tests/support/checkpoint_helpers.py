@@ -24,7 +24,7 @@ def part(name, tensor, box):
     return Slice(name, full[1], box[0], tensor[index_within(full, box)].clone())
 
 
-def save(folder: Path, ranks, *, step=1, state=None, keep=9, store=None, **given):
+def save(folder: Path, ranks, *, step=1, state=None, keep=9, store=None, **arguments):
     """Save as `len(ranks)` ranks in one process; `ranks[r]` is the list of slices of rank r."""
     store = store or HashStore()
     writers = [
@@ -35,7 +35,7 @@ def save(folder: Path, ranks, *, step=1, state=None, keep=9, store=None, **given
             store=store,
             keep=keep,
             timeout=20,
-            **given,
+            **arguments,
         )
         for rank in range(len(ranks))
     ]
@@ -59,8 +59,8 @@ def load_all(path):
 
 def seal(path, manifest):
     """Write a manifest with a matching checksum, as an attacker could."""
-    rest = json.dumps(manifest, separators=(",", ":"))[1:].encode()
-    path.write_bytes(b'{"checksum":"%s",' % checksum(rest).encode() + rest)
+    content = json.dumps(manifest, separators=(",", ":"))[1:].encode()
+    path.write_bytes(b'{"checksum":"%s",' % checksum(content).encode() + content)
 
 
 @st.composite

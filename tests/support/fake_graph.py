@@ -32,21 +32,21 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        made = function(*args, **kwargs)
+        output = function(*args, **kwargs)
         name = function.__name__.split(".")[0]
         assert name != "lift_fresh", "numbers come from the host"
         # Detached, so that no autograd graph of an argument is kept.
-        given = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
-        found = [x.detach() for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
-        here = {x.untyped_storage().data_ptr() for x in tensors(given)}
-        fresh = [x.untyped_storage().data_ptr() not in here for x in found]
-        self.kept.append((given, found))
+        inputs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        outputs = [x.detach() for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
+        input_storages = {x.untyped_storage().data_ptr() for x in tensors(inputs)}
+        fresh = [x.untyped_storage().data_ptr() not in input_storages for x in outputs]
+        self.kept.append((inputs, outputs))
         if function._schema.is_mutable:
-            self.steps.append(lambda: function(*given[0], **given[1]))
+            self.steps.append(lambda: function(*inputs[0], **inputs[1]))
         elif any(fresh) and "empty" not in name:
             assert all(fresh), f"{function} gives a view and something new"
-            self.steps.append(partial(into, found, function, given))
-        return made
+            self.steps.append(partial(into, outputs, function, inputs))
+        return output
 
     def play(self):
         with torch.no_grad():
@@ -58,9 +58,9 @@ def tensors(tree):
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
-def into(found, function, given):
-    made = tensors(function(*given[0], **given[1]))
-    for old, new in zip(found, made, strict=True):
+def into(outputs, function, inputs):
+    results = tensors(function(*inputs[0], **inputs[1]))
+    for old, new in zip(outputs, results, strict=True):
         old.copy_(new)
 
 
@@ -85,15 +85,15 @@ def written(tape):
     def begin(number, start):
         tape.works[number] = start()
 
-    def start_one(value, group, start, *arguments, **more):
+    def start_one(value, group, start, *arguments, **options):
         number = len(numbers)
         with _disable_current_modes():
-            made = started(value, group, start, *arguments, **more)
-        numbers[id(made)] = number, made
+            pending = started(value, group, start, *arguments, **options)
+        numbers[id(pending)] = number, pending
         tape.works[number] = None
         tape.order.append(group.axes)
         tape.steps.append(lambda: begin(number, start))
-        return made
+        return pending
 
     def finish_one(self):
         if self._work is not None:

@@ -153,9 +153,9 @@ def nan_once(trainer, step):
 
         class NanOnceBlock(kind):
             def __call__(self, *arguments):
-                made = super().__call__(*arguments) * torch.nan
+                output = super().__call__(*arguments) * torch.nan
                 self.__class__ = kind
-                return made
+                return output
 
         block.__class__ = NanOnceBlock
 
@@ -172,16 +172,16 @@ def damage(stage, block, sample):
     kind, forward = type(block), stage.forward
     met = []
 
-    def watched(number, microbatch, *arguments, **more):
+    def watched(number, microbatch, *arguments, **options):
         met[:] = [bool((microbatch.samples_B == sample).any())]
-        return forward(number, microbatch, *arguments, **more)
+        return forward(number, microbatch, *arguments, **options)
 
     class NanInPassBlock(kind):
         damaged = True
 
         def __call__(self, *arguments):
-            made = super().__call__(*arguments)
-            return made * torch.nan if met == [True] else made
+            output = super().__call__(*arguments)
+            return output * torch.nan if met == [True] else output
 
     stage.forward = watched
     block.__class__ = NanInPassBlock
@@ -196,9 +196,9 @@ def wrong_labels(trainer, first, samples):
     def bad():
         batch = next_step()
         if batch.first == first:
-            for one in batch.microbatches:
-                keep = one.labels_BS == IGNORE
-                one.labels_BS.copy_((60 - one.labels_BS).masked_fill(keep, IGNORE))
+            for microbatch in batch.microbatches:
+                keep = microbatch.labels_BS == IGNORE
+                microbatch.labels_BS.copy_((60 - microbatch.labels_BS).masked_fill(keep, IGNORE))
         return batch
 
     trainer.loader.next = bad
@@ -232,9 +232,9 @@ def lines(folder):
 
 
 def losses(folder):
-    found = lines(folder)
-    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
-    return [line["loss"] for line in found]
+    metrics = lines(folder)
+    assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
+    return [line["loss"] for line in metrics]
 
 
 def log(folder):

@@ -48,21 +48,27 @@ def wide(value):
     return value
 
 
-def assert_close(kernel, got, want, length, what, scale=None, precision=None):
+def assert_close(kernel, actual, expected, length, name, scale=None, precision=None):
     """Assert that each error is within the kernel's tolerance, relative to the largest element of
     its row, but at least to `scale` (for sums that are smaller than their terms).
 
     length: terms of the longest sum. precision: dtype of intermediate results, if it is lower than
     the result's.
     """
-    assert got.dtype.is_floating_point
-    size = want.abs().amax(-1, keepdim=True) if want.dim() and want.numel() else want.abs()
+    assert actual.dtype.is_floating_point
+    size = (
+        expected.abs().amax(-1, keepdim=True)
+        if expected.dim() and expected.numel()
+        else expected.abs()
+    )
     if scale is not None:
         size = size.clamp_min(scale)
-    roundings = (got.dtype, precision or got.dtype)
+    roundings = (actual.dtype, precision or actual.dtype)
     most = max(kernel.compute_tolerance(dtype, length) for dtype in roundings)
-    allowed = most * size.detach() + torch.finfo(got.dtype).tiny
-    assert_within(got, want, allowed, f"{most:.3g} of the largest of a row, by the kernel", what)
+    allowed = most * size.detach() + torch.finfo(actual.dtype).tiny
+    assert_within(
+        actual, expected, allowed, f"{most:.3g} of the largest of a row, by the kernel", name
+    )
 
 
 def check(
@@ -87,30 +93,33 @@ def check(
     if reason is not None:
         raise KernelError(reason)
     truth_in = [wide(a) for a in arguments]
-    want = tensors(kernel.reference(*truth_in, **options))
-    got = tensors(implementation.run(*arguments, **options))
-    assert len(got) == len(want)
-    for index, (mine, true) in enumerate(zip(got, want, strict=True)):
-        if true.is_floating_point():
+    expected = tensors(kernel.reference(*truth_in, **options))
+    actual = tensors(implementation.run(*arguments, **options))
+    assert len(actual) == len(expected)
+    for index, (result, exact) in enumerate(zip(actual, expected, strict=True)):
+        if exact.is_floating_point():
             assert_close(
-                kernel, mine.detach(), true.detach(), length, f"output {index}", scale, precision
+                kernel, result.detach(), exact.detach(), length, f"output {index}", scale, precision
             )
         else:
-            assert torch.equal(mine, true), f"output {index}"
+            assert torch.equal(result, exact), f"output {index}"
     leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
     if not leaves:
-        return got
+        return actual
     true_leaves = [a for a in truth_in if isinstance(a, torch.Tensor) and a.requires_grad]
     grads = []
-    for outputs, inputs in ((got, leaves), (want, true_leaves)):
-        kept = [o for o in outputs if o.requires_grad]
-        given = [rand(*o.shape, dtype=torch.float32, seed=91 + i) for i, o in enumerate(kept)]
-        given = [
-            g.to(got_o.dtype).to(o.dtype) for g, o, got_o in zip(given, kept, got, strict=False)
+    for outputs, inputs in ((actual, leaves), (expected, true_leaves)):
+        differentiable = [o for o in outputs if o.requires_grad]
+        upstream = [
+            rand(*o.shape, dtype=torch.float32, seed=91 + i) for i, o in enumerate(differentiable)
         ]
-        grads.append(torch.autograd.grad(kept, inputs, given))
-    for index, (mine, true) in enumerate(zip(*grads, strict=True)):
+        upstream = [
+            g.to(got_o.dtype).to(o.dtype)
+            for g, o, got_o in zip(upstream, differentiable, actual, strict=False)
+        ]
+        grads.append(torch.autograd.grad(differentiable, inputs, upstream))
+    for index, (result, exact) in enumerate(zip(*grads, strict=True)):
         assert_close(
-            kernel, mine, true, gradient_length or length, f"gradient {index}", scale, precision
+            kernel, result, exact, gradient_length or length, f"gradient {index}", scale, precision
         )
-    return got
+    return actual

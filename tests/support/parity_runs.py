@@ -77,20 +77,22 @@ def run(
     train_step.optimizer.initialize(config.run.seed)
     losses, norms = [], []
     for step in range(STEPS):
-        whole = on(mesh.device, global_batch(config, step))
+        batch = on(mesh.device, global_batch(config, step))
         if packed:
-            whole = on(mesh.device, with_documents(whole, step))
-        every = [
-            share(whole, config.train.microbatch, index, group.size, ragged)
+            batch = on(mesh.device, with_documents(batch, step))
+        shares = [
+            share(batch, config.train.microbatch, index, group.size, ragged)
             for index in range(group.size)
         ]
-        mine = every[group.index]
-        valid = sum(int((one.labels_BS != IGNORE).sum()) for rank in every for one in rank)
-        result = train_step.train(mine, step, 1.0 / valid)
+        own_share = shares[group.index]
+        valid = sum(
+            int((microbatch.labels_BS != IGNORE).sum()) for rank in shares for microbatch in rank
+        )
+        result = train_step.train(own_share, step, 1.0 / valid)
         losses.append(float(all_reduce(result.loss / valid, everywhere).wait()))
         norms.append(float(result.update.grad_norm))
     traffic = group.traffic.take()
-    evaluation = float(all_reduce(train_step.evaluate(mine).sum(), everywhere).wait()) / valid
+    evaluation = float(all_reduce(train_step.evaluate(own_share).sum(), everywhere).wait()) / valid
     weights = {}
     for name, _, box, piece in train_step.optimizer.list_tensors():
         weights.setdefault(name, []).append((box, piece.to("cpu", copy=True)))
@@ -122,8 +124,10 @@ def global_batch(config, step):
 
 def on(device, batch):
     """Return the batch on a device."""
-    given = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-    return replace(batch, **{name: value.to(device) for name, value in given.items()})
+    tensors = {
+        name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)
+    }
+    return replace(batch, **{name: value.to(device) for name, value in tensors.items()})
 
 
 def with_documents(batch, step):
@@ -138,7 +142,7 @@ def with_documents(batch, step):
 
 def share(batch, microbatch, rank, ranks, ragged):
     """Return the microbatches of one data rank."""
-    found = []
+    microbatches = []
     for i in range(rank * microbatch, len(batch.tokens_BS), ranks * microbatch):
         length = batch.tokens_BS.shape[1] - (i % 4 if ragged else 0)
         rows = slice(i, i + microbatch)
@@ -147,29 +151,29 @@ def share(batch, microbatch, rank, ranks, ragged):
             for of_all in (batch.positions_BS, batch.documents_BS)
         )
         tokens, labels = batch.tokens_BS[rows, :length], batch.labels_BS[rows, :length]
-        found.append(Microbatch(tokens, labels, batch.samples_B[rows], positions, documents))
-    return found
+        microbatches.append(Microbatch(tokens, labels, batch.samples_B[rows], positions, documents))
+    return microbatches
 
 
-def assert_same(found, expected):
+def assert_same(results, expected):
     """Assert that all ranks agree with the one-process result, and together hold all of it."""
-    held = {}
-    for rank in found:
-        for values, wanted in (
+    gathered = {}
+    for rank in results:
+        for values, reference in (
             (rank.losses, expected.losses),
             (rank.norms, expected.norms),
             (rank.evaluation, expected.evaluation),
         ):
-            assert values == promised(wanted)
+            assert values == promised(reference)
         for name, pieces in rank.weights.items():
-            whole = held.setdefault(name, torch.full_like(expected.whole(name), torch.nan))
+            full = gathered.setdefault(name, torch.full_like(expected.whole(name), torch.nan))
             for box, weights in pieces:
-                whole[box.slices] = weights
-    assert held.keys() == expected.weights.keys()
-    for name, weights in held.items():
-        wanted = expected.whole(name)
+                full[box.slices] = weights
+    assert gathered.keys() == expected.weights.keys()
+    for name, weights in gathered.items():
+        reference = expected.whole(name)
         allowed = PROMISE * size_of(name.partition("/")[0], expected)
-        assert_within(weights, wanted, allowed, "what is promised of layouts", name)
+        assert_within(weights, reference, allowed, "what is promised of layouts", name)
 
 
 def size_of(kind, expected):
@@ -182,11 +186,11 @@ def size_of(kind, expected):
     return max(float(expected.whole(name).abs().max()) for name in moments)
 
 
-def assert_same_bits(found, others):
+def assert_same_bits(results, others):
     """Assert that each rank got the same bits in two worlds of one layout."""
-    for one, other in zip(found, others, strict=True):
-        assert (one.losses, one.norms) == (other.losses, other.norms)
-        assert one.weights.keys() == other.weights.keys()
-        for name, pieces in one.weights.items():
-            for (_, piece), (_, wanted) in zip(pieces, other.weights[name], strict=True):
-                assert torch.equal(piece, wanted)
+    for result, other in zip(results, others, strict=True):
+        assert (result.losses, result.norms) == (other.losses, other.norms)
+        assert result.weights.keys() == other.weights.keys()
+        for name, pieces in result.weights.items():
+            for (_, piece), (_, reference) in zip(pieces, other.weights[name], strict=True):
+                assert torch.equal(piece, reference)

@@ -79,7 +79,7 @@ def ends(schedule, durations, comm):
 
     def end(action):
         if action not in known:
-            waits = [arrival(one, action) for one in inputs(schedule, action)]
+            waits = [arrival(predecessor, action) for predecessor in inputs(schedule, action)]
             waits += [end(before[action])] if before[action] else []
             known[action] = durations[action] + max(waits, default=0)
         return known[action]

@@ -37,10 +37,10 @@ class Pool:
         self._ends = [self._start() for _ in range(self._workers)]
 
     def _start(self):
-        mine, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+        parent_end, child_end = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_serve, args=(child_end,), daemon=True)
         process.start()
-        return mine, process
+        return parent_end, process
 
     def run(self, world, function, *args):
         try:
@@ -97,6 +97,6 @@ def _serve(end):
 
 
 def free_port():
-    with closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -17,8 +17,14 @@ class Program:
     discarded, its errors go to a file. Whoever starts it must end it. `function` is importable."""
 
     def __init__(self, function, *arguments, words=(), environment=None, errors=os.devnull):
-        given = (function, arguments, [str(word) for word in words], environment or {}, str(errors))
-        self._process = CONTEXT.Process(target=_become, args=given)
+        request = (
+            function,
+            arguments,
+            [str(word) for word in words],
+            environment or {},
+            str(errors),
+        )
+        self._process = CONTEXT.Process(target=_become, args=request)
         self._process.start()
 
     def wait(self, timeout=None):

@@ -230,8 +230,8 @@ def _mask(window, microbatch, batch, length):
     for b in range(batch):
         for query in range(length):
             for key in range(query + 1):
-                near = window is None or query - key < window
+                in_window = window is None or query - key < window
                 documents = microbatch.documents_BS
                 same = documents is None or documents[b, query] == documents[b, key]
-                mask[b, query, key] = near and same
+                mask[b, query, key] = in_window and same
     return mask

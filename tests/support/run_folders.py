@@ -10,7 +10,7 @@ PARTS = (
 )  # fmt: skip
 
 
-def lines(steps, ranks=4, stages=2, every=10, start=0, seed=0):
+def lines(steps, ranks=4, stages=2, ranks_every=10, start=0, seed=0):
     """Yield metrics lines, one a step; every `every`-th one has rows with all ranks."""
     draw = random.Random(seed)
     for step in range(start + 1, start + steps + 1):
@@ -36,22 +36,22 @@ def lines(steps, ranks=4, stages=2, every=10, start=0, seed=0):
         }  # fmt: skip
         if step == 20:
             line["resumed_after"] = 19
-        if every and step % every == 0:
+        if ranks_every and step % ranks_every == 0:
             line["eval_loss"], line["eval_losses"] = 3.0, {"web": 2.5, "code": 3.5}
             work = [0.5 + 0.2 * (rank == 1) for rank in range(ranks)]
-            held = {f"held/{kind}": [1e8] * ranks for kind in ("weights", "optimizer")}
-            line["ranks"] = {"work": work, "memory_bytes": [1e9] * ranks, **held}
+            memory = {f"held/{kind}": [1e8] * ranks for kind in ("weights", "optimizer")}
+            line["ranks"] = {"work": work, "memory_bytes": [1e9] * ranks, **memory}
             line["experts"]["tokens"] = {str(n): [1.0, 3.0, 0.0, 4.0] for n in range(3)}
         yield line
 
 
-def write(folder, found, config=None, environment=None):
+def write(folder, metrics, config=None, environment=None):
     """Write a run folder with these lines; return it."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "metrics.jsonl", "w") as file:
-        for line in found:
+        for line in metrics:
             file.write(json.dumps(line) + "\n")
-    given = {"data": {"sources": [{"path": "web"}, {"path": "code"}]}, **(config or {})}
-    (folder / "config.yaml").write_text(json.dumps(given))
+    settings = {"data": {"sources": [{"path": "web"}, {"path": "code"}]}, **(config or {})}
+    (folder / "config.yaml").write_text(json.dumps(settings))
     (folder / "environment.json").write_text(json.dumps({"ranks": 4, **(environment or {})}))
     return folder

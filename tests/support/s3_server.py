@@ -73,16 +73,16 @@ class Server:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         size = int(environ.get("CONTENT_LENGTH") or 0)
         with self._lock:
-            what = self.fault(method, path)
-        if what == "reset":
-            got = len(environ["wsgi.input"].read(size // 2))
-            self._count(method, path, got)
+            fault = self.fault(method, path)
+        if fault == "reset":
+            received = len(environ["wsgi.input"].read(size // 2))
+            self._count(method, path, received)
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             raise ConnectionError
         body = environ["wsgi.input"].read(size)
         self._count(method, path, len(body))
-        if what is not None:
-            start_response(f"{what} Injected", [("Content-Length", "0")])
+        if fault is not None:
+            start_response(f"{fault} Injected", [("Content-Length", "0")])
             return [b""]
         environ["wsgi.input"] = io.BytesIO(body)
         return self._application(environ, start_response)

@@ -15,16 +15,16 @@ def kept_by_block(stage, microbatch, buckets):
     if context.rotary is not None:
         tables = (context.rotary.cos, context.rotary.sin)
     known = {tensor.untyped_storage().data_ptr() for tensor in (*known, *tables)}
-    kept = {}
+    storages = {}
 
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known and tensor.numel() and tensor.dim():
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+            storages[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = stage.blocks[0](leaf, context, stage._make_pass_state())
-    kept.pop(output.untyped_storage().data_ptr(), None)
+    storages.pop(output.untyped_storage().data_ptr(), None)
     turned = {table.shape for table in tables}  # also skips the negated table for backward
-    return sum(size for size, tensor in kept.values() if tensor.shape not in turned)
+    return sum(size for size, tensor in storages.values() if tensor.shape not in turned)

@@ -83,10 +83,10 @@ def start(world):
         in_threads(lambda rank: find_fresh_store(counted[rank], rank, world, 30.0), counted)
     finally:
         rendezvous.PrefixStore = prefixed
-    return [one.asked for one in counted.values()]
+    return [store.asked for store in counted.values()]
 
 
-def lose(world, victim, how, dead_judge=False):
+def lose(world, victim, fault, dead_judge=False):
     """Lose one rank of a world: kill its watchdog, or let it work on. Returns, for each other rank,
     the verdict's ranks and text, its requests, and the bytes that it read.
 
@@ -105,16 +105,16 @@ def lose(world, victim, how, dead_judge=False):
         watches = {
             rank: TestedWatchdog(stores[rank], layout, rank, 30.0, progress[rank], lambda: "")
             for rank in range(world)
-            if rank != victim or how == "late"
+            if rank != victim or fault == "late"
         }
         for rank, watch in watches.items():
             progress[rank].begin_activity("step 7")
             if rank != victim:
                 progress[rank].begin_wait(WaitOverData())
-            if how == "late":
+            if fault == "late":
                 watch.limit = 0.5
-        if how == "lost":
-            group = layout.members(victim, "tensor")
+        if fault == "lost":
+            group = layout.list_members(victim, "tensor")
 
             def lose_contact(rank):
                 others = [other for other in group if other != rank]
@@ -122,7 +122,7 @@ def lose(world, victim, how, dead_judge=False):
 
             in_threads(lose_contact, [rank for rank in group if rank != victim])
         for rank, watch in watches.items():
-            if how == "lost" and rank in group:
+            if fault == "lost" and rank in group:
                 watch._stop.set()  # its working thread has ended the rank
             watch._thread.join(timeout=30)
         return {
@@ -141,13 +141,13 @@ def make_groups():
 
     before = gloo_sockets.count_sockets()
     mesh = Mesh(Layout(data=4), device="cpu", timeout=20.0)
-    found = [gloo_sockets.count_sockets() - before]
+    socket_counts = [gloo_sockets.count_sockets() - before]
     all_reduce(torch.ones(()), mesh.data_control_group).wait()
-    found.append(gloo_sockets.count_sockets() - before)
+    socket_counts.append(gloo_sockets.count_sockets() - before)
     beside = mesh.make_control_group()
-    found.append(gloo_sockets.count_sockets() - before)
-    told = gather_json(beside, "x" * mesh.rank)
-    found.append(gloo_sockets.count_sockets() - before)
+    socket_counts.append(gloo_sockets.count_sockets() - before)
+    texts = gather_json(beside, "x" * mesh.rank)
+    socket_counts.append(gloo_sockets.count_sockets() - before)
     sum_of_all = all_reduce(torch.ones(()), beside)
     mesh.store.add("counted", 1)
     while mesh.store.add("counted", 0) < 4:
@@ -161,7 +161,7 @@ def make_groups():
     except LostRanks as lost:
         broken = str(lost)
     mesh.close()
-    return found, told, broken
+    return socket_counts, texts, broken
 
 
 class GlooRequestCounter(dist.Store):
@@ -191,12 +191,12 @@ def gloo_requests(lazily, port):
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=20))
     counting = GlooRequestCounter(store)
     limit = timedelta(seconds=20)
-    made = {"rank": rank, "world_size": world, "store": counting, "timeout": limit}
+    arguments = {"rank": rank, "world_size": world, "store": counting, "timeout": limit}
     if lazily:
         with gloo_sockets.connect_lazily():
-            dist.init_process_group("gloo", **made)
+            dist.init_process_group("gloo", **arguments)
     else:
-        dist.init_process_group("gloo", **made)
+        dist.init_process_group("gloo", **arguments)
     counts = [counting.requests]
     dist.all_reduce(torch.ones(()))
     counts.append(counting.requests - counts[0])

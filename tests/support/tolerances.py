@@ -69,76 +69,79 @@ def allowance(
 
 
 def assert_near(
-    found: Any,
+    actual: Any,
     expected: Any,
     terms: int,
     *,
     size: Any = None,
     dtype: torch.dtype | None = None,
     sums: torch.dtype | None = None,
-    what: str = "",
+    label: str = "",
 ) -> None:
     """Assert that two results differ by no more than the errors of both.
 
     Args:
-        found: Tensor, or a number (fp64).
+        actual: Tensor, or a number (fp64).
         expected: The same result, computed in another way or in a wider type.
         terms: Roundings on the way to one element, as in `growth`.
         size: Size of the numbers that are added up to an element: the sum of their absolute values,
             which broadcasts against the result. By default the largest element of `expected`:
             elements that cancel by chance are as inexact as the others of their tensor.
-        dtype: Type of the numbers of `found`, if it is lower than that in which it is given.
-        sums: The type in which sums of `found` are kept, as in `allowance`.
-        what: A name of the result for the message.
+        dtype: Type of the numbers of `actual`, if it is lower than that in which it is given.
+        sums: The type in which sums of `actual` are kept, as in `allowance`.
+        label: A name of the result for the message.
     """
-    found, expected = (
+    actual, expected = (
         torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64)
-        for x in (found, expected)
+        for x in (actual, expected)
     )
-    found, expected = found.detach(), expected.detach()
-    mine, theirs, wide = dtype or found.dtype, expected.dtype, expected.double()
+    actual, expected = actual.detach(), expected.detach()
+    actual_dtype, expected_dtype, wide = dtype or actual.dtype, expected.dtype, expected.double()
     finite = wide[torch.isfinite(wide)].abs()
     if size is None:
         size = finite.max() if finite.numel() else 0.0
-    given = torch.as_tensor(size, dtype=torch.float64)
-    allowed = allowance(terms, given, mine, sums, wide.abs()) + allowance(terms, given, theirs)
-    largest = float(given.max()) if given.numel() else 0.0
+    magnitude = torch.as_tensor(size, dtype=torch.float64)
+    allowed = allowance(terms, magnitude, actual_dtype, sums, wide.abs()) + allowance(
+        terms, magnitude, expected_dtype
+    )
+    largest = float(magnitude.max()) if magnitude.numel() else 0.0
     assert_within(
-        found,
+        actual,
         expected,
         allowed,
-        f"{terms} roundings, of numbers up to {largest:.3g}, to {_name(mine)} and {_name(theirs)}",
-        what,
+        f"{terms} roundings, of numbers up to {largest:.3g}, "
+        f"to {_name(actual_dtype)} and {_name(expected_dtype)}",
+        label,
     )
 
 
 def assert_within(
-    found: Tensor, expected: Tensor, allowed: Any, derivation: str, what: str = ""
+    actual: Tensor, expected: Tensor, allowed: Any, derivation: str, label: str = ""
 ) -> None:
     """Assert that results differ by at most `allowed`, and that the same elements are finite.
 
     Args:
         allowed: Absolute differences, a number or a tensor that broadcasts against the results.
         derivation: What `allowed` was derived from, for the message.
-        what: A name of the result for the message.
+        label: A name of the result for the message.
     """
-    assert found.shape == expected.shape, (what, found.shape, expected.shape)
+    assert actual.shape == expected.shape, (label, actual.shape, expected.shape)
     if not expected.numel():
         return
-    found, expected = found.detach().double(), expected.detach().double()
+    actual, expected = actual.detach().double(), expected.detach().double()
     finite = torch.isfinite(expected)
-    odd = ~finite & ~((found == expected) | (found.isnan() & expected.isnan()))
+    odd = ~finite & ~((actual == expected) | (actual.isnan() & expected.isnan()))
     allowed = torch.as_tensor(allowed, dtype=torch.float64).expand_as(expected)
-    # Written so that a NaN in `found` is not within any tolerance.
-    wrong = odd | (finite & ~((found - expected).abs() <= allowed))
+    # Written so that a NaN in `actual` is not within any tolerance.
+    wrong = odd | (finite & ~((actual - expected).abs() <= allowed))
     if not bool(wrong.any()):
         return
-    excess = torch.where(wrong, ((found - expected).abs() / allowed).nan_to_num(math.inf), -1.0)
+    excess = torch.where(wrong, ((actual - expected).abs() / allowed).nan_to_num(math.inf), -1.0)
     place = tuple(map(int, torch.unravel_index(excess.argmax(), excess.shape)))
-    one, other, most = (float(x[place]) for x in (found, expected, allowed))
+    value, other, most = (float(x[place]) for x in (actual, expected, allowed))
     raise AssertionError(
-        f"{what or 'result'}: {int(wrong.sum())} of {wrong.numel()} elements are too far apart; "
-        f"at {list(place)} {one!r} and {other!r} differ by {abs(one - other):.3g}, "
+        f"{label or 'result'}: {int(wrong.sum())} of {wrong.numel()} elements are too far apart; "
+        f"at {list(place)} {value!r} and {other!r} differ by {abs(value - other):.3g}, "
         f"allowed {most:.3g} ({derivation})"
     )
 

@@ -24,7 +24,7 @@ finally:
 
 
 @pytest.mark.parametrize(
-    ("error", "rank", "status", "said"),
+    ("error", "rank", "status", "expected"),
     [
         ("UserError('use 4')", 0, 2, "error: use 4\n"),
         ("UserError('use 4')", 3, 2, "error: rank 3: use 4\n"),
@@ -33,11 +33,11 @@ finally:
         ("ZeroDivisionError('by zero')", 0, 1, "ZeroDivisionError: by zero\n"),
     ],
 )
-def test_leaving_tells_why_and_waits_for_nothing(error, rank, status, said):
+def test_leaving_tells_why_and_waits_for_nothing(error, rank, status, expected):
     command = [sys.executable, "-c", ENDS.format(error=error, rank=rank)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout) == (status, "")
-    assert done.stderr.endswith(said) and ("Traceback" in done.stderr) == (status == 1)
+    assert done.stderr.endswith(expected) and ("Traceback" in done.stderr) == (status == 1)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_a_mistake_of_all_ranks_is_told_once_and_stands_in_the_summary():
         cwd=ROOT,
     )
     assert done.returncode == 1
-    told, _, summary = done.stderr.partition("pretrain_gpt.py FAILED")
+    output, _, summary = done.stderr.partition("pretrain_gpt.py FAILED")
     line = "train.stps: unknown key; did you mean train.steps?"
-    assert told.count(line) == 1
+    assert output.count(line) == 1
     assert summary.count(line) == 1 and "To enable traceback" not in summary
 
 

@@ -10,7 +10,6 @@ inputs, O outputs, F inner width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.architecture.spec import Normal, ParamSpec
-from megaframe.config import ModelConfig, MoEConfig
+from megaframe.architecture.moe import MoEDescription
 from megaframe.expert_parallel.transfer import ExpertRows, LocalStep
 from megaframe.model.mlp import activate, recompute_activation
 from megaframe.model.pass_state import PassState
@@ -32,54 +30,16 @@ from megaframe.tensor_parallel.context import TensorParallel
 class Experts(Module):
     """hidden -> width -> hidden in each expert, without biases."""
 
-    def __init__(
-        self,
-        name: str,
-        model: ModelConfig,
-        moe: MoEConfig,
-        output_std: float,
-        tensor: TensorParallel,
-    ) -> None:
-        """Declare the matrices of all experts as two parameters.
+    def __init__(self, name: str, description: MoEDescription, tensor: TensorParallel) -> None:
+        """Make the matrices of all experts, which are two parameters.
 
         Args:
             name: Of the experts in the model.
-            model: The model's config.
-            moe: Its part about experts.
-            output_std: Standard deviation of the initial output matrices.
+            description: What the layer declares.
             tensor: How products are computed.
         """
-        self.tensor = tensor
-        width = moe.ffn or model.ffn
-        gated = model.activation == "swiglu"
-        self.activation = model.activation
-        token_share = Fraction(moe.top_k, moe.experts)
-        # Along dim 0 the weight is one matrix per expert.
-        every = {0: (1,) * moe.experts}
-        self.up = Parameter(
-            ParamSpec(
-                f"{name}.up.weight",
-                (moe.experts, *((2,) if gated else ()), width, model.hidden),
-                Normal(model.init_std),
-                role="matrix",
-                decay=True,
-                axes={0: "expert", 2 if gated else 1: "expert_tensor"},
-                fused={**every, 1: (1, 1)} if gated else every,
-                token_share=token_share,
-            )
-        )
-        self.down = Parameter(
-            ParamSpec(
-                f"{name}.down.weight",
-                (moe.experts, model.hidden, width),
-                Normal(output_std),
-                role="matrix",
-                decay=True,
-                axes={0: "expert", 2: "expert_tensor"},
-                fused=every,
-                token_share=token_share,
-            )
-        )
+        self.tensor, self.activation = tensor, description.activation
+        self.up, self.down = map(Parameter, description.experts.parameters(name))
 
     def __call__(
         self,
@@ -118,7 +78,7 @@ class _Experts(torch.autograd.Function):
         expert_rows: ExpertRows,
         state: PassState,
     ) -> Tensor:
-        up_EOH, down_EHF = _view_matrices(experts.up), _view_matrices(experts.down)
+        up_EOH, down_EHF = _get_matrices(experts.up), _get_matrices(experts.down)
         slices = _divide(x_AH, up_EOH, down_EHF, expert_rows, experts.tensor)
         # In the workspace: `last.transpose` reads it before another layer asks for this memory.
         y_NH, ups = state.workspace.allocate_rows(len(gates_N), x_AH), []
@@ -139,7 +99,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x_AH, gates_N, *ups), dy_AH = ctx.saved_tensors, gradients[0]
         experts, last, state = ctx.experts, ctx.last, ctx.state
-        up_EOH, down_EHF = _view_matrices(experts.up), _view_matrices(experts.down)
+        up_EOH, down_EHF = _get_matrices(experts.up), _get_matrices(experts.down)
         # Valid until the next layer asks for this memory; `last.transpose` has read it by then.
         dx_NH = state.workspace.allocate_rows(len(gates_N), x_AH)
         dgates_N = torch.empty_like(gates_N)
@@ -164,7 +124,7 @@ class _Experts(torch.autograd.Function):
         return last.transpose(dx_NH).wait(), dgates_N, None, None, None, None
 
 
-def _view_matrices(weight: Parameter) -> Tensor:
+def _get_matrices(weight: Parameter) -> Tensor:
     """Return the value of the weight as [experts, outputs, inputs]."""
     value = weight.value
     return value.view(value.shape[0], -1, value.shape[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megaframe.config import ModelConfig, MoEConfig
+from megaframe.architecture.moe import MoEDescription
 from megaframe.expert_parallel.dispatch import route_tokens
 from megaframe.expert_parallel.transfer import combine_along, dispatch_along
 from megaframe.model.forward_context import MicrobatchContext, RunContext
@@ -21,16 +21,13 @@ class MixtureOfExperts(Module):
     """A router, the experts to which it sends tokens, and optionally a shared MLP for every token,
     which is computed while tokens are in transit."""
 
-    def __init__(
-        self, name: str, model: ModelConfig, moe: MoEConfig, output_std: float, run: RunContext
-    ) -> None:
+    def __init__(self, name: str, description: MoEDescription, run: RunContext) -> None:
         self.run = run
-        self.router = Router(f"{name}.router", model, moe, run)
-        self.experts = Experts(f"{name}.experts", model, moe, output_std, run.tensor)
+        self.router = Router(f"{name}.router", description, run)
+        self.experts = Experts(f"{name}.experts", description, run.tensor)
         self.shared: MLP | None = None
-        if moe.shared:
-            width = moe.shared * (moe.ffn or model.ffn)
-            self.shared = MLP(f"{name}.shared", model, output_std, run.tensor, width)
+        if description.shared is not None:
+            self.shared = MLP(f"{name}.shared", description.shared, run.tensor)
 
     def __call__(
         self, x: Tensor, norm: Elementwise | None, context: MicrobatchContext, state: PassState

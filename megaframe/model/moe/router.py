@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.architecture.spec import Constant, Normal, ParamSpec
-from megaframe.config import ModelConfig, MoEConfig
+from megaframe.architecture.moe import MoEDescription
 from megaframe.distributed.collectives import all_reduce
 from megaframe.expert_parallel.dispatch import DROPPED
 from megaframe.model.forward_context import MicrobatchContext, RunContext
@@ -29,20 +28,9 @@ class Router(Module):
     scores when experts are chosen; otherwise it is the load of the last step, 1 on average. Its
     gradient is the load of the current step."""
 
-    def __init__(self, name: str, model: ModelConfig, moe: MoEConfig, run: RunContext) -> None:
-        self.name, self.moe, self.run = name, moe, run
-        spec = ParamSpec(
-            f"{name}.weight",
-            (moe.experts, model.hidden),
-            Normal(model.init_std),
-            role="matrix",
-            decay=True,
-        )
-        self.weight = Parameter(spec)
-        start = 0.0 if moe.balance == "bias" else 1.0
-        self.balance = Parameter(
-            ParamSpec(f"{name}.balance", (moe.experts,), Constant(start), role="balance")
-        )
+    def __init__(self, name: str, description: MoEDescription, run: RunContext) -> None:
+        self.name, self.moe, self.run = name, description.moe, run
+        self.weight, self.balance = map(Parameter, description.router.parameters(name))
 
     def __call__(
         self, x_RH: Tensor, context: MicrobatchContext, state: PassState

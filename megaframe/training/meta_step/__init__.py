@@ -1,4 +1,4 @@
-"""Rehearsal: one rank of a run executed alone, with the real engine on tensors without content.
+"""A step of one rank of a run, executed alone by the real code on tensors without content.
 
 The mesh is that of the whole world; the model, the optimizer and the schedule are those of the
 rank; and every action of a step is executed. Only tensors have no content and nothing is sent. The
@@ -22,24 +22,27 @@ from megaframe.schedule import Action, ActionKind
 from megaframe.training.meta_step.meta_tensors import AllocationTracker, MetaTensorMode
 from megaframe.training.train_step import TrainStep
 
-__all__ = ["Counted", "Ledger", "counted_step", "rehearse"]
-
 
 @dataclass(frozen=True)
 class RankMeasurement:
     """What was counted in one step of a rank, in bytes.
 
-    buffers: weights, values and gradients. optimizer: optimizer state. rooms: receive buffers of
-    transfers on a CPU, and buffers for offloaded data. kept: the most that existed between two
-    actions besides these, which is activations and messages in transit. peak: the most at any time,
-    everything included except `host`. traffic: bytes handed to collectives and links, by axes.
-    actions: number of actions executed. host: bytes kept in host memory.
+    Attributes:
+        buffers: Weights, values and gradients.
+        optimizer: Optimizer state.
+        staging: Receive buffers of transfers on a CPU, and buffers for offloaded data.
+        activations: The most that existed between two actions besides these: activations and
+            messages in transit.
+        peak: The most at any time, everything included except `host`.
+        traffic: Bytes handed to collectives and links, by axes.
+        actions: Number of actions executed.
+        host: Bytes in host memory.
     """
 
     buffers: int
     optimizer: int
-    rooms: int
-    kept: int
+    staging: int
+    activations: int
     peak: int
     traffic: Mapping[str, int]
     actions: int
@@ -47,16 +50,16 @@ class RankMeasurement:
 
     @property
     def temporaries(self) -> int:
-        """The most bytes that single operations needed on top of everything that is kept."""
-        return self.peak - self.buffers - self.optimizer - self.rooms - self.kept
+        """The most bytes that single operations needed on top of everything that outlives them."""
+        return self.peak - self.buffers - self.optimizer - self.staging - self.activations
 
 
 def run_meta_step(config: RunConfig, layout: Layout, rank: int) -> RankMeasurement:
-    """Rehearse one step of `rank`. Raises `ValueError` for a rank outside the layout.
+    """Run one step of `rank`. Raises `ValueError` for a rank outside the layout.
 
     Paired passes (`parallel.expert_overlap`) run one after the other; fused products over symmetric
     memory, kernels and compiled pieces run as plain code; and no step is a CUDA graph. All of these
-    need a device or ranks that a rehearsal does not have.
+    need a device or ranks that are missing here.
     """
     parallel = {"expert_overlap": False, "symmetric_memory": "off"}
     train: dict[str, object] = {"compile": "none", "cuda_graph": False}
@@ -67,34 +70,34 @@ def run_meta_step(config: RunConfig, layout: Layout, rank: int) -> RankMeasureme
             "kernels": KernelsConfig(),
         }
     )
-    with MetaTensorMode() as ledger:
+    with MetaTensorMode() as tracker:
         mesh = Mesh(layout, alone=rank)
-        return measure_step(config, mesh, ledger)
+        return measure_step(config, mesh, tracker)
 
 
-def measure_step(config: RunConfig, mesh: Mesh, ledger: AllocationTracker) -> RankMeasurement:
-    """Build what this rank of the mesh runs, and count one step of it in `ledger`."""
-    watch = _PeakBetweenActions(ledger)
+def measure_step(config: RunConfig, mesh: Mesh, tracker: AllocationTracker) -> RankMeasurement:
+    """Build what this rank of the mesh runs, and count one step of it in `tracker`."""
+    watch = _PeakBetweenActions(tracker)
     train_step = TrainStep(config, mesh, trace=watch.follow)
     optimizer, buffers = train_step.optimizer, train_step.sharded_parameters.buffers
     optimizer.initialize(config.run.seed)
     mesh.take_traffic()
     count = config.train.global_batch // (config.train.microbatch * mesh.layout.data)
-    microbatches = [_microbatch(config)] * count
+    microbatches = [_make_microbatch(config)] * count
     state, host = optimizer.count_memory_bytes()["optimizer"], optimizer.offload.host_bytes
 
-    def rooms() -> int:
+    def count_staging() -> int:
         return buffers.receive_bytes + optimizer.offload.staging_bytes
 
-    watch.begin(lambda: buffers.bytes + rooms() + state + host)
+    watch.begin(lambda: buffers.bytes + count_staging() + state + host)
     result = train_step.train(microbatches, 0, 1.0)
     del result
     return RankMeasurement(
         buffers.bytes,
         state,
-        rooms(),
-        watch.most,
-        ledger.peak - watch.before - host,
+        count_staging(),
+        watch.peak,
+        tracker.peak - watch.before - host,
         mesh.take_traffic(),
         watch.actions,
         host,
@@ -105,28 +108,29 @@ class _PeakBetweenActions:
     """Records the most bytes that exist between two actions of a step. The train step calls
     `follow` around each action."""
 
-    def __init__(self, ledger: AllocationTracker) -> None:
-        self._ledger = ledger
-        self._held: Callable[[], int] | None = None
-        self.most = self.actions = self.before = 0
+    def __init__(self, tracker: AllocationTracker) -> None:
+        self._tracker = tracker
+        self._count_buffers: Callable[[], int] | None = None
+        self.peak = self.actions = self.before = 0
 
-    def begin(self, held: Callable[[], int]) -> None:
-        """Start the step. held: returns the bytes of what stays: buffers, rooms and state."""
-        self._held = held
-        self.before = self._ledger.live - held()
-        self._ledger.mark()
+    def begin(self, count_buffers: Callable[[], int]) -> None:
+        """Start the step. count_buffers: returns the bytes of what
+        stays: buffers, staging buffers and state."""
+        self._count_buffers = count_buffers
+        self.before = self._tracker.live - count_buffers()
+        self._tracker.mark()
 
     @contextmanager
     def follow(self, action: Action, kind: str) -> Iterator[None]:
         """Count around one action. The update is not counted: what it needs belongs to the
         optimizer."""
         yield
-        if action.kind is not ActionKind.UPDATE and self._held is not None:
+        if action.kind is not ActionKind.UPDATE and self._count_buffers is not None:
             self.actions += 1
-            self.most = max(self.most, self._ledger.live - self.before - self._held())
+            self.peak = max(self.peak, self._tracker.live - self.before - self._count_buffers())
 
 
-def _microbatch(config: RunConfig) -> Microbatch:
+def _make_microbatch(config: RunConfig) -> Microbatch:
     """Return a microbatch of samples of one document each, with tokens from the whole
     vocabulary."""
     train, vocab = config.train, config.model.vocab

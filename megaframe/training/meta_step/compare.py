@@ -1,4 +1,4 @@
-"""Comparison of what a rehearsed rank counted with what the plan predicts for it."""
+"""Comparison of what a meta step measured with what the plan predicts for its rank."""
 
 from __future__ import annotations
 
@@ -37,53 +37,56 @@ class ComparisonRow:
 
 
 def compare_with_plan(
-    config: RunConfig, layout: Layout, rank: int, found: RankMeasurement
+    config: RunConfig, layout: Layout, rank: int, measured: RankMeasurement
 ) -> list[ComparisonRow]:
     """Return the rows for memory and bytes moved. The schedule of all ranks is checked first."""
-    many = config.train.global_batch // (config.train.microbatch * layout.data)
-    schedule = lower(build_step_schedule(config, many))
+    count = config.train.global_batch // (config.train.microbatch * layout.data)
+    schedule = lower(build_step_schedule(config, count))
     check(schedule)
-    return [*_memory(config, layout, rank, found), *_traffic(config, layout, rank, found)]
+    return [
+        *_compare_memory(config, layout, rank, measured),
+        *_compare_traffic(config, layout, rank, measured),
+    ]
 
 
-def _memory(
-    config: RunConfig, layout: Layout, rank: int, found: RankMeasurement
+def _compare_memory(
+    config: RunConfig, layout: Layout, rank: int, measured: RankMeasurement
 ) -> Iterator[ComparisonRow]:
-    many = config.train.global_batch // (config.train.microbatch * layout.data)
-    schedule = lower(build_step_schedule(config, many))
-    here = layout.coordinate(rank)["pipeline"]
-    plan = compute_rank_memory(config, layout, stage_plans(config), schedule, here)
+    count = config.train.global_batch // (config.train.microbatch * layout.data)
+    schedule = lower(build_step_schedule(config, count))
+    pipeline_rank = layout.get_coordinate(rank)["pipeline"]
+    plan = compute_rank_memory(config, layout, stage_plans(config), schedule, pipeline_rank)
     buffers = plan.weights + plan.values + plan.gradients
-    kept = plan.activations + plan.messages
-    yield ComparisonRow("weights, values, gradients", found.buffers, buffers)
-    yield ComparisonRow("optimizer", found.optimizer, plan.optimizer)
+    activations = plan.activations + plan.messages
+    yield ComparisonRow("weights, values, gradients", measured.buffers, buffers)
+    yield ComparisonRow("optimizer", measured.optimizer, plan.optimizer)
     if plan.host:
-        yield ComparisonRow("on the host", found.host, plan.host)
-        yield ComparisonRow("rooms", found.rooms, plan.rooms)
-    again = any(p.recomputed for p in stage_plans(config))
-    passing = found.kept + found.temporaries if again else found.kept
-    planned = kept + plan.temporaries if again else kept
-    what = "activations, messages" + ", temporaries" * again
-    yield ComparisonRow(what, passing, planned)
-    if not again:
-        yield ComparisonRow("temporaries", found.temporaries, plan.temporaries)
-    whole = buffers + plan.optimizer + plan.rooms + kept + plan.temporaries
-    yield ComparisonRow("most at a time", found.peak, whole)
+        yield ComparisonRow("on the host", measured.host, plan.host)
+        yield ComparisonRow("rooms", measured.staging, plan.rooms)
+    recomputes = any(p.recomputed for p in stage_plans(config))
+    counted = measured.activations + measured.temporaries if recomputes else measured.activations
+    planned = activations + plan.temporaries if recomputes else activations
+    name = "activations, messages" + ", temporaries" * recomputes
+    yield ComparisonRow(name, counted, planned)
+    if not recomputes:
+        yield ComparisonRow("temporaries", measured.temporaries, plan.temporaries)
+    peak = buffers + plan.optimizer + plan.rooms + activations + plan.temporaries
+    yield ComparisonRow("most at a time", measured.peak, peak)
 
 
-def _traffic(
-    config: RunConfig, layout: Layout, rank: int, found: RankMeasurement
+def _compare_traffic(
+    config: RunConfig, layout: Layout, rank: int, measured: RankMeasurement
 ) -> Iterator[ComparisonRow]:
     """Yield the bytes moved, by axes. With several context ranks, gradients and values travel over
     context and data ranks together, so the plan's "data" is compared with "context+data"."""
-    many = config.train.global_batch // (config.train.microbatch * layout.data)
-    schedule = lower(build_step_schedule(config, many))
-    here = layout.coordinate(rank)["pipeline"]
+    count = config.train.global_batch // (config.train.microbatch * layout.data)
+    schedule = lower(build_step_schedule(config, count))
+    pipeline_rank = layout.get_coordinate(rank)["pipeline"]
     plans = stage_plans(config)
-    mine = [plans[stage] for stage in schedule.stages(here)]
-    planned = dict(communication_bytes(config, layout, mine, schedule.ranks[here]))
-    for axes, size in sorted(found.traffic.items()):
-        alike = {"context+data": "data"}.get(axes, axes)
+    own_plans = [plans[stage] for stage in schedule.list_stages(pipeline_rank)]
+    planned = dict(communication_bytes(config, layout, own_plans, schedule.ranks[pipeline_rank]))
+    for axes, size in sorted(measured.traffic.items()):
+        planned_axes = {"context+data": "data"}.get(axes, axes)
         if size or axes in planned:
-            plan = planned.get(alike) if axes != "data" or layout.context == 1 else None
+            plan = planned.get(planned_axes) if axes != "data" or layout.context == 1 else None
             yield ComparisonRow(f"moved over {axes}", size, plan)

@@ -1,8 +1,9 @@
-"""Hollow tensors: the shapes of a computation without its numbers, and a ledger of live bytes.
+"""Meta tensors: the shapes of a computation without its numbers, and a count of live bytes.
 
 Floating-point tensors are on the meta device and have no content. Integer tensors of moderate size
 are real, because they determine what goes where: tokens, routes, counts. Where integers would
-follow from hollow numbers, as when a router chooses experts, the choices are distributed evenly.
+depend on numbers without content, as when a router chooses experts, the choices are distributed
+evenly.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _META = torch.device("meta")
 _REAL = (torch.int64, torch.int32, torch.bool)
 """Types whose tensors are real."""
 _MOST = 1 << 26
-"""Elements of the largest real tensor that is made; larger ones are hollow."""
+"""Elements of the largest real tensor that is made; larger ones are meta tensors."""
 _ATEN = torch.ops.aten
 _CHOICES = (_ATEN.topk.default, _ATEN.sort.default, _ATEN.sort.stable)
 _BY_INDEX = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default)
@@ -48,22 +49,22 @@ class AllocationTracker(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operator by `run`, and count the storages that it allocated."""
-        made = self.run(func, args, dict(kwargs or {}))
-        away = _to_host(args, kwargs or {})
-        for tensor in _tensors(made):
-            self._enter(tensor, away)
-        return made
+        result = self.run(func, args, dict(kwargs or {}))
+        to_host = _to_host(args, kwargs or {})
+        for tensor in _iterate_tensors(result):
+            self._enter(tensor, to_host)
+        return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator itself."""
         return func(*args, **kwargs)
 
-    def _enter(self, tensor: Tensor, away: bool) -> None:
+    def _enter(self, tensor: Tensor, to_host: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
             return
-        size = 0 if away else storage.nbytes()
+        size = 0 if to_host else storage.nbytes()
         self._known.add(key)
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -75,7 +76,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 class MetaTensorMode(AllocationTracker):
-    """Runs operators on hollow tensors."""
+    """Runs operators on meta tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,56 +84,56 @@ class MetaTensorMode(AllocationTracker):
         """Results of operators by their arguments, since blocks and microbatches repeat them."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operator for real if no argument is hollow, else for the shapes only."""
-        if not any(tensor.is_meta for tensor in _tensors((args, kwargs))):
-            return self._of_real(func, args, kwargs)
-        made = None if func not in _MAKERS else self._like(func, args, kwargs)
-        if made is not None:
-            return made
+        """Run the operator for real if no argument is a meta tensor, else for the shapes only."""
+        if not any(tensor.is_meta for tensor in _iterate_tensors((args, kwargs))):
+            return self._run_on_real(func, args, kwargs)
+        result = None if func not in _MAKERS else self._make_real_like(func, args, kwargs)
+        if result is not None:
+            return result
         if func in _BY_INDEX:
             args = _index_positions(args)
-        kept = [tensor for tensor in _tensors(args[:1]) if not tensor.is_meta]
+        real = [tensor for tensor in _iterate_tensors(args[:1]) if not tensor.is_meta]
         args, kwargs = _to_meta(args), _to_meta(kwargs)
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
-        out = self._shaped(func, args, kwargs)
-        if kept and _writes(func):
-            return kept[0]  # hollow numbers cannot be written, so a real tensor keeps its own
+        out = self._compute_shapes(func, args, kwargs)
+        if real and _is_writing(func):
+            return real[0]  # a meta tensor has no numbers to write, so a real tensor keeps its own
         if func in _CHOICES:
             values, indices = out
             return values, _distribute_evenly(indices, args, func)
         return out
 
-    def _shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operator on hollow tensors. Torch derives many shapes in Python, which takes up
+    def _compute_shapes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operator on meta tensors. Torch derives many shapes in Python, which takes up
         to a millisecond, so it does this once for each kind of call; shapes that do not fit are
         found then."""
-        fills = _fills(func)
-        if not fills and not _makes(func):
+        is_filling = _is_filling(func)
+        if not is_filling and not _is_allocating(func):
             return func(*args, **kwargs)
         key = (func, _describe_argument(args), _describe_argument(kwargs))
         if key not in self._shapes:
             out = func(*args, **kwargs)
-            if fills or all(_is_plain(tensor) for tensor in _tensors(out)):
-                self._shapes[key] = None if fills else _map_tensors(out, _new_tensor)
+            if is_filling or all(_is_plain(tensor) for tensor in _iterate_tensors(out)):
+                self._shapes[key] = None if is_filling else _map_tensors(out, _make_meta_tensor)
             return out
-        if fills:
+        if is_filling:
             return args[0] if func._schema.returns else None
-        return _map_tensors(self._shapes[key], _new_tensor)
+        return _map_tensors(self._shapes[key], _make_meta_tensor)
 
-    def _of_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_on_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device, dtype = kwargs.get("device"), kwargs.get("dtype")
         if func in _FACTORIES:
-            whole = _is_whole(func, args, dtype)
-            kwargs["device"] = torch.device("cpu") if whole else _META
+            is_real = _is_small_integer(func, args, dtype)
+            kwargs["device"] = torch.device("cpu") if is_real else _META
         elif func is _ATEN._to_copy.default and device == _META:
             kwargs["device"] = torch.device("cpu") if (dtype or args[0].dtype) in _REAL else _META
         elif func in _MAKERS and dtype is not None and dtype not in _REAL:
             kwargs["device"] = _META
         return func(*args, **kwargs)
 
-    def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a real integer tensor in the shape of a hollow one; None if it should be hollow."""
+    def _make_real_like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a real integer tensor in the shape of a meta tensor; None if it should be one."""
         dtype = kwargs.get("dtype") or args[0].dtype
         if dtype not in _REAL:
             return None
@@ -166,7 +167,7 @@ _MAKERS = {
 }
 
 
-def _is_whole(func: Any, args: Sequence[Any], dtype: torch.dtype | None) -> bool:
+def _is_small_integer(func: Any, args: Sequence[Any], dtype: torch.dtype | None) -> bool:
     """Return whether a factory makes integers, few enough to be real."""
     if dtype is None:
         numbers = [n for n in args if isinstance(n, int | float)]
@@ -179,15 +180,15 @@ def _is_whole(func: Any, args: Sequence[Any], dtype: torch.dtype | None) -> bool
     return dtype in _REAL and elements <= _MOST
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def _iterate_tensors(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, list | tuple):
         for item in tree:
-            yield from _tensors(item)
+            yield from _iterate_tensors(item)
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from _tensors(item)
+            yield from _iterate_tensors(item)
 
 
 def _map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -201,7 +202,7 @@ def _map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 @cache
-def _writes(func: Any) -> bool:
+def _is_writing(func: Any) -> bool:
     """Return whether an operator writes into its first argument."""
     arguments = func._schema.arguments
     alias = arguments[0].alias_info if arguments else None
@@ -209,54 +210,54 @@ def _writes(func: Any) -> bool:
 
 
 @cache
-def _fills(func: Any) -> bool:
+def _is_filling(func: Any) -> bool:
     """Return whether an operator of torch writes into its first argument, keeps its shape, and
     returns no other tensor."""
-    in_place = func.namespace == "aten" and _writes(func) and len(func._schema.returns) < 2
+    in_place = func.namespace == "aten" and _is_writing(func) and len(func._schema.returns) < 2
     return in_place and torch.Tag.inplace_view not in func.tags
 
 
 @cache
-def _makes(func: Any) -> bool:
+def _is_allocating(func: Any) -> bool:
     """Return whether an operator of torch returns only new tensors and writes into none."""
     schema = func._schema
     return func.namespace == "aten" and not any(
-        one.alias_info is not None for one in (*schema.arguments, *schema.returns)
+        value.alias_info is not None for value in (*schema.arguments, *schema.returns)
     )
 
 
-def _describe_argument(given: Any) -> Any:
+def _describe_argument(argument: Any) -> Any:
     """Return what the shapes of results depend on in an argument. 1 and 1.0 count as equal, because
     operators accept both as floats."""
-    if isinstance(given, Tensor):
-        return given.shape, given.stride(), given.dtype
-    if isinstance(given, list | tuple):
-        return tuple(map(_describe_argument, given))
-    if isinstance(given, dict):
-        return tuple((name, _describe_argument(value)) for name, value in given.items())
-    return given
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype
+    if isinstance(argument, list | tuple):
+        return tuple(map(_describe_argument, argument))
+    if isinstance(argument, dict):
+        return tuple((name, _describe_argument(value)) for name, value in argument.items())
+    return argument
 
 
-def _new_tensor(tensor: Tensor) -> Tensor:
-    """Return a new hollow tensor of the same shape, strides and type."""
+def _make_meta_tensor(tensor: Tensor) -> Tensor:
+    """Return a new meta tensor of the same shape, strides and type."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether `_new_tensor` of a hollow tensor has a storage of the same size."""
-    return tensor.untyped_storage().nbytes() == _new_tensor(tensor).untyped_storage().nbytes()
+    """Return whether `_make_meta_tensor` of a meta tensor has a storage of the same size."""
+    return tensor.untyped_storage().nbytes() == _make_meta_tensor(tensor).untyped_storage().nbytes()
 
 
 def _to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operator copies something from a device to host memory."""
     device = kwargs.get("device")
-    away = device is not None and device.type == "cpu"
-    return away and any(tensor.device.type != "cpu" for tensor in _tensors(args))
+    to_host = device is not None and device.type == "cpu"
+    return to_host and any(tensor.device.type != "cpu" for tensor in _iterate_tensors(args))
 
 
 def _to_meta(tree: Any) -> Any:
-    """Return the tree with every tensor replaced by a hollow one."""
-    return _map_tensors(tree, lambda one: one if one.is_meta else _new_tensor(one))
+    """Return the tree with every tensor replaced by a meta tensor."""
+    return _map_tensors(tree, lambda x: x if x.is_meta else _make_meta_tensor(x))
 
 
 def _index_positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -272,7 +273,7 @@ def _index_positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _distribute_evenly(indices: Tensor, args: Sequence[Any], func: Any) -> Tensor:
-    """Return the indices of a hollow topk or sort along the last dim.
+    """Return the indices of a topk or sort along the last dim.
 
     For topk, consecutive rows choose shifted indices, so that all are chosen equally often, and the
     choices of a row are as far apart as possible. For sort, they are 0, 1, 2, ... in each row.
@@ -281,6 +282,6 @@ def _distribute_evenly(indices: Tensor, args: Sequence[Any], func: Any) -> Tenso
     size = args[0].shape[-1]
     if func is not _ATEN.topk.default:
         return torch.arange(size).expand(indices.shape).contiguous()
-    apart = max(1, size // max(1, choices))
-    places = torch.arange(rows)[:, None] + apart * torch.arange(choices)[None, :]
+    distance = max(1, size // max(1, choices))
+    places = torch.arange(rows)[:, None] + distance * torch.arange(choices)[None, :]
     return (places % size).view(indices.shape)

@@ -43,19 +43,19 @@ class GlooSockets:
 
     def cut(self):
         for number, _ in self._own & _sockets():
-            with suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
-                if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    one.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as descriptor:
+                if not descriptor.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    descriptor.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets():
-    found = set()
+    sockets = set()
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             name = os.readlink(path)
             if name.startswith("socket:"):
-                found.add((int(path.name), name))
-    return found
+                sockets.add((int(path.name), name))
+    return sockets
 
 
 class HungTransfer:
@@ -112,21 +112,23 @@ class AbortableCommunicator:
             for kind in {kind for kind, _ in parts} | {"any"}:
                 if kind in hangs:
                     self._count_down(kind)
-            works, land = ([HungTransfer()], None) if self._hung else launch(reads, writes)
+            works, on_done = ([HungTransfer()], None) if self._hung else launch(reads, writes)
             clock = None
             if library.has_pace() and parts[0][1] is None and not self._hung:
                 began = torch.tensor(library.stream_time(self._stream), dtype=torch.float64)
                 clock = began, dist.all_reduce(began, dist.ReduceOp.MAX, self.gloo, async_op=True)
             flights = [TransferInFlight(work, self, clock) for work in works]
-            self._flights = [one for one in self._flights if not one.is_completed()] + flights
+            self._flights = [
+                transfer for transfer in self._flights if not transfer.is_completed()
+            ] + flights
             flight_records.note(self, parts, reads, writes, flights)
 
             def land_or_not():
-                lost = any(one.lost for one in flights)
+                lost = any(transfer.lost for transfer in flights)
                 for x in writes if lost else ():
                     x.fill_(torch.nan if x.is_floating_point() else -1)
                 if not lost:
-                    land()
+                    on_done()
 
             return flights, land_or_not
 
@@ -157,13 +159,13 @@ class AbortableCommunicator:
         """Return whether a kernel of it waits and is not going to return."""
         if self._told.is_set():
             return False
-        return not all(one.is_completed() for one in self._flights)
+        return not all(transfer.is_completed() for transfer in self._flights)
 
     def abort(self):
         self._told.set()
         self._sockets.cut()
         deadline = time.monotonic() + _GIVEN_UP
-        while any(one.waits() for one in communicators):
+        while any(communicator.waits() for communicator in communicators):
             if time.monotonic() > deadline:
                 report("abort", "an abort waits for the kernels of another communicator")
                 raise RuntimeError("it would wait for ever")
@@ -172,8 +174,8 @@ class AbortableCommunicator:
 
 def destroy():
     """Called when all communicators are destroyed, which waits for what they have in flight."""
-    if any(one.waits() for one in communicators):
+    if any(communicator.waits() for communicator in communicators):
         report("abort", "a communicator is destroyed while a transfer waits, and waits with it")
-    if any(one.told() for one in communicators):
+    if any(communicator.told() for communicator in communicators):
         take_calls()  # rules are for calls that come to an end
     communicators.clear()

@@ -18,11 +18,11 @@ _TORCH = Path(torch.__file__).parent
 def obstacle():
     """Return why the stand-in cannot run here, or None if it can."""
     pinned = (_ROOT / "constraints.txt").read_text()
-    wanted = re.search(r"^torch==(\S+)", pinned, re.MULTILINE)[1]
+    pinned_version = re.search(r"^torch==(\S+)", pinned, re.MULTILINE)[1]
     if torch.version.cuda or torch.version.hip:
         return "the stand-in is for a build of torch without GPUs"
-    if torch.__version__.split("+")[0] != wanted:
-        return f"the stand-in uses internals of torch {wanted}; this is {torch.__version__}"
+    if torch.__version__.split("+")[0] != pinned_version:
+        return f"the stand-in uses internals of torch {pinned_version}; this is {torch.__version__}"
     if sys.platform != "linux":
         return "the stand-in needs Triton, and Triton needs Linux"
     if shutil.which("g++") is None:
@@ -32,13 +32,13 @@ def obstacle():
 
 def library():
     """Return the path of the compiled library. It is compiled first if its sources have changed."""
-    whole = hashlib.sha256(torch.__version__.encode())
+    digest = hashlib.sha256(torch.__version__.encode())
     for source in sorted((*_HERE.glob("*.h"), *_HERE.glob("*.cpp"))):
-        whole.update(source.read_bytes())
-    found = _ROOT / "build" / f"fake_cuda-{whole.hexdigest()[:16]}.so"
-    if not found.exists():
-        _compile(found)
-    return found
+        digest.update(source.read_bytes())
+    library_path = _ROOT / "build" / f"fake_cuda-{digest.hexdigest()[:16]}.so"
+    if not library_path.exists():
+        _compile(library_path)
+    return library_path
 
 
 def _compile(target):
@@ -47,8 +47,8 @@ def _compile(target):
     command += [f"-I{_TORCH}/include", f"-L{_TORCH}/lib", f"-Wl,-rpath,{_TORCH}/lib"]
     command += ["-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder, target.name)
-        done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
+        temporary = Path(folder, target.name)
+        done = subprocess.run([*command, "-o", str(temporary)], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"the stand-in does not compile:\n{done.stderr[-4000:]}")
-        made.replace(target)  # complete, whoever else compiles at the same time
+        temporary.replace(target)  # complete, whoever else compiles at the same time

@@ -79,17 +79,19 @@ def new_group(ranks, timeout=None, backend=None, pg_options=None, group_desc=Non
     created = CreateCommunicator(f"communicator {next(_numbers)}", tuple(ranks), line())
     note(created)
     rank = dist.get_rank()
-    said = f"rank {rank}: {created} [{created.where}]"
+    own_call = f"rank {rank}: {created} [{created.where}]"
     text = _store.compare_set(
-        f"made/{created.communicator}", "", f"{created.ranks}|{said}"
+        f"made/{created.communicator}", "", f"{created.ranks}|{own_call}"
     ).decode()
-    wanted, _, theirs = text.partition("|")
-    if wanted != str(created.ranks):
-        raise RuntimeError(f"ranks do not make communicators in one order: {said}, {theirs}")
+    agreed_ranks, _, other_call = text.partition("|")
+    if agreed_ranks != str(created.ranks):
+        raise RuntimeError(
+            f"ranks do not make communicators in one order: {own_call}, {other_call}"
+        )
     sockets = GlooSockets()
-    made = _new_group(ranks, timeout=timeout, backend="gloo")
+    group = _new_group(ranks, timeout=timeout, backend="gloo")
     sockets.take()
-    return FakeNcclGroup(made, created, pg_options, sockets) if rank in ranks else made
+    return FakeNcclGroup(group, created, pg_options, sockets) if rank in ranks else group
 
 
 def destroy_process_group():
@@ -102,9 +104,9 @@ def split_group(split_ranks, timeout, pg_options, group_desc):
     a device."""
     default = dist.group.WORLD
     device, default.bound_device_id = default.bound_device_id, None
-    made = [new_group(r, timeout, pg_options=pg_options, device_id=device) for r in split_ranks]
+    groups = [new_group(r, timeout, pg_options=pg_options, device_id=device) for r in split_ranks]
     default.bound_device_id = device
-    return next((m for m, r in zip(made, split_ranks, strict=True) if dist.get_rank() in r), None)
+    return next((m for m, r in zip(groups, split_ranks, strict=True) if dist.get_rank() in r), None)
 
 
 class StreamEvent:
@@ -130,9 +132,9 @@ class FakeNcclWork(dist.Work):
     """A transfer. works: those of gloo. land: copies what has come to the device's memory. kept:
     tensors that live until somebody waits."""
 
-    def __init__(self, works, land, event, kept):
+    def __init__(self, works, on_done, event, keep_alive):
         super().__init__()
-        self._works, self._land, self._event, self._kept = works, land, event, kept
+        self._works, self._land, self._event, self._kept = works, on_done, event, keep_alive
         self._asked = 0
 
     def _finish(self):
@@ -182,18 +184,18 @@ class FakeNcclGroup(AbortableCommunicator, dist.ProcessGroup):
             assert x.is_contiguous(), "Tensors must be contiguous"
         self.check_alive()
         launch = self.wrap_launch(_parts_of(call, self._ranks), launch)
-        here = library.get_stream()
-        StreamEvent(here).block(self._stream)
+        current_stream = library.get_stream()
+        StreamEvent(current_stream).block(self._stream)
         library.set_stream(self._stream)
         read, written = [host(x.detach()) for x in reads], [host(x.detach()) for x in writes]
         count_as_work(_name_of(call), read, written)
-        library.set_stream(here)
+        library.set_stream(current_stream)
         note(call)
         event = StreamEvent(self._stream)
 
         def again():
-            works, land = launch([x.clone() for x in read], written)
-            FakeNcclWork(works, land, event, None)._finish()
+            works, on_done = launch([x.clone() for x in read], written)
+            FakeNcclWork(works, on_done, event, None)._finish()
 
         repeat_in_graph(again)
         works, land = launch([x.clone() for x in read], written)
@@ -210,8 +212,8 @@ class FakeNcclGroup(AbortableCommunicator, dist.ProcessGroup):
             self._meet([self._key(form, rank) for rank in others], call, f"ranks {others}")
 
         def one(reads, writes):
-            work, land = launch(reads, writes)
-            return [work], land
+            work, on_done = launch(reads, writes)
+            return [work], on_done
 
         return self._start(call, reads, writes, one)
 
@@ -219,21 +221,23 @@ class FakeNcclGroup(AbortableCommunicator, dist.ProcessGroup):
         """Start messages as one operation. parts: (transfer, tensor, peer in the group)."""
         transfers = tuple(transfer for transfer, _, _ in parts)
         call = MessageGroup(self._name, self._stream, transfers, line())
-        known = [one for one in transfers if end_of(self._me, one) in self._connected]
-        for near in connections(self._me, self._ranks, transfers, known):
-            for one in near:
+        known = [
+            transfer for transfer in transfers if end_of(self._me, transfer) in self._connected
+        ]
+        for batch in connections(self._me, self._ranks, transfers, known):
+            for one in batch:
                 self._connected.add(end_of(self._me, one))
                 _store.set(self._key(*end_of(self._me, one)), "")
-            for one in near:
+            for one in batch:
                 self._meet([self._key(*other_end(self._me, one))], call, f"rank {one.peer}")
         sends = [(x, peer) for transfer, x, peer in parts if transfer.kind == "send"]
         receives = [(x, peer) for transfer, x, peer in parts if transfer.kind == "receive"]
 
         def launch(reads, writes):
-            found = [torch.empty_like(x) for x in writes]
+            received = [torch.empty_like(x) for x in writes]
             works = [
                 dist.irecv(x, group=self.gloo, group_src=peer)
-                for x, (_, peer) in zip(found, receives, strict=True)
+                for x, (_, peer) in zip(received, receives, strict=True)
             ]
             works += [
                 dist.isend(x, group=self.gloo, group_dst=peer)
@@ -241,15 +245,15 @@ class FakeNcclGroup(AbortableCommunicator, dist.ProcessGroup):
             ]
 
             def land():
-                for x, came in zip(writes, found, strict=True):
-                    x.copy_(came)
+                for x, tensor in zip(writes, received, strict=True):
+                    x.copy_(tensor)
 
             return works, land
 
         return self._start(call, [x for x, _ in sends], [x for x, _ in receives], launch)
 
-    def _key(self, *what):
-        return "/".join(map(str, (self._name, *what)))
+    def _key(self, *parts):
+        return "/".join(map(str, (self._name, *parts)))
 
     def _meet(self, keys, call, others):
         """Wait until others have come to the same call, as the host does where NCCL connects."""
@@ -258,75 +262,75 @@ class FakeNcclGroup(AbortableCommunicator, dist.ProcessGroup):
         try:
             _store.wait(keys, timedelta(seconds=PATIENCE))
         except RuntimeError:
-            seen = [r for r in self._ranks if _store.check([f"doing/{r}"])]
-            told = [f"rank {r}: {_store.get(f'doing/{r}').decode()}" for r in seen]
+            connected_ranks = [r for r in self._ranks if _store.check([f"doing/{r}"])]
+            last_calls = [f"rank {r}: {_store.get(f'doing/{r}').decode()}" for r in connected_ranks]
             raise RuntimeError(
                 f"rank {self._me} waits forever for {others} to connect: NCCL connects ranks when "
-                f"both make the call. Last connected by: {'; '.join(told)}"
+                f"both make the call. Last connected by: {'; '.join(last_calls)}"
             ) from None
 
     def allreduce(self, tensors, options):
         def launch(reads, writes):
-            (x,), (into,) = reads, writes
+            (x,), (output,) = reads, writes
             work = dist.all_reduce(x, options.reduceOp, self.gloo, async_op=True)
-            return work, lambda: into.copy_(x)
+            return work, lambda: output.copy_(x)
 
         return self._collective("all_reduce", tensors[0], tensors, tensors, launch)
 
-    def all_gather_single(self, into, x, options=None):
+    def all_gather_single(self, output, x, options=None):
         def launch(reads, writes):
-            found = torch.empty_like(writes[0])
-            flat = found.view(-1), reads[0].view(-1)
+            gathered = torch.empty_like(writes[0])
+            flat = gathered.view(-1), reads[0].view(-1)
             work = dist.all_gather_into_tensor(*flat, self.gloo, async_op=True)
-            return work, lambda: writes[0].copy_(found)
+            return work, lambda: writes[0].copy_(gathered)
 
-        return self._collective("all_gather", x, [x], [into], launch)
+        return self._collective("all_gather", x, [x], [output], launch)
 
-    def allgather(self, into, x, options=None):
-        (parts,), (own,) = into, x
+    def allgather(self, outputs, x, options=None):
+        (parts,), (tensor,) = outputs, x
 
         def launch(reads, writes):
             sizes, flat = [part.numel() for part in writes], reads[0].view(-1)
-            found = flat.new_empty(sum(sizes))
+            gathered = flat.new_empty(sum(sizes))
             leaving = [flat.numel()] * self.size()
             work = dist.all_to_all_single(
-                found, flat.repeat(self.size()), sizes, leaving, self.gloo, async_op=True
+                gathered, flat.repeat(self.size()), sizes, leaving, self.gloo, async_op=True
             )
 
             def land():
-                for part, came in zip(writes, found.split(sizes), strict=True):
-                    part.copy_(came.view_as(part))
+                for part, tensor in zip(writes, gathered.split(sizes), strict=True):
+                    part.copy_(tensor.view_as(part))
 
             return work, land
 
-        return self._collective("all_gather", own, [own], parts, launch, uneven=True)
+        return self._collective("all_gather", tensor, [tensor], parts, launch, uneven=True)
 
-    def all_to_all_single(self, into, x, coming, leaving, options=None):
+    def all_to_all_single(self, output, x, coming, leaving, options=None):
         def launch(reads, writes):
-            found, sizes = torch.empty_like(writes[0]), (coming or None, leaving or None)
-            work = dist.all_to_all_single(found, reads[0], *sizes, self.gloo, async_op=True)
-            return work, lambda: writes[0].copy_(found)
+            received, sizes = torch.empty_like(writes[0]), (coming or None, leaving or None)
+            work = dist.all_to_all_single(received, reads[0], *sizes, self.gloo, async_op=True)
+            return work, lambda: writes[0].copy_(received)
 
-        return self._collective("all_to_all", x, [x], [into], launch, uneven=bool(coming))
+        return self._collective("all_to_all", x, [x], [output], launch, uneven=bool(coming))
 
-    def reduce_scatter_single(self, into, x, options):
+    def reduce_scatter_single(self, output, x, options):
         def launch(reads, writes):
             work = dist.all_reduce(reads[0], options.reduceOp, self.gloo, async_op=True)
-            mine = reads[0].view(-1).chunk(self.size())[self.rank()]
-            return work, lambda: writes[0].copy_(mine.view_as(writes[0]))
+            own_chunk = reads[0].view(-1).chunk(self.size())[self.rank()]
+            return work, lambda: writes[0].copy_(own_chunk.view_as(writes[0]))
 
-        return self._collective("reduce_scatter", into, [x], [into], launch)
+        return self._collective("reduce_scatter", output, [x], [output], launch)
 
-    def reduce_scatter(self, into, parts, options):
-        (leaving,), (own,), sizes = parts, into, [part.numel() for part in parts[0]]
+    def reduce_scatter(self, outputs, parts, options):
+        (leaving,), (output,), sizes = parts, outputs, [part.numel() for part in parts[0]]
 
         def launch(reads, writes):
-            whole = torch.cat([x.reshape(-1) for x in reads])
-            work = dist.all_reduce(whole, options.reduceOp, self.gloo, async_op=True)
-            mine = whole.split(sizes)[self.rank()]
-            return work, lambda: writes[0].copy_(mine.view_as(writes[0]))
+            summed = torch.cat([x.reshape(-1) for x in reads])
+            work = dist.all_reduce(summed, options.reduceOp, self.gloo, async_op=True)
+            own_chunk = summed.split(sizes)[self.rank()]
+            return work, lambda: writes[0].copy_(own_chunk.view_as(writes[0]))
 
-        return self._collective("reduce_scatter", own, leaving, into, launch, uneven=True)
+        return self._collective("reduce_scatter", output, leaving, outputs, launch, uneven=True)
 
     def send(self, tensors, target, tag):
         return self._message("send", tensors[0], target)
@@ -354,15 +358,15 @@ class FakeNcclGroup(AbortableCommunicator, dist.ProcessGroup):
 
         self.check_alive()
         note(CollectiveCall(self._name, self._stream, "barrier", where=line()))
-        works, land = self.wrap_launch([("barrier", None)], launch)([], [])
-        return FakeNcclWork(works, land, StreamEvent(self._stream), None)
+        works, on_done = self.wrap_launch([("barrier", None)], launch)([], [])
+        return FakeNcclWork(works, on_done, StreamEvent(self._stream), None)
 
 
 def _parts_of(call, ranks):
     """Yield kind and peer, which collectives do not have, of each transfer of a call."""
     if isinstance(call, CollectiveCall):
         return [(call.form.partition(" ")[0], None)]
-    return [(one.kind, ranks.index(one.peer)) for one in call.transfers]
+    return [(transfer.kind, ranks.index(transfer.peer)) for transfer in call.transfers]
 
 
 def _name_of(call):

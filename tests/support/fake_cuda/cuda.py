@@ -152,9 +152,9 @@ def _exchange_device(device):
 
 def _memory_stats(device):
     used, peak = library.used_memory(), library.peak_memory()
-    whole = {"all": {"current": used, "peak": peak, "allocated": 0, "freed": 0}}
+    stats = {"all": {"current": used, "peak": peak, "allocated": 0, "freed": 0}}
     kinds = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes")
-    return dict.fromkeys(kinds, whole)
+    return dict.fromkeys(kinds, stats)
 
 
 # Functions of ctypes have no hash, which torch asks for: each is wrapped.

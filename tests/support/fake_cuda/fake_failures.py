@@ -11,6 +11,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
 import doctor_parts
+import doctor_transfers
 
 import pretrain_gpt
 from fake_cuda import aborts, cuda
@@ -61,7 +62,7 @@ def fail_device():
 def two_communicators():
     """Return two communicators, in each of which a transfer of the first rank hangs."""
     mesh = Mesh(Layout(data=2), device="cuda", timeout=30)
-    groups = [mesh.group("data"), mesh._make_group(("data",), mesh.layout.groups("data"))]
+    groups = [mesh.group("data"), mesh._make_group(("data",), mesh.layout.list_groups("data"))]
     for group in groups:
         if mesh.rank == 0:
             aborts.hangs["any"] = 1
@@ -115,5 +116,7 @@ def doctor():
     line is a folder and the parts."""
     folder, *names = sys.argv[1:]
     allow_abort()
-    own = doctor_parts.Doctor("cuda", 60.0, Path(folder), large=1 << 14, nccl=configure_nccl(None))
-    doctor_parts.run(names, 0, own)
+    own_doctor = doctor_transfers.Doctor(
+        "cuda", 60.0, Path(folder), large=1 << 14, nccl=configure_nccl(None)
+    )
+    doctor_parts.run(names, 0, own_doctor)

@@ -40,24 +40,24 @@ def _run(self, *arguments, grid, warmup, **options):
     def on_host(x):
         return host(x.detach()) if isinstance(x, torch.Tensor) else x
 
-    seen = [on_host(x) for x in tensors]
-    given = [on_host(x) for x in arguments]
+    host_tensors = [on_host(x) for x in tensors]
+    host_arguments = [on_host(x) for x in arguments]
     named = {name: on_host(x) for name, x in options.items()}
 
     def work():
-        _interpret(self, *given, grid=grid, warmup=warmup, **named)
+        _interpret(self, *host_arguments, grid=grid, warmup=warmup, **named)
 
-    before = [x.clone() for x in seen]
+    before = [x.clone() for x in host_tensors]
     work()
-    changed = [not _same_bytes(old, x) for old, x in zip(before, seen, strict=True)]
-    writes = [x for x, new in zip(seen, changed, strict=True) if new]
-    reads = [x for x, new in zip(seen, changed, strict=True) if not new]
+    changed = [not _same_bytes(old, x) for old, x in zip(before, host_tensors, strict=True)]
+    writes = [x for x, new in zip(host_tensors, changed, strict=True) if new]
+    reads = [x for x, new in zip(host_tensors, changed, strict=True) if not new]
     count_as_work(self.fn.__name__, reads, writes)
-    repeat_in_graph(work, seen)
+    repeat_in_graph(work, host_tensors)
 
 
 def _same_bytes(x, y):
-    x, y = (one.contiguous().reshape(-1).view(torch.uint8) for one in (x, y))
+    x, y = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (x, y))
     return torch.equal(x, y)
 
 

@@ -25,8 +25,8 @@ def main():
         part.install()
     importlib.import_module("megaframe.training.trainer")
     for line in sys.stdin:
-        wanted = json.loads(line)
-        ranks = [_fork(rank, **wanted) for rank in range(wanted["world"])]
+        request = json.loads(line)
+        ranks = [_fork(rank, **request) for rank in range(request["world"])]
         statuses = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
         print(json.dumps(statuses), flush=True)
 

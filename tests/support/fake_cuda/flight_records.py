@@ -41,8 +41,8 @@ def _note(group, name, reads, writes, done, message=False):
         (
             {
                 "frames": [
-                    {"name": one.name, "filename": one.filename, "line": one.lineno}
-                    for one in reversed(frames)
+                    {"name": frame.name, "filename": frame.filename, "line": frame.lineno}
+                    for frame in reversed(frames)
                 ],
                 "pg_id": int(key[0]) if key[0].isdigit() else 0,
                 "process_group": key,
@@ -78,13 +78,13 @@ def dump(includeCollectives=True, includeStackTraces=True, onlyActive=False):
         name: {"name": name, "desc": "undefined", "ranks": str(ranks)}
         for name, ranks in _groups.items()
     }
-    whole = {"version": "2.10", "pg_config": config, "pg_status": {}, "comm_lib_version": "0"}
-    return pickle.dumps({**whole, "entries": entries})
+    header = {"version": "2.10", "pg_config": config, "pg_status": {}, "comm_lib_version": "0"}
+    return pickle.dumps({**header, "entries": entries})
 
 
 def reset():
-    for kept in (_entries, _groups, _numbers):
-        kept.clear()
+    for records in (_entries, _groups, _numbers):
+        records.clear()
 
 
 def _type(x):

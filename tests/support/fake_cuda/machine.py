@@ -78,17 +78,19 @@ def report(kind, text):
     """Report what a GPU could not do, or would leave to chance: once, as a line of JSON with kind,
     text and place. The place is the innermost functions of this project, such as
     `activation_offload.py:take < stage.py:backward`; it is empty in threads of torch's own."""
-    found = (kind, text, _place())
-    if found not in _known and _file:
-        _known.add(found)
+    entry = (kind, text, _place())
+    if entry not in _known and _file:
+        _known.add(entry)
         with open(_file, "a") as file:  # at once, as a rank may end without notice
-            file.write(json.dumps(found) + "\n")
+            file.write(json.dumps(entry) + "\n")
 
 
 def _place():
     stack = [f for f in reversed(traceback.extract_stack()) if f.filename.startswith(_PROJECT)]
-    own = [f for f in stack if not f.filename.startswith(_SUPPORT) or f.filename == _PROGRAMS]
-    return " < ".join(f"{Path(f.filename).name}:{f.name}" for f in own[:3])
+    own_frames = [
+        f for f in stack if not f.filename.startswith(_SUPPORT) or f.filename == _PROGRAMS
+    ]
+    return " < ".join(f"{Path(f.filename).name}:{f.name}" for f in own_frames[:3])
 
 
 def count_as_work(name, reads, writes):
@@ -104,12 +106,12 @@ def count_as_work(name, reads, writes):
                 library.touch_memory(start, start + (last + 1) * x.element_size(), write)
 
 
-def repeat_in_graph(call, *kept):
+def repeat_in_graph(call, *referenced):
     """Let the graph that is being captured, if there is one, call this whenever it is replayed.
     kept: tensors whose memory the graph uses."""
     if library.is_capturing():
         called = _CALL(call)
-        _KEPT.append((called, kept))
+        _KEPT.append((called, referenced))
         library.capture_call(called)
 
 

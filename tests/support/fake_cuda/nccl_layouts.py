@@ -68,12 +68,12 @@ def trained(config):
         train_step.optimizer.initialize(config.run.seed)
         train, device = config.train, mesh.device if mesh.device.type == "cuda" else "cpu"
         tokens = torch.arange(train.seq, device=device).repeat(train.microbatch, 1)
-        one = Microbatch(tokens, tokens, torch.arange(train.microbatch))
+        batch = Microbatch(tokens, tokens, torch.arange(train.microbatch))
         many = train.global_batch // (train.microbatch * mesh.layout.data)
         for step in range(2 if mesh.layout.world == 2 else 1):
-            result = train_step.train([one] * many, step, 1.0)
+            result = train_step.train([batch] * many, step, 1.0)
             all_reduce(result.loss, mesh.world).wait()
-        train_step.evaluate([one] * many)
+        train_step.evaluate([batch] * many)
 
     return work
 
@@ -81,12 +81,12 @@ def trained(config):
 def configured(world, model, parallel):
     """Return a config with as few microbatches as the layout allows."""
     ranks, chunks = parallel.get("pipeline", 1), parallel.get("chunks", 1)
-    held = ranks * parallel.get("tensor", 1) * parallel.get("context", 1)
+    model_ranks = ranks * parallel.get("tensor", 1) * parallel.get("context", 1)
     return RunConfig(
         model={"layers": max(2, ranks * chunks), "hidden": 16, "heads": 8, "vocab": 64, **model},
         train={
             "seq": 32,
-            "global_batch": max(2, ranks) * (world // held),
+            "global_batch": max(2, ranks) * (world // model_ranks),
             "microbatch": 1,
             "precision": "bf16",
         },

@@ -34,14 +34,14 @@ _OWN = ("nccl_rules.py", "recorder.py", "machine.py", "collectives.py", "cuda.py
 def line():
     """Return where the project makes a call: its innermost line, such as `executor.py:320`, outside
     of what communicates (`distributed`) if there is one."""
-    frame, found = sys._getframe(1), ""
+    frame, caller = sys._getframe(1), ""
     while frame is not None:
         folder, name = _file(frame.f_code.co_filename)
         if name and folder != "distributed":
             return f"{name}:{frame.f_lineno}"
-        found = found or f"{name}:{frame.f_lineno}" * bool(name)
+        caller = caller or f"{name}:{frame.f_lineno}" * bool(name)
         frame = frame.f_back
-    return found
+    return caller
 
 
 @cache
@@ -182,11 +182,11 @@ def connections(rank, ranks, transfers, known):
     ranks: of the communicator. known: messages that are connected.
     """
     rounds = defaultdict(dict)
-    for one in transfers:
-        source, target, _ = which = end_of(rank, one)
-        if one.peer != rank and one not in known:
-            rounds[(ranks.index(target) - ranks.index(source)) % len(ranks)][which] = one
-    return [[*near.values()] for _, near in sorted(rounds.items())]
+    for transfer in transfers:
+        source, target, _ = which = end_of(rank, transfer)
+        if transfer.peer != rank and transfer not in known:
+            rounds[(ranks.index(target) - ranks.index(source)) % len(ranks)][which] = transfer
+    return [[*group.values()] for _, group in sorted(rounds.items())]
 
 
 class RuleViolation(Exception):
@@ -258,7 +258,7 @@ class _Simulation:
             rank = self._woken.popleft()
             self._go_on(rank)
             self._run_device(rank)
-        if not all(one.ended and not any(one.fifos.values()) for one in self._ranks):
+        if not all(state.ended and not any(state.fifos.values()) for state in self._ranks):
             raise self._deadlock()
 
     def _wake(self, ranks):
@@ -267,16 +267,16 @@ class _Simulation:
     # ------------------------------------------------------------------------------------- the host
 
     def _go_on(self, rank):
-        one = self._ranks[rank]
-        one.blocked_by = next(one.host, [])
-        one.ended = not one.blocked_by
+        state = self._ranks[rank]
+        state.blocked_by = next(state.host, [])
+        state.ended = not state.blocked_by
 
     def _host(self, rank, calls):
         """Make the calls of a rank; yield, while the host is blocked, what it waits for: ranks
         whose hosts must come, or work."""
         for call in calls:
-            one = self._ranks[rank]
-            one.call = call
+            state = self._ranks[rank]
+            state.call = call
             if isinstance(call, CreateCommunicator):
                 yield from self._create(rank, call)
             elif isinstance(call, CollectiveCall):
@@ -284,33 +284,33 @@ class _Simulation:
             elif isinstance(call, MessageGroup):
                 yield from self._group(rank, call)
             elif isinstance(call, RecordEvent):
-                one.events[call.event] = one.last.get(call.stream)
+                state.events[call.event] = state.last.get(call.stream)
             elif isinstance(call, Synchronize):
-                known = [one.events.get(call.event)]
-                for work in [*one.last.values()] if call.event is None else known:
+                known = [state.events.get(call.event)]
+                for work in [*state.last.values()] if call.event is None else known:
                     while work is not None and not work.done:
                         yield [work]
             elif isinstance(call, WaitEvent):
-                self._start(_DeviceTask(rank, call, one.events.get(call.event)))
+                self._start(_DeviceTask(rank, call, state.events.get(call.event)))
             else:
                 self._start(_DeviceTask(rank, call))
 
-    def _meet(self, rank, what, ranks):
+    def _meet(self, rank, point, ranks):
         """Block the host until the hosts of all these ranks have come to the same."""
-        self._met[what].add(rank)
+        self._met[point].add(rank)
         self._wake(ranks)
-        while missing := [other for other in ranks if other not in self._met[what]]:
+        while missing := [other for other in ranks if other not in self._met[point]]:
             yield missing
 
     def _create(self, rank, call):
-        one = self._ranks[rank]
-        if one.created == len(self._created):
+        state = self._ranks[rank]
+        if state.created == len(self._created):
             self._created.append((rank, call))
-        other, theirs = self._created[one.created]
-        if (call.communicator, call.ranks) != (theirs.communicator, theirs.ranks):
-            raise _mismatch(rank, call, other, theirs)
-        yield from self._meet(rank, ("create", one.created), self._world)
-        one.created += 1
+        other, first = self._created[state.created]
+        if (call.communicator, call.ranks) != (first.communicator, first.ranks):
+            raise _mismatch(rank, call, other, first)
+        yield from self._meet(rank, ("create", state.created), self._world)
+        state.created += 1
         self._members[call.communicator] = call.ranks
 
     def _collective(self, rank, call):
@@ -324,44 +324,51 @@ class _Simulation:
     def _group(self, rank, call):
         name, ranks = call.communicator, self._members[call.communicator]
         work = _DeviceTask(rank, call)
-        for one in call.transfers:
-            self._join(work, (name, *end_of(rank, one)), [(name, *other_end(rank, one))], one.size)
-        known = [one for one in call.transfers if (name, *end_of(rank, one)) in self._met]
-        for near in connections(rank, ranks, call.transfers, known):
-            self._met.update({(name, *end_of(rank, one)): {rank} for one in near})
-            self._wake(one.peer for one in near)
-            for one in near:
-                while (name, *other_end(rank, one)) not in self._met:
-                    yield [one.peer]
+        for transfer in call.transfers:
+            self._join(
+                work,
+                (name, *end_of(rank, transfer)),
+                [(name, *other_end(rank, transfer))],
+                transfer.size,
+            )
+        known = [
+            transfer for transfer in call.transfers if (name, *end_of(rank, transfer)) in self._met
+        ]
+        for batch in connections(rank, ranks, call.transfers, known):
+            self._met.update({(name, *end_of(rank, transfer)): {rank} for transfer in batch})
+            self._wake(transfer.peer for transfer in batch)
+            for transfer in batch:
+                while (name, *other_end(rank, transfer)) not in self._met:
+                    yield [transfer.peer]
         self._start(work)
 
-    def _join(self, work, mine, others, what):
+    def _join(self, work, mine, others, content):
         """Make work the next of its side, to be matched with the same of the other sides. Returns
         its number there."""
         place = len(self._works[mine])
-        self._works[mine].append((work, what))
+        self._works[mine].append((work, content))
         for side in others:
             work.sides.append((side, place))
-            for theirs, said in self._works[side][place : place + 1]:
-                if said != what:
-                    raise _mismatch(work.rank, work.call, theirs.rank, theirs.call)
+            for other_work, other_content in self._works[side][place : place + 1]:
+                if other_content != content:
+                    raise _mismatch(work.rank, work.call, other_work.rank, other_work.call)
         return place
 
     # ----------------------------------------------------------------------------------- the device
 
     def _start(self, work):
         """Put work into the queues of its rank."""
-        one, call = self._ranks[work.rank], work.call
+        state, call = self._ranks[work.rank], work.call
         # The order of a queue is also that of each of its streams.
-        fifos = [("queue", one.queues.setdefault(call.stream, len(one.queues) % self._queues))]
+        fifos = [("queue", state.queues.setdefault(call.stream, len(state.queues) % self._queues))]
         if isinstance(call, CollectiveCall | MessageGroup):
             fifos.append(("communicator", call.communicator))
         if isinstance(call, CollectiveCall):
             fifos.append(("collectives",))
-        work.fifos = [one.fifos.setdefault(fifo, deque()) for fifo in fifos]
+        work.fifos = [state.fifos.setdefault(fifo, deque()) for fifo in fifos]
         for fifo in work.fifos:
             fifo.append(work)
-        one.last[call.stream] = work
+        state.last[call.stream] = work
         self._wake([work.rank])
 
     def _run_device(self, rank):
@@ -403,8 +410,8 @@ class _Simulation:
     def _deadlock(self):
         """Follow what waits for what, until it comes back to itself or to a rank that has ended."""
         rank = next(rank for rank in self._world if not self._has_ended(rank))
-        one, path = self._ranks[rank], []
-        node = next(fifo[0] for fifo in one.fifos.values() if fifo) if one.ended else rank
+        state, path = self._ranks[rank], []
+        node = next(fifo[0] for fifo in state.fifos.values() if fifo) if state.ended else rank
         while node not in path and (waits := self._waits_for(node)):
             path.append(node)
             node = waits[0]
@@ -417,14 +424,14 @@ class _Simulation:
         return Deadlock(f"each waits for the next, and {last}:\n{text}", ranks)
 
     def _has_ended(self, rank):
-        one = self._ranks[rank]
-        return one.ended and not any(one.fifos.values())
+        state = self._ranks[rank]
+        return state.ended and not any(state.fifos.values())
 
     def _waits_for(self, node):
         """Return what a host (the number of its rank) or work waits for."""
         if isinstance(node, int):
-            one = self._ranks[node]
-            return one.blocked_by
+            state = self._ranks[node]
+            return state.blocked_by
         if node.started:
             return [*self._missing(node)]
         return [fifo[0] for fifo in node.fifos if fifo[0] is not node]
@@ -432,8 +439,8 @@ class _Simulation:
     def _told(self, node):
         if isinstance(node, _DeviceTask):
             return f"rank {node.rank}, device: {_shown(node.call)}"
-        one = self._ranks[node]
-        return f"rank {node}, host: " + ("has ended" if one.ended else _shown(one.call))
+        state = self._ranks[node]
+        return f"rank {node}, host: " + ("has ended" if state.ended else _shown(state.call))
 
 
 def _rank_of(side):
@@ -445,7 +452,7 @@ def _shown(call):
     return f"{call} [{call.where}]" if call.where else str(call)
 
 
-def _mismatch(rank, call, other, theirs):
-    both = sorted([(rank, _shown(call)), (other, _shown(theirs))])
-    told = ", ".join(f"rank {number}: {text}" for number, text in both)
-    return CallMismatch(f"ranks do not call the same: {told}", (rank, other))
+def _mismatch(rank, call, other, other_call):
+    both = sorted([(rank, _shown(call)), (other, _shown(other_call))])
+    calls = ", ".join(f"rank {number}: {text}" for number, text in both)
+    return CallMismatch(f"ranks do not call the same: {calls}", (rank, other))

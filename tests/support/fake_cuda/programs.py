@@ -118,17 +118,17 @@ def freed_after_a_wait():
 
 
 def pinned_memory_read_too_early():
-    x, there = torch.ones(100, device="cuda"), torch.zeros(100, pin_memory=True)
-    there.copy_(x, non_blocking=True)
-    assert there.isnan().all()
+    x, pinned = torch.ones(100, device="cuda"), torch.zeros(100, pin_memory=True)
+    pinned.copy_(x, non_blocking=True)
+    assert pinned.isnan().all()
     torch.cuda.synchronize()
-    assert (there == 1).all()
+    assert (pinned == 1).all()
 
 
 def pinned_memory_changed_too_early():
-    x, there = torch.ones(100, device="cuda"), torch.zeros(100, pin_memory=True)
-    x.copy_(there, non_blocking=True)
-    there.fill_(2)
+    x, pinned = torch.ones(100, device="cuda"), torch.zeros(100, pin_memory=True)
+    x.copy_(pinned, non_blocking=True)
+    pinned.fill_(2)
     torch.cuda.synchronize()
 
 
@@ -213,10 +213,10 @@ def _copy(target, source):
 
 
 def mixed_devices():
-    here, there = torch.ones(2), torch.ones(2, device="cuda")
-    raises(RuntimeError, torch.add, here, there)
-    raises(RuntimeError, torch.add, there, here)
-    raises(ValueError, _copy[(1,)], there, here)
+    on_host, on_device = torch.ones(2), torch.ones(2, device="cuda")
+    raises(RuntimeError, torch.add, on_host, on_device)
+    raises(RuntimeError, torch.add, on_device, on_host)
+    raises(ValueError, _copy[(1,)], on_device, on_host)
 
 
 def a_kernel_without_order():
@@ -230,15 +230,15 @@ def a_kernel_without_order():
 
 def activations():
     """Tensors go to the host and come back, while their memory is used again and again."""
-    own = ActivationOffload(device())
+    offload = ActivationOffload(device())
     for _ in range(2):
-        stored = [own.store(torch.full((1000,), float(i), device="cuda")) for i in range(4)]
+        stored = [offload.store(torch.full((1000,), float(i), device="cuda")) for i in range(4)]
         for i in reversed(range(4)):
             if i:
                 stored[i - 1].fetch()
             assert (stored[i].take() == i).all().item()
-    own._free_outgoing(0)
-    current_stream().wait_stream(own._in)
+    offload._free_outgoing(0)
+    current_stream().wait_stream(offload._in)
 
 
 def landing():
@@ -246,22 +246,22 @@ def landing():
     x = torch.ones(100, device="cuda")
     landed = copy_to_host([Pending(x.mul_(2))], device())
     del x
-    (found,) = landed()
-    assert (found == 2).all()
+    (landed_tensor,) = landed()
+    assert (landed_tensor == 2).all()
 
 
 def optimizer_state():
     """Chunks of optimizer state come, are computed with and go back."""
-    own = GpuHostOffload(device())
-    home = [{"m": own.store((torch.full((size,), 1.0),))} for size in (100, 100, 200, 200, 100)]
+    offload = GpuHostOffload(device())
+    home = [{"m": offload.store((torch.full((size,), 1.0),))} for size in (100, 100, 200, 200, 100)]
     after = [None] * len(home)
     for _ in range(2):
         for i, parts in enumerate(home):
-            chunk = own.fetch(parts, after[i])
-            own.wait_for_fetched()
+            chunk = offload.fetch(parts, after[i])
+            offload.wait_for_fetched()
             chunk.parts["m"][0].mul_(2)
-            after[i] = own.write_back(chunk, parts)
-    own.synchronize()
+            after[i] = offload.write_back(chunk, parts)
+    offload.synchronize()
     assert all((parts["m"][0] == 4).all() for parts in home)
 
 
@@ -283,27 +283,27 @@ def background_far_behind():
 
 
 def saved_in_background(changed):
-    x, found = torch.zeros(1000, device="cuda").add_(5), []
+    x, shards = torch.zeros(1000, device="cuda").add_(5), []
 
     def work(entries, copy):
-        found.extend(bytes(copy.wait_for_entry(entry)) for entry in entries)
+        shards.extend(bytes(copy.wait_for_entry(entry)) for entry in entries)
 
-    own = BackgroundCopier()
-    own.start([Slice("x", (1000,), (0,), x)], work)
-    own.wait_for_copy()
+    copier = BackgroundCopier()
+    copier.start([Slice("x", (1000,), (0,), x)], work)
+    copier.wait_for_copy()
     x.zero_()
     changed()
-    own.wait()
-    assert b"".join(found)[:4000] == bytes(torch.full((1000,), 5.0).numpy())
+    copier.wait()
+    assert b"".join(shards)[:4000] == bytes(torch.full((1000,), 5.0).numpy())
 
 
 def clock():
     """A graph of work whose time is taken."""
-    now = DeviceClock(device())
-    now()
+    clock_now = DeviceClock(device())
+    clock_now()
 
     def work(x):
-        now()
+        clock_now()
         return x + 1
 
     captured(work)
@@ -314,8 +314,8 @@ def settings():
     mesh = Mesh(Layout(pipeline=2), device="cuda", timeout=30)
     mesh.connect([(0, 1), (1, 0)])
     handles = [mesh.world.handle, mesh.link(0, 1).handle, mesh.link(1, 0).handle]
-    asked = [vars(handle.options.config).get("max_ctas") for handle in handles]
-    assert asked == [None, LINK_CTAS, LINK_CTAS], asked
+    ctas = [vars(handle.options.config).get("max_ctas") for handle in handles]
+    assert ctas == [None, LINK_CTAS, LINK_CTAS], ctas
     assert all(handle.options.is_high_priority_stream for handle in handles)
     assert not any(mesh.take_traffic().values())
     mesh.close()
@@ -350,18 +350,18 @@ def two_ranks():
 
 
 def messages_both_ways_as_one():
-    mesh, x, came = two_ranks()
+    mesh, x, received = two_ranks()
     group = mesh.group("data")
     for _ in range(2):
-        shift_ring(x, came, Ring(group.index, 2, group)).wait()
-        assert (came == 1 - mesh.rank).all().item()
+        shift_ring(x, received, Ring(group.index, 2, group)).wait()
+        assert (received == 1 - mesh.rank).all().item()
     mesh.close()
 
 
 def messages_both_ways_one_by_one():
-    mesh, x, came = two_ranks()
+    mesh, x, received = two_ranks()
     leaving = send(x, mesh.group("data"))
-    receive(came, mesh.group("data")).wait()
+    receive(received, mesh.group("data")).wait()
     leaving.wait()
 
 

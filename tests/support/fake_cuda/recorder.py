@@ -103,25 +103,25 @@ class RecordedGroup(FakeGroup):
         super().allreduce(tensors, options)
         return self._collective("all_reduce", tensors[0], False)
 
-    def _allgather_base(self, out, given, opts=None):
-        super()._allgather_base(out, given, opts)
-        return self._collective("all_gather", given, False)
+    def _allgather_base(self, out, tensor, opts=None):
+        super()._allgather_base(out, tensor, opts)
+        return self._collective("all_gather", tensor, False)
 
-    def allgather(self, *given, **options):
-        super().allgather(*given, **options)
-        return self._collective("all_gather", given[1][0], True)
+    def allgather(self, *arguments, **options):
+        super().allgather(*arguments, **options)
+        return self._collective("all_gather", arguments[1][0], True)
 
-    def _reduce_scatter_base(self, out, given, opts=None):
-        super()._reduce_scatter_base(out, given, opts)
+    def _reduce_scatter_base(self, out, tensor, opts=None):
+        super()._reduce_scatter_base(out, tensor, opts)
         return self._collective("reduce_scatter", out, False)
 
-    def reduce_scatter(self, *given):
-        super().reduce_scatter(*given)
-        return self._collective("reduce_scatter", given[0][0], True)
+    def reduce_scatter(self, *arguments):
+        super().reduce_scatter(*arguments)
+        return self._collective("reduce_scatter", arguments[0][0], True)
 
-    def alltoall_base(self, out, given, coming, leaving, opts=None):
-        super().alltoall_base(out, given, coming, leaving, opts)
-        return self._collective("all_to_all", given, bool(coming))
+    def alltoall_base(self, out, tensor, coming, leaving, opts=None):
+        super().alltoall_base(out, tensor, coming, leaving, opts)
+        return self._collective("all_to_all", tensor, bool(coming))
 
     def recv(self, tensors, source, tag):
         super().recv(tensors, source, tag)

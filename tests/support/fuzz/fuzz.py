@@ -53,9 +53,9 @@ class Guard:
         self.folder, self.found = os.path.realpath(folder), []
         sys.addaudithook(self)
 
-    def __call__(self, event, given):
+    def __call__(self, event, arguments):
         if event == "open":
-            path, mode, flags = given
+            path, mode, flags = arguments
             if not isinstance(path, str | bytes | os.PathLike):
                 return
             written = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or set(mode or "") & set(
@@ -63,11 +63,11 @@ class Guard:
             )
             self.check(event, [path] if written else [])
         elif event in _WRITES:
-            self.check(event, given[:1])
+            self.check(event, arguments[:1])
         elif event in _MOVES:
-            self.check(event, given[1:2] if event == "os.symlink" else given[:2])
-        elif event in _STARTS and given[0] not in _HARMLESS:
-            self.found.append(f"{event}: {given!r}"[:200])
+            self.check(event, arguments[1:2] if event == "os.symlink" else arguments[:2])
+        elif event in _STARTS and arguments[0] not in _HARMLESS:
+            self.found.append(f"{event}: {arguments!r}"[:200])
 
     def check(self, event, paths):
         for path in paths:
@@ -98,10 +98,10 @@ def child(target, draw, folder, report):
     os.environ.update(variables)
     tempfile.tempdir = None
     sys.argv = ["program", *words]
-    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resident = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     guard = Guard(folder)
     for limit, most in (
-        (resource.RLIMIT_AS, now + BYTES),
+        (resource.RLIMIT_AS, resident + BYTES),
         (resource.RLIMIT_CPU, SECONDS),
         (resource.RLIMIT_FSIZE, FILE_BYTES),
         (resource.RLIMIT_CORE, 0),
@@ -118,8 +118,8 @@ def child(target, draw, folder, report):
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
-    found = {"status": status, "trace": trace, "guard": guard.found}
-    os.write(report, json.dumps(found).encode())
+    outcome = {"status": status, "trace": trace, "guard": guard.found}
+    os.write(report, json.dumps(outcome).encode())
     os._exit(0)
 
 
@@ -158,15 +158,17 @@ def judged(target, status, report, folder, before):
             if slow
             else ("died", f"{died} {texts['err'][-300:]}")
         )
-    found = json.loads(report)
-    if found["guard"]:
-        return "outside", found["guard"][0]
-    if found["trace"] or b"Traceback (most" in texts["err"]:
-        trace = found["trace"] or texts["err"].decode(errors="replace")
+    outcome = json.loads(report)
+    if outcome["guard"]:
+        return "outside", outcome["guard"][0]
+    if outcome["trace"] or b"Traceback (most" in texts["err"]:
+        trace = outcome["trace"] or texts["err"].decode(errors="replace")
         return "traceback", where(trace)
-    if found["status"] not in (*GOOD, *target.statuses):
-        return "status", f"status {found['status']}: {texts['err'][-200:]!r}"
-    if found["status"] == 2 and not any(one in texts["err"] for one in (b"error: ", b"usage: ")):
+    if outcome["status"] not in (*GOOD, *target.statuses):
+        return "status", f"status {outcome['status']}: {texts['err'][-200:]!r}"
+    if outcome["status"] == 2 and not any(
+        prefix in texts["err"] for prefix in (b"error: ", b"usage: ")
+    ):
         return "status", f"status 2 without an error: {texts['err'][-200:]!r}"
     for name, text in {**texts, **written(folder, before)}.items():
         if mutators.SECRET.encode() in text and not target.passes:
@@ -175,25 +177,27 @@ def judged(target, status, report, folder, before):
             return "secret", f"in {name}: {text[:200]!r}"
         if name in texts and b"\x1b" in text and b"usage: " not in text:
             return "escape", f"in {name}: {text[max(0, text.index(27) - 80) :][:160]!r}"
-    said = texts["err"].decode(errors="replace")
-    return ("answer", "") if found["status"] != 2 else ("refused", said)
+    message = texts["err"].decode(errors="replace")
+    return ("answer", "") if outcome["status"] != 2 else ("refused", message)
 
 
 def written(folder, before):
     """Return the content of the files of a folder that were not there before the program ran."""
-    found = {}
+    contents = {}
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
         if name not in before and path.is_file() and not path.is_symlink():
-            found[name] = path.read_bytes()[: 1 << 24]
-    return found
+            contents[name] = path.read_bytes()[: 1 << 24]
+    return contents
 
 
 def where(trace):
     """Return the innermost line of the project in a traceback, and the error."""
-    ours = [line.strip() for line in trace.splitlines() if "File " in line and str(ROOT) in line]
-    ours = [line for line in ours if "/tests/support/fuzz/" not in line] or ours
-    place = ours[-1].replace(f"{ROOT}/", "") if ours else "?"
+    own_lines = [
+        line.strip() for line in trace.splitlines() if "File " in line and str(ROOT) in line
+    ]
+    own_lines = [line for line in own_lines if "/tests/support/fuzz/" not in line] or own_lines
+    place = own_lines[-1].replace(f"{ROOT}/", "") if own_lines else "?"
     last = [line for line in trace.splitlines() if line.strip()][-1]
     return f"{place}: {last[:200]}"
 
@@ -209,8 +213,8 @@ def one(target, case, seed, template, folder):
     for name in ("out", "err"):
         (folder / name).touch()
     reading, writing = os.pipe()
-    made = os.fork()
-    if made == 0:
+    pid = os.fork()
+    if pid == 0:
         os.close(reading)
         try:
             draw = None if case is None else random.Random(f"{seed} {target.name} {case}")
@@ -222,15 +226,15 @@ def one(target, case, seed, template, folder):
     os.close(writing)
     status, end = None, time.monotonic() + HANGING
     while time.monotonic() < end:
-        gone, code = os.waitpid(made, os.WNOHANG)
+        gone, code = os.waitpid(pid, os.WNOHANG)
         if gone:
             status = code
             break
         time.sleep(0.002)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(made, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
     if status is None:
-        os.waitpid(made, 0)
+        os.waitpid(pid, 0)
     with os.fdopen(reading, "rb") as pipe:
         report = pipe.read() if status is not None else b""
     return judged(target, status, report, work, before)
@@ -241,7 +245,7 @@ class Fuzzer:
 
     def __init__(self, seed, home, names=()):
         self.seed, self.home = seed, Path(home)
-        self.targets = [one for one in targets() if not names or one.name in names]
+        self.targets = [target for target in targets() if not names or target.name in names]
         self.counts = {target.name: Counter() for target in self.targets}
         self.findings = {}
         self.kept = self.home / "findings"
@@ -303,8 +307,8 @@ class Fuzzer:
             row = f"{inputs:>8}{count['answer']:>9}{count['refused']:>9}{inputs - good:>10}"
             lines.append(f"{name:<14}{row}")
         for (name, kind, _), (case, times, text) in sorted(self.findings.items()):
-            again = f"--seed {self.seed} --target {name!r} --case {case}"
-            lines.append(f"{kind}, {times} times: {text}\n    again: {again}")
+            repeat = f"--seed {self.seed} --target {name!r} --case {case}"
+            lines.append(f"{kind}, {times} times: {text}\n    again: {repeat}")
         return "\n".join(lines)
 
 
@@ -316,16 +320,16 @@ def main():
     parser.add_argument("--seed", default=str(int(time.time())), help="default: the time")
     parser.add_argument("--target", action="append", default=[], help="of which; default: all")
     parser.add_argument("--case", type=int, help="take this input only, and leave it in ./fuzzed")
-    given = parser.parse_args()
-    home = Path("fuzzed").resolve() if given.case is not None else Path(tempfile.mkdtemp())
+    options = parser.parse_args()
+    home = Path("fuzzed").resolve() if options.case is not None else Path(tempfile.mkdtemp())
     (home / "findings").mkdir(parents=True, exist_ok=True)
-    fuzzer = Fuzzer(given.seed, home, given.target)
-    if given.case is not None:
+    fuzzer = Fuzzer(options.seed, home, options.target)
+    if options.case is not None:
         for target in fuzzer.targets:
-            print(*fuzzer.take(target, given.case))
+            print(*fuzzer.take(target, options.case))
         return 0
-    fuzzer.run(given.seconds)
-    print(f"seed {given.seed}\n{fuzzer.summary()}")
+    fuzzer.run(options.seconds)
+    print(f"seed {options.seed}\n{fuzzer.summary()}")
     if fuzzer.findings:
         print(f"the inputs are in {fuzzer.kept}")
         return 1

@@ -66,7 +66,7 @@ def value(draw, depth=0):
     if kind < 7:
         return draw.choice([None, True, False, "@deep", "@deeper"])
     inside = [value(draw, depth + 1) for _ in range(draw.randrange(4))]
-    return inside if kind == 7 else {draw.choice(TEXTS): one for one in inside}
+    return inside if kind == 7 else {draw.choice(TEXTS): part for part in inside}
 
 
 def tree(draw, root):
@@ -75,14 +75,14 @@ def tree(draw, root):
     for _ in range(draw.choice([1, 1, 1, 2, 3, 8])):
         places = [*_places(root)]
         parent, key = draw.choice(places)
-        how = draw.randrange(7)
-        if how < 3:
+        choice = draw.randrange(7)
+        if choice < 3:
             parent[key] = value(draw)
-        elif how == 3:
+        elif choice == 3:
             del parent[key]
-        elif how == 4 and isinstance(parent, dict):
+        elif choice == 4 and isinstance(parent, dict):
             parent[draw.choice(TEXTS)] = parent.pop(key)
-        elif how == 5:
+        elif choice == 5:
             other, at = draw.choice(places)
             if at in other if isinstance(other, dict) else at < len(other):
                 parent[key] = deepcopy(other[at])
@@ -125,18 +125,18 @@ def bytes_of(draw, data):
     for _ in range(draw.choice([1, 1, 2, 5])):
         at = draw.randrange(len(data) + 1)
         end = min(len(data), at + draw.choice([1, 2, 4, 8, 64, 1000]))
-        how = draw.randrange(7)
-        if how == 0 and at < len(data):
+        choice = draw.randrange(7)
+        if choice == 0 and at < len(data):
             data[at] ^= 1 << draw.randrange(8)
-        elif how == 1:
+        elif choice == 1:
             del data[at:]
-        elif how == 2:
+        elif choice == 2:
             del data[at:end]
-        elif how == 3:
+        elif choice == 3:
             data[at:at] = draw.choice([*TEXTS, "&a [*a, *a]\n", "<<: *a\n"]).encode()
-        elif how == 4:
+        elif choice == 4:
             data[at:at] = data[at:end] * draw.choice([1, 3, 100])
-        elif how == 5:
+        elif choice == 5:
             number = draw.choice(NUMBERS[:14]) % 2**64
             data[at : at + 8] = number.to_bytes(8, draw.choice(["little", "big"]))
         else:
@@ -152,13 +152,13 @@ def arguments(draw, words):
         word = draw.choice(
             [*TEXTS, *map(_shown, NUMBERS), os.fsdecode(b"\xff\xfe"), "-", "--", "--x"]
         )
-        how = draw.randrange(6)
-        if how < 3 and words:
+        choice = draw.randrange(6)
+        if choice < 3 and words:
             key, equals, _ = words[at].partition("=")
             words[at] = key + equals + word if equals else word
-        elif how == 3 and words:
+        elif choice == 3 and words:
             del words[at]
-        elif how == 4 and words:
+        elif choice == 4 and words:
             words[at:at] = [words[at]]
         else:
             words[at:at] = [word]
@@ -181,8 +181,8 @@ def file(draw, path):
         del manifest["checksum"]
         changed = tree(draw, manifest)
         if isinstance(changed, dict):  # a matching checksum, as an attacker could write it
-            rest = text_of(changed)[1:].encode()
-            path.write_bytes(b'{"checksum":"%s",' % checksum(rest).encode() + rest)
+            body = text_of(changed)[1:].encode()
+            path.write_bytes(b'{"checksum":"%s",' % checksum(body).encode() + body)
             return
     if kind in (".json", ".yaml"):
         path.write_text(text_of(tree(draw, json.loads(data))))
@@ -208,19 +208,19 @@ def _replace(draw, path):
     """Put something else under the name of a file: a pipe would block a reader, a device never
     ends."""
     path.unlink()
-    how = draw.randrange(7)
-    if how == 0:
+    choice = draw.randrange(7)
+    if choice == 0:
         os.mkfifo(path)
-    elif how == 1:
+    elif choice == 1:
         path.symlink_to(
             draw.choice(["/dev/zero", "/dev/tty", "/proc/self/mem", "/etc/passwd", path])
         )
-    elif how == 2:
+    elif choice == 2:
         path.mkdir()
-    elif how == 3:
+    elif choice == 3:
         path.write_bytes(b"")
-    elif how == 4:
+    elif choice == 4:
         path.write_bytes(b"x")
         os.truncate(path, draw.choice([1 << 20, 1 << 33, 1 << 42]))
-    elif how == 5:
+    elif choice == 5:
         path.write_bytes(draw.randbytes(draw.choice([8, 100, 5000])))

@@ -97,8 +97,8 @@ def config():
 def checkpoint():
     """Train a run of two steps, once: later calls copy it."""
     config()
-    made = os.fork()
-    if made == 0:
+    pid = os.fork()
+    if pid == 0:
         sys.argv = ["pretrain_gpt.py", "--config", "config.yaml"]
         try:
             with open(os.devnull, "w") as silent:
@@ -107,7 +107,7 @@ def checkpoint():
         except SystemExit as ended:
             os._exit(ended.code or 0)
         os._exit(0)
-    assert os.waitpid(made, 0)[1] == 0, "no checkpoint could be made"
+    assert os.waitpid(pid, 0)[1] == 0, "no checkpoint could be made"
     shutil.copytree("run/checkpoints/step-00000002", "saved/step-00000002")
 
 
@@ -146,9 +146,9 @@ def read_tokenizer(name):
         from megaframe.data.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(name)
-        found = tokenizer.encode("def area(width): return width ☃")
-        tokenizer.decode(found)
-        assert len(tokenizer.token_bytes()) == tokenizer.vocab_size
+        ids = tokenizer.encode("def area(width): return width ☃")
+        tokenizer.decode(ids)
+        assert len(tokenizer.count_token_bytes()) == tokenizer.vocab_size
 
     return call
 
@@ -211,13 +211,13 @@ def trace():
 def cluster():
     import yaml
 
-    given = yaml.safe_load((ROOT / "configs/clusters/h100-ib.yaml").read_text())
-    Path("cluster.yaml").write_text(json.dumps(given, default=str))
+    cluster = yaml.safe_load((ROOT / "configs/clusters/h100-ib.yaml").read_text())
+    Path("cluster.yaml").write_text(json.dumps(cluster, default=str))
 
 
 def costs():
-    found = {"kill": {"restart": 15.0, "load": 10.0, "again": 5.0}, "whole": {"stall": 0.2}}
-    Path("drill.json").write_text(json.dumps(found))
+    results = {"kill": {"restart": 15.0, "load": 10.0, "again": 5.0}, "whole": {"stall": 0.2}}
+    Path("drill.json").write_text(json.dumps(results))
 
 
 def schedule():
@@ -231,8 +231,8 @@ def read_cache():
 
 
 def cache():
-    found = {"machine": {"cpu": "x"}, "routines": {"type": "", "products": {}, "attention": {}}}
-    Path("cache.json").write_text(json.dumps(found))
+    entry = {"machine": {"cpu": "x"}, "routines": {"type": "", "products": {}, "attention": {}}}
+    Path("cache.json").write_text(json.dumps(entry))
 
 
 PRETRAIN, TOOL = main_of("pretrain_gpt.py"), main_of("tools/checkpoint.py")
@@ -273,8 +273,8 @@ def targets():
         "reshard --files 2 --to new",
         "export-dcp --to new",
     ):
-        first, *rest = command.split()
-        words = (first, "saved/step-00000002", *rest)
+        first, *options = command.split()
+        words = (first, "saved/step-00000002", *options)
         fixed = 1 if first in ("inspect", "verify") else len(words)
         yield Target(first, checkpoint, TOOL, words, SAVED, statuses=(1,), fixed=fixed)
     words = ("diff", "saved/step-00000002", "run/checkpoints/step-00000002")

@@ -15,7 +15,7 @@ from megaframe.architecture.buckets import (
 )
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
-from megaframe.layout import Layout, exchange_groups, exchange_steps, ranks_per_node
+from megaframe.layout import Layout, count_ranks_per_node, exchange_groups, exchange_steps
 from megaframe.planner.collective_times import GroupLevel, pairwise_all_to_all, stepped_exchange
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.data_parallel_times import exchange_times, num_buckets, resolve_bucket_size
@@ -62,10 +62,10 @@ def test_blocks_are_together_until_they_have_enough(sizes, least):
     groups = group_blocks_into_buckets(sizes, least)
     assert [n for of in groups for n in range(of.start, of.stop)] == [*range(len(sizes))]
     for of in groups:
-        here = sizes[of.start : of.stop]
-        assert of.start == 0 or sum(map(sum, here)) >= least
-        assert sum(map(sum, here[1:])) < least, "the first block is needed to have enough"
-        assert of.halves == (len(here) == 1 and max(here[0]) >= least)
+        bucket_sizes = sizes[of.start : of.stop]
+        assert of.start == 0 or sum(map(sum, bucket_sizes)) >= least
+        assert sum(map(sum, bucket_sizes[1:])) < least, "the first block is needed to have enough"
+        assert of.halves == (len(bucket_sizes) == 1 and max(bucket_sizes[0]) >= least)
 
 
 def test_half_a_block_is_the_least():
@@ -91,18 +91,18 @@ def count_of(zero=1, latency=None, world=1024, **parallel):
 
 def test_the_number_of_buckets_follows_from_latency_and_bandwidth():
     """A ring over 256 data ranks, 4 to a node: 255 messages of the mean latency of its hops."""
-    found, machine = count_of(tensor=2, world=512)
+    size, machine = count_of(tensor=2, world=512)
     alpha = (3 * 3e-6 + 8e-6) / 4
     bandwidth = 0.9 * 50e9 * 4
     assert machine.constants.links == (0.82, 0.9)
     latency = 2 * 255 * alpha
     transfer = (4 + 2) * MATRICES * 255 / 256 / bandwidth
-    assert found == pytest.approx(
+    assert size == pytest.approx(
         min(64.0, float(balanced_bucket_count(transfer, latency))), rel=1e-6
     )
     half = exchange_times(machine, MATRICES, 2.0).total_at(1)
-    whole = exchange_times(machine, MATRICES, 1.0).total_at(1)
-    assert half - whole == pytest.approx(latency, rel=1e-6)
+    full_bucket = exchange_times(machine, MATRICES, 1.0).total_at(1)
+    assert half - full_bucket == pytest.approx(latency, rel=1e-6)
 
 
 def test_more_ranks_have_fewer_buckets_between_their_bounds():
@@ -151,9 +151,9 @@ def test_steps_divide_a_group_and_save_messages(ranks, inside):
     steps = exchange_steps(ranks, inside)
     assert math.prod(steps) == ranks
     assert num_messages(steps) <= ranks - 1
-    node, near, far = steps
+    node, near_ranks, far = steps
     assert node in (1, inside)
-    assert far == 1 or 2 * (near + far - 2) <= near * far - 1
+    assert far == 1 or 2 * (near_ranks + far - 2) <= near_ranks * far - 1
 
 
 @pytest.mark.parametrize(
@@ -183,20 +183,20 @@ def test_every_pair_of_ranks_is_connected_by_one_path(ranks, sizes):
         assert sorted(rank for group in groups for rank in group) == numbers
     for source in numbers:
         for target in numbers:
-            here, stride = source - 10, 1
+            position, stride = source - 10, 1
             for size, groups in zip(sizes, steps, strict=True):
-                (group,) = [group for group in groups if here + 10 in group]
+                (group,) = [group for group in groups if position + 10 in group]
                 place = (target - 10) // stride % size
-                here, stride = group[place] - 10, stride * size
-            assert here + 10 == target
+                position, stride = group[place] - 10, stride * size
+            assert position + 10 == target
 
 
 def test_neighbours_of_a_node_are_the_same_in_every_group():
-    assert ranks_per_node([(0, 1, 2, 3), (4, 5, 6, 7)], 2) == 2
-    assert ranks_per_node([(0, 2, 4, 6), (1, 3, 5, 7)], 4) == 2
-    assert ranks_per_node([(0, 8, 16)], 8) == 1
-    assert ranks_per_node([(0, 1, 2)], 2) == 1
-    assert ranks_per_node([(0, 1), (2, 3)], 8) == 2
+    assert count_ranks_per_node([(0, 1, 2, 3), (4, 5, 6, 7)], 2) == 2
+    assert count_ranks_per_node([(0, 2, 4, 6), (1, 3, 5, 7)], 4) == 2
+    assert count_ranks_per_node([(0, 8, 16)], 8) == 1
+    assert count_ranks_per_node([(0, 1, 2)], 2) == 1
+    assert count_ranks_per_node([(0, 1), (2, 3)], 8) == 2
 
 
 def test_an_exchange_in_steps_takes_its_messages_and_the_same_bytes():

@@ -17,9 +17,9 @@ def made(config):
     """Return how many communicators this rank is in."""
     mesh = Mesh(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=60)
     TrainStep(config, mesh, StepTimer().time)
-    found = mesh.num_communicators
+    num_communicators = mesh.num_communicators
     mesh.close()
-    return found
+    return num_communicators
 
 
 def configured(parallel, model):
@@ -55,6 +55,8 @@ def test_no_rank_is_in_more_communicators(parallel, model, spare, pool):
 def test_streams_are_those_of_communicators_products_and_copies():
     config = configured({"context": 4}, {})
     assert count_streams(config, 4) == count_communicators(config, 4) + 3
-    more = config.model_copy(update={"optim": config.optim.model_copy(update={"offload": True})})
-    assert count_streams(more, 4) == count_communicators(config, 4) + 5
+    offloaded = config.model_copy(
+        update={"optim": config.optim.model_copy(update={"offload": True})}
+    )
+    assert count_streams(offloaded, 4) == count_communicators(config, 4) + 5
     assert count_streams(configured({"auto": True}, {}), 4) is None

@@ -29,11 +29,13 @@ def test_local_pieces_cover_every_element(data):
     split = data.draw(st.lists(st.sampled_from(AXES), max_size=len(shape), unique=True))
     sizes = {axis: data.draw(st.integers(1, 3)) for axis in AXES}
     spec = ParamSpec("a", shape, Constant(0), role="matrix", axes=dict(enumerate(split)))
-    seen = set()
+    elements = set()
     for index in product(*(range(sizes[axis]) for axis in AXES)):
         box = spec.local(dict(zip(AXES, index, strict=True)), sizes)
-        seen.update(product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))))
-    assert len(seen) == prod(shape) == spec.size
+        elements.update(
+            product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True)))
+        )
+    assert len(elements) == prod(shape) == spec.size
 
 
 @settings(deadline=None, max_examples=200)
@@ -43,14 +45,14 @@ def test_a_run_of_elements_is_few_boxes_in_order(shape, data):
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
     offset = tuple(data.draw(st.integers(0, 3)) for _ in shape)
-    whole = np.arange(size).reshape(shape)
+    numbers = np.arange(size).reshape(shape)
     boxes = list(row_major_runs(Box(offset, tuple(shape)), start, stop))
-    found = [
-        whole[tuple(slice(o - base, o - base + n) for o, base, n in zip(*place, strict=True))]
+    pieces = [
+        numbers[tuple(slice(o - base, o - base + n) for o, base, n in zip(*place, strict=True))]
         for place in ((box.offset, offset, box.shape) for box in boxes)
     ]
-    assert [int(i) for piece in found for i in piece.ravel()] == list(range(start, stop))
-    assert all(piece.shape == box.shape for piece, box in zip(found, boxes, strict=True))
+    assert [int(i) for piece in pieces for i in piece.ravel()] == list(range(start, stop))
+    assert all(piece.shape == box.shape for piece, box in zip(pieces, boxes, strict=True))
     assert len(boxes) <= 2 * len(shape) - 1
 
 
@@ -68,14 +70,14 @@ boxes = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=2, ma
 
 
 @given(boxes, boxes)
-def test_what_two_boxes_share_is_what_is_in_both(one, other):
+def test_what_two_boxes_share_is_what_is_in_both(first, other):
     def elements(box):
         return set(product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))))
 
-    shared = one.intersection(other)
-    assert (elements(shared) if shared else set()) == elements(one) & elements(other)
+    shared = first.intersection(other)
+    assert (elements(shared) if shared else set()) == elements(first) & elements(other)
     if shared:
-        inner = shared.relative_to(one)
+        inner = shared.relative_to(first)
         assert inner.shape == shared.shape
-        spans = zip(inner.offset, inner.shape, one.shape, strict=True)
+        spans = zip(inner.offset, inner.shape, first.shape, strict=True)
         assert all(o >= 0 and o + n <= m for o, n, m in spans)

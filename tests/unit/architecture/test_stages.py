@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.stages import (
-    active_matrix_elements,
     divide_blocks,
     stage_costs,
     stage_plans,
@@ -81,13 +81,17 @@ def test_layers_count_with_what_their_windows_see():
     costs = stage_costs(config, plans)
     local, full = (4 * 64 * keys for keys in (1 - 1 / (2 * seq), seq / 2))
     assert full == 5 * 2 * matrices
-    for stage, (near, far) in enumerate([(7, 1), (0, 2)]):
+    for stage, (near_layers, far) in enumerate([(7, 1), (0, 2)]):
         forward, backward, weight = costs.forward[stage], costs.backward[stage], costs.weight[stage]
         head = 3 * 2 * 64 * stage
-        seen = near * local + far * full
-        assert forward == pytest.approx((near + far) * 2 * matrices + seen + head, rel=1e-14)
-        assert backward == pytest.approx((near + far) * 2 * matrices + 2 * seen, rel=1e-14)
-        assert weight == (near + far) * 2 * matrices
+        attention_flops = near_layers * local + far * full
+        assert forward == pytest.approx(
+            (near_layers + far) * 2 * matrices + attention_flops + head, rel=1e-14
+        )
+        assert backward == pytest.approx(
+            (near_layers + far) * 2 * matrices + 2 * attention_flops, rel=1e-14
+        )
+        assert weight == (near_layers + far) * 2 * matrices
 
 
 def test_layers_are_as_given_and_blocks_run_again_as_said():
@@ -114,10 +118,10 @@ def test_work_adds_up_to_the_counted_flops(model, recompute):
     config = config_of(model=model, pipeline=3, train={"recompute": recompute})
     costs = stage_costs(config, stage_plans(config))
     flops = count_flops(list_model_specs(config), config)
-    assert sum(map(sum, costs.per_stage(3))) == pytest.approx(flops.hardware, rel=1e-12)
+    assert sum(map(sum, costs.list_by_stage(3))) == pytest.approx(flops.hardware, rel=1e-12)
     matrices = sum(spec.size for spec in list_model_specs(config) if spec.role == "matrix")
     depth = config.model.mtp_depth
-    blocks = sum(active_matrix_elements(config.model, layer) for layer in range(6 + depth))
+    blocks = sum(describe_block(config.model, layer).matrix_elements for layer in range(6 + depth))
     assert blocks + 2 * 64 * 64 * depth == matrices
 
 
@@ -125,14 +129,14 @@ def test_work_adds_up_to_the_counted_flops(model, recompute):
 def test_stages_hold_the_parameters_of_the_model_once(tied, depth):
     model = {"tie_embeddings": tied, "position": "learned", "mtp_depth": depth}
     config = config_of(pipeline=3, model=model)
-    held = [
+    parameters = [
         p
         for plan in stage_plans(config)
         for chunk in build_chunks(config, [plan], RunContext()).values()
         for p in chunk.parameters()
     ]
-    assert [p.spec for p in held if not p.replica] == list_model_specs(config)
-    assert [p.spec.name for p in held if p.replica] == ["embedding.tokens.weight"]
+    assert [p.spec for p in parameters if not p.replica] == list_model_specs(config)
+    assert [p.spec.name for p in parameters if p.replica] == ["embedding.tokens.weight"]
 
 
 NOTHING = RankParameters(0, (), ())
@@ -149,8 +153,10 @@ def test_activations_are_those_in_flight():
         each += rotary_bytes(config)
         assert plan.activations == (4 - rank) * each
         assert (plan.logits > 0) == (rank == 3)
-    again = config_of(8, pipeline=4, train={"recompute": "full"})
+    recomputed = config_of(8, pipeline=4, train={"recompute": "full"})
     plan = compute_memory(
-        again, NOTHING, 1, stage_plans(again)[:1], generate("1f1b", 4, 1, 8).ranks[0]
+        recomputed, NOTHING, 1, stage_plans(recomputed)[:1], generate("1f1b", 4, 1, 8).ranks[0]
     )
-    assert plan.activations == 4 * (2 * stream + rotary_bytes(again)) + block_bytes(again, 0)
+    assert plan.activations == 4 * (2 * stream + rotary_bytes(recomputed)) + block_bytes(
+        recomputed, 0
+    )

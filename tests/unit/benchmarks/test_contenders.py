@@ -54,11 +54,11 @@ def test_experts_give_the_answer_of_a_loop(monkeypatch, capsys):
         SHAPES, "tiny", ExpertsShape(tokens=96, hidden=32, width=48, experts=8, top_k=2)
     )
     arguments = ["--shape", "tiny", "--precision", "fp32", "--steps", "1"]
-    ours, plain = (
-        printed(one.main, arguments, monkeypatch, capsys)["loss"]
-        for one in (experts_ours, experts_loop)
+    own_result, plain = (
+        printed(module.main, arguments, monkeypatch, capsys)["loss"]
+        for module in (experts_ours, experts_loop)
     )
-    assert ours == pytest.approx(plain, rel=tolerance(96))
+    assert own_result == pytest.approx(plain, rel=tolerance(96))
 
 
 def answer_of_a_ring(ranks, seq):
@@ -74,16 +74,16 @@ def test_a_ring_gives_the_answer_of_whole_attention(pool):
     query, key, value = leaves = [part.requires_grad_() for part in qkv]
     out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     results = (out.detach(), *torch.autograd.grad(out, leaves, d_out))
-    whole = math.fsum(float(one.square().mean()) for one in results)
-    for found in pool.run(ranks, answer_of_a_ring, ranks, seq):
-        assert found == pytest.approx(whole, rel=tolerance(seq))
+    reference = math.fsum(float(output.square().mean()) for output in results)
+    for actual in pool.run(ranks, answer_of_a_ring, ranks, seq):
+        assert actual == pytest.approx(reference, rel=tolerance(seq))
 
 
 @pytest.mark.parametrize("options", loader.VARIANTS.values(), ids=loader.VARIANTS)
 def test_the_loader_reads(options, corpus, monkeypatch, capsys):
     arguments = ["--prefix", corpus, "--seq", "16", "--seconds", "0.01", *options]
-    found = printed(loader_ours.main, arguments, monkeypatch, capsys)
-    assert found["samples_per_second"] > 0
+    result = printed(loader_ours.main, arguments, monkeypatch, capsys)
+    assert result["samples_per_second"] > 0
 
 
 class Started(Exception):
@@ -98,20 +98,20 @@ def whole_runs(tmp_path):
     """Yield the contenders of every comparison of whole runs."""
     text = tmp_path / "text.txt"
     text.write_text("a few words " * 100)
-    given = Namespace(steps=2, precision="bf16", text=text, without_ours=False)
+    namespace = Namespace(steps=2, precision="bf16", text=text, without_ours=False)
     for peer in ("nanogpt", "megatron_python", "deepspeed_python", "huggingface_python"):
-        setattr(given, peer, None)
-    yield from shakespeare.make_contenders(given)
-    yield from train_cpu.make_contenders(given, "bf16")
-    yield from netlab_peers.make_contenders(given)
+        setattr(namespace, peer, None)
+    yield from shakespeare.make_contenders(namespace)
+    yield from train_cpu.make_contenders(namespace, "bf16")
+    yield from netlab_peers.make_contenders(namespace)
     for script, kind in ((data_cpu, "bf16"), (tensor_cpu, "fp32"), (pipeline_cpu, 2048)):
-        yield from script.make_contenders(given, 4, kind)
+        yield from script.make_contenders(namespace, 4, kind)
 
 
 def test_each_command_has_a_config_that_a_run_takes(tmp_path, monkeypatch):
-    ours = [one for one in whole_runs(tmp_path) if one.ours]
-    assert len(ours) == 2 + 2 + 6 + 4 + 1 + 1
-    for one in ours:
+    own_commands = [command for command in whole_runs(tmp_path) if command.ours]
+    assert len(own_commands) == 2 + 2 + 6 + 4 + 1 + 1
+    for one in own_commands:
         _, script, *arguments = one.command
         with monkeypatch.context() as patched:
             patched.setattr(sys, "argv", [script, *arguments])

@@ -28,8 +28,13 @@ from time_limit import parse_object, run_limited, write_json  # noqa: E402
 
 
 def command(*arguments):
-    given = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "gpu_check.py"), "--dry", *arguments]
-    return subprocess.run(given, capture_output=True, text=True)
+    command_line = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu" / "gpu_check.py"),
+        "--dry",
+        *arguments,
+    ]
+    return subprocess.run(command_line, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +62,16 @@ def test_every_kernel_is_measured_and_right(result):
     triton = [m for m in result["measurements"] if m["implementation"] == "triton"]
     assert all(m["trouble"] is None for m in triton)
     assert result["order"]["router"] == ["triton"] == result["active"]["router"][:1]
-    assert {one["kernel"] for one in result["chosen_over_best"]} >= {"attention", "norm"}
+    assert {choice["kernel"] for choice in result["chosen_over_best"]} >= {"attention", "norm"}
     assert any(goal["measured"] is not None for goal in result["goals"])
 
 
 @pytest.mark.slow
 def test_a_second_call_keeps_what_the_first_found(path, result):
-    again = gpu_check.begin(path, dry=True)
-    assert again.known["measurements"] == result["measurements"]
-    again.known["commit"] = "another"
-    write_json(path, again.known)
+    resumed = gpu_check.begin(path, dry=True)
+    assert resumed.known["measurements"] == result["measurements"]
+    resumed.known["commit"] = "another"
+    write_json(path, resumed.known)
     assert not gpu_check.begin(path, dry=True).known["measurements"]
 
 
@@ -153,10 +158,10 @@ def test_a_timing_has_enough_samples_and_nothing_of_what_precedes_a_call(
     def run():
         ran.append(pass_time(each * (1.5 if len(ran) % 2 else 1.0)))
 
-    found = kernel_bench.measure_timing(run, False, few)
+    timing = kernel_bench.measure_timing(run, False, few)
     assert len(ran) == pytest.approx(calls, abs=20 if each == 5e-3 else 0)
-    assert found.low == pytest.approx(each, rel=0.2) and found.high == pytest.approx(1.5 * each)
-    assert found.low <= found.seconds <= found.high
+    assert timing.low == pytest.approx(each, rel=0.2) and timing.high == pytest.approx(1.5 * each)
+    assert timing.low <= timing.seconds <= timing.high
 
 
 class Doubled(torch.autograd.Function):
@@ -167,8 +172,8 @@ class Doubled(torch.autograd.Function):
         return 2.0 * x, (x > 0).int()
 
     @staticmethod
-    def backward(ctx, given, _):
-        return 2.5 * given
+    def backward(ctx, d_out, _):
+        return 2.5 * d_out
 
 
 def test_what_is_checked_is_gradients_and_whole_numbers_too():
@@ -193,42 +198,50 @@ def test_what_is_checked_is_gradients_and_whole_numbers_too():
 def test_what_cannot_be_checked_is_timed_and_says_so(monkeypatch):
     monkeypatch.setattr(kernel_bench, "compute_error", lambda *_: 1 / 0)
     case = next(c for c in list_cases(TINY) if c.kernel == "norm")
-    found = kernel_bench.measure(case, case, KERNELS["norm"], "torch", Ceilings(1.0, 1.0), dry=True)
-    assert found.forward.seconds > 0 and found.trouble.startswith("check: ZeroDivisionError")
-    assert "Traceback" in found.details
+    measurement = kernel_bench.measure(
+        case, case, KERNELS["norm"], "torch", Ceilings(1.0, 1.0), dry=True
+    )
+    assert measurement.forward.seconds > 0 and measurement.trouble.startswith(
+        "check: ZeroDivisionError"
+    )
+    assert "Traceback" in measurement.details
 
 
-def measured(case, name, seconds, error=0.0, trouble=None, **more):
-    one = PassResult(seconds, seconds, seconds, 1.0, 1.0, 0.5, **more) if seconds else None
-    return asdict(Measurement("norm", case, name, one, error=error, trouble=trouble))
+def measured(case, name, seconds, error=0.0, trouble=None, **options):
+    pass_result = (
+        PassResult(seconds, seconds, seconds, 1.0, 1.0, 0.5, **options) if seconds else None
+    )
+    return asdict(Measurement("norm", case, name, pass_result, error=error, trouble=trouble))
 
 
 def test_the_order_is_of_speed_and_leaves_out_what_is_wrong():
-    one = measured
-    found = [
-        *(one("a", "triton", 1.0), one("a", "torch", 3.0), one("a", "liger", 0.5, error=0.5)),
-        *(one("b", "triton", 2.0), one("b", "torch", 1.0), one("b", "reference", 0.1)),
+    entry = measured
+    measurements = [
+        *(entry("a", "triton", 1.0), entry("a", "torch", 3.0), entry("a", "liger", 0.5, error=0.5)),
+        *(entry("b", "triton", 2.0), entry("b", "torch", 1.0), entry("b", "reference", 0.1)),
     ]
-    assert order_of(found) == ["triton", "torch"]
-    assert order_of([one("a", "triton", None, trouble="x")]) == []
-    assert order_of([one("a", "triton", 1.0, trouble="check: x")]) == []
+    assert order_of(measurements) == ["triton", "torch"]
+    assert order_of([entry("a", "triton", None, trouble="x")]) == []
+    assert order_of([entry("a", "triton", 1.0, trouble="check: x")]) == []
 
 
 def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
-    found = [
+    measurements = [
         measured("a", "triton", 1.0, copy_share=0.99),
         measured("a", "torch", 0.5, copy_share=1.0),
         measured("b", "triton", None, trouble="refused"),
         measured("b", "torch", 1.0, copy_share=0.98),
     ]
-    for m in found[:2]:
+    for m in measurements[:2]:
         m["backward"] = {**m["forward"], "copy_share": 0.5}
-    own = PassResult(1e-3, 1e-3, 1e-3, 0.0, 0.6e12, 0.5)
+    pass_result = PassResult(1e-3, 1e-3, 1e-3, 0.0, 0.6e12, 0.5)
     causal = "causal, head 128, 8192 tokens"
-    found.append(asdict(Measurement("attention", causal, "triton", own, own)))
-    slow, quick = (replace(own, seconds=seconds) for seconds in (2e-3, 8e-4))
-    found.append(asdict(Measurement("attention", causal, "triton-fused", slow, quick)))
-    fast = asdict(Measurement("attention", causal, "cudnn", own, own, error=0.5))
+    measurements.append(
+        asdict(Measurement("attention", causal, "triton", pass_result, pass_result))
+    )
+    slow, quick = (replace(pass_result, seconds=seconds) for seconds in (2e-3, 8e-4))
+    measurements.append(asdict(Measurement("attention", causal, "triton-fused", slow, quick)))
+    fast = asdict(Measurement("attention", causal, "cudnn", pass_result, pass_result, error=0.5))
     rows = [
         {
             "row": "llama-8b-slice",
@@ -241,7 +254,7 @@ def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
     ]
     active = {"norm": ["triton", "torch", "reference"], "attention": ["cudnn", "triton"]}
     result = gpu_check.Results({**gpu_check._OF_KERNELS, "active": active, "training": []})
-    result.add(measurements=[*found, fast], training=rows)
+    result.add(measurements=[*measurements, fast], training=rows)
     reached = {goal["name"]: goal for goal in result.known["goals"]}
     assert reached["norm forward over a copy"]["measured"] == 0.98
     assert reached["norm forward over a copy"]["met"] is True
@@ -257,11 +270,11 @@ def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
     assert reached["llama-8b-slice-fp8: times_bf16"]["met"] is True
     assert reached["gpt2-124m-graph: host_seconds_per_step"]["met"] is True
     assert reached["moe-slice: mfu_causal"]["met"] is None
-    (first, *_) = (one for one in result.known["chosen_over_best"] if one["case"] == "a")
+    (first, *_) = (choice for choice in result.known["chosen_over_best"] if choice["case"] == "a")
     assert (first["chosen"], first["best"], first["ratio"]) == ("triton", "torch", 0.5)
     assert "llama-8b-slice: mfu_causal" in format_table(evaluate_goals(result.known))
     broken = measured("a", "triton", None, trouble="CUDA error") | {"details": "Traceback"}
-    result.add(measurements=[broken, found[1]])
+    result.add(measurements=[broken, measurements[1]])
     assert not result.known["chosen_over_best"]
 
 
@@ -289,30 +302,33 @@ def test_an_implementation_that_ends_its_process_costs_only_itself(tmp_path):
     results = empty()
     script = [sys.executable, "-c", BROKEN]
     gpu_check.measure_group(script, ["norm"], results, time.monotonic() + 100)
-    found = {m["implementation"]: m for m in results.known["measurements"]}
-    assert list(found) == ["x", "y", "z"]
-    assert found["y"]["trouble"] == "ended by SIGABRT" and "illegal" in found["y"]["details"]
-    assert found["z"]["trouble"] is None and not results.known["left_out_for_time"]
+    by_implementation = {m["implementation"]: m for m in results.known["measurements"]}
+    assert list(by_implementation) == ["x", "y", "z"]
+    assert (
+        by_implementation["y"]["trouble"] == "ended by SIGABRT"
+        and "illegal" in by_implementation["y"]["details"]
+    )
+    assert by_implementation["z"]["trouble"] is None and not results.known["left_out_for_time"]
 
 
 def test_what_never_begins_is_told_once_and_what_has_no_time_is_listed():
     results = empty()
     script = [sys.executable, "-c", "raise SystemExit('no such library')"]
     gpu_check.measure_group(script, ["norm"], results, time.monotonic() + 100)
-    (found,) = results.known["measurements"]
-    assert found["trouble"] == "no such library"
+    (measurement,) = results.known["measurements"]
+    assert measurement["trouble"] == "no such library"
     gpu_check.measure_group(script, ["norm", "rotary"], results, time.monotonic() + 1)
     assert results.known["left_out_for_time"] == ["norm", "rotary"]
 
 
 def test_rows_that_are_left_out_stay_as_they_were(monkeypatch):
-    made = {"row": "gpt-1.3b", "ours": {"mfu_causal": 0.5}}
+    row = {"row": "gpt-1.3b", "ours": {"mfu_causal": 0.5}}
     results = empty()
-    results.add(training=[made])
-    found = [{"row": name, "trouble": "left out for time"} for name in ("moe-slice", "gpt-1.3b")]
-    monkeypatch.setattr(training_gpu, "measure", lambda *_: iter(found))
+    results.add(training=[row])
+    rows = [{"row": name, "trouble": "left out for time"} for name in ("moe-slice", "gpt-1.3b")]
+    monkeypatch.setattr(training_gpu, "measure", lambda *_: iter(rows))
     gpu_check.check_training(results, (), 0.0, dry=True)
-    assert results.known["training"] == [made, found[0]]
+    assert results.known["training"] == [row, rows[0]]
 
 
 @pytest.mark.slow
@@ -327,15 +343,15 @@ def test_tests_end_as_pytest_says(tmp_path, monkeypatch):
         return gpu_check.run_tests(gpu_check.Tests(1.0, [], str(path)).build_command(True), seconds)
 
     assert run(good, 60)["outcome"] == "passed"
-    found = run(bad, 60)
-    assert found["outcome"] == "failed" and found["counts"].startswith("1 failed, 1 passed")
-    assert "assert 1 == 2" in found["log"]
+    outcome = run(bad, 60)
+    assert outcome["outcome"] == "failed" and outcome["counts"].startswith("1 failed, 1 passed")
+    assert "assert 1 == 2" in outcome["log"]
     heeded = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background job
     try:
-        found = run(slow, 10)
+        outcome = run(slow, 10)
     finally:
         signal.signal(signal.SIGINT, heeded)
-    assert found["outcome"].startswith("not finished after") and "assert 1 == 2" in found["log"]
+    assert outcome["outcome"].startswith("not finished after") and "assert 1 == 2" in outcome["log"]
 
 
 @pytest.mark.slow

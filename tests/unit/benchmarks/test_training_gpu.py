@@ -33,8 +33,8 @@ def test_rows_run_and_both_contenders_start_alike(tmp_path):
     experts, host = json.loads(path.read_text())
     assert experts["same_start"], experts
     for name in ("ours", "plain"):
-        found = experts[name]
-        assert found["host_seconds_per_step"] > 0 and found["tflops_causal"] > 0
+        row = experts[name]
+        assert row["host_seconds_per_step"] > 0 and row["tflops_causal"] > 0
     assert experts["ours"]["parts"]["compute"] > 0
     assert sum(experts["ours"]["waterfall"].values()) == pytest.approx(1.0)
     few, many = host["ours"]["host_seconds"]
@@ -71,12 +71,12 @@ def script(tmp_path, monkeypatch, text):
 
 def test_a_contender_finds_what_its_caller_finds(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/of/the/caller")
-    found = script(tmp_path, monkeypatch, "print(json.dumps({'path': os.environ['PYTHONPATH']}))")
-    assert found["path"].split(":") == [str(ROOT), str(ROOT / "kernels"), "/of/the/caller"]
+    result = script(tmp_path, monkeypatch, "print(json.dumps({'path': os.environ['PYTHONPATH']}))")
+    assert result["path"].split(":") == [str(ROOT), str(ROOT / "kernels"), "/of/the/caller"]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("print('no JSON')", {"trouble": "it printed no result"}),
         ("sys.exit('out of memory')", {"trouble": "out of memory"}),
@@ -86,10 +86,12 @@ def test_a_contender_finds_what_its_caller_finds(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_a_contender_that_breaks_says_why_and_keeps_what_it_had(tmp_path, monkeypatch, text, said):
-    found = script(tmp_path, monkeypatch, text)
-    found.pop("details")
-    assert found == said
+def test_a_contender_that_breaks_says_why_and_keeps_what_it_had(
+    tmp_path, monkeypatch, text, expected
+):
+    result = script(tmp_path, monkeypatch, text)
+    result.pop("details")
+    assert result == expected
 
 
 def test_rows_without_time_are_left_out():
@@ -100,8 +102,8 @@ def test_rows_without_time_are_left_out():
 
 def test_a_profile_says_how_long_the_gpu_does_nothing(tmp_path, monkeypatch):
     def event(name, start, lasted):
-        found = {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": lasted}
-        return {**found, "args": {"device": 0}}
+        fields = {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": lasted}
+        return {**fields, "args": {"device": 0}}
 
     class Profiled(contextlib.nullcontext):
         def export_chrome_trace(self, path):
@@ -113,17 +115,17 @@ def test_a_profile_says_how_long_the_gpu_does_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpu_workload, "profile", lambda activities: Profiled())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    steps, kept = [], tmp_path / "results" / "h200-row.json.gz"
-    given = partial(steps.append, 1), torch.device("cuda")
-    found = gpu_workload.profile_steps(*given, kept)
-    assert len(steps) == 2 and kept.exists()
-    assert found["gpu_idle"] == pytest.approx(0.2) and found["gpu_exposed_communication"] == 0
-    assert found["gpu_gaps"][0]["after"] == "norm"
-    assert [one["name"] for one in found["gpu_kernels"]] == ["gemm", "norm"]
+    steps, profile_path = [], tmp_path / "results" / "h200-row.json.gz"
+    arguments = partial(steps.append, 1), torch.device("cuda")
+    profile = gpu_workload.profile_steps(*arguments, profile_path)
+    assert len(steps) == 2 and profile_path.exists()
+    assert profile["gpu_idle"] == pytest.approx(0.2) and profile["gpu_exposed_communication"] == 0
+    assert profile["gpu_gaps"][0]["after"] == "norm"
+    assert [kernel["name"] for kernel in profile["gpu_kernels"]] == ["gemm", "norm"]
     monkeypatch.setattr(gpu_workload, "_MOST_TRACE", 1)
-    gpu_workload.profile_steps(*given, tmp_path / "large.json.gz")
+    gpu_workload.profile_steps(*arguments, tmp_path / "large.json.gz")
     assert not (tmp_path / "large.json.gz").exists()
-    assert gpu_workload.profile_steps(given[0], torch.device("cpu"), kept) == {}
+    assert gpu_workload.profile_steps(arguments[0], torch.device("cpu"), profile_path) == {}
 
 
 def test_the_longest_kernels_of_a_trace(tmp_path):
@@ -133,7 +135,7 @@ def test_the_longest_kernels_of_a_trace(tmp_path):
     events = [event("a", 10), event("b", 25), event("a", 20), event("host", 99, "cpu_op")]
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    first, second = gpu_workload.longest_kernels(path)
+    first, second = gpu_workload.find_longest_kernels(path)
     assert (first["name"], first["seconds"], first["calls"]) == ("a", pytest.approx(30e-6), 2)
     assert second["share"] == pytest.approx(25 / 55)
-    assert len(gpu_workload.longest_kernels(path, 1)) == 1
+    assert len(gpu_workload.find_longest_kernels(path, 1)) == 1

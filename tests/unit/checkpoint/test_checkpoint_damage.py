@@ -170,8 +170,8 @@ def test_what_is_no_manifest_is_refused(copy, content):
     (copy / "manifest.json").write_bytes(content)
     with pytest.raises(UserError, match="manifest"):
         open_checkpoint(copy)
-    rest = content[1:]
-    sealed = b'{"checksum":"%s",' % checksum(rest).encode() + rest
+    body = content[1:]
+    sealed = b'{"checksum":"%s",' % checksum(body).encode() + body
     (copy / "manifest.json").write_bytes(sealed)
     with pytest.raises(UserError, match="not a valid manifest"):
         open_checkpoint(copy)
@@ -224,11 +224,11 @@ def test_hostile_headers_are_refused(copy, edit):
 
 
 def test_another_model_is_refused_with_both_shapes(good):
-    wanted = [whole("a", torch.zeros(4, 2)), whole("head", torch.zeros(9))]
-    wanted += [whole(f"x{index}", torch.zeros(1)) for index in range(8)]
-    with open_checkpoint(good) as checkpoint, pytest.raises(UserError) as caught:
-        checkpoint.load(wanted)
-    text = str(caught.value)
+    slices = [whole("a", torch.zeros(4, 2)), whole("head", torch.zeros(9))]
+    slices += [whole(f"x{index}", torch.zeros(1)) for index in range(8)]
+    with open_checkpoint(good) as checkpoint, pytest.raises(UserError) as error:
+        checkpoint.load(slices)
+    text = str(error.value)
     assert "10 tensors differ" in text and "and 5 more" in text
     assert "a is (4, 3) in it, and (4, 2) here" in text
     assert "head (9,) is not in it" in text
@@ -314,9 +314,9 @@ def test_a_secret_in_a_state_is_not_copied(copy, tmp_path):
 def test_a_tensor_whose_name_drives_a_terminal_is_refused(copy):
     tensors = json.loads((copy / "manifest.json").read_bytes())["tensors"]
     resealed(copy, tensors={f"\x1b[31m{name}": tensor for name, tensor in tensors.items()})
-    with pytest.raises(UserError, match=r"tensor \\x1b\[31ma has characters in its name") as caught:
+    with pytest.raises(UserError, match=r"tensor \\x1b\[31ma has characters in its name") as error:
         open_checkpoint(copy)
-    assert str(caught.value).isprintable()
+    assert str(error.value).isprintable()
 
 
 @pytest.mark.parametrize(
@@ -348,6 +348,6 @@ def test_a_state_that_no_run_has_is_refused_though_its_checksum_is_right(copy, s
         assert read_train_state(checkpoint).optimizer.updates == 10
     state[section][key] = value
     resealed(copy, state=state)
-    with open_checkpoint(copy) as checkpoint, pytest.raises(UserError, match=key) as caught:
+    with open_checkpoint(copy) as checkpoint, pytest.raises(UserError, match=key) as error:
         read_train_state(checkpoint)
-    assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 400
+    assert len(str(error.value).splitlines()) == 1 and len(str(error.value)) < 400

@@ -31,10 +31,10 @@ PATHS = ["../../etc/passwd", "/etc/passwd", "rank-00000.safetensors/../x", "rank
 
 
 def deep(levels):
-    found = []
+    nested_lists = []
     for _ in range(levels):
-        found = [found]
-    return found
+        nested_lists = [nested_lists]
+    return nested_lists
 
 
 values = st.one_of(
@@ -77,13 +77,13 @@ def mutate(data, root):
         parents.append((at, data.draw(st.sampled_from([*keys]))))
         at = at[parents[-1][1]]
     parent, key = data.draw(st.sampled_from(parents))
-    how = data.draw(st.sampled_from(["set", "remove", "add", "repeat"]))
-    if how == "set":
+    mutation = data.draw(st.sampled_from(["set", "remove", "add", "repeat"]))
+    if mutation == "set":
         parent[key] = data.draw(values)
-    elif how == "remove":
+    elif mutation == "remove":
         del parent[key]
     elif isinstance(parent, list):
-        parent.append(copies.deepcopy(parent[key]) if how == "repeat" else data.draw(values))
+        parent.append(copies.deepcopy(parent[key]) if mutation == "repeat" else data.draw(values))
     else:
         parent[data.draw(st.text(max_size=9))] = copies.deepcopy(parent[key])
 
@@ -118,7 +118,7 @@ def test_changed_manifests_and_headers_are_refused_or_harmless(good, data):
 
             reheaded(path / data.draw(st.sampled_from(FILES[1:])), edit)
         attempt(path)
-        assert sorted(one.name for one in path.iterdir()) == FILES
+        assert sorted(path_.name for path_ in path.iterdir()) == FILES
 
 
 def test_a_slice_of_a_file_with_holes_takes_no_memory(good, tmp_path):
@@ -128,9 +128,9 @@ def test_a_slice_of_a_file_with_holes_takes_no_memory(good, tmp_path):
     os.truncate(path / FILES[1], size)
     manifest = json.loads((path / "manifest.json").read_bytes())
     del manifest["checksum"]
-    one = {"file": FILES[1], "offset": [0], "shape": [1 << 38], "checksum": "0" * 16}
+    slice_entry = {"file": FILES[1], "offset": [0], "shape": [1 << 38], "checksum": "0" * 16}
     manifest["files"][FILES[1]]["bytes"] = size
-    manifest["tensors"] = {"a": {"shape": [1 << 38], "dtype": "F32", "slices": [one]}}
+    manifest["tensors"] = {"a": {"shape": [1 << 38], "dtype": "F32", "slices": [slice_entry]}}
     seal(path / "manifest.json", manifest)
     with (
         little_memory(),

@@ -45,30 +45,32 @@ def test_any_partition_loads_as_any_other(data):
         patch.setattr(shard_file, "MAX_ENTRY_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
         path = save(Path(folder), ranks)
         assert find_checkpoint(Path(folder), "latest") == path
-        wanted = []
+        slices = []
         for name, tensor in tensors.items():
             for box in data.draw(partitions(tensor.shape)):
                 # The target has reversed strides, like a transposed view.
                 memory = torch.full(box[1][::-1], torch.nan, dtype=tensor.dtype)
                 memory = memory.permute(tuple(reversed(range(memory.dim()))))
-                wanted.append(Slice(name, tuple(tensor.shape), box[0], memory))
+                slices.append(Slice(name, tuple(tensor.shape), box[0], memory))
         with open_checkpoint(path) as checkpoint:
             assert set(checkpoint.tensors) == set(tensors)
-            checkpoint.load(wanted)
-        for got in wanted:
-            assert torch.equal(got.tensor, part(got.name, tensors[got.name], got.box).tensor)
+            checkpoint.load(slices)
+        for loaded in slices:
+            assert torch.equal(
+                loaded.tensor, part(loaded.name, tensors[loaded.name], loaded.box).tensor
+            )
 
 
 @pytest.mark.parametrize("saved", DTYPES.values(), ids=DTYPES.keys())
 def test_every_dtype_loads_as_every_other(tmp_path, saved):
     source = torch.randn(5, 3, dtype=torch.float64).to(saved)
     path = save(tmp_path, [[whole("a", source)]])
-    for wanted in DTYPES.values():
-        target = torch.zeros(5, 3).to(wanted)
+    for dtype in DTYPES.values():
+        target = torch.zeros(5, 3).to(dtype)
         with open_checkpoint(path) as checkpoint:
             checkpoint.load([whole("a", target)])
-        assert target.dtype == wanted
-        assert torch.equal(target.double(), source.to(wanted).double())
+        assert target.dtype == dtype
+        assert torch.equal(target.double(), source.to(dtype).double())
 
 
 JSON = st.recursive(
@@ -102,16 +104,16 @@ def test_state_comes_back_bit_for_bit(state):
     deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.integers(0, 20_000), st.integers(0, 20_000), st.booleans(), st.booleans())
-def test_past_the_cache_or_not_the_same_is_read(tmp_path, start, size, fresh, alone):
+def test_past_the_cache_or_not_the_same_is_read(tmp_path, start, size, fresh, sole_reader):
     """A read may start and end anywhere, also past the end of the file; memory is aligned alike."""
     path = tmp_path / "file"
     if not path.exists():
         path.write_bytes(os.urandom(15_000))
     room = allocate_aligned(size + ALIGNMENT)[start % ALIGNMENT :][:size]
-    source = LOCAL_STORE.open(path, bypass_cache=fresh, sole_reader=alone)
-    got = source.read_into(start, room.data)
+    source = LOCAL_STORE.open(path, bypass_cache=fresh, sole_reader=sole_reader)
+    count = source.read_into(start, room.data)
     source.close()
-    assert room[:got].tobytes() == path.read_bytes()[start : start + size]
+    assert room[:count].tobytes() == path.read_bytes()[start : start + size]
 
 
 def test_files_are_what_the_safetensors_library_reads(tmp_path):

@@ -31,10 +31,10 @@ def saved(tmp_path):
 def run(capsys, monkeypatch, *arguments):
     """Run the tool; return its exit status and output."""
     monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit) as exited:
         tool.main()
     printed = capsys.readouterr()
-    return caught.value.code, printed.out + printed.err
+    return exited.value.code, printed.out + printed.err
 
 
 def test_inspect_counts_weights_and_state(saved, capsys, monkeypatch):
@@ -96,10 +96,10 @@ def test_differences_are_told_whatever_the_slices(saved, tmp_path, capsys, monke
 
 def test_numbers_that_are_none_are_not_the_same_as_numbers(tmp_path, capsys, monkeypatch):
     values = torch.tensor([1.0, torch.nan, torch.inf])
-    one = save(tmp_path / "one", [[whole("a", values)]])
-    assert run(capsys, monkeypatch, "diff", one, one)[0] == 0
+    path = save(tmp_path / "one", [[whole("a", values)]])
+    assert run(capsys, monkeypatch, "diff", path, path)[0] == 0
     other = save(tmp_path / "other", [[whole("a", torch.tensor([torch.nan, torch.nan, 2.0]))]])
-    status, text = run(capsys, monkeypatch, "diff", one, other, "--tolerance", "1e9")
+    status, text = run(capsys, monkeypatch, "diff", path, other, "--tolerance", "1e9")
     assert status == 1 and "inf" in text
 
 
@@ -111,13 +111,13 @@ def test_other_files_hold_the_same(files):
         rows = [part("a", WEIGHT, ((row, 0), (1, 10))) for row in range(6)]
         source = save(folder / "source", [rows[:1], [*rows[1:], whole("b", MOMENT)]])
         with tool.open_checkpoint(source) as opened:
-            made = tool.reshard_checkpoint(opened, folder / "made", files)
-        assert 1 <= len(list(made.glob("*.safetensors"))) <= files
+            resharded = tool.reshard_checkpoint(opened, folder / "made", files)
+        assert 1 <= len(list(resharded.glob("*.safetensors"))) <= files
         assert not list((folder / "made").glob("*.tmp"))
-        found, wanted = load_all(made), load_all(source)
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-        assert list(tool.find_damage(made)) == []
+        actual, expected = load_all(resharded), load_all(source)
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+        assert list(tool.find_damage(resharded)) == []
 
 
 def test_a_checkpoint_that_is_there_is_not_written_over(saved, capsys, monkeypatch):

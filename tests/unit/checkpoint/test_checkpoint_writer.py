@@ -44,13 +44,13 @@ class TestKeeping:
     def test_every_kth_is_kept_for_good(self, tmp_path):
         store = HashStore()
         for step in range(2, 21, 2):
-            one = [[whole("a", torch.ones(2))]]
-            save(tmp_path, one, step=step, keep=2, keep_every=6, store=store)
+            tensors_of_ranks = [[whole("a", torch.ones(2))]]
+            save(tmp_path, tensors_of_ranks, step=step, keep=2, keep_every=6, store=store)
         steps = [int(name[5:]) for name in names(tmp_path) if name != "latest"]
         assert steps == [6, 12, 18, 20]
         replaced = tmp_path / "step-00000012"
         shutil.copytree(replaced, tmp_path / "step-00000012.replaced")
-        save(tmp_path, one, step=22, keep=1, keep_every=6, store=store)
+        save(tmp_path, tensors_of_ranks, step=22, keep=1, keep_every=6, store=store)
         steps = [int(name[5:]) for name in names(tmp_path) if name != "latest"]
         assert steps == [6, 12, 18, 22]
 
@@ -179,9 +179,9 @@ class TestFailures:
             first.save(2, half(0), {})
             second.save(2, [*half(1), whole("big", torch.ones(1 << 20))], {})
             for writer in (first, second):
-                with pytest.raises(UserError) as caught:
+                with pytest.raises(UserError) as error:
                     writer.wait()
-                text = str(caught.value)
+                text = str(error.value)
                 assert "rank 1: cannot write" in text and "rank-00001.safetensors" in text
                 assert "File too large (it needs 4,194,312 bytes and" in text
                 assert "bytes are free" in text
@@ -225,22 +225,22 @@ class TestBackground:
     def test_work_begins_with_what_is_copied_first(self):
         """The work takes the first tensor before the second is copied."""
         tensors = [torch.full((1 << 20,), value) for value in (1.0, 2.0, 3.0)]
-        background, taken = BackgroundCopier(), []
-        first, held = threading.Event(), background._start_copy
+        background, copied = BackgroundCopier(), []
+        first, start_copy = threading.Event(), background._start_copy
 
         def copy(tensor, start):
             assert start == 0 or first.wait(20)
-            return held(tensor, start)
+            return start_copy(tensor, start)
 
         def work(planned, data):
             for piece in planned:
-                taken.append(bytes(data.wait_for_entry(piece)))
+                copied.append(bytes(data.wait_for_entry(piece)))
                 first.set()
 
         background._start_copy = copy
         background.start([whole(f"t{i}", t) for i, t in enumerate(tensors)], work)
         background.wait()
-        assert b"".join(taken) == b"".join(t.numpy().tobytes() for t in tensors)
+        assert b"".join(copied) == b"".join(t.numpy().tobytes() for t in tensors)
 
     def test_a_copy_that_fails_is_raised_where_it_is_taken_and_frees_who_waits_for_it(self):
         background = BackgroundCopier()
@@ -264,12 +264,12 @@ class TestReadingBack:
     def lying(self, monkeypatch, tmp_path):
         for step in (1, 2):
             save(tmp_path, [[whole("a", torch.full((5000,), float(step)))]], step=step)
-        kept = os.pwrite
+        pwrite = os.pwrite
 
         def write(descriptor, data, start):
             if start == 0:  # the header
-                return kept(descriptor, data, start)
-            return kept(descriptor, mmap.mmap(-1, len(data)), start)  # zeros, aligned
+                return pwrite(descriptor, data, start)
+            return pwrite(descriptor, mmap.mmap(-1, len(data)), start)  # zeros, aligned
 
         monkeypatch.setattr(os, "pwrite", write)
 
@@ -281,8 +281,11 @@ class TestReadingBack:
         with pytest.raises(UserError, match=f"step {step} .*rank 0: .*rank-00000.* is damaged"):
             save(tmp_path, ranks, step=step, keep=1)
         assert read_pointer(tmp_path) == "step-00000002"
-        kept = {step_of(path): load_all(path)["a"] for path in list_checkpoints(tmp_path)}
-        assert {step: tensor.unique().tolist() for step, tensor in kept.items()} == {1: [1], 2: [2]}
+        values_by_step = {step_of(path): load_all(path)["a"] for path in list_checkpoints(tmp_path)}
+        assert {step: tensor.unique().tolist() for step, tensor in values_by_step.items()} == {
+            1: [1],
+            2: [2],
+        }
         assert not list(tmp_path.glob("*.tmp"))
 
     def test_the_first_one_leaves_nothing(self, tmp_path, lying):

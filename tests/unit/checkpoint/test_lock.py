@@ -56,8 +56,8 @@ def leave(home, **changes):
 
 
 @pytest.fixture
-def taken():
-    """taken(folder, key="run.dir") -> the lock and its lines; released at the end."""
+def take_lock():
+    """take_lock(folder, key="run.dir") -> the lock and its lines; released at the end."""
     locks = []
 
     def take(folder, key="run.dir"):
@@ -65,8 +65,8 @@ def taken():
         return locks[-1], locks[-1].take()
 
     yield take
-    for one in locks:
-        one.release()
+    for lock in locks:
+        lock.release()
 
 
 def hold(*folders):
@@ -76,7 +76,7 @@ def hold(*folders):
     time.sleep(1000)
 
 
-def test_a_folder_belongs_to_the_process_that_has_it_until_it_dies(taken, tmp_path):
+def test_a_folder_belongs_to_the_process_that_has_it_until_it_dies(take_lock, tmp_path):
     folders = [str(tmp_path / name) for name in ("run", "saves")]
     other = Program(hold, *folders)
     number = other._process.pid
@@ -87,30 +87,30 @@ def test_a_folder_belongs_to_the_process_that_has_it_until_it_dies(taken, tmp_pa
             time.sleep(0.01)
         for key, folder in (("run.dir", "run"), ("checkpoint.folder", "saves")):
             with pytest.raises(UserError) as refused:
-                taken(tmp_path / folder, key)
+                take_lock(tmp_path / folder, key)
             host = os.uname().nodename
             for words in (f"{key}={tmp_path / folder}", f"process {number} on host {host}"):
                 assert words in str(refused.value)
         other.kill()
-        mine = RunLock({"run.dir": tmp_path / "run", "checkpoint.folder": tmp_path / "saves"})
-        assert mine.take() == [
+        lock = RunLock({"run.dir": tmp_path / "run", "checkpoint.folder": tmp_path / "saves"})
+        assert lock.take() == [
             f"took over run.dir={tmp_path}/run and checkpoint.folder={tmp_path}/saves from "
             f"process {number} on host {host}, which has ended"
         ]
-        assert mine.take() == []  # as in-process restarts do
-        mine.release()
+        assert lock.take() == []  # as in-process restarts do
+        lock.release()
     finally:
         other.kill()
     assert not (tmp_path / "run" / LOCK).exists() and not (tmp_path / "saves" / LOCK).exists()
 
 
-def test_a_process_is_known_by_its_start_as_ids_are_reused(taken, tmp_path):
-    here = {"host": os.uname().nodename, "process": os.getppid()}
-    leave(tmp_path, **here, started=read_start_time(os.getppid()))
+def test_a_process_is_known_by_its_start_as_ids_are_reused(take_lock, tmp_path):
+    holder = {"host": os.uname().nodename, "process": os.getppid()}
+    leave(tmp_path, **holder, started=read_start_time(os.getppid()))
     with pytest.raises(UserError, match="is in use"):
-        taken(tmp_path)
-    leave(tmp_path, **here, started=read_start_time(os.getppid()) - 1)
-    _, (line,) = taken(tmp_path)
+        take_lock(tmp_path)
+    leave(tmp_path, **holder, started=read_start_time(os.getppid()) - 1)
+    _, (line,) = take_lock(tmp_path)
     assert "which has ended" in line
 
 
@@ -125,60 +125,60 @@ def test_a_process_whose_parent_has_not_noticed_its_end_has_ended():
     assert has_ended(child.pid, start)
 
 
-def test_a_lock_of_another_host_is_a_lease(taken, home, capsys):
+def test_a_lock_of_another_host_is_a_lease(take_lock, home, capsys):
     leave(home, since=0.0)
     began = time.monotonic()
-    lock, (line,) = taken(home)
+    lock, (line,) = take_lock(home)
     assert time.monotonic() - began > 0.8 and "has not renewed its lock for 1 s" in line
     assert "waiting up to 1 s" in capsys.readouterr().err
     lock.release()
     leave(home, renewed=time.time() - 2)
-    _, (line,) = taken(home)
+    _, (line,) = take_lock(home)
     assert not capsys.readouterr().err
 
 
-def test_a_process_in_another_container_of_this_host_cannot_be_seen(taken, tmp_path):
+def test_a_process_in_another_container_of_this_host_cannot_be_seen(take_lock, tmp_path):
     """Its id means another process here, or none."""
     leave(tmp_path, host=os.uname().nodename, namespace="another pid:[1]")
     began = time.monotonic()
-    taken(tmp_path)
+    take_lock(tmp_path)
     assert time.monotonic() - began > 0.8
 
 
-def test_a_clock_that_is_ahead_delays_nobody_for_longer_than_a_lease(taken, tmp_path):
+def test_a_clock_that_is_ahead_delays_nobody_for_longer_than_a_lease(take_lock, tmp_path):
     leave(tmp_path, renewed=time.time() + 1e6)
     began = time.monotonic()
-    taken(tmp_path)
+    take_lock(tmp_path)
     assert time.monotonic() - began < 30
 
 
-def test_a_lock_that_is_renewed_is_not_waited_for(taken, home, monkeypatch):
+def test_a_lock_that_is_renewed_is_not_waited_for(take_lock, home, monkeypatch):
     monkeypatch.setattr(module, "LEASE_SECONDS", 1000.0)
     leave(home)
     renewing = threading.Timer(0.2, leave, (home,))
     renewing.start()
     with pytest.raises(UserError, match="process 4242 on host elsewhere"):
-        taken(home)
+        take_lock(home)
     renewing.join()
     freeing = threading.Timer(
         0.2, lambda: store_of(home).compare_and_swap(home / LOCK, content(home), None)
     )
     freeing.start()
-    assert taken(home)[1] == []
+    assert take_lock(home)[1] == []
     freeing.join()
 
 
-def wait_until(true):
+def wait_until(condition):
     deadline = time.monotonic() + 30
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_it_is_renewed_and_returns_with_a_folder_that_was_deleted(taken, tmp_path):
+def test_it_is_renewed_and_returns_with_a_folder_that_was_deleted(take_lock, tmp_path):
     home = tmp_path / "run"
     home.mkdir()
-    lock, _ = taken(home)
+    lock, _ = take_lock(home)
     first = content(home)
     wait_until(lambda: content(home) not in (None, first))
     shutil.rmtree(home)
@@ -190,17 +190,17 @@ def test_it_is_renewed_and_returns_with_a_folder_that_was_deleted(taken, tmp_pat
     assert list(home.iterdir()) == []
 
 
-def test_a_folder_that_was_only_made_for_its_lock_goes_with_it(taken, tmp_path):
-    taken(tmp_path / "run")[0].release()
+def test_a_folder_that_was_only_made_for_its_lock_goes_with_it(take_lock, tmp_path):
+    take_lock(tmp_path / "run")[0].release()
     assert not (tmp_path / "run").exists()
-    lock, _ = taken(tmp_path / "run")
+    lock, _ = take_lock(tmp_path / "run")
     (tmp_path / "run/metrics.jsonl").touch()
     lock.release()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_run_that_lost_its_lock_is_told_and_leaves_the_folder_alone(taken, home):
-    lock, _ = taken(home)
+def test_a_run_that_lost_its_lock_is_told_and_leaves_the_folder_alone(take_lock, home):
+    lock, _ = take_lock(home)
     lock.check()
     other = leave(home)
 

@@ -41,9 +41,9 @@ def train(keys, seconds=0.0, after=None):
         if after is not None:
             after(trainer)
 
-    def slow(background, *given):
+    def slow(background, *arguments):
         time.sleep(seconds)
-        copy(background, *given)
+        copy(background, *arguments)
 
     trainer._train_step = train_step
     BackgroundCopier._copy = slow
@@ -56,11 +56,11 @@ def train(keys, seconds=0.0, after=None):
 
 def tensors(path):
     with open_checkpoint(path) as checkpoint:
-        found = {
+        tensors = {
             n: torch.empty(t.shape, dtype=torch.float64) for n, t in checkpoint.tensors.items()
         }
-        checkpoint.load([Slice(n, tuple(t.shape), (0,) * t.dim(), t) for n, t in found.items()])
-    return found
+        checkpoint.load([Slice(n, tuple(t.shape), (0,) * t.dim(), t) for n, t in tensors.items()])
+    return tensors
 
 
 def test_the_update_waits_for_a_copy_that_takes_longer_than_a_step(pool, overrides, tmp_path):
@@ -71,15 +71,15 @@ def test_the_update_waits_for_a_copy_that_takes_longer_than_a_step(pool, overrid
         ("sent later, serial", {"parallel__compress": "int8", "parallel__serial": True}, 0.0),
     ):
         pool.run(2, train, overrides(**KEYS, **extra, run__dir=tmp_path / name), seconds)
-    for one, other in (("serial", "slow"), ("sent later, serial", "sent later")):
+    for first, other in (("serial", "slow"), ("sent later, serial", "sent later")):
         for step in range(1, 5):
-            wanted, found = (
-                tensors(tmp_path / name / f"checkpoints/step-{step:08d}") for name in (one, other)
+            expected, actual = (
+                tensors(tmp_path / name / f"checkpoints/step-{step:08d}") for name in (first, other)
             )
-            assert wanted.keys() == found.keys()
-            for tensor in wanted:
-                assert torch.equal(found[tensor], wanted[tensor]), (other, step, tensor)
-    assert "unsent" in " ".join(found)
+            assert expected.keys() == actual.keys()
+            for tensor in expected:
+                assert torch.equal(actual[tensor], expected[tensor]), (other, step, tensor)
+    assert "unsent" in " ".join(actual)
 
 
 def no_room(trainer):
@@ -143,9 +143,9 @@ def test_a_folder_that_is_deleted_during_saves_does_not_end_the_run(pool, overri
 def dawdle(trainer):
     """Delay the first save, so that the second one has to wait for it."""
     if trainer.step == 1:
-        lead = CheckpointWriter._lead
-        CheckpointWriter._lead = lambda *given: (time.sleep(1.3), lead(*given))
-        trainer.undo = lambda: setattr(CheckpointWriter, "_lead", lead)
+        lead = CheckpointWriter._lead_save
+        CheckpointWriter._lead_save = lambda *arguments: (time.sleep(1.3), lead(*arguments))
+        trainer.undo = lambda: setattr(CheckpointWriter, "_lead_save", lead)
     if trainer.step == 2:
         trainer.undo()
 

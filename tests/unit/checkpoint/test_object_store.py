@@ -46,13 +46,13 @@ COUNT = itertools.count()
 
 @pytest.fixture(scope="module")
 def server():
-    made = Server()
+    started = Server()
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in made.environment.items():
+        for name, value in started.environment.items():
             patch.setenv(name, value)
-        use(made.environment)
-        yield made
-    made.close()
+        use(started.environment)
+        yield started
+    started.close()
 
 
 @pytest.fixture(autouse=True)
@@ -82,18 +82,18 @@ def home(request):
 
 def names(home):
     """Return the names of all objects below a URL."""
-    system, path = retry.filesystem_of(home)
+    system, path = retry.open_filesystem(home)
     system.invalidate_cache()
-    return sorted(found.partition("/checkpoints/")[2] for found in system.find(path))
+    return sorted(paths.partition("/checkpoints/")[2] for paths in system.find(path))
 
 
 def content(file):
-    system, path = retry.filesystem_of(file)
+    system, path = retry.open_filesystem(file)
     return system.cat_file(path)
 
 
 def put(file, data):
-    system, path = retry.filesystem_of(file)
+    system, path = retry.open_filesystem(file)
     system.pipe_file(path, data)
 
 
@@ -118,7 +118,7 @@ def test_what_is_saved_is_found_and_loaded(home):
     assert find_checkpoint(home, str(path)) == path
     with open_checkpoint(path) as checkpoint:
         assert (checkpoint.step, checkpoint.state) == (2, {"value": 2.0})
-        assert len({one.file for one in checkpoint.tensors["a"].slices}) == 2 * 2
+        assert len({piece.file for piece in checkpoint.tensors["a"].slices}) == 2 * 2
     sizes = [len(content(home / name)) for name in names(home) if name.endswith(".safetensors")]
     assert len(sizes) == 8 and max(sizes) <= FILE + 4096  # plus a header
 
@@ -135,13 +135,13 @@ def test_any_partition_loads_as_any_other(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_module, "FILE_BYTES", data.draw(st.sampled_from([8, 64, 4096])))
         path = save(home, ranks)
-        wanted = [
+        slices = [
             Slice("a", shape, offset, torch.full(size, torch.nan, dtype=torch.float64))
             for offset, size in data.draw(partitions(shape))
         ]
         with open_checkpoint(path) as checkpoint:
-            checkpoint.load(wanted)
-    assert all(torch.equal(got.tensor, part("a", full, got.box).tensor) for got in wanted)
+            checkpoint.load(slices)
+    assert all(torch.equal(piece.tensor, part("a", full, piece.box).tensor) for piece in slices)
 
 
 def test_the_newest_are_kept_and_a_step_is_replaced(home):
@@ -150,27 +150,27 @@ def test_the_newest_are_kept_and_a_step_is_replaced(home):
     steps = {name.partition("/")[0] for name in names(home)}
     assert steps == {"latest", "step-00000001.backup", "step-00000002", "step-00000003"}
     before = names(home)
-    again = save(home, [[whole("a", weight(9.0))]], step=3, keep=2)
-    assert torch.equal(load_all(again)["a"], weight(9.0).double())
+    replaced = save(home, [[whole("a", weight(9.0))]], step=3, keep=2)
+    assert torch.equal(load_all(replaced)["a"], weight(9.0).double())
     old = [name for name in before if name.startswith("step-00000003/rank")]
     assert old and not set(old) & set(names(home))
 
 
 def test_files_that_no_manifest_names_are_no_checkpoint_and_go_at_the_start(home):
     path = saved(home, 1.0)
-    kept = names(home)
+    remaining = names(home)
     for stale in (
         "step-00000009/rank-00000.00000.0a1b2c3d.safetensors",
         "step-00000001/rank-00000.00000.0a1b2c3d.safetensors",
     ):
-        put(home / stale, content(home / kept[-1]))
+        put(home / stale, content(home / remaining[-1]))
     assert find_checkpoint(home, "latest") == path
     with pytest.raises(UserError, match=r"step-00000009 is not a checkpoint: manifest\.json"):
         open_checkpoint(find_checkpoint(home, f"{home}/step-00000009"))
     CheckpointWriter(home, rank=1, world=2, store=HashStore(), keep=1)
-    assert len(names(home)) == len(kept) + 2
+    assert len(names(home)) == len(remaining) + 2
     CheckpointWriter(home, rank=0, world=2, store=HashStore(), keep=1)
-    assert names(home) == kept
+    assert names(home) == remaining
 
 
 class TestInterruptions:
@@ -207,24 +207,24 @@ class TestInterruptions:
             return what if method == "PUT" and broken in path and next(times) < 3 else None
 
         files = self.saved_with(server, s3, fault)
-        again = [path for path in files if server.puts[path] > 1]
-        assert len(again) == 1 and broken in again[0]
-        assert all(server.puts[path] == 1 for path in files if path not in again)
-        largest = max(server.sent[path] for path in files if path not in again)
-        assert server.sent[again[0]] <= 4 * largest  # three failures and a success
+        repeated_paths = [path for path in files if server.puts[path] > 1]
+        assert len(repeated_paths) == 1 and broken in repeated_paths[0]
+        assert all(server.puts[path] == 1 for path in files if path not in repeated_paths)
+        largest = max(server.sent[path] for path in files if path not in repeated_paths)
+        assert server.sent[repeated_paths[0]] <= 4 * largest  # three failures and a success
 
     def test_a_server_that_stops_for_a_while_costs_what_was_on_its_way(self, server, s3):
-        seen = itertools.count()
+        requests = itertools.count()
 
         def fault(method, path):
-            if method == "PUT" and next(seen) == self.FILES // 2:
+            if method == "PUT" and next(requests) == self.FILES // 2:
                 server.stop_for(1.0)
                 return "reset"
             return None
 
         files = self.saved_with(server, s3, fault)
-        more = sum(server.puts[path] - 1 for path in files)
-        assert 1 <= more <= remote_module._PARALLEL_REQUESTS
+        repeats = sum(server.puts[path] - 1 for path in files)
+        assert 1 <= repeats <= remote_module._PARALLEL_REQUESTS
 
     def test_reading_goes_on_after_a_break(self, server, s3):
         path = saved(s3, 1.0)
@@ -247,10 +247,10 @@ class TestInterruptions:
         for writer, slices in zip(writers, half, strict=True):
             writer.save(2, slices, {})
         for writer in writers:
-            with warnings.catch_warnings(), pytest.raises(UserError) as caught:
+            with warnings.catch_warnings(), pytest.raises(UserError) as error:
                 warnings.simplefilter("ignore")
                 writer.wait()
-            text = str(caught.value)
+            text = str(error.value)
             assert "rank 1: cannot write" in text and f"{s3}/step-00000002/rank-00001.00001" in text
         assert find_checkpoint(s3, "latest") == good and list(find_damage(good)) == []
         assert {name.partition("/")[0] for name in names(s3)} == {"latest", "step-00000001"}
@@ -339,8 +339,8 @@ def test_a_writer_can_die_before_any_request(monkeypatch):
         assert torch.equal(load_all(path)["a"], weight(value).double())
         save(home, [[whole("a", weight(20.0))]], step=5, keep=2)
         assert torch.equal(load_all(find_checkpoint(home, "latest"))["a"], weight(20.0).double())
-        kept = {f"{one.parent.name}/{one.name}" for one in all_named(home)}
-        assert {name for name in names(home) if "rank-" in name} == kept
+        expected_names = {f"{path_.parent.name}/{path_.name}" for path_ in all_named(home)}
+        assert {name for name in names(home) if "rank-" in name} == expected_names
         if not dead:
             break
     assert number > 10
@@ -350,16 +350,16 @@ def all_named(home):
     for step in ("step-00000001", "step-00000002", "step-00000003", "step-00000005"):
         with contextlib.suppress(UserError), open_checkpoint(home / step) as checkpoint:
             for tensor in checkpoint.tensors.values():
-                yield from (home / step / one.file for one in tensor.slices)
+                yield from (home / step / piece.file for piece in tensor.slices)
 
 
 class TestTools:
     def run(self, capsys, monkeypatch, *arguments):
         monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
+        with pytest.raises(SystemExit) as exited:
             tool.main()
         printed = capsys.readouterr()
-        return caught.value.code, printed.out + printed.err
+        return exited.value.code, printed.out + printed.err
 
     @pytest.mark.slow
     def test_inspect_verify_diff_and_reshard(self, s3, tmp_path, capsys, monkeypatch):
@@ -368,19 +368,32 @@ class TestTools:
         assert status == 0 and f"{path}: step 1, 4 files" in text
         status, text = self.run(capsys, monkeypatch, "verify", path)
         assert (status, "1 tensors in" in text) == (0, True)
-        here, there = tmp_path / "here", s3.parent / "there"
-        assert self.run(capsys, monkeypatch, "reshard", s3, "--to", here, "--files", 1)[0] == 0
-        assert self.run(capsys, monkeypatch, "reshard", here, "--to", there, "--files", 3)[0] == 0
-        assert [path.name for path in here.glob("*/rank*")] == ["rank-00000.safetensors"]
-        for one, other in ((here, s3), (there, s3), (f"file://{here}", there)):
-            status, text = self.run(capsys, monkeypatch, "diff", one, other)
+        local_copy, remote_copy = tmp_path / "here", s3.parent / "there"
+        assert (
+            self.run(capsys, monkeypatch, "reshard", s3, "--to", local_copy, "--files", 1)[0] == 0
+        )
+        assert (
+            self.run(capsys, monkeypatch, "reshard", local_copy, "--to", remote_copy, "--files", 3)[
+                0
+            ]
+            == 0
+        )
+        assert [path.name for path in local_copy.glob("*/rank*")] == ["rank-00000.safetensors"]
+        for first, other in (
+            (local_copy, s3),
+            (remote_copy, s3),
+            (f"file://{local_copy}", remote_copy),
+        ):
+            status, text = self.run(capsys, monkeypatch, "diff", first, other)
             assert status == 0 and "0 tensors differ, 1 are the same" in text
-        status, text = self.run(capsys, monkeypatch, "reshard", here, "--to", there, "--files", 1)
-        assert status == 2 and f"{there}/step-00000001 already exists" in text
+        status, text = self.run(
+            capsys, monkeypatch, "reshard", local_copy, "--to", remote_copy, "--files", 1
+        )
+        assert status == 2 and f"{remote_copy}/step-00000001 already exists" in text
 
     def test_every_flipped_byte_is_found_and_named(self, memory, capsys, monkeypatch):
         path = saved(memory, 1.0)
-        for name in ("manifest.json", *{one.name for one in all_named(memory)}):
+        for name in ("manifest.json", *{path_.name for path_ in all_named(memory)}):
             before = content(path / name)
             for at in (0, len(before) // 2, len(before) - 1):
                 put(path / name, before[:at] + bytes([before[at] ^ 1]) + before[at + 1 :])
@@ -391,7 +404,7 @@ class TestTools:
             assert status == 1 and name in text
             put(path / name, before)
         one = next(all_named(memory))
-        system, gone = retry.filesystem_of(one)
+        system, gone = retry.open_filesystem(one)
         system.rm_file(gone)
         status, text = self.run(capsys, monkeypatch, "verify", path)
         assert status == 1 and f"{one}: No such file" in text
@@ -433,8 +446,8 @@ def test_a_manifest_of_any_content_is_refused_or_means_the_same(data):
             inner[key] = wrong
             break
         inner = inner[key]
-    rest = json.dumps(manifest, separators=(",", ":"))[1:].encode()
-    put(path / "manifest.json", b'{"checksum":"%s",' % checksum(rest).encode() + rest)
+    body = json.dumps(manifest, separators=(",", ":"))[1:].encode()
+    put(path / "manifest.json", b'{"checksum":"%s",' % checksum(body).encode() + body)
     with contextlib.suppress(UserError):
         assert torch.equal(load_all(path)["a"], weight(1.0).double())
 
@@ -448,8 +461,8 @@ class TestSecrets:
     @example("s3://@[")  # urllib cannot parse its host
     def test_any_text_is_a_place_or_refused_with_a_message(self, text):
         with contextlib.suppress(UserError):
-            found = parse_path(text)
-            assert isinstance(found, Path) == (
+            parsed = parse_path(text)
+            assert isinstance(parsed, Path) == (
                 "://" not in text or text.startswith(("file", "local"))
             )
 
@@ -467,14 +480,14 @@ class TestSecrets:
     def test_a_url_with_a_secret_is_refused_and_not_repeated(
         self, url, overrides, capsys, monkeypatch, tmp_path
     ):
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError) as error:
             parse_path(url)
-        assert SECRET not in str(caught.value)
+        assert SECRET not in str(error.value)
         monkeypatch.chdir(tmp_path)
         folders = ("folder", "resume", "weights", "memory_dir")
         for key in (*(f"checkpoint__{name}" for name in folders), "run__dir", "meter__wandb"):
-            for more in ([], ["--dry-run"]):
-                argv = ["pretrain_gpt.py", *overrides(**{key: url}), *more]
+            for options in ([], ["--dry-run"]):
+                argv = ["pretrain_gpt.py", *overrides(**{key: url}), *options]
                 monkeypatch.setattr(sys, "argv", argv)
                 with pytest.raises(SystemExit) as stopped:
                     pretrain_gpt.main()
@@ -484,7 +497,7 @@ class TestSecrets:
         assert not [*tmp_path.iterdir()]
 
     def test_what_a_library_says_is_told_without_secrets(self, s3, monkeypatch):
-        system, _ = retry.filesystem_of(s3)
+        system, _ = retry.open_filesystem(s3)
 
         def leak(*arguments, **options):
             raise OSError(f"cannot sign with {SECRET} (AKIAABCDEFGHIJKLMNOP), Signature=abc%2F1")
@@ -492,11 +505,11 @@ class TestSecrets:
         monkeypatch.setattr(system, "info", leak)
         monkeypatch.setattr(retry, "RETRY_SECONDS", 0.1)
         with (
-            pytest.warns(UserWarning, match="trying again") as told,
-            pytest.raises(UserError) as caught,
+            pytest.warns(UserWarning, match="trying again") as caught_warnings,
+            pytest.raises(UserError) as error,
         ):
             open_checkpoint(s3 / "step-00000001")
-        for text in (str(caught.value), *(str(one.message) for one in told)):
+        for text in (str(error.value), *(str(warning.message) for warning in caught_warnings)):
             assert "cannot sign with ***" in text and "Signature=***" in text
             assert SECRET not in text and "AKIA" not in text and "abc%2F1" not in text
 
@@ -514,8 +527,8 @@ def test_a_run_saves_resumes_and_starts_warm_from_urls(server, s3, pool, overrid
 
     def run(name, ranks=1, **changes):
         folder = tmp_path / name
-        more = overrides(run__dir=folder, **{**keys, **changes})
-        pool.run(ranks, train, server.environment, more)
+        options = overrides(run__dir=folder, **{**keys, **changes})
+        pool.run(ranks, train, server.environment, options)
         assert not (folder / "checkpoints").exists()
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         return {line["step"]: line["loss"] for line in lines}
@@ -525,9 +538,9 @@ def test_a_run_saves_resumes_and_starts_warm_from_urls(server, s3, pool, overrid
         run("second")
     put(s3 / "latest", b"step-00000008\n")
     latest = run("latest", 2, checkpoint__resume="latest", parallel__zero=3)
-    given = run("given", checkpoint__resume=s3 / "step-00000004", checkpoint__every=0)
-    assert list(latest) == [9, 10, 11, 12] and list(given) == list(range(5, 13))
-    for losses in (latest, given):
+    explicit = run("given", checkpoint__resume=s3 / "step-00000004", checkpoint__every=0)
+    assert list(latest) == [9, 10, 11, 12] and list(explicit) == list(range(5, 13))
+    for losses in (latest, explicit):
         assert losses == promised({step: first[step] for step in losses})
     assert list(find_damage(find_checkpoint(s3, "latest"))) == []
     weights = {"checkpoint__weights": s3 / "step-00000012", "checkpoint__every": 0}

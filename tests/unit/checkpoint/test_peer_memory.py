@@ -17,7 +17,7 @@ from megaframe.checkpoint.stores.peer_memory import (
     MemoryFolder,
     PeerMemoryWriter,
     PeerRanks,
-    peer_of,
+    find_peer,
 )
 from megaframe.checkpoint.stores.peer_memory_load import open_peer_memory
 from megaframe.config import load
@@ -90,8 +90,8 @@ def wait_for_copies(memory, step, processes):
 
 
 def test_killed_ranks_and_a_lost_node_go_on_from_memory(pool, overrides, memory, tmp_path):
-    whole = tmp_path / "whole"
-    pool.run(4, train, overrides(**KEYS, run__dir=whole), memory)
+    reference_run = tmp_path / "whole"
+    pool.run(4, train, overrides(**KEYS, run__dir=reference_run), memory)
     assert not list(memory.glob("*/*"))  # a finished run removes its copies
     first = start(overrides(**KEYS), memory)
     try:
@@ -104,7 +104,7 @@ def test_killed_ranks_and_a_lost_node_go_on_from_memory(pool, overrides, memory,
     pool.run(4, train, overrides(**KEYS), memory)
     log = (tmp_path / "run/run.log").read_text()
     assert "copies in memory of step 8 are used; the newest saved checkpoint is of step 5" in log
-    assert losses(tmp_path / "run") == losses(whole)
+    assert losses(tmp_path / "run") == losses(reference_run)
     assert not list(memory.glob("*/*"))
 
 
@@ -149,7 +149,7 @@ FROM_MEMORY = "resumed from step 8 of copies in memory"
 # The largest loss, after which other ranks go on.
 @pytest.mark.quick(when=lambda loss: loss is lose_a_node)
 @pytest.mark.parametrize(
-    ("loss", "ranks", "said"),
+    ("loss", "ranks", "messages"),
     [
         (lose_a_node, 2, [FROM_MEMORY]),
         (lose_a_part, 4, [f"{GONE}those of step 8 lack the parts of ranks 1 of 4"]),
@@ -158,32 +158,37 @@ FROM_MEMORY = "resumed from step 8 of copies in memory"
         (of_another_run, 4, [f"{GONE}there are none"]),
     ],
 )
-def test_what_is_lost_and_what_goes_on(loss, ranks, said, pool, overrides, memory, tmp_path):
+def test_what_is_lost_and_what_goes_on(loss, ranks, messages, pool, overrides, memory, tmp_path):
     """The run continues on four data ranks, or on two tensor ranks."""
     keys = overrides(**KEYS)
-    whole = tmp_path / "whole"
-    pool.run(1, train, overrides(**{**KEYS, "checkpoint__memory_every": 0}, run__dir=whole), memory)
+    reference_run = tmp_path / "whole"
+    pool.run(
+        1,
+        train,
+        overrides(**{**KEYS, "checkpoint__memory_every": 0}, run__dir=reference_run),
+        memory,
+    )
     assert pool.run(4, train, keys, memory, True) == [True] * 4
     both = [f"{node}/{{}}/step-{step:08d}/rank-0000{rank}.{kind}"
             for node in "01" for step in (6, 8) for rank in range(4)
             for kind in ("json", "safetensors")]  # fmt: skip
     (name,) = {path.name for path in memory.glob("*/*")}
-    assert files(memory) == sorted(one.format(name) for one in both)
+    assert files(memory) == sorted(pattern.format(name) for pattern in both)
     loss(memory)
     if ranks == 2:
         keys += ["parallel.tensor=2", "parallel.node_size=1"]
     pool.run(ranks, train, keys, memory, False, ranks // 2)
     log = (tmp_path / "run/run.log").read_text()
-    for text in said:
+    for text in messages:
         assert text in log, log
-    found = losses(tmp_path / "run")
-    assert found == promised(losses(whole))
+    run_losses = losses(tmp_path / "run")
+    assert run_losses == promised(losses(reference_run))
     assert not list(memory.glob("*/*"))
 
 
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_a_peer_is_on_the_next_node_and_keeps_at_most_as_many_as_needed(world, node_size):
-    keepers = [peer_of(rank, world, node_size) for rank in range(world)]
+    keepers = [find_peer(rank, world, node_size) for rank in range(world)]
     if node_size >= world:
         assert keepers == [None] * world
         return
@@ -192,8 +197,8 @@ def test_a_peer_is_on_the_next_node_and_keeps_at_most_as_many_as_needed(world, n
         assert keeper // node_size == (rank // node_size + 1) % nodes
     last = world - (nodes - 1) * node_size
     assert max(keepers.count(rank) for rank in range(world)) <= -(-node_size // last)
-    every = [PeerRanks.for_rank(rank, world, node_size) for rank in range(world)]
-    assert sorted(source for one in every for source in one.sources) == list(range(world))
+    all_peers = [PeerRanks.for_rank(rank, world, node_size) for rank in range(world)]
+    assert sorted(source for peer in all_peers for source in peer.sources) == list(range(world))
 
 
 def copy_without_room(memory):
@@ -202,32 +207,32 @@ def copy_without_room(memory):
     memory_folder = MemoryFolder.create(memory / str(mesh.rank), memory)
     group, run, full = mesh.make_control_group(), "0" * 16, torch.arange(8.0).view(4, 2)
     writer = PeerMemoryWriter(memory_folder, group, PeerRanks.for_rank(mesh.rank, 2, 1), run, None)
-    mine = [part("a", full, ((2 * mesh.rank, 0), (2, 2)))]
-    said = []
-    writer.save(2, mine, {"step": 2})
+    slices = [part("a", full, ((2 * mesh.rank, 0), (2, 2)))]
+    messages = []
+    writer.save(2, slices, {"step": 2})
     writer.wait()
     if mesh.rank == 1:
         (memory_folder.folder / "step-00000004").touch()  # in the way
-    writer.save(4, mine, {"step": 4})
+    writer.save(4, slices, {"step": 4})
     try:
         writer.wait()
     except UserError as error:
-        said.append(str(error))
-    found = open_peer_memory(memory_folder, run, group, None, said.append)
+        messages.append(str(error))
+    peer_memory = open_peer_memory(memory_folder, run, group, None, messages.append)
     target = torch.zeros(2, 4)
-    with found:
-        found.load([part("a", torch.zeros(4, 2), ((0, 0), (4, 2)))])
+    with peer_memory:
+        peer_memory.load([part("a", torch.zeros(4, 2), ((0, 0), (4, 2)))])
         target = part("a", torch.zeros(4, 2), ((1, 0), (2, 2)))
-        found.load([target])
-    result = said, found.step, found.state, target.tensor.tolist()
+        peer_memory.load([target])
+    result = messages, peer_memory.step, peer_memory.state, target.tensor.tolist()
     mesh.close()
     return result
 
 
 def test_a_copy_that_fails_is_told_to_all_and_the_one_before_stays(pool, memory):
-    for said, step, state, rows in pool.run(2, copy_without_room, memory):
-        assert "copies of step 4 in memory could not be made: rank 1: cannot write" in said[0]
-        assert "checkpoint.memory_dir" in said[0]
+    for messages, step, state, rows in pool.run(2, copy_without_room, memory):
+        assert "copies of step 4 in memory could not be made: rank 1: cannot write" in messages[0]
+        assert "checkpoint.memory_dir" in messages[0]
         assert (step, state, rows) == (2, {"step": 2}, [[2, 3], [4, 5]])
 
 

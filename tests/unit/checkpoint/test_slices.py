@@ -79,7 +79,7 @@ def test_tiles_cover_a_box_once(data, shape, limit):
 def test_half_of_the_rows_or_columns_is_half_of_the_tiles():
     cut = list(split_into_tiles(((8, 0), (8, 16)), 32))
     assert [size for _, size in cut] == [(4, 8)] * 4
-    assert sum(intersect(one, ((0, 0), (16, 8))) is not None for one in cut) == 2
+    assert sum(intersect(box, ((0, 0), (16, 8))) is not None for box in cut) == 2
     assert [size for _, size in split_into_tiles(((0, 0, 0), (6, 4, 4)), 8)] == [(1, 2, 4)] * 12
 
 

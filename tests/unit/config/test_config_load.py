@@ -88,8 +88,8 @@ def test_a_list_is_replaced_whole_and_null_ends_a_section(write):
     config = load(path, ["train.batch_ramp=null"])
     assert [source.path for source in config.data.sources] == ["c"]
     assert config.train.batch_ramp is None
-    more = ["train.batch_ramp={start: 2, increment: 3}", "train.batch_ramp.samples=4"]
-    ramp = load(path, ["train.batch_ramp=null", *more]).train.batch_ramp
+    options = ["train.batch_ramp={start: 2, increment: 3}", "train.batch_ramp.samples=4"]
+    ramp = load(path, ["train.batch_ramp=null", *options]).train.batch_ramp
     assert (ramp.start, ramp.increment, ramp.samples) == (2, 3, 4)
 
 

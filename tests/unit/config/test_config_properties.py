@@ -9,13 +9,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megaframe.config import DataSourceConfig, RunConfig, dump, explain, load
-from megaframe.config.describe import config_keys
+from megaframe.config.describe import get_config_keys
 from megaframe.config.migration import translate_setting
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.section import MOST
 from megaframe.config.url import find_text_mistake
 from megaframe.errors import UserError
-from megaframe.layout import axis_sizes, fewest_ranks
+from megaframe.layout import count_fewest_ranks, resolve_axis_sizes
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12).filter(
     lambda text: find_text_mistake(text) is None
@@ -57,7 +57,7 @@ WHOLE = ("train.batch_ramp.", "model.latent.", "model.moe.")
 """Sections that are given whole or not at all."""
 EVERY_LEAF = {
     name: values(key.field.annotation, key.field.metadata)
-    for name, key in config_keys().items()
+    for name, key in get_config_keys().items()
     if key.section is None
 }
 LEAVES = {name: value for name, value in EVERY_LEAF.items() if not name.startswith(WHOLE)}
@@ -99,21 +99,21 @@ def file(tmp_path_factory):
 @given(SETTINGS)
 @example({"run.dir": "\x85"})
 @example({"model.heads": 769})
-def test_what_is_dumped_loads_back_equal(file, given_keys):
-    config = RunConfig.model_validate(nested(given_keys))
+def test_what_is_dumped_loads_back_equal(file, keys_by_section):
+    config = RunConfig.model_validate(nested(keys_by_section))
     file.write_text(dump(config), encoding="utf-8")
     assert load(str(file)) == config
 
 
 @settings(deadline=None, max_examples=60)
 @given(SETTINGS)
-def test_an_override_is_worth_a_line_of_the_file(file, given_keys):
-    file.write_text(yaml.safe_dump(nested(given_keys)), encoding="utf-8")
+def test_an_override_is_worth_a_line_of_the_file(file, keys_by_section):
+    file.write_text(yaml.safe_dump(nested(keys_by_section)), encoding="utf-8")
     overrides = [
         f"{name}={yaml.safe_dump(value, default_flow_style=True, width=10**6)}"
-        for name, value in given_keys.items()
+        for name, value in keys_by_section.items()
     ]
-    expected = RunConfig.model_validate(nested(given_keys))
+    expected = RunConfig.model_validate(nested(keys_by_section))
     assert load(str(file)) == expected == load(None, overrides)
 
 
@@ -137,8 +137,8 @@ def test_spaces_around_an_equals_sign_change_nothing(settings_):
         except UserError as error:
             return str(error)
 
-    whole = [f"{key}={value}" for key, value, _ in settings_]
-    assert outcome(whole) == outcome([w for k, v, way in settings_ for w in ways[way](k, v)])
+    joined = [f"{key}={value}" for key, value, _ in settings_]
+    assert outcome(joined) == outcome([w for k, v, way in settings_ for w in ways[way](k, v)])
 
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
@@ -150,22 +150,24 @@ SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 )}))  # fmt: skip
 def test_no_smaller_world_has_a_layout(sizes):
     parallel = ParallelConfig(**sizes)
-    fewest = fewest_ranks(parallel)
-    rest = parallel.tensor * parallel.context * parallel.pipeline
-    assert axis_sizes(parallel, fewest)[1] == []
-    assert all(axis_sizes(parallel, world)[1] for world in range(rest, fewest, rest))
-    given_data = parallel.model_copy(update={"data": fewest // rest})
-    assert fewest_ranks(given_data) == fewest
+    fewest = count_fewest_ranks(parallel)
+    model_ranks = parallel.tensor * parallel.context * parallel.pipeline
+    assert resolve_axis_sizes(parallel, fewest)[1] == []
+    assert all(
+        resolve_axis_sizes(parallel, world)[1] for world in range(model_ranks, fewest, model_ranks)
+    )
+    with_data = parallel.model_copy(update={"data": fewest // model_ranks})
+    assert count_fewest_ranks(with_data) == fewest
 
 
 NAMES = st.from_regex(r"[a-z_]{1,12}(\.[a-z_0-9]{1,12}){0,2}", fullmatch=True)
-EDITED = st.tuples(st.sampled_from(sorted(config_keys())), st.integers(0, 30)).map(
+EDITED = st.tuples(st.sampled_from(sorted(get_config_keys())), st.integers(0, 30)).map(
     lambda pair: pair[0][: pair[1]] + pair[0][pair[1] + 1 :]
 )
 
 
 @settings(deadline=None, max_examples=60)
-@given((NAMES | EDITED).filter(lambda name: name not in config_keys() and name.strip(".")))
+@given((NAMES | EDITED).filter(lambda name: name not in get_config_keys() and name.strip(".")))
 def test_an_unknown_key_always_suggests_a_known_one(name):
     for ask in (lambda: explain(name), lambda: load(None, [f"{name}=1"])):
         with pytest.raises(UserError) as refusal:
@@ -174,18 +176,18 @@ def test_an_unknown_key_always_suggests_a_known_one(name):
         if "has no keys beneath it" not in text and translate_setting(name) is None:
             suggested = text.rpartition("did you mean ")[2].rstrip("?").replace(" or ", ", ")
             known = {
-                *config_keys(),
+                *get_config_keys(),
                 *(f"data.sources.{field}" for field in DataSourceConfig.model_fields),
             }
             assert known.issuperset(suggested.split(", "))
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.sampled_from(sorted(k for k in config_keys() if len(k) > 8)), st.integers(0, 40))
+@given(st.sampled_from(sorted(k for k in get_config_keys() if len(k) > 8)), st.integers(0, 40))
 def test_one_lost_letter_in_a_key_is_found(name, place):
     place = name.index(".") + 1 + place % (len(name) - name.index(".") - 1) if "." in name else 0
     wrong = name[:place] + name[place + 1 :]
-    if wrong not in config_keys():
+    if wrong not in get_config_keys():
         with pytest.raises(UserError, match=rf"did you mean (.* or )?{name}( or .*)?\?"):
             explain(wrong)
 

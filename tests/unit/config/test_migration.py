@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megaframe.config import explain, load
-from megaframe.config.describe import config_keys
+from megaframe.config.describe import get_config_keys
 from megaframe.config.migration import (
     RENAMED_KEYS,
     SETTINGS_ELSEWHERE,
@@ -23,9 +23,9 @@ BESIDE = {
 }
 
 
-def named_keys(ours):
+def named_keys(text):
     """Return the keys in what a name is here, each with its value if it has one."""
-    return re.findall(r"[a-z]+\.[a-z_0-9]+[a-z0-9](?:\.[a-z_0-9]+)?(?:=[a-z0-9]+)?", ours)
+    return re.findall(r"[a-z]+\.[a-z_0-9]+[a-z0-9](?:\.[a-z_0-9]+)?(?:=[a-z0-9]+)?", text)
 
 
 def test_there_are_enough_of_every_program():
@@ -43,16 +43,16 @@ def test_there_are_enough_of_every_program():
 
 @pytest.mark.parametrize(("program", "name"), EVERY)
 def test_what_a_name_is_here_exists_and_takes_its_value(program, name):
-    ours = SETTINGS_ELSEWHERE[program][name]
-    assert name not in config_keys()
-    assert named_keys(ours) or ours == "always on"
-    for text in named_keys(ours):
+    replacement = SETTINGS_ELSEWHERE[program][name]
+    assert name not in get_config_keys()
+    assert named_keys(replacement) or replacement == "always on"
+    for text in named_keys(replacement):
         key, _, value = text.partition("=")
-        assert key in config_keys(), ours
+        assert key in get_config_keys(), replacement
         if value:
             load(None, [text])
-    said = translate_setting(name)
-    assert f"{program}'s" in said and f"{name} is {ours}" in said
+    message = translate_setting(name)
+    assert f"{program}'s" in message and f"{name} is {replacement}" in message
 
 
 def rows(program):
@@ -60,23 +60,23 @@ def rows(program):
     section = GUIDE.read_text(encoding="utf-8").split(f"\n## {program}\n")[1].split("\n## ")[0]
     for line in section.splitlines():
         if line.startswith("| "):
-            theirs, _, ours = line.strip("| ").partition(" | ")
-            yield theirs.replace("--", "").replace("-", "_"), ours
+            foreign_name, _, own_text = line.strip("| ").partition(" | ")
+            yield foreign_name.replace("--", "").replace("-", "_"), own_text
 
 
 @pytest.mark.parametrize(("program", "name"), EVERY)
 def test_the_guide_says_the_same(program, name):
     """In one row there are the name, or its last part, and all keys that it is."""
     word = re.compile(rf"\b{name.rpartition('.')[2]}\b")
-    wanted = [text.partition("=")[0] for text in named_keys(SETTINGS_ELSEWHERE[program][name])] or [
-        "always"
-    ]
-    found = [ours for theirs, ours in rows(program) if word.search(theirs)]
-    assert any(all(key in ours for key in wanted) for ours in found), found
+    expected_keys = [
+        text.partition("=")[0] for text in named_keys(SETTINGS_ELSEWHERE[program][name])
+    ] or ["always"]
+    guide_rows = [own_text for foreign_name, own_text in rows(program) if word.search(foreign_name)]
+    assert any(all(key in own_text for key in expected_keys) for own_text in guide_rows), guide_rows
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("name", "expected"),
     [
         ("tensor_model_parallel_size", "-LM's tensor_model_parallel_size is parallel.tensor"),
         ("parallel.tensor-model-parallel-size", "model_parallel_size is parallel.tensor"),
@@ -88,13 +88,13 @@ def test_the_guide_says_the_same(program, name):
         ("optim.learning_rate", "Hugging Face's and nanoGPT's learning_rate is optim.lr"),
     ],
 )
-def test_a_foreign_name_is_known_however_it_is_given(given, said):
-    assert said in translate_setting(given)
-    whole = re.escape(translate_setting(given))
-    with pytest.raises(UserError, match=f"is not a config key; {whole}"):
-        explain(given)
-    with pytest.raises(UserError, match=f": unknown key; {whole}"):
-        load(None, [f"{given}=1"])
+def test_a_foreign_name_is_known_however_it_is_given(name, expected):
+    assert expected in translate_setting(name)
+    message = re.escape(translate_setting(name))
+    with pytest.raises(UserError, match=f"is not a config key; {message}"):
+        explain(name)
+    with pytest.raises(UserError, match=f": unknown key; {message}"):
+        load(None, [f"{name}=1"])
 
 
 def test_it_is_known_in_a_file_and_inside_a_list_too(tmp_path):
@@ -110,14 +110,14 @@ def test_it_is_known_in_a_file_and_inside_a_list_too(tmp_path):
 
 @pytest.mark.parametrize("name", RENAMED_KEYS)
 def test_a_former_key_is_refused_with_its_successor(name):
-    assert RENAMED_KEYS[name] in config_keys() and f"parallel.{name}" not in config_keys()
-    said = f"parallel.{name}: unknown key; {RENAMED_KEYS[name]} has replaced {name}"
-    with pytest.raises(UserError, match=re.escape(said)):
+    assert RENAMED_KEYS[name] in get_config_keys() and f"parallel.{name}" not in get_config_keys()
+    message = f"parallel.{name}: unknown key; {RENAMED_KEYS[name]} has replaced {name}"
+    with pytest.raises(UserError, match=re.escape(message)):
         load(None, [f"parallel.{name}=1"])
 
 
 @pytest.mark.parametrize(
-    ("saved", "now"),
+    ("saved", "upgraded"),
     [
         ({"compress": "none", "compress_share": 0.01, "compress_rank": 4}, {"compress": "none"}),
         (
@@ -133,8 +133,8 @@ def test_a_former_key_is_refused_with_its_successor(name):
         ({"compress": ["of", "nobody"], "zero": 1}, {"compress": ["of", "nobody"], "zero": 1}),
     ],
 )
-def test_a_checkpoint_with_former_keys_says_the_same(saved, now):
-    assert upgrade_keys({"run": {}, "parallel": saved}) == {"run": {}, "parallel": now}
+def test_a_checkpoint_with_former_keys_says_the_same(saved, upgraded):
+    assert upgrade_keys({"run": {}, "parallel": saved}) == {"run": {}, "parallel": upgraded}
     assert upgrade_keys({"parallel": "nonsense"}) == {"parallel": "nonsense"}
 
 

@@ -29,9 +29,9 @@ def browser():
     api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as player:
         # Chromium's sandbox does not run as root, which is common in containers.
-        found = player.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield found
-        found.close()
+        chromium = player.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture
@@ -40,18 +40,20 @@ def visit(browser):
 
     Fails on errors, dialogs, and requests to other addresses.
     """
-    opened, said = [], []
+    opened, errors = [], []
 
     def go(address, **context):
         tab = browser.new_context(**context).new_page()
         tab.set_default_timeout(1000 * PATIENCE)
-        tab.on("pageerror", lambda error: said.append(str(error)))
-        tab.on("console", lambda line: line.type == "error" and said.append(line.text))
-        tab.on("dialog", lambda box: said.append(box.message))
+        tab.on("pageerror", lambda error: errors.append(str(error)))
+        tab.on("console", lambda line: line.type == "error" and errors.append(line.text))
+        tab.on("dialog", lambda box: errors.append(box.message))
         home = address.split("?")[0]
         tab.on(
             "request",
-            lambda one: one.url.startswith((home, "data:", "blob:")) or said.append(one.url),
+            lambda request: (
+                request.url.startswith((home, "data:", "blob:")) or errors.append(request.url)
+            ),
         )
         tab.goto(address)
         tab.wait_for_selector(DRAWN, state="attached")
@@ -61,7 +63,7 @@ def visit(browser):
     yield go
     for tab in opened:
         tab.context.close()
-    assert said == []
+    assert errors == []
 
 
 def made(folder, runs, prediction=None):
@@ -94,17 +96,22 @@ def states(tab):
     for name in ids:
         tab.evaluate(f"document.getElementById('{name}').scrollIntoView()")
         until(tab, f"document.getElementById('{name}').dataset.state === 'drawn'")
-    found = "[...document.querySelectorAll('section')].map(s => [s.id, s.dataset.state])"
-    return dict(tab.evaluate(found))
+    script = "[...document.querySelectorAll('section')].map(s => [s.id, s.dataset.state])"
+    return dict(tab.evaluate(script))
 
 
 def test_every_panel_draws_on_a_desk_and_on_a_phone_light_and_dark(visit, tmp_path):
-    wanted = {"cluster": "cpu", "step_seconds": 1.0, "mfu": 0.5, "breakdown": {"optimizer": 0.2}}
-    address = made(tmp_path, [RunFolder(write(tmp_path / "run", lines(60)))], wanted)
+    prediction = {
+        "cluster": "cpu",
+        "step_seconds": 1.0,
+        "mfu": 0.5,
+        "breakdown": {"optimizer": 0.2},
+    }
+    address = made(tmp_path, [RunFolder(write(tmp_path / "run", lines(60)))], prediction)
     tab = visit(address, viewport={"width": 1400, "height": 900}, color_scheme="light")
-    found = states(tab)
-    assert found.keys() >= {panel.id for panel in PANELS}
-    assert set(found.values()) == {"drawn"}
+    panel_states = states(tab)
+    assert panel_states.keys() >= {panel.id for panel in PANELS}
+    assert set(panel_states.values()) == {"drawn"}
     falls = tab.evaluate("document.querySelector('#waterfall .plot').data.map(t => [t.name, t.x])")
     assert [name for name, _ in falls] == ["run", "predicted for cpu"]
     assert falls[0][1] == falls[1][1], "both fall in one order"
@@ -122,16 +129,16 @@ def test_it_is_useful_without_a_mouse(visit, tmp_path):
     tab = visit(made(tmp_path, [RunFolder(write(tmp_path / "run", lines(60)))]))
     tab.keyboard.press("Tab")
     assert tab.evaluate("document.activeElement.className") == "skip"
-    shown = "document.querySelector('#loss .plot')._fullLayout.xaxis.range"
+    range_script = "document.querySelector('#loss .plot')._fullLayout.xaxis.range"
     tab.focus("#loss .plot")
-    low, high = tab.evaluate(shown)
+    low, high = tab.evaluate(range_script)
     tab.keyboard.press("+")
-    near = tab.evaluate(shown)
-    assert near[1] - near[0] == pytest.approx((high - low) / 2)
+    zoomed = tab.evaluate(range_script)
+    assert zoomed[1] - zoomed[0] == pytest.approx((high - low) / 2)
     tab.keyboard.press("ArrowRight")
-    assert tab.evaluate(shown)[0] > near[0]
+    assert tab.evaluate(range_script)[0] > zoomed[0]
     tab.keyboard.press("0")
-    assert tab.evaluate(shown) == pytest.approx([low, high])
+    assert tab.evaluate(range_script) == pytest.approx([low, high])
     tab.focus("input[value=step]")
     tab.keyboard.press("ArrowRight")  # radio buttons: the next one is tokens
     title = "document.querySelector('#loss .plot').layout.xaxis.title.text"
@@ -149,9 +156,9 @@ def test_it_is_useful_without_a_mouse(visit, tmp_path):
 def test_names_and_values_with_html_in_them_stay_text(visit, tmp_path):
     name = "<img src=x onerror=alert(1)><b>bold<b>"
     evil = "</script><script>alert(2)</script><!--"
-    one = RunFolder(write(tmp_path / name, lines(20), {"run": {"note": evil, "<i>key": 1}}))
+    first_run = RunFolder(write(tmp_path / name, lines(20), {"run": {"note": evil, "<i>key": 1}}))
     two = RunFolder(write(tmp_path / "plain", lines(20)))
-    tab = visit(made(tmp_path, [one, two]))
+    tab = visit(made(tmp_path, [first_run, two]))
     assert name in tab.locator("h1").inner_text()
     assert tab.locator("img, main b, main i, svg b").count() == 0
     assert name in tab.locator("#loss .legend").text_content()
@@ -161,11 +168,11 @@ def test_names_and_values_with_html_in_them_stay_text(visit, tmp_path):
 
 
 def test_runs_lie_over_each_other_and_can_be_left_out(visit, tmp_path):
-    one = RunFolder(write(tmp_path / "one", lines(40), {"optim": {"lr": 1}}))
+    first_run = RunFolder(write(tmp_path / "one", lines(40), {"optim": {"lr": 1}}))
     folder = write(tmp_path / "two", lines(20, ranks=2, stages=1), {"optim": {"lr": 2}})
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('no metrics\n{"step": 21, "lo')
-    tab = visit(made(tmp_path, [one, RunFolder(folder)]))
+    tab = visit(made(tmp_path, [first_run, RunFolder(folder)]))
     assert tab.locator(".notes li").all_inner_texts() == [
         "two: 1 lines are not metrics and are ignored (line 21)",
         "two: the last line is incomplete: it is being written, or was cut off",
@@ -180,8 +187,8 @@ def test_runs_lie_over_each_other_and_can_be_left_out(visit, tmp_path):
 
 
 def test_what_is_written_arrives(visit, tmp_path):
-    every = list(lines(60))
-    run = write(tmp_path / "run", every[:20])
+    all_lines = list(lines(60))
+    run = write(tmp_path / "run", all_lines[:20])
     server = DashboardServer([RunFolder(run)])
     server.start()
     try:
@@ -189,7 +196,7 @@ def test_what_is_written_arrives(visit, tmp_path):
         tab = visit(server.address)
         assert "1 to 20" in tab.locator("#summary").inner_text()
         with open(run / "metrics.jsonl", "a") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in every[20:]))
+            file.write("".join(json.dumps(line) + "\n" for line in all_lines[20:]))
         until(tab, "document.querySelector('#summary').innerText.includes('1 to 60')")
         until(tab, "document.querySelector('#loss .plot').data[0].x.length === 60")
         assert "checkpoint of step 50" in tab.locator("#events").text_content()

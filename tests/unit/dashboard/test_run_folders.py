@@ -14,16 +14,16 @@ from run_folders import lines, write
 from megaframe.dashboard.advice import suggest_remedies
 from megaframe.dashboard.downsample import (
     block_maxima,
-    bucket_extremes,
-    bucket_means,
-    bucket_starts,
+    compute_bucket_means,
+    find_bucket_extremes,
+    list_bucket_starts,
 )
 from megaframe.dashboard.page import embed_json, write_atomically
 from megaframe.dashboard.panels import (
     PANELS,
     build_page_data,
-    mean_losses,
-    predicted_losses,
+    compute_mean_losses,
+    compute_predicted_losses,
     read_prediction,
 )
 from megaframe.dashboard.report import render_html, render_report
@@ -38,25 +38,28 @@ def test_a_whole_run_has_every_panel_and_no_note(tmp_path):
     run = RunFolder(write(tmp_path / "run", lines(60)))
     assert run.notes == []
     data = build_page_data([run])
-    (found,) = data["runs"]
+    (run_data,) = data["runs"]
     for panel in PANELS:
         names = [
             name
-            for name in found["series"]
+            for name in run_data["series"]
             for key in panel.keys
             if (name.startswith(key) if key.endswith("/") else name == key)
         ]
         has = {
             "lines": names,
-            "waterfall": found["waterfall"],
-            "heat": found["heat"].get(panel.id),
-            "bars": found["bars"].get(panel.id),
+            "waterfall": run_data["waterfall"],
+            "heat": run_data["heat"].get(panel.id),
+            "bars": run_data["bars"].get(panel.id),
         }
         assert has[panel.kind], panel.id
-    assert [event["kind"] for event in found["events"]] == ["skip", "restart", "checkpoint"]
-    assert found["events"][2]["step"] == 50
-    assert found["heat"]["stragglers"]["z"][1] == pytest.approx([40] * 6)
-    assert found["bars"]["sources"] == {"places": ["web", "code"], "kinds": {"samples": [60, 120]}}
+    assert [event["kind"] for event in run_data["events"]] == ["skip", "restart", "checkpoint"]
+    assert run_data["events"][2]["step"] == 50
+    assert run_data["heat"]["stragglers"]["z"][1] == pytest.approx([40] * 6)
+    assert run_data["bars"]["sources"] == {
+        "places": ["web", "code"],
+        "kinds": {"samples": [60, 120]},
+    }
     json.dumps(data, allow_nan=False)
 
 
@@ -74,28 +77,28 @@ def test_bars_of_sources_leave_out_those_that_nothing_is_trained_on(tmp_path):
 
 def test_losses_and_mfu_are_the_whole_peak(tmp_path):
     run = RunFolder(write(tmp_path / "run", lines(60)))
-    assert sum(mean_losses(run).values()) == pytest.approx(1)
-    wanted = {"step_seconds": 2.0, "mfu": 0.4, "breakdown": {"compute": 1.5, "tensor": 0.5}}
-    assert predicted_losses(wanted) == pytest.approx(
+    assert sum(compute_mean_losses(run).values()) == pytest.approx(1)
+    prediction = {"step_seconds": 2.0, "mfu": 0.4, "breakdown": {"compute": 1.5, "tensor": 0.5}}
+    assert compute_predicted_losses(prediction) == pytest.approx(
         {"kernels": 0.35, "communication/tensor": 0.25, "mfu": 0.4}
     )
 
 
 def test_a_run_still_being_written_is_read_on_and_one_replaced_anew(tmp_path):
-    every = [json.dumps(line) + "\n" for line in lines(30)]
+    all_lines = [json.dumps(line) + "\n" for line in lines(30)]
     folder = write(tmp_path / "run", [])
     path = folder / "metrics.jsonl"
     run = RunFolder(folder)
     assert run.notes == ["no metrics yet"]
     with open(path, "a") as file:
-        file.write("".join(every[:10]) + every[10][:40])
+        file.write("".join(all_lines[:10]) + all_lines[10][:40])
     assert run.read() and len(run.metrics) == 10
     assert any("incomplete" in note for note in run.notes)
     assert not run.read()
     with open(path, "a") as file:
-        file.write(every[10][40:])
+        file.write(all_lines[10][40:])
     assert run.read() and len(run.metrics) == 11 and not run.notes
-    (tmp_path / "other").write_text("".join(every[:5]))
+    (tmp_path / "other").write_text("".join(all_lines[:5]))
     (tmp_path / "other").replace(path)
     assert run.read() and len(run.metrics) == 5
 
@@ -117,13 +120,13 @@ def test_lines_of_something_else_are_left_out_and_counted(tmp_path, odd):
 def test_nothing_is_read_after_an_endless_line_or_thousands_of_odd_ones(tmp_path):
     folder = write(tmp_path / "run", lines(5))
     path = folder / "metrics.jsonl"
-    whole = path.read_bytes()
+    content = path.read_bytes()
     with open(path, "ab") as file:
         file.truncate(8 << 30)  # a hole, which takes no disk
     run = RunFolder(folder)
     assert len(run.metrics) == 5
     assert "nothing after line 6 is read: this is no file of metrics" in run.notes
-    path.write_bytes(b"odd\n" * 20_000 + whole)
+    path.write_bytes(b"odd\n" * 20_000 + content)
     run = RunFolder(folder)
     assert len(run.metrics) == 0 and not run.read()
     assert "nothing after line 10000 is read: this is no file of metrics" in run.notes
@@ -161,14 +164,16 @@ def test_any_value_of_any_key_is_shown_or_left_out(tmp_path_factory, value, key)
 
 
 def test_other_layouts_missing_ranks_and_missing_files_are_notes(tmp_path):
-    one = RunFolder(write(tmp_path / "one", lines(20), {"parallel": {"tensor": 2}}, {"ranks": 8}))
-    assert one.notes == ["rows have 4 ranks and the run 8: some are missing"]
+    run_folder = RunFolder(
+        write(tmp_path / "one", lines(20), {"parallel": {"tensor": 2}}, {"ranks": 8})
+    )
+    assert run_folder.notes == ["rows have 4 ranks and the run 8: some are missing"]
     changed = [*lines(20), *lines(20, ranks=2, stages=1, start=20)]
     two = RunFolder(write(tmp_path / "two", changed, {"parallel": {"tensor": 1}}))
     (tmp_path / "two" / "environment.json").write_text("{")
     two = RunFolder(tmp_path / "two")
     assert "environment.json cannot be read and is ignored" in two.notes
-    data = build_page_data([one, two])
+    data = build_page_data([run_folder, two])
     assert [run["heat"]["stragglers"]["rows"] for run in data["runs"]] == [[0, 1, 2, 3], [0, 1]]
     assert data["differences"] == [["parallel.tensor", "2", "1"]]
     (tmp_path / "two" / "metrics.jsonl").unlink()
@@ -184,32 +189,34 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 
 
 def test_an_unknown_peak_is_na_and_its_waterfall_ends_with_compute(tmp_path):
-    found = []
+    changed_lines = []
     for line in lines(5):
         lost = {cause: share for cause, share in line["lost"].items() if cause != "kernels"}
         lost = {"compute": 1 - sum(lost.values()), **lost}
-        found.append({**line, "mfu": None, "hfu": None, "lost": lost})
-    run = RunFolder(write(tmp_path / "run", found))
+        changed_lines.append({**line, "mfu": None, "hfu": None, "lost": lost})
+    run = RunFolder(write(tmp_path / "run", changed_lines))
     assert any("MFU n/a" in note for note in run.notes)
-    assert "mfu" not in mean_losses(run) and sum(mean_losses(run).values()) == pytest.approx(1)
+    assert "mfu" not in compute_mean_losses(run) and sum(
+        compute_mean_losses(run).values()
+    ) == pytest.approx(1)
     assert "| MFU | n/a |" in render_report(run)
 
 
 @settings(deadline=None, max_examples=80)
 @given(values=st.lists(st.none() | st.floats(-1e6, 1e6), max_size=60), most=st.integers(1, 20))
 def test_thinning_keeps_means_and_extremes(values, most):
-    found = np.array([math.nan if one is None else one for one in values])
-    starts = bucket_starts(len(found), most)
-    assert len(starts) == min(len(found), most)
-    low, high = bucket_extremes(found, starts)
-    good = found[np.isfinite(found)]
+    numbers = np.array([math.nan if value is None else value for value in values])
+    starts = list_bucket_starts(len(numbers), most)
+    assert len(starts) == min(len(numbers), most)
+    low, high = find_bucket_extremes(numbers, starts)
+    good = numbers[np.isfinite(numbers)]
     if good.size:
         assert np.nanmin(low) == good.min() and np.nanmax(high) == good.max()
-        counts = np.add.reduceat(np.isfinite(found).astype(float), starts)
-        total = np.nansum(bucket_means(found, starts) * counts)
+        counts = np.add.reduceat(np.isfinite(numbers).astype(float), starts)
+        total = np.nansum(compute_bucket_means(numbers, starts) * counts)
         assert total == pytest.approx(good.sum(), rel=1e-9, abs=1e-6)
     else:
-        assert not np.isfinite(bucket_means(found, starts)).any()
+        assert not np.isfinite(compute_bucket_means(numbers, starts)).any()
 
 
 def test_one_slow_rank_of_many_is_still_there_when_thinned():
@@ -229,26 +236,31 @@ def test_the_report_names_the_largest_losses_and_escapes_names(tmp_path):
     assert "step 7: update skipped" in text and "resumed after step 19" in text
     page = render_html(text)
     assert "<b>x" not in page and "&lt;b&gt;x&lt;b&gt;|*y*" in page
-    first = next(suggest_remedies(mean_losses(RunFolder(folder))))
+    first = next(suggest_remedies(compute_mean_losses(RunFolder(folder))))
     assert first[0] == "kernels" and "train.microbatch" in first[1]
 
 
 def test_a_workspace_has_the_panels_of_metrics_that_a_run_writes():
     pytest.importorskip("wandb_workspaces")
-    names = set(dict(flatten(next(lines(1, every=1))))) | {"eval_bits_per_byte", "mtp_loss"}
+    names = set(dict(flatten(next(lines(1, ranks_every=1))))) | {"eval_bits_per_byte", "mtp_loss"}
     spec = build_workspace("entity", "project")._to_model().spec.model_dump(by_alias=True)
     sections = spec["section"]["panelBankConfig"]["sections"]
     assert [section["name"] for section in sections] == ["Training", "Pages", "Configs"]
-    found = {}
+    panels_by_title = {}
     for panel in sections[0]["panels"]:
-        shown = panel["config"]
-        pattern = shown.get("metricRegex")
+        panel_config = panel["config"]
+        pattern = panel_config.get("metricRegex")
         match = {name for name in names if pattern and re.fullmatch(pattern, name)}
-        assert match or (set(shown["metrics"]) <= names and shown["metrics"]), shown
-        found[shown["chartTitle"]] = shown
+        assert match or (set(panel_config["metrics"]) <= names and panel_config["metrics"]), (
+            panel_config
+        )
+        panels_by_title[panel_config["chartTitle"]] = panel_config
     without = {"stragglers", "memory_ranks", "experts"}
-    assert found.keys() == {panel.title for panel in PANELS if panel.id not in without}
-    assert found["Gradient norm"]["yLogScale"] and found["Where the peak went"]["metricRegex"]
+    assert panels_by_title.keys() == {panel.title for panel in PANELS if panel.id not in without}
+    assert (
+        panels_by_title["Gradient norm"]["yLogScale"]
+        and panels_by_title["Where the peak went"]["metricRegex"]
+    )
 
 
 def shown(folder):
@@ -258,16 +270,16 @@ def shown(folder):
     text = render_report(run)
     json.dumps(data, allow_nan=False)
     render_html(text).encode()
-    assert all(one.isprintable() or one == "\n" for one in text)
+    assert all(character.isprintable() or character == "\n" for character in text)
     return run, data["runs"][0], text
 
 
 def test_rows_that_lack_places_or_are_missing_are_left_out_with_a_note(tmp_path):
     def changed(change):
-        found = list(lines(20))
-        for line in found:
+        run_lines = list(lines(20))
+        for line in run_lines:
             change(line)
-        return shown(write(tmp_path / "run", found))[:2]
+        return shown(write(tmp_path / "run", run_lines))[:2]
 
     run, data = changed(lambda line: line["stages"].update(bubble=[0.01] * 5))
     assert "rows of stages have 2 to 5 places: shorter ones are left out" in run.notes

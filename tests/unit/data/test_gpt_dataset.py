@@ -11,8 +11,8 @@ from token_files import counting_documents, write_token_file
 from megaframe.data.gpt_dataset import (
     SPLITS,
     GPTDataset,
-    document_numbers,
-    document_positions,
+    locate_documents,
+    number_documents,
     split_range,
 )
 from megaframe.errors import UserError
@@ -31,7 +31,7 @@ def split_by_hand(texts, shares, split):
     flat = [[token for sequence in text for token in sequence] for text in texts]
     marked = [[(token, not i) for i, token in enumerate(text)] for text in flat]
     if len(texts) == 1:
-        marked = [[one] for one in marked[0]]  # a single document is split by tokens
+        marked = [[mark] for mark in marked[0]]  # a single document is split by tokens
     low = round(sum(shares[:place]) * len(marked))
     high = round(sum(shares[: place + 1]) * len(marked))
     pairs = [pair for text in marked[low:high] for pair in text]
@@ -59,7 +59,7 @@ def test_windows_equal_a_slow_walk_over_the_documents(texts, dtype, shares, spli
         assert source.windows == (len(tokens) - 1) // seq
         windows = random.sample(range(source.windows), source.windows)
         read = source.read(np.array(windows))
-        marks = source.begins_document(np.array(windows))
+        marks = source.is_document_start(np.array(windows))
     for row, window in enumerate(windows):
         where = range(window * seq, window * seq + seq + 1)
         assert read[row].tolist() == [tokens[i] for i in where]
@@ -68,8 +68,8 @@ def test_windows_equal_a_slow_walk_over_the_documents(texts, dtype, shares, spli
         for column, i in enumerate(where[:-1]):
             position = 0 if begins[i] else position + 1
             document += begins[i]
-            assert document_positions(marks[:, :-1])[row, column] == position
-            assert document_numbers(marks[:, :-1])[row, column] == document
+            assert locate_documents(marks[:, :-1])[row, column] == position
+            assert number_documents(marks[:, :-1])[row, column] == document
 
 
 def test_every_token_but_the_first_is_predicted_once(tmp_path):
@@ -84,8 +84,8 @@ def test_every_token_but_the_first_is_predicted_once(tmp_path):
 def test_splits_share_out_everything(count, train, validation):
     train, validation = sorted((train, validation))[::-1]
     test = max(0, 20 - train - validation)
-    whole = train + validation + test
-    shares = (train / whole, validation / whole, test / whole)
+    total = train + validation + test
+    shares = (train / total, validation / total, test / total)
     covered = []
     for split, share in zip(SPLITS, shares, strict=True):
         first, last = split_range(count, shares, split)
@@ -96,8 +96,8 @@ def test_splits_share_out_everything(count, train, validation):
 
 def test_a_split_without_documents_is_refused_with_numbers(tmp_path):
     path = write_token_file(tmp_path / "f", counting_documents([40] * 10))
-    said = r"validation split of .*: 0\.02 of 10 documents; .* 1/10, .*--split-blank-lines"
-    with pytest.raises(UserError, match=said):
+    message = r"validation split of .*: 0\.02 of 10 documents; .* 1/10, .*--split-blank-lines"
+    with pytest.raises(UserError, match=message):
         GPTDataset(path, "validation", (0.98, 0.02, 0.0), 8, VOCAB)
     with pytest.raises(UserError, match=r"data\.split.*share of at least 1/10"):
         GPTDataset(path, "test", (0.98, 0.02, 0.0), 8, VOCAB)
@@ -112,12 +112,14 @@ def test_a_single_document_is_split_by_tokens(tokens, sequences, held_out, seq):
     with TemporaryDirectory() as folder:
         text = [list(range(a, b)) for a, b in pairwise(cuts)]
         path = write_token_file(Path(folder) / "f", [text])
-        found = [GPTDataset(path, split, shares, seq, VOCAB) for split in ("train", "validation")]
-        for source in found:
+        datasets = [
+            GPTDataset(path, split, shares, seq, VOCAB) for split in ("train", "validation")
+        ]
+        for source in datasets:
             windows = source.read(np.arange(source.windows))
             assert windows[:, 0].tolist() == source.tokens[:-1:seq][: source.windows].tolist()
-        train, validation = (source.tokens.tolist() for source in found)
-        starts = [source.document_starts().tolist() for source in found]
+        train, validation = (source.tokens.tolist() for source in datasets)
+        starts = [source.find_document_starts().tolist() for source in datasets]
     assert train + validation == list(range(tokens))
     assert abs(len(validation) - tokens * held_out / 20) <= 1
     assert starts == [[0], []]
@@ -162,7 +164,7 @@ def test_tokens_that_are_no_whole_numbers_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("none", r"cannot open .*none\.idx: No such file.* --input TEXT --output .*/none$"),
         ("text.txt", r"cannot open .*text\.txt\.idx.* --input .*/text\.txt --output .*/text$"),
@@ -170,10 +172,10 @@ def test_tokens_that_are_no_whole_numbers_are_refused(tmp_path):
         ("cut", r"cut\.idx is truncated"),
     ],
 )
-def test_a_source_that_cannot_be_read_names_its_key_and_the_tool(name, said, tmp_path):
+def test_a_source_that_cannot_be_read_names_its_key_and_the_tool(name, expected, tmp_path):
     write_token_file(tmp_path / "f", counting_documents([40]))
     (tmp_path / "text.txt").write_text("words")
     (tmp_path / "cut.idx").write_bytes((tmp_path / "f.idx").read_bytes()[:40])
     (tmp_path / "cut.bin").write_bytes((tmp_path / "f.bin").read_bytes())
-    with pytest.raises(UserError, match=rf"^data\.sources: .*{said}"):
+    with pytest.raises(UserError, match=rf"^data\.sources: .*{expected}"):
         GPTDataset(str(tmp_path / name), "train", ALL, 4, VOCAB)

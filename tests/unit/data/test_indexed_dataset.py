@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.data.indexed_dataset import IndexedDataset, token_dtype
-from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter, unfinished_name
+from megaframe.data.indexed_dataset import IndexedDataset, choose_token_dtype
+from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter, name_unfinished
 from megaframe.errors import UserError
 
 CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "f8": 6, "f4": 7, "u2": 8}
@@ -67,7 +67,7 @@ def test_every_dtype_is_read_and_written(tmp_path, name, code):
 
 def test_two_byte_tokens_end_where_megatrons_do():
     sizes = [1, 65499, 65500, 65536, 2**20]
-    assert [str(token_dtype(size)) for size in sizes] == ["uint16"] * 2 + ["int32"] * 3
+    assert [str(choose_token_dtype(size)) for size in sizes] == ["uint16"] * 2 + ["int32"] * 3
 
 
 def test_reader_gives_documents_of_several_sequences_in_any_place(tmp_path):
@@ -169,9 +169,9 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=12)
 @given(DOCUMENTS, st.data())
 def test_a_kept_file_is_continued_behind_what_was_whole(tmp_path_factory, documents, data):
     folder = tmp_path_factory.mktemp("kept")
-    whole = data.draw(st.integers(0, len(documents)))
-    kept = str(folder / "unfinished")
-    options = {"dtype": np.dtype("u2"), "resume_prefix": kept}
+    num_complete = data.draw(st.integers(0, len(documents)))
+    unfinished_prefix = str(folder / "unfinished")
+    options = {"dtype": np.dtype("u2"), "resume_prefix": unfinished_prefix}
     with (
         pytest.raises(KeyboardInterrupt),
         IndexedDatasetWriter(str(folder / "f"), **options) as first,
@@ -180,11 +180,11 @@ def test_a_kept_file_is_continued_behind_what_was_whole(tmp_path_factory, docume
             first.append(document)
         raise KeyboardInterrupt
     assert sorted(os.listdir(folder)) == ["unfinished.bin", "unfinished.idx"]
-    tokens = sum(map(len, documents[:whole]))
+    tokens = sum(map(len, documents[:num_complete]))
     with IndexedDatasetWriter(
-        str(folder / "f"), **options, documents=whole, tokens=tokens
+        str(folder / "f"), **options, documents=num_complete, tokens=tokens
     ) as second:
-        for document in documents[whole:]:
+        for document in documents[num_complete:]:
             second.append(document)
     assert content(folder / "f") == content(write(folder / "whole", documents))
     assert len(os.listdir(folder)) == 4
@@ -220,7 +220,7 @@ def test_an_interrupted_writer_leaves_the_old_file(tmp_path):
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_full_disk_is_said_and_cleaned_up(tmp_path, suffix):
     # /dev/full refuses every write, like a full disk.
-    os.symlink("/dev/full", unfinished_name(str(tmp_path / f"w{suffix}")))
+    os.symlink("/dev/full", name_unfinished(str(tmp_path / f"w{suffix}")))
     with pytest.raises(UserError, match="the disk is full"):
         write(tmp_path / "w", [np.zeros(100_000, np.uint16)] * 3)
     assert os.listdir(tmp_path) == []

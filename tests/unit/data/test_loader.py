@@ -13,7 +13,7 @@ from token_files import counting_documents, write_token_file
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import BatchRampConfig, DataConfig, RunConfig, TrainConfig
 from megaframe.config.schema import DataSourceConfig as SourceConfig
-from megaframe.data.loader import Loader, ramped_batch_size
+from megaframe.data.loader import Loader, compute_batch_size
 from megaframe.data.microbatch import IGNORE
 from megaframe.errors import UserError
 
@@ -45,13 +45,13 @@ def config_of(paths, weights=(1.0, 2.0, 0.5), *, train=None, **data):
 
 def samples_of(steps):
     """Return (number, first token) of each sample of these steps, sorted by number."""
-    found = [
+    samples = [
         (int(number), int(tokens[0]))
         for step in steps
         for microbatch in step.microbatches
         for number, tokens in zip(microbatch.samples_B, microbatch.tokens_BS, strict=True)
     ]
-    return sorted(found)
+    return sorted(samples)
 
 
 def take(loader, count):
@@ -64,21 +64,21 @@ def same(left, right):
         return False
     return len(left.microbatches) == len(right.microbatches) and all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        for one, other in zip(left.microbatches, right.microbatches, strict=True)
-        for a, b in zip(vars(one).values(), vars(other).values(), strict=True)
+        for first, other in zip(left.microbatches, right.microbatches, strict=True)
+        for a, b in zip(vars(first).values(), vars(other).values(), strict=True)
     )
 
 
 @pytest.mark.parametrize(("ranks", "microbatch"), [(1, 4), (2, 1), (2, 4), (4, 1), (4, 2)])
 def test_the_global_batch_is_the_same_for_any_ranks_and_microbatch(paths, ranks, microbatch):
-    alone = Loader(config_of(paths), 0, 1)
+    single_rank = Loader(config_of(paths), 0, 1)
     config = config_of(paths, train={"microbatch": microbatch})
     loaders = [Loader(config, rank, ranks) for rank in range(ranks)]
     for step in range(12):
         steps = [loader.next() for loader in loaders]
-        expected = alone.next()
+        expected = single_rank.next()
         assert samples_of(steps) == samples_of([expected])
-        assert all(one.state == expected.state and one.samples == 8 for one in steps)
+        assert all(step.state == expected.state and step.samples == 8 for step in steps)
         for rank, one in enumerate(steps):
             for i, batch in enumerate(one.microbatches):
                 first = step * 8 + (i * ranks + rank) * microbatch
@@ -107,10 +107,10 @@ def test_sources_come_by_weight_and_each_in_an_order_of_its_own(paths):
     """A source's samples come in the same order whatever it is blended with."""
     blended = samples_of(take(Loader(config_of(paths), 0, 1), 70))
     for i, (path, weight) in enumerate(zip(paths, (1.0, 2.0, 0.5), strict=True)):
-        ours = [token for _, token in blended if token // 10_000 == i]
-        assert abs(len(ours) - 560 * weight / 3.5) <= 1
-        alone = samples_of(take(Loader(config_of([path]), 0, 1), 70))
-        assert ours == [token for _, token in alone][: len(ours)]
+        tokens_of_source = [token for _, token in blended if token // 10_000 == i]
+        assert abs(len(tokens_of_source) - 560 * weight / 3.5) <= 1
+        single_source = samples_of(take(Loader(config_of([path]), 0, 1), 70))
+        assert tokens_of_source == [token for _, token in single_source][: len(tokens_of_source)]
 
 
 def test_the_order_does_not_depend_on_the_folder(paths, tmp_path):
@@ -119,12 +119,12 @@ def test_the_order_does_not_depend_on_the_folder(paths, tmp_path):
     for path in paths:
         for suffix in (".bin", ".idx"):
             shutil.copy(f"{path}{suffix}", moved)
-    there = [str(moved / Path(path).name) for path in paths]
-    found, wanted = (
+    moved_paths = [str(moved / Path(path).name) for path in paths]
+    actual, expected = (
         [batch.tokens_BS for batch in Loader(config_of(where), 0, 1).next().microbatches]
-        for where in (there, paths)
+        for where in (moved_paths, paths)
     )
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_the_order_depends_on_the_seed_and_not_on_the_length_of_the_run(paths):
@@ -171,7 +171,7 @@ def test_reading_ahead_changes_nothing(paths):
 @given(st.data())
 def test_changed_blends_never_repeat_a_sample_within_an_epoch(data):
     with TemporaryDirectory() as folder:
-        paths, state, seen = write_sources(folder), None, []
+        paths, state, samples_so_far = write_sources(folder), None, []
         for _ in range(data.draw(st.integers(2, 5))):
             chosen = data.draw(st.lists(st.sampled_from(paths), min_size=1, unique=True))
             weights = data.draw(
@@ -182,39 +182,41 @@ def test_changed_blends_never_repeat_a_sample_within_an_epoch(data):
                 loader.load(json.loads(json.dumps(state)))
             steps = take(loader, data.draw(st.integers(1, 3)))
             state = steps[-1].state
-            seen += samples_of(steps)
-    assert [number for number, _ in seen] == list(range(state["samples"]))
-    tokens = [token for _, token in seen]
+            samples_so_far += samples_of(steps)
+    assert [number for number, _ in samples_so_far] == list(range(state["samples"]))
+    tokens = [token for _, token in samples_so_far]
     for i, (path, windows) in enumerate(zip(paths, (25, 79, 13), strict=True)):
-        ours = [token for token in tokens if token // 10_000 == i]
-        assert state["consumed"].get(path, 0) == len(ours)
-        for start in range(0, len(ours), windows):
-            assert len(set(ours[start : start + windows])) == len(ours[start : start + windows])
+        tokens_of_source = [token for token in tokens if token // 10_000 == i]
+        assert state["consumed"].get(path, 0) == len(tokens_of_source)
+        for start in range(0, len(tokens_of_source), windows):
+            assert len(set(tokens_of_source[start : start + windows])) == len(
+                tokens_of_source[start : start + windows]
+            )
 
 
 def moved(paths, folder):
     """Copy each source with its parent folder into `folder`; return the new paths."""
-    found = []
+    new_paths = []
     for path in map(Path, paths):
-        there = folder / path.parent.name
-        there.mkdir(parents=True, exist_ok=True)
+        new_folder = folder / path.parent.name
+        new_folder.mkdir(parents=True, exist_ok=True)
         for suffix in (".bin", ".idx"):
-            shutil.copy(f"{path}{suffix}", there)
-        found.append(str(there / path.name))
-    return found
+            shutil.copy(f"{path}{suffix}", new_folder)
+        new_paths.append(str(new_folder / path.name))
+    return new_paths
 
 
 def test_sources_that_have_moved_continue_where_they_were(paths, tmp_path):
     """Also with one source removed, another order, and a new weight for one source."""
     steps = take(Loader(config_of(paths), 0, 1), 4)
-    there = moved(paths, tmp_path / "elsewhere")
-    resumed = Loader(config_of(there), 0, 1)
+    new_paths = moved(paths, tmp_path / "elsewhere")
+    resumed = Loader(config_of(new_paths), 0, 1)
     (note,) = resumed.load(json.loads(json.dumps(steps[1].state)))
-    assert all(f"{old} is now {new}" in note for old, new in zip(paths, there, strict=True))
+    assert all(f"{old} is now {new}" in note for old, new in zip(paths, new_paths, strict=True))
     assert samples_of(take(resumed, 2)) == samples_of(steps[2:])
-    turned = Loader(config_of([there[2], paths[0]], (1.0, 5.0)), 0, 1)
-    one, two = turned.load(steps[1].state)
-    assert f"{paths[2]} is now {there[2]}" in one and f"removed {paths[1]}" in two
+    turned = Loader(config_of([new_paths[2], paths[0]], (1.0, 5.0)), 0, 1)
+    first_note, two = turned.load(steps[1].state)
+    assert f"{paths[2]} is now {new_paths[2]}" in first_note and f"removed {paths[1]}" in two
     consumed = steps[1].state["consumed"]
     assert turned.consumed == (consumed[paths[2]], consumed[paths[0]])
 
@@ -226,9 +228,9 @@ def test_sources_of_one_name_are_told_apart_by_size_and_by_folder(tmp_path):
         (tmp_path / name).mkdir()
         paths.append(write_token_file(tmp_path / name / "tokens", counting_documents(of)))
     state = take(Loader(config_of(paths, (1.0, 2.0, 5.0)), 0, 1), 4)[-1].state
-    there = moved(paths, tmp_path / "elsewhere")
+    new_paths = moved(paths, tmp_path / "elsewhere")
     for chosen in ([0, 1, 2], [1, 2], [2, 0]):
-        resumed = Loader(config_of([there[i] for i in chosen]), 0, 1)
+        resumed = Loader(config_of([new_paths[i] for i in chosen]), 0, 1)
         resumed.load(state)
         assert resumed.consumed == tuple(state["consumed"][paths[i]] for i in chosen)
 
@@ -285,23 +287,23 @@ def test_the_batch_ramp_rises_in_equal_parts():
         global_batch=32, batch_ramp=BatchRampConfig(start=8, increment=8, samples=300)
     )
     assert [
-        ramped_batch_size(train, seen) for seen in (0, 99, 100, 199, 200, 299, 300, 10**15)
+        compute_batch_size(train, consumed) for consumed in (0, 99, 100, 199, 200, 299, 300, 10**15)
     ] == [*(8, 8, 16, 16, 24, 24, 32, 32)]
     flat = TrainConfig(
         global_batch=8, batch_ramp=BatchRampConfig(start=8, increment=8, samples=300)
     )
-    assert ramped_batch_size(flat, 5) == 8
-    assert ramped_batch_size(TrainConfig(global_batch=6), 0) == 6
+    assert compute_batch_size(flat, 5) == 8
+    assert compute_batch_size(TrainConfig(global_batch=6), 0) == 6
 
 
 def test_steps_follow_the_ramp(paths):
     ramp = BatchRampConfig(start=2, increment=2, samples=12)
     loader = Loader(config_of(paths, train={"batch_ramp": ramp}), 0, 1)
-    seen = 0
+    consumed = 0
     for step in take(loader, 8):
-        assert step.samples == loader.global_batch(seen) == len(step.microbatches)
-        seen += step.samples
-        assert step.state["samples"] == seen
+        assert step.samples == loader.global_batch(consumed) == len(step.microbatches)
+        consumed += step.samples
+        assert step.state["samples"] == consumed
     assert step.samples == 8
 
 
@@ -327,16 +329,16 @@ def test_documents_restart_positions_bound_attention_and_mask_labels(paths):
                 positions, numbers, labels = documents_by_hand(tokens, length)
                 assert batch.positions_BS[row].tolist() == positions
                 assert batch.labels_BS[row].tolist() == labels
-                ours = batch.documents_BS[row]
-                theirs = torch.tensor(numbers)
-                assert torch.equal(ours[:, None] == ours, theirs[:, None] == theirs)
+                documents = batch.documents_BS[row]
+                expected = torch.tensor(numbers)
+                assert torch.equal(documents[:, None] == documents, expected[:, None] == expected)
                 masked += labels.count(IGNORE)
     assert masked > 20
 
 
 def evaluation_samples(config, ranks, samples):
     """Return the samples of all ranks that have labels, and the batch shapes of each rank."""
-    found, shapes = [], []
+    samples_seen, shapes = [], []
     for rank in range(ranks):
         batches = [batch for _, batch in Loader(config, rank, ranks).evaluation(samples)]
         shapes.append([tuple(batch.tokens_BS.shape) for batch in batches])
@@ -346,8 +348,8 @@ def evaluation_samples(config, ranks, samples):
             ):
                 if (labels != IGNORE).any():
                     assert torch.equal(labels, tokens + 1)
-                    found.append((int(number), int(tokens[0])))
-    return sorted(found), shapes
+                    samples_seen.append((int(number), int(tokens[0])))
+    return sorted(samples_seen), shapes
 
 
 @pytest.mark.parametrize("samples", [1, 7, 10, 16, 1000])
@@ -360,9 +362,9 @@ def test_evaluation_is_the_same_for_any_ranks_and_microbatch(paths, samples):
         assert len(expected) == sizes.sum()
     for ranks, microbatch in [(1, 3), (2, 1), (2, 4), (4, 2)]:
         config = config_of(paths, train={"microbatch": microbatch})
-        found, shapes = evaluation_samples(config, ranks, samples)
-        assert found == expected
-        assert all(one == shapes[0] for one in shapes)
+        actual, shapes = evaluation_samples(config, ranks, samples)
+        assert actual == expected
+        assert all(shape == shapes[0] for shape in shapes)
         rows = sum(rows for rows, _ in shapes[0]) * ranks
         assert len(expected) <= rows < len(expected) + ranks * len(paths)
 
@@ -377,30 +379,30 @@ def test_evaluation_is_disjoint_from_training_and_repeats_itself(paths):
     assert first == second
     assert not trained & {row[0] for batch in first for row in batch}
     other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 5})})
-    again = Loader(other, 0, 1).evaluation(20)
-    assert first == [batch.tokens_BS.tolist() for _, batch in again]
+    repeated = Loader(other, 0, 1).evaluation(20)
+    assert first == [batch.tokens_BS.tolist() for _, batch in repeated]
 
 
 def test_a_text_of_one_document_is_trained_on_and_evaluated_by_its_tokens(tmp_path):
     """The same samples for any ranks, from where a resumed run left off too."""
     path = write_token_file(tmp_path / "book", counting_documents([500]))
     config = config_of([path], train={"eval_every": 1})
-    alone = take(Loader(config, 0, 1), 14)
-    trained = {token for _, token in samples_of(alone)}
+    steps_ = take(Loader(config, 0, 1), 14)
+    trained = {token for _, token in samples_of(steps_)}
     assert trained == {*range(0, 399 // SEQ * SEQ, SEQ)}
     evaluated, _ = evaluation_samples(config, 1, 1000)
     assert {token for _, token in evaluated} == {*range(400, 400 + 99 // SEQ * SEQ, SEQ)}
     assert evaluation_samples(config, 2, 1000)[0] == evaluated
     ranks = [Loader(config, rank, 2) for rank in range(2)]
     for loader in ranks:
-        loader.load(json.loads(json.dumps(alone[5].state)))
-    for step in alone[6:]:
+        loader.load(json.loads(json.dumps(steps_[5].state)))
+    for step in steps_[6:]:
         assert samples_of([loader.next() for loader in ranks]) == samples_of([step])
 
 
 def with_splits(paths, *splits, **sections):
     """Return a config with a split for each source; None leaves it to `data.split`."""
-    sources = [{"path": path, "split": own} for path, own in zip(paths, splits, strict=True)]
+    sources = [{"path": path, "split": split} for path, split in zip(paths, splits, strict=True)]
     return config_of(paths, sources=sources, **sections)
 
 
@@ -425,15 +427,15 @@ def test_a_source_can_be_for_training_or_validation_alone(paths):
 def test_a_source_of_validation_changes_nothing_of_training(paths, tmp_path):
     (tmp_path / "apart").mkdir()
     held_out = write_token_file(tmp_path / "apart" / "source0", counting_documents([30] * 20, 50))
-    alone = with_splits(paths, (1.0, 0.0, 0.0), None, None)
-    more = with_splits([held_out, *paths], (0.0, 1.0, 0.0), (1.0, 0.0, 0.0), None, None)
-    before = take(Loader(alone, 0, 1), 30)
-    after = take(Loader(more, 0, 1), 30)
+    training_only = with_splits(paths, (1.0, 0.0, 0.0), None, None)
+    with_held_out = with_splits([held_out, *paths], (0.0, 1.0, 0.0), (1.0, 0.0, 0.0), None, None)
+    before = take(Loader(training_only, 0, 1), 30)
+    after = take(Loader(with_held_out, 0, 1), 30)
     assert samples_of(before) == samples_of(after)
-    resumed = Loader(more, 0, 1)
+    resumed = Loader(with_held_out, 0, 1)
     assert resumed.load(before[9].state) == []
     assert all(map(same, take(resumed, 20), before[10:]))
-    names = [name for name, _ in Loader(more, 0, 1).evaluation(1000)]
+    names = [name for name, _ in Loader(with_held_out, 0, 1).evaluation(1000)]
     assert {*names} == {"source0", "source1", "source2"}
     twice = with_splits([held_out, *paths], *[None] * 4)
     names = {name for name, _ in Loader(twice, 0, 1).evaluation(1000)}

@@ -66,11 +66,11 @@ def decoded(prefix):
 
 
 def read(path, size, **options):
-    how = CorpusFormat(**options)
+    corpus_format = CorpusFormat(**options)
     return [
         text
-        for piece in input_shards.split_file(str(path), how, size)
-        for text in read_documents(piece, how)
+        for piece in input_shards.split_file(str(path), corpus_format, size)
+        for text in read_documents(piece, corpus_format)
     ]
 
 
@@ -156,11 +156,11 @@ def small_parts(monkeypatch):
 def test_workers_do_not_change_a_byte(tmp_path, small_parts, name):
     documents = [f"document {n} " * (n % 7) for n in range(300)]
     path = write_as(tmp_path / name, documents)
-    one = run([path, path], tmp_path / "one")
+    single_worker = run([path, path], tmp_path / "one")
     two = run([path, path], tmp_path / "two", workers=2)
     assert content(tmp_path / "one") == content(tmp_path / "two")
-    assert one == two
-    assert one.total.empty == 2 * sum(not text for text in documents)
+    assert single_worker == two
+    assert single_worker.total.empty == 2 * sum(not text for text in documents)
     assert decoded(tmp_path / "one") == [text for text in documents if text] * 2
 
 
@@ -180,7 +180,7 @@ def interrupted(path, output, bytes_done):
 @pytest.mark.parametrize("damaged", [".bin", ".idx", "nothing"])
 def test_an_interrupted_run_continues_from_its_finished_parts(tmp_path, small_parts, damaged):
     path = write_as(tmp_path / "c.jsonl", [f"document {n} " * (n % 7) for n in range(300)])
-    whole = run([path], tmp_path / "whole")
+    uninterrupted = run([path], tmp_path / "whole")
     job = interrupted(path, tmp_path / "out", 4 * 1500)
     parts = tmp_path / "out.parts"
     lines = (parts / "journal.jsonl").read_text().splitlines()
@@ -199,11 +199,11 @@ def test_an_interrupted_run_continues_from_its_finished_parts(tmp_path, small_pa
         (parts / f"tokens{damaged}").write_bytes(content_now)
     with pytest.raises(UserError, match=r"unfinished run with other append_eod; .*--overwrite"):
         run([path], tmp_path / "out", append_eod=False)
-    seen = []
-    result = preprocess.preprocess(job, report=lambda done, disk_bytes: seen.append(done))
-    assert seen[0] == result.resumed
+    progress = []
+    result = preprocess.preprocess(job, report=lambda done, disk_bytes: progress.append(done))
+    assert progress[0] == result.resumed
     assert result.resumed.disk_bytes == 1500 * (4 if damaged == "nothing" else 2)
-    assert result.total == whole.total
+    assert result.total == uninterrupted.total
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not parts.exists()
 
@@ -214,12 +214,12 @@ def test_a_kill_between_the_last_renames_loses_nothing(tmp_path, small_parts, mo
     run([path], tmp_path / "whole")
     write_as(tmp_path / "old.jsonl", ["old"])
     run([tmp_path / "old.jsonl"], tmp_path / "out")
-    rename, made = os.replace, []
+    rename, renames_done = os.replace, []
 
     def killed(source, target):
-        if len(made) == len(renamed):
+        if len(renames_done) == len(renamed):
             raise KeyboardInterrupt
-        made.append(os.path.splitext(target)[1])
+        renames_done.append(os.path.splitext(target)[1])
         rename(source, target)
 
     monkeypatch.setattr(os, "replace", killed)
@@ -229,7 +229,7 @@ def test_a_kill_between_the_last_renames_loses_nothing(tmp_path, small_parts, mo
         )
     with pytest.raises(KeyboardInterrupt):
         run([path], tmp_path / "out", overwrite=True)
-    assert made == renamed
+    assert renames_done == renamed
     monkeypatch.undo()
     monkeypatch.setattr(preprocess, "_SMALLEST_PART", 1500)
     result = run([path], tmp_path / "out")
@@ -263,9 +263,9 @@ def test_killing_the_tool_at_any_moment_loses_nothing(tmp_path):
         time.sleep(0.02)
     assert len(children) >= 2 and not any(map(runs, children))  # no orphans
     assert not list(tmp_path.glob("out.bin")) and not list(tmp_path.glob("out.idx"))
-    again = subprocess.run(command, capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
-    assert "8,000 documents" in again.stdout and "done by an earlier run" in again.stdout
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert "8,000 documents" in finished.stdout and "done by an earlier run" in finished.stdout
     run([path], tmp_path / "whole")
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert sorted(os.listdir(tmp_path)) == [
@@ -372,19 +372,19 @@ def test_a_dead_worker_is_a_message_not_a_wait():
 
 
 def test_few_tasks_are_taken_before_their_results(tmp_path):
-    taken, most = 0, 0
+    pending, most = 0, 0
 
     def tasks():
-        nonlocal taken
+        nonlocal pending
         for n in range(30):
-            taken += 1
+            pending += 1
             yield (n,)
 
-    got = []
+    numbers = []
     for number in map_ordered(abs, tasks(), 2):
-        got.append(number)
-        most = max(most, taken - len(got))
-    assert got == list(range(30))
+        numbers.append(number)
+        most = max(most, pending - len(numbers))
+    assert numbers == list(range(30))
     assert most <= 5
 
 

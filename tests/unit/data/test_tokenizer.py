@@ -68,8 +68,8 @@ def hugging_face(path, style):
     for token in description["added_tokens"]:
         token["special"] = not token["content"].startswith("<0x")
     if style == "Metaspace":
-        kept = [t for t in description["added_tokens"] if t["special"]]
-        description["added_tokens"] = kept
+        special_tokens = [t for t in description["added_tokens"] if t["special"]]
+        description["added_tokens"] = special_tokens
     description["truncation"] = {
         "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0
     }  # fmt: skip
@@ -93,7 +93,7 @@ TEXT = st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"]
 @given(texts=st.lists(TEXT | st.sampled_from([CORPUS[:300], "  a\n\n\tb ", "x\0y"]), max_size=4))
 def test_every_text_comes_back_with_all_its_bytes(folder, kind, texts):
     tokenizer = load_tokenizer(NAMES[kind].format(folder))
-    counts = tokenizer.token_bytes()
+    counts = tokenizer.count_token_bytes()
     batch = tokenizer.encode_batch(texts)
     assert [tokenizer.decode(ids.tolist()) for ids in batch] == texts
     assert [int(counts[ids].sum()) for ids in batch] == [len(text.encode()) for text in texts]
@@ -104,8 +104,8 @@ def test_every_text_comes_back_with_all_its_bytes(folder, kind, texts):
 @pytest.mark.parametrize("kind", NAMES)
 def test_text_cannot_end_a_document(folder, kind):
     tokenizer = load_tokenizer(NAMES[kind].format(folder))
-    assert tokenizer.token_bytes()[tokenizer.eod] == 0
-    assert tokenizer.token_bytes().shape == (tokenizer.vocab_size,)
+    assert tokenizer.count_token_bytes()[tokenizer.eod] == 0
+    assert tokenizer.count_token_bytes().shape == (tokenizer.vocab_size,)
     assert tokenizer.decode([tokenizer.eod]) == ""
     for name in ("<|endoftext|>", "</s>"):
         ids = tokenizer.encode(f"a{name}b")
@@ -120,9 +120,10 @@ def test_ids_are_those_of_the_libraries(folder):
     reference = tokenizers.Tokenizer.from_file(str(folder / "bytes.json"))
     reference.no_truncation()
     assert load_tokenizer(f"hf:{folder}/bytes.json").encode(text) == reference.encode(text).ids
-    ours = load_tokenizer(f"tiktoken:{folder}/r.tiktoken")
-    assert ours.encode("the  th") == [257, 32, 32, 256]  # the pattern joins a blank to its word
-    assert (ours.eod, ours.vocab_size) == (258, 301)
+    tokenizer = load_tokenizer(f"tiktoken:{folder}/r.tiktoken")
+    # The pattern joins a blank to its word.
+    assert tokenizer.encode("the  th") == [257, 32, 32, 256]
+    assert (tokenizer.eod, tokenizer.vocab_size) == (258, 301)
 
 
 def test_fingerprints_tell_files_apart(folder):

@@ -27,18 +27,18 @@ def there_and_back(codec, x):
 @given(st.integers(1, 5000), st.integers(0, 99), st.sampled_from(DTYPES), st.floats(1e-30, 1e20))
 def test_messages_say_what_they_promise(length, seed, dtype, size):
     x = numbers(length, seed, dtype) * size
-    found, used = there_and_back(Bf16Codec(), x)
-    assert torch.equal(found, x.to(torch.bfloat16).to(dtype)) and used == 2 * length
-    found, used = there_and_back(Int8Codec(), x)
+    restored, used = there_and_back(Bf16Codec(), x)
+    assert torch.equal(restored, x.to(torch.bfloat16).to(dtype)) and used == 2 * length
+    restored, used = there_and_back(Int8Codec(), x)
     blocks = x.abs().split(1024)
     step = torch.cat([block.amax().expand(len(block)) / 127 for block in blocks])
-    assert ((found - x).abs() <= 0.5001 * step).all() and used == length + 4 * len(blocks)
+    assert ((restored - x).abs() <= 0.5001 * step).all() and used == length + 4 * len(blocks)
     codec = TopKCodec(0.1)
-    found, used = there_and_back(codec, x)
+    restored, used = there_and_back(codec, x)
     count = math.ceil(0.1 * length)
     assert used == count * (4 + dtype.itemsize)
-    sent = found != 0
-    assert sent.sum() == count and torch.equal(found[sent], x[sent])
+    sent = restored != 0
+    assert sent.sum() == count and torch.equal(restored[sent], x[sent])
     assert count == length or x[sent].abs().min() >= x[~sent].abs().max()
     assert torch.equal(there_and_back(TopKCodec(1.0), x)[0], x)
 
@@ -48,12 +48,12 @@ def test_messages_say_what_they_promise(length, seed, dtype, size):
 def test_what_is_not_finite_stays_so(codec, bad):
     x = numbers(3000, 0, torch.float32)
     x[1500] = bad
-    found, _ = there_and_back(codec, x)
-    assert not torch.isfinite(found[1500])
-    assert torch.isfinite(found[2048:]).all()
+    restored, _ = there_and_back(codec, x)
+    assert not torch.isfinite(restored[1500])
+    assert torch.isfinite(restored[2048:]).all()
 
 
 def test_zeros_and_tiny_numbers_do_no_harm():
     for x in (torch.zeros(1500), torch.full((1500,), 1e-44)):
-        found, _ = there_and_back(Int8Codec(), x)
-        assert ((found - x).abs() <= x.abs()).all()
+        restored, _ = there_and_back(Int8Codec(), x)
+        assert ((restored - x).abs() <= x.abs()).all()

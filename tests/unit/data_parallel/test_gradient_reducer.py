@@ -46,12 +46,12 @@ def low_rank(length, rank, step):
 
 
 def views(flat):
-    found, start = [], 0
+    boxes, start = [], 0
     for shape in SHAPES:
         size = math.prod(shape)
-        found.append(flat[start : start + size].view(shape))
+        boxes.append(flat[start : start + size].view(shape))
         start += size
-    return found
+    return boxes
 
 
 LENGTH = sum(map(math.prod, SHAPES))
@@ -71,13 +71,13 @@ class Harness:
         self.reducer = config.build(self.group, length, dtype, BufferPool(mesh.device), slow)
         self.group.traffic.take()
 
-    def add(self, flat, how="sum"):
+    def add(self, flat, method="sum"):
         """Return the sum over ranks; with `sum_part` this rank's part of it."""
         flat = flat.clone()
-        for pending in getattr(self.reducer, how)(flat):
+        for pending in getattr(self.reducer, method)(flat):
             pending.wait()
         part = self.length // self.group.size
-        return flat if how == "sum" else flat[self.group.index * part :][:part]
+        return flat if method == "sum" else flat[self.group.index * part :][:part]
 
 
 def coded(mesh, kind, dtype, length):
@@ -85,50 +85,53 @@ def coded(mesh, kind, dtype, length):
     codec, keys = CODED[kind]
     harness, here = Harness(mesh, length, dtype, **keys), mesh.rank
     ranks, size = range(read_world_size()), math.ceil(length / read_world_size())
-    every = [gradients(length, rank, 0, dtype) for rank in ranks]
-    wide = [torch.nn.functional.pad(one, (0, size * len(ranks) - length)) for one in every]
+    all_gradients = [gradients(length, rank, 0, dtype) for rank in ranks]
+    wide = [
+        torch.nn.functional.pad(gradient, (0, size * len(ranks) - length))
+        for gradient in all_gradients
+    ]
 
     def again(x):
         return codec.decode(codec.encode(x), len(x), dtype)
 
     parts = []
     for owner in ranks:
-        rows = [one[owner * size :][:size] for one in wide]
+        rows = [gradient[owner * size :][:size] for gradient in wide]
         total = rows[owner].clone()
         for rank in ranks:
             if rank != owner:
                 total += again(rows[rank])
         parts.append(total)
-    whole = torch.cat([again(total) for total in parts])[:length]
-    same = torch.equal(harness.add(every[here]), whole)
+    expected = torch.cat([again(total) for total in parts])[:length]
+    same = torch.equal(harness.add(all_gradients[here]), expected)
     moved = harness.group.traffic.take()[0]
     if length % len(ranks):
         return same, True, moved
-    part = Harness(mesh, length, dtype, **keys).add(every[here], "sum_part")
+    part = Harness(mesh, length, dtype, **keys).add(all_gradients[here], "sum_part")
     assert 2 * harness.group.traffic.take()[0] == moved
     return same, torch.equal(part, parts[here]), moved
 
 
-def in_steps(every, sizes, again):
+def in_steps(all_gradients, sizes, round_trip):
     """Return each rank's part of a sum that is exchanged in steps: the definition of the bits.
     every: the parts [ranks, part] of each rank."""
-    held, stride = [dict(enumerate(rows)) for rows in every], 1
+    rows_of_ranks, stride = [dict(enumerate(rows)) for rows in all_gradients], 1
     for size in sizes:
         summed = []
-        for rank, mine in enumerate(held):
+        for rank, own_rows in enumerate(rows_of_ranks):
             place = rank // stride % size
             first = rank - place * stride
             members = [first + other * stride for other in range(size)]
-            wanted = [number for number in mine if number // stride % size == place]
+            numbers = [number for number in own_rows if number // stride % size == place]
             parts = {}
-            for number in wanted:
-                parts[number] = mine[number].clone()
+            for number in numbers:
+                parts[number] = own_rows[number].clone()
                 for other in members:
                     if other != rank:
-                        parts[number] += again(held[other][number])
+                        parts[number] += round_trip(rows_of_ranks[other][number])
             summed.append(parts)
-        held, stride = summed, stride * size
-    return [parts[rank] for rank, parts in enumerate(held)]
+        rows_of_ranks, stride = summed, stride * size
+    return [parts[rank] for rank, parts in enumerate(rows_of_ranks)]
 
 
 def stepped(mesh, sizes, dtype, length):
@@ -136,32 +139,37 @@ def stepped(mesh, sizes, dtype, length):
     calls of a part)."""
     codec, ranks, here = Bf16Codec(), read_world_size(), mesh.rank
     size = math.ceil(length / ranks)
-    every = [gradients(length, rank, 0, dtype) for rank in range(ranks)]
-    wide = [torch.nn.functional.pad(one, (0, size * ranks - length)) for one in every]
+    all_gradients = [gradients(length, rank, 0, dtype) for rank in range(ranks)]
+    wide = [
+        torch.nn.functional.pad(gradient, (0, size * ranks - length)) for gradient in all_gradients
+    ]
 
     def again(x):
         return codec.decode(codec.encode(x), len(x), dtype)
 
-    parts = in_steps([one.view(ranks, size) for one in wide], sizes, again)
-    whole = torch.cat([again(total) for total in parts])[:length]
+    parts = in_steps([gradient.view(ranks, size) for gradient in wide], sizes, again)
+    expected = torch.cat([again(total) for total in parts])[:length]
     harness = Harness(mesh, length, dtype, precision="bf16", steps=sizes)
-    found = harness.add(every[here])
+    actual = harness.add(all_gradients[here])
     moved = sum(group.traffic.take()[0] for group in harness.group.steps)
     moved += harness.group.traffic.take()[0]
-    exact, terms = sum(one.double() for one in every), sum(one.double().abs() for one in every)
+    exact, terms = (
+        sum(one.double() for one in all_gradients),
+        sum(one.double().abs() for one in all_gradients),
+    )
     # At most one rounding per step, and one of the sum on its way back.
     unit = unit_roundoff(torch.bfloat16)
     allowed = ((1 + unit) ** (len(sizes) + 1) - 1 + growth(ranks, dtype)) * terms
-    assert_within(found, exact, allowed, f"{len(sizes) + 1} roundings to bf16")
+    assert_within(actual, exact, allowed, f"{len(sizes) + 1} roundings to bf16")
     if length % ranks:
-        return torch.equal(found, whole), True, moved, None
+        return torch.equal(actual, expected), True, moved, None
     harness.group.traffic.take()
-    own = harness.add(every[here], "sum_part")
+    own_part = harness.add(all_gradients[here], "sum_part")
     calls = [group.traffic.take()[1] for group in harness.group.steps]
     allowed = ((1 + unit) ** len(sizes) - 1 + growth(ranks, dtype)) * terms
     rows = slice(here * size, (here + 1) * size)
-    assert_within(own, exact[rows], allowed[rows], f"{len(sizes)} roundings to bf16")
-    return torch.equal(found, whole), torch.equal(own, parts[here]), moved, calls
+    assert_within(own_part, exact[rows], allowed[rows], f"{len(sizes)} roundings to bf16")
+    return torch.equal(actual, expected), torch.equal(own_part, parts[here]), moved, calls
 
 
 @pytest.mark.quick(when=lambda ranks: ranks == 4)
@@ -174,8 +182,8 @@ def test_sums_in_steps_are_rounded_once_a_step_bit_by_bit(ranks, sizes, pool):
         for length in (4096, 3001)
     ]
     workers = pool if ranks == 4 else Pool(ranks)
-    for found in workers.run(ranks, each, stepped, cases):
-        for (_, _, length), (same, part_same, moved, calls) in zip(cases, found, strict=True):
+    for results in workers.run(ranks, each, stepped, cases):
+        for (_, _, length), (same, part_same, moved, calls) in zip(cases, results, strict=True):
             assert same and part_same
             assert moved == 2 * (ranks - 1) * 2 * math.ceil(length / ranks)
             assert calls is None or calls == [1] * len(sizes)
@@ -186,20 +194,20 @@ def test_sums_in_steps_are_rounded_once_a_step_bit_by_bit(ranks, sizes, pool):
 def steps_of(mesh, node_size):
     mesh.divide_exchanges([("data",)], node_size)
     group = mesh.group("data")
-    found = [step.ranks for step in group.steps]
+    step_ranks = [step.ranks for step in group.steps]
     once = Harness(mesh, 4096, torch.float32, precision="bf16")
-    again = Harness(mesh, 4096, torch.float32, precision="bf16")
-    one = once.add(gradients(4096, mesh.rank, 0, torch.float32))
-    other = again.add(gradients(4096, mesh.rank, 0, torch.float32))
-    return found, torch.equal(one, other)
+    in_steps_again = Harness(mesh, 4096, torch.float32, precision="bf16")
+    in_one = once.add(gradients(4096, mesh.rank, 0, torch.float32))
+    other = in_steps_again.add(gradients(4096, mesh.rank, 0, torch.float32))
+    return step_ranks, torch.equal(in_one, other)
 
 
 def test_a_group_is_divided_at_its_nodes(pool):
     cases = [(4,), (2,)]  # nodes of all ranks, and of half of them
-    for rank, (one, two) in enumerate(pool.run(4, each, steps_of, cases)):
-        near, far = rank // 2 * 2, rank % 2
-        assert two == ([(near, near + 1), (far, far + 2)], True)
-        assert one == ([], True)
+    for rank, (unstepped, two) in enumerate(pool.run(4, each, steps_of, cases)):
+        near_rank, far = rank // 2 * 2, rank % 2
+        assert two == ([(near_rank, near_rank + 1), (far, far + 2)], True)
+        assert unstepped == ([], True)
     assert exchange_steps(4, 4) == (1, 4, 1)
 
 
@@ -214,8 +222,8 @@ def test_coded_sums_are_the_quantised_ones_bit_by_bit(ranks, pool):
         for dtype in (torch.float32, torch.float64)
         for length in (4096, 3001)
     ]
-    for found in pool.run(ranks, each, coded, cases):
-        for (kind, _, length), (same, part_same, moved) in zip(cases, found, strict=True):
+    for results in pool.run(ranks, each, coded, cases):
+        for (kind, _, length), (same, part_same, moved) in zip(cases, results, strict=True):
             assert same and part_same
             size = math.ceil(length / ranks)
             message = 2 * size if kind == "bf16" else size + 4 * math.ceil(size / 1024)
@@ -225,18 +233,18 @@ def test_coded_sums_are_the_quantised_ones_bit_by_bit(ranks, pool):
 def each(function, cases):
     """Return function(mesh, *case) for all cases, in one world."""
     mesh = Mesh(Layout(data=read_world_size()), device="cpu", timeout=60)
-    found = [function(mesh, *case) for case in cases]
+    results = [function(mesh, *case) for case in cases]
     barrier(mesh.world)
     mesh.close()
-    return found
+    return results
 
 
 def sums(mesh, make, keys):
     """Return three sums of the reducer, the true sums, and the bytes sent."""
     harness, ranks = Harness(mesh, **keys), range(read_world_size())
-    found = [harness.add(make(LENGTH, mesh.rank, step)) for step in range(3)]
-    wanted = [sum(make(LENGTH, rank, step) for rank in ranks) for step in range(3)]
-    return found, wanted, harness.group.traffic.take()[0]
+    actual = [harness.add(make(LENGTH, mesh.rank, step)) for step in range(3)]
+    expected = [sum(make(LENGTH, rank, step) for rank in ranks) for step in range(3)]
+    return actual, expected, harness.group.traffic.take()[0]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -247,9 +255,9 @@ def test_what_leaves_nothing_out_is_exact(ranks, pool):
         (low_rank, {"compress": "powersgd", "rank": 4}),
     ]
     for rank in pool.run(ranks, each, sums, cases):
-        for (found, wanted, _), terms in zip(rank, (ranks, FACTORS, FACTORS), strict=True):
-            for one, other in zip(found, wanted, strict=True):
-                assert_near(one, other, terms)
+        for (actual, expected, _), terms in zip(rank, (ranks, FACTORS, FACTORS), strict=True):
+            for first, other in zip(actual, expected, strict=True):
+                assert_near(first, other, terms)
 
 
 def test_thin_factors_are_what_powersgd_sends(pool):
@@ -257,21 +265,21 @@ def test_thin_factors_are_what_powersgd_sends(pool):
     rank, itemsize, ranks = 4, 8, 4
     left = rank * (40 + 24 + 50) + 20 + 2 * 2
     right = rank * (30 + 36 + 20)
-    wanted = 3 * sum(2 * itemsize * n * (ranks - 1) // ranks for n in (left, right))
+    expected_bytes = 3 * sum(2 * itemsize * n * (ranks - 1) // ranks for n in (left, right))
     keys = {"compress": "powersgd", "rank": rank}
-    found = pool.run(ranks, each, sums, [(gradients, keys)])
-    assert {moved for ((*_, moved),) in found} == {wanted}
+    results = pool.run(ranks, each, sums, [(gradients, keys)])
+    assert {moved for ((*_, moved),) in results} == {expected_bytes}
 
 
-def many_steps(mesh, how, keys, bad):
+def many_steps(mesh, method, keys, bad):
     """Return the result of each step, and what this rank has not sent."""
-    harness, every = Harness(mesh, **keys), []
+    harness, sums_of_steps = Harness(mesh, **keys), []
     for step in range(STEPS):
-        mine = gradients(LENGTH, mesh.rank, step)
+        gradient = gradients(LENGTH, mesh.rank, step)
         if step == bad and mesh.rank == 1:
-            mine[:1200:5] = torch.nan
-        every.append(harness.add(mine, how))
-    return every, harness.reducer.state["residual"][:LENGTH]
+            gradient[:1200:5] = torch.nan
+        sums_of_steps.append(harness.add(gradient, method))
+    return sums_of_steps, harness.reducer.state["residual"][:LENGTH]
 
 
 KINDS = [
@@ -281,28 +289,35 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("how", ["sum", "sum_part"])
+@pytest.mark.parametrize("method", ["sum", "sum_part"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_error_feedback_loses_nothing(ranks, how, pool):
+def test_error_feedback_loses_nothing(ranks, method, pool):
     """What was applied plus what is still unsent is the sum of all gradients."""
-    cases = [(how, keys, None) for keys in KINDS]
-    true = [gradients(LENGTH, rank, step) for rank in range(ranks) for step in range(STEPS)]
-    for found in zip(*pool.run(ranks, each, many_steps, cases), strict=True):
-        first, *others = (every for every, _ in found)
+    cases = [(method, keys, None) for keys in KINDS]
+    gradients_of_ranks = [
+        gradients(LENGTH, rank, step) for rank in range(ranks) for step in range(STEPS)
+    ]
+    for results in zip(*pool.run(ranks, each, many_steps, cases), strict=True):
+        first, *others = (sums_of_steps for sums_of_steps, _ in results)
         applied = sum(first)
-        if how == "sum":
-            assert all(all(map(torch.equal, every, first)) for every in others)
+        if method == "sum":
+            assert all(all(map(torch.equal, sums_of_steps, first)) for sums_of_steps in others)
         else:
-            applied = torch.cat([sum(every) for every, _ in found])
-        unsent = sum(residual for _, residual in found)
+            applied = torch.cat([sum(sums_of_steps) for sums_of_steps, _ in results])
+        unsent = sum(residual for _, residual in results)
         assert unsent.norm() > 1e-3 * applied.norm()
-        assert_near(applied + unsent, sum(true), FACTORS, size=sum(one.abs() for one in true).max())
+        assert_near(
+            applied + unsent,
+            sum(gradients_of_ranks),
+            FACTORS,
+            size=sum(gradient.abs() for gradient in gradients_of_ranks).max(),
+        )
 
 
 def test_a_bad_step_is_seen_and_leaves_nothing_behind(pool):
-    for found in pool.run(2, each, many_steps, [("sum", keys, 2) for keys in KINDS]):
-        for every, residual in found:
-            finite = [bool(torch.isfinite(one).all()) for one in every]
+    for results in pool.run(2, each, many_steps, [("sum", keys, 2) for keys in KINDS]):
+        for sums_of_steps, residual in results:
+            finite = [bool(torch.isfinite(total).all()) for total in sums_of_steps]
             assert finite == [step != 2 for step in range(STEPS)]
             assert torch.isfinite(residual).all()
-            assert every[-1].norm() > 0
+            assert sums_of_steps[-1].norm() > 0

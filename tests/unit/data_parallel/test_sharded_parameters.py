@@ -22,14 +22,14 @@ def groups_of(config, layout, rank):
     with MetaTensorMode():
         mesh = Mesh(layout, alone=rank)
         train_step = TrainStep(config, mesh, StepTimer().time)
-    found = set()
+    groups = set()
     for bucket in train_step.sharded_parameters.buckets:
         if bucket.parameters[0].spec.role == "matrix":
             names = [p.spec.name.split(".") for p in bucket.parameters]
             blocks = {int(name[1]) for name in names if name[0] == "blocks"}
-            found.add(tuple(sorted(blocks & {*range(LAYERS)})))
+            groups.add(tuple(sorted(blocks & {*range(LAYERS)})))
     mesh.close()
-    return sorted(found - {()})
+    return sorted(groups - {()})
 
 
 @pytest.mark.parametrize(
@@ -52,16 +52,18 @@ def test_all_ranks_and_the_plan_put_the_same_blocks_together(model, parallel, wo
         layout = Layout.from_parallel(config.parallel, world)
         plans, schedule = stage_plans(config), build_step_schedule(config, 2)
         for rank in {0, 1, world - 1}:
-            place = layout.coordinate(rank)["pipeline"]
-            here = [plans[stage] for stage in schedule.stages(place)]
-            blocks = [layer for plan in here for layer in plan.blocks]
-            planned = count_parameters(config, layout, here).group_blocks(config, here)
-            wanted = sorted(tuple(blocks[of.start : of.stop]) for of in planned)
-            found = groups_of(config, layout, rank)
+            place = layout.get_coordinate(rank)["pipeline"]
+            own_plans = [plans[stage] for stage in schedule.list_stages(place)]
+            blocks = [layer for plan in own_plans for layer in plan.blocks]
+            planned = count_parameters(config, layout, own_plans).group_blocks(config, own_plans)
+            expected_groups = sorted(tuple(blocks[of.start : of.stop]) for of in planned)
+            actual_groups = groups_of(config, layout, rank)
             # Experts have buckets of their own, of those of the blocks that have any.
-            within = [[part for part in found if {*part} <= {*whole}] for whole in wanted]
-            assert sum(map(len, within)) == len(found), (least, rank)
-            for whole, parts in zip(wanted, within, strict=True):
+            within = [
+                [part for part in actual_groups if {*part} <= {*group}] for group in expected_groups
+            ]
+            assert sum(map(len, within)) == len(actual_groups), (least, rank)
+            for whole, parts in zip(expected_groups, within, strict=True):
                 assert whole in parts, (least, rank)
             if least == 10**9:  # all of a stage
-                assert len(planned) == sum(bool(plan.blocks) for plan in here)
+                assert len(planned) == sum(bool(plan.blocks) for plan in own_plans)

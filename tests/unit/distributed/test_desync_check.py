@@ -35,15 +35,15 @@ class Named(FakeGroup):
 def groups(size):
     """Return a group on each of its ranks, which compare what they start."""
     store, ranks = dist.HashStore(), tuple(range(size))
-    found = []
+    recorded_groups = []
     for rank in ranks:
         progress = RankProgress()
         order = DesyncCheck(store, rank, progress)
         handle = Named(rank, size)
-        found.append(
+        recorded_groups.append(
             Group(("pipeline",), ranks, rank, handle, progress=progress, desync_check=order)
         )
-    return found
+    return recorded_groups
 
 
 def of(*shape, dtype=torch.float64):
@@ -71,19 +71,19 @@ def start(group, calls):
 def sequences(calls):
     """Return what must be the same on both ranks: the collectives, and in each direction the
     messages with their places between the collectives."""
-    found, collectives = defaultdict(list), 0
+    lengths_by_key, collectives = defaultdict(list), 0
     for kind, length, *ends in calls:
-        found[(kind, *ends)].append((length, collectives if ends else None))
+        lengths_by_key[(kind, *ends)].append((length, collectives if ends else None))
         collectives += kind == COLLECTIVE
-    return found
+    return lengths_by_key
 
 
-def agree(one, other):
+def agree(first, other):
     """Return whether each sequence begins like that of the other rank, as far as both go."""
     return all(
         a == b
-        for key in one.keys() & other.keys()
-        for a, b in zip(one[key], other[key], strict=False)
+        for key in first.keys() & other.keys()
+        for a, b in zip(first[key], other[key], strict=False)
     )
 
 
@@ -107,35 +107,37 @@ def difference(first, second):
     with pytest.raises(CollectiveMismatch) as raised:
         second(other)
     assert sorted(raised.value.ranks) == [0, 1]
-    said = str(raised.value)
-    lines = re.findall(r"at tests/unit/distributed/test_desync_check\.py:(\d+)", said)
+    message = str(raised.value)
+    lines = re.findall(r"at tests/unit/distributed/test_desync_check\.py:(\d+)", message)
     source = Path(__file__).read_text().splitlines()
     assert len(lines) == 2 and all("lambda group" in source[int(line) - 1] for line in lines)
-    return re.sub(r"desync_check\.py:\d+", "", said).replace(" at tests/unit/distributed/test_", "")
+    return re.sub(r"desync_check\.py:\d+", "", message).replace(
+        " at tests/unit/distributed/test_", ""
+    )
 
 
 def test_both_calls_are_said_with_ranks_and_lines():
-    said = difference(
+    message = difference(
         lambda group: send(of(3, 4), group),
         lambda group: receive(of(4, 3), group),
     )
-    assert said == (
+    assert message == (
         "the ranks over pipeline do not start the same thing: rank 1 starts receive of "
         "torch.float64 [4, 3] from rank 0, rank 0 started send of torch.float64 [3, 4] to rank 1 "
         "in action 0F1"
     )
-    said = difference(
+    message = difference(
         lambda group: all_reduce(of(2, dtype=torch.int64), group),
         lambda group: all_reduce(of(2), group),
     )
-    assert "rank 1 starts all_reduce of torch.float64 [2], rank 0 started" in said
-    assert "rank 0 started all_reduce of torch.int64 [2] in action 0F1" in said
-    said = difference(
+    assert "rank 1 starts all_reduce of torch.float64 [2], rank 0 started" in message
+    assert "rank 0 started all_reduce of torch.int64 [2] in action 0F1" in message
+    message = difference(
         lambda group: [all_reduce(of(2), group), send(of(2), group)],
         lambda group: [receive(of(2), group), all_reduce(of(2), group)],
     )
-    assert "receive of torch.float64 [2] from rank 0, rank 0 started" in said
-    assert "send of torch.float64 [2] to rank 1 after collective 1 of the group" in said
+    assert "receive of torch.float64 [2] from rank 0, rank 0 started" in message
+    assert "send of torch.float64 [2] to rank 1 after collective 1 of the group" in message
 
 
 def test_parts_of_another_size_than_their_receiver_expects_are_seen():
@@ -150,16 +152,16 @@ def test_parts_of_another_size_than_their_receiver_expects_are_seen():
 
 
 def test_a_ring_that_turns_the_other_way_and_another_length_are_seen():
-    def around(group, length, *, back=False):
+    def around(group, length, *, reverse=False):
         ring = Ring(group.index, group.size, group)
-        shift_ring(of(length), of(length), ring, back=back)
+        shift_ring(of(length), of(length), ring, reverse=reverse)
 
     first, second, _ = groups(3)
     around(first, 2)
     with pytest.raises(
         CollectiveMismatch, match=r"starts shift_ring back of any shape .* started shift_ring of"
     ):
-        around(second, 2, back=True)
+        around(second, 2, reverse=True)
     first, second, third = groups(3)
     around(first, 2)
     around(third, 2)

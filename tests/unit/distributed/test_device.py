@@ -28,8 +28,8 @@ def test_no_thread_of_a_rank_takes_the_processor_of_another(pool):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages of Linux")
-@pytest.mark.parametrize("wanted", [None, "0"])
-def test_large_tensors_of_a_run_on_a_cpu_lie_on_whole_pages(wanted):
+@pytest.mark.parametrize("expected", [None, "0"])
+def test_large_tensors_of_a_run_on_a_cpu_lie_on_whole_pages(expected):
     """torch can give them huge pages only if it knows of it before its first tensor, so nothing
     that a run imports may make one. A user may have set the variable."""
     program = """
@@ -40,24 +40,24 @@ Mesh(Layout(), device="cpu")
 print(torch.empty(1 << 20).data_ptr() % mmap.PAGESIZE, os.environ["THP_MEM_ALLOC_ENABLE"])
 """
     before = {name: x for name, x in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
-    if wanted is not None:
-        before["THP_MEM_ALLOC_ENABLE"] = wanted
+    if expected is not None:
+        before["THP_MEM_ALLOC_ENABLE"] = expected
     run = subprocess.run(
         [sys.executable, "-c", program], env=before, capture_output=True, text=True, check=True
     )
     offset, left = run.stdout.split()
-    assert left == (wanted or "1")
-    assert wanted == "0" or offset == "0"
+    assert left == (expected or "1")
+    assert expected == "0" or offset == "0"
 
 
 def of_threads():
     """Return the scheduling policies of the threads that a mesh starts to carry messages."""
     before = set(os.listdir("/proc/self/task")) - {str(os.getpid())}
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
-    made = set(os.listdir("/proc/self/task")) - before
-    found = [os.sched_getscheduler(int(thread)) for thread in made]
+    new_threads = set(os.listdir("/proc/self/task")) - before
+    policies = [os.sched_getscheduler(int(thread)) for thread in new_threads]
     mesh.close()
-    return found
+    return policies
 
 
 # ------------------------------------------------------------------------------------ GPUs unused
@@ -97,7 +97,7 @@ def of_nvidia(driver, form=CLOSED):
 
 
 @pytest.mark.parametrize(
-    ("files", "cuda", "hip", "said"),
+    ("files", "cuda", "hip", "expected"),
     [
         (
             of_nvidia("535.183.01"),
@@ -115,26 +115,26 @@ def of_nvidia(driver, form=CLOSED):
         ({"dev/kfd": ""}, None, "6.4", ["cannot start it: it says so"]),
     ],
 )
-def test_a_gpu_that_torch_cannot_use_has_a_reason(machine, monkeypatch, files, cuda, hip, said):
+def test_a_gpu_that_torch_cannot_use_has_a_reason(machine, monkeypatch, files, cuda, hip, expected):
     def refuse():
         raise RuntimeError("it says so\nat length")
 
     monkeypatch.setattr(torch.cuda, "init", refuse)
     root = machine(files, cuda, hip)
     reason = explain_unusable_gpu(root)
-    assert all(part in reason for part in said), reason
+    assert all(part in reason for part in expected), reason
     assert explain_hidden_gpu(root) is None
     monkeypatch.setattr(device, "explain_unusable_gpu", lambda: explain_unusable_gpu(root))
-    for wanted in ("auto", "shared", "cuda"):
+    for requested in ("auto", "shared", "cuda"):
         with pytest.raises(UserError) as error:
-            select_device(wanted)
-        assert reason in str(error.value) and f"run.device={wanted}" in str(error.value)
+            select_device(requested)
+        assert reason in str(error.value) and f"run.device={requested}" in str(error.value)
         assert "use run.device=cpu" in str(error.value)
     assert select_device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("files", "hiding", "said"),
+    ("files", "hiding", "expected"),
     [
         ({}, None, None),
         ({"dev/nvidiactl": "", "dev/nvidia-uvm": ""}, None, None),
@@ -150,12 +150,12 @@ def test_a_gpu_that_torch_cannot_use_has_a_reason(machine, monkeypatch, files, c
     ],
 )
 def test_a_machine_without_gpus_or_with_hidden_ones_is_a_cpu(
-    machine, monkeypatch, files, hiding, said
+    machine, monkeypatch, files, hiding, expected
 ):
     root = machine(files, "13.0", hiding=hiding)
     assert explain_unusable_gpu(root) is None
-    found = explain_hidden_gpu(root)
-    assert found is None if said is None else said in found
+    reason = explain_hidden_gpu(root)
+    assert reason is None if expected is None else expected in reason
     monkeypatch.setattr(device, "explain_unusable_gpu", lambda: explain_unusable_gpu(root))
     assert select_device("auto") == select_device("shared") == torch.device("cpu")
     with pytest.raises(UserError, match=r"torch sees no GPU here; use run\.device=cpu or auto"):
@@ -163,10 +163,10 @@ def test_a_machine_without_gpus_or_with_hidden_ones_is_a_cpu(
 
 
 def test_memory_of_the_host_is_at_most_that_of_its_container(tmp_path):
-    whole = read_host_memory(tmp_path)
-    assert 2**28 < whole < 2**50
+    host_bytes = read_host_memory(tmp_path)
+    assert 2**28 < host_bytes < 2**50
     limit = tmp_path / "sys/fs/cgroup/memory.max"
     limit.parent.mkdir(parents=True)
-    for text, found in (("max", whole), (str(2**26), 2**26), (str(2**60), whole)):
+    for text, expected in (("max", host_bytes), (str(2**26), 2**26), (str(2**60), host_bytes)):
         limit.write_text(text + "\n")
-        assert read_host_memory(tmp_path) == found
+        assert read_host_memory(tmp_path) == expected

@@ -41,29 +41,37 @@ def environment(monkeypatch):
 @pytest.mark.parametrize(("streams", "queues"), [(3, 8), (8, 8), (17, 17), (32, 32), (None, 32)])
 def test_there_is_a_hardware_queue_for_each_stream(streams, queues, environment):
     environment()
-    found = configure_nccl(streams)
+    settings = configure_nccl(streams)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == str(queues)
-    assert (found.link_ctas, found.high_priority, found.register) == (LINK_CTAS, True, False)
-    assert not found.warnings and len(found.lines) == 4
-    assert found.lines[0].startswith(f"nccl: CUDA_DEVICE_MAX_CONNECTIONS={queues}, as the layout")
+    assert (settings.link_ctas, settings.high_priority, settings.register) == (
+        LINK_CTAS,
+        True,
+        False,
+    )
+    assert not settings.warnings and len(settings.lines) == 4
+    assert settings.lines[0].startswith(
+        f"nccl: CUDA_DEVICE_MAX_CONNECTIONS={queues}, as the layout"
+    )
 
 
 def test_values_of_the_environment_count_and_are_logged_as_such(environment):
     values = dict(zip(NAMES, ("20", "16", "0", "1"), strict=True))
     environment(**values)
-    found = configure_nccl(17)
+    settings = configure_nccl(17)
     assert {name: os.environ[name] for name in NAMES} == values
-    assert (found.link_ctas, found.high_priority, found.register) == (None, False, True)
-    assert found.lines == tuple(f"nccl: {n}={v}, from the environment" for n, v in values.items())
+    assert (settings.link_ctas, settings.high_priority, settings.register) == (None, False, True)
+    assert settings.lines == tuple(
+        f"nccl: {n}={v}, from the environment" for n, v in values.items()
+    )
 
 
 @pytest.mark.parametrize(
-    ("given", "streams", "mend"), [("1", 17, "; leave it unset, or use 17"), (None, 40, "forever")]
+    ("value", "streams", "mend"), [("1", 17, "; leave it unset, or use 17"), (None, 40, "forever")]
 )
-def test_fewer_hardware_queues_than_streams_are_a_warning(given, streams, mend, environment):
-    environment(**({NAMES[0]: given} if given else {}))
+def test_fewer_hardware_queues_than_streams_are_a_warning(value, streams, mend, environment):
+    environment(**({NAMES[0]: value} if value else {}))
     (warning,) = configure_nccl(streams).warnings
-    text = f"warning: {NAMES[0]}={given or 32} is less than the {streams} streams of this layout"
+    text = f"warning: {NAMES[0]}={value or 32} is less than the {streams} streams of this layout"
     assert warning.startswith(text) and warning.endswith(mend)
 
 
@@ -90,12 +98,12 @@ class Registering(FakeGroup):
 def test_only_what_is_asked_for_is_registered_where_torch_can(supported, settings):
     handle, device = Registering(supported), torch.device("cpu")
     group = Group(("data_shard", "context"), (0, 1), 0, handle)
-    made = allocate(5, torch.bfloat16, device, group, settings)
-    assert made.shape == (5,) and made.dtype == torch.bfloat16 and not made.any()
+    tensor = allocate(5, torch.bfloat16, device, group, settings)
+    assert tensor.shape == (5,) and tensor.dtype == torch.bfloat16 and not tensor.any()
     registered = supported and settings is not None and settings.register
-    assert [one is made for one in handle.allocated] == [True] * registered
-    alone = allocate(5, torch.float64, device, ALONE, NcclSettings(register=True))
-    assert alone.shape == (5,) and alone.dtype == torch.float64
+    assert [allocated is tensor for allocated in handle.allocated] == [True] * registered
+    alone_tensor = allocate(5, torch.float64, device, ALONE, NcclSettings(register=True))
+    assert alone_tensor.shape == (5,) and alone_tensor.dtype == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -122,5 +130,5 @@ def test_a_run_is_refused_before_it_starts(overrides, environment, monkeypatch, 
     with pytest.raises(SystemExit) as status:
         pretrain_gpt.main()
     assert status.value.code == 2 and not (tmp_path / "run").exists()
-    said = "error: NCCL_MAX_CTAS='99' in the environment is not a number from 1 to 64; leave it"
-    assert said in capsys.readouterr().err
+    message = "error: NCCL_MAX_CTAS='99' in the environment is not a number from 1 to 64; leave it"
+    assert message in capsys.readouterr().err

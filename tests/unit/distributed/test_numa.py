@@ -52,8 +52,8 @@ def test_nodes_and_devices_are_read_as_the_kernel_writes_them(system):
         0: "0-7,16-23",
         1: "8-15,24-31",
     }
-    found = {address: find_node_at(address.upper(), known, system) for address in GPUS}
-    assert [*found.values()] == [0, 0, 1, None]
+    nodes = {address: find_node_at(address.upper(), known, system) for address in GPUS}
+    assert [*nodes.values()] == [0, 0, 1, None]
     assert find_node_at("0000:00:00.0", known, system) is None
     assert find_node_at("0000:d8:00.0", {0: known[0]}, system) == 0, "there is only one"
     assert read_node_cores(system / "nothing") == {}
@@ -116,21 +116,21 @@ def test_a_process_is_bound_with_all_its_threads(tmp_path):
     folder = tmp_path / "sys/devices/system/node/node0"
     folder.mkdir(parents=True)
     (folder / "cpulist").write_text(format_ranges(allowed) + "\n")
-    own = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}
+    own_environment = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}
     words = ["auto", tmp_path, "node", tmp_path / "nothing", "node", tmp_path]
     paths = os.pathsep.join((str(ROOT), *filter(None, sys.path)))
     done = subprocess.run(
         [sys.executable, "-c", BOUND, *map(str, words)],
-        env={**os.environ, **own, "PYTHONPATH": paths},
+        env={**os.environ, **own_environment, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         check=True,
     )
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert found[0][:2] == [[], allowed], "a CPU's ranks are bound only if asked"
-    (line,), cores, _ = found[1]
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert reports[0][:2] == [[], allowed], "a CPU's ranks are bound only if asked"
+    (line,), cores, _ = reports[1]
     assert cores == allowed
     assert line.endswith("not bound: the system does not say which cores a NUMA node has")
-    (line,), cores, sets = found[2]
+    (line,), cores, sets = reports[2]
     assert cores == (allowed[len(allowed) // 2 :] or allowed) and sets == 1
     assert line.startswith("bound to NUMA nodes, ") and "local ranks 0-1 on node 0 (cores " in line

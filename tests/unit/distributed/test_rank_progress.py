@@ -27,7 +27,7 @@ def status_of(rank, waiting, parts_begun=0):
 @settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 5), st.tuples(st.booleans(), st.integers(0, 3)), max_size=6))
 def test_the_silent_are_to_blame_then_who_waits_for_nobody_then_the_last(described):
-    statuses = {rank: status_of(rank, *what) for rank, what in described.items()}
+    statuses = {rank: status_of(rank, *description) for rank, description in described.items()}
     blamed = blame_for_hang(statuses, 6)
     assert blamed == tuple(sorted(blamed)) and blamed
     if len(statuses) < 6:
@@ -107,11 +107,11 @@ def progress_on_device():
 
 def test_a_rank_is_where_its_device_is_and_waits_for_what_that_waits_for():
     progress, events = progress_on_device()
-    seen = []
+    observed = []
     for event in events:
-        seen.append((str(progress.read_status(1)), progress.is_waiting))
+        observed.append((str(progress.read_status(1)), progress.is_waiting))
         event.passed = True
-    assert seen == [
+    assert observed == [
         ("step 7, action 0F0 on its device, waiting in send", True),
         ("step 7, action 0F1 on its device, waiting in gather or reduce", True),
         ("step 7, action 0B0 on its device, waiting for no rank", False),

@@ -11,20 +11,20 @@ from megaframe.distributed.rendezvous import find_fresh_store
 
 def start(store, ranks, world, timeout=5.0):
     """Return the store that each of these ranks gets, or None for a rank that gave up."""
-    found = {}
+    stores = {}
 
     def run(rank):
         try:
-            found[rank] = find_fresh_store(store.clone(), rank, world, timeout)
+            stores[rank] = find_fresh_store(store.clone(), rank, world, timeout)
         except RuntimeError:
-            found[rank] = None
+            stores[rank] = None
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return stores
 
 
 @pytest.mark.parametrize("before", [(), (0, 1, 2), (1, 2), (0, 1)])
@@ -36,9 +36,9 @@ def test_what_an_earlier_start_left_is_not_there(before):
             if left is not None:
                 left.set("verdict", "old")
     store.set_timeout(timedelta(seconds=5))
-    found = start(store, (2, 1, 0), 3)
-    found[1].set("verdict", "new")
+    stores = start(store, (2, 1, 0), 3)
+    stores[1].set("verdict", "new")
     for rank in range(3):
-        assert found[rank].get("verdict") == b"new"
-    again = start(store, (0, 1, 2), 3)
-    assert not again[0].check(["verdict"])
+        assert stores[rank].get("verdict") == b"new"
+    later_stores = start(store, (0, 1, 2), 3)
+    assert not later_stores[0].check(["verdict"])

@@ -52,4 +52,4 @@ def test_all_ranks_of_a_split_have_equally_many_groups(parallel, model, pool):
     for calls in zip(*splits, strict=True):
         groups, known, count, _ = zip(*calls, strict=True)
         assert len({*known}) == 1 and len({*count}) == 1, calls
-        assert count[0] == 0 or all(len(mine) == 1 for mine in groups)
+        assert count[0] == 0 or all(len(own_groups) == 1 for own_groups in groups)

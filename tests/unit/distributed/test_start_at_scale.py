@@ -29,53 +29,56 @@ ROOT = Path(__file__).resolve().parents[3]
 LOOKING = {("check", "alarm"), ("check", "verdict"), ("check", "all left")}
 
 
-def without_looks(asked):
-    return {what: number for what, number in asked.items() if what not in LOOKING}
+def without_looks(requests):
+    return {request: number for request, number in requests.items() if request not in LOOKING}
 
 
-@pytest.mark.parametrize("how", ["lost", "late"])
-def test_one_rank_reads_what_all_have_written_and_each_other_asks_for_the_verdict(how, pool):
+@pytest.mark.parametrize("fault", ["lost", "late"])
+def test_one_rank_reads_what_all_have_written_and_each_other_asks_for_the_verdict(fault, pool):
     """So a verdict about N ranks costs a number of requests proportional to N, and what a rank
     reads does not grow with N."""
     read = {}
     for world in (64, 128):
-        (clients,) = pool.run(1, scale_runs.lose, world, 5, how)
+        (clients,) = pool.run(1, scale_runs.lose, world, 5, fault)
         assert {ranks for ranks, *_ in clients.values()} == {(5,)}
-        reporting = {4, 6, 7} if how == "lost" else clients.keys()
+        reporting = {4, 6, 7} if fault == "lost" else clients.keys()
         judges = []
-        for rank, (_, _, asked, size) in clients.items():
+        for rank, (_, _, requests, size) in clients.items():
             once = {("append", "answered"): 1, ("get", "verdict"): 1, ("add", "left"): 1}
-            if how == "late":
+            if fault == "late":
                 # Not every rank is late when it hears that another one is.
-                once |= {key: asked[key] for key in [("set", "alarm"), ("add", "judge/0")]}
+                once |= {key: requests[key] for key in [("set", "alarm"), ("add", "judge/0")]}
             elif rank in reporting:
                 once |= {("append", "lost"): 1, ("set", "alarm"): 1, ("add", "judge/0"): 1}
-            found = Counter(without_looks(asked)) - Counter(once)
+            result = Counter(without_looks(requests)) - Counter(once)
             if rank == 0:  # it has the store, and waits until all others have left
-                found.pop(("add", "left"), None)
-            if any(key in ("answered", "lost") for _, key in found):
+                result.pop(("add", "left"), None)
+            if any(key in ("answered", "lost") for _, key in result):
                 judges.append(rank)
             else:
-                assert not found - Counter({("set", "all left"): 1, ("get", "verdict"): 1}), rank
+                assert not result - Counter({("set", "all left"): 1, ("get", "verdict"): 1}), rank
                 read.setdefault(world, set()).add(size)
         assert len(judges) == 1
-        assert sum(asked["set", "all left"] for _, _, asked, _ in clients.values()) == 1
+        assert sum(requests["set", "all left"] for _, _, requests, _ in clients.values()) == 1
     assert max(read[64]) < 600 and max(read[128]) < max(read[64]) + 10
 
 
 def test_if_the_judge_is_lost_another_rank_judges(pool):
     (clients,) = pool.run(1, scale_runs.lose, 16, 5, "lost", True)
     assert {ranks for ranks, *_ in clients.values()} == {(5,)}
-    assert sum(asked["compare_set", "verdict"] for _, _, asked, _ in clients.values()) == 1
+    assert sum(requests["compare_set", "verdict"] for _, _, requests, _ in clients.values()) == 1
 
 
 def test_a_start_costs_rank_0_one_answer_to_all(pool):
     for world in (32, 64):
-        (asked,) = pool.run(1, scale_runs.start, world)
-        first, *others = asked
+        (requests,) = pool.run(1, scale_runs.start, world)
+        first, *others = requests
         assert sum(n for (kind, _), n in first.items() if kind in ("set", "multi_set")) == 2
-        for one in others:
-            assert sum(n for (kind, _), n in one.items() if kind not in ("check", "get")) == 1
+        for requests_of_rank in others:
+            assert (
+                sum(n for (kind, _), n in requests_of_rank.items() if kind not in ("check", "get"))
+                == 1
+            )
 
 
 def test_who_does_not_come_is_named():
@@ -105,14 +108,14 @@ def test_ranks_survive_their_runs(ranks):
 @pytest.mark.parametrize("axes", [("data",), ("tensor",), ("data", "tensor"), ("pipeline",)])
 def test_a_report_about_a_group_is_short_however_large_the_group(axes):
     layout = Layout(tensor=8, data=128, pipeline=16)
-    assert len(json.dumps(encode_ranks(layout.members(777, *axes)))) < 20
+    assert len(json.dumps(encode_ranks(layout.list_members(777, *axes)))) < 20
 
 
 def test_a_control_group_connects_only_the_ranks_that_talk(pool):
     """Of four data ranks: the data group connects all pairs, and each control group a ring."""
-    for connected, told, broken in pool.run(4, scale_runs.make_groups):
+    for connected, texts, broken in pool.run(4, scale_runs.make_groups):
         assert connected == [3, 3 + 2, 3 + 2, 3 + 2 + 2]
-        assert told == ["", "x", "xx", "xxx"]
+        assert texts == ["", "x", "xx", "xxx"]
         assert "lost contact over pipeline x data x context x tensor" in broken
 
 
@@ -159,8 +162,8 @@ class TestOpenFiles:
         assert f"--ulimit nofile={enough}:{enough} for a container" in text
 
     def test_a_run_is_refused_before_anything_is_connected(self, pool):
-        for told in pool.run(2, refused):
-            assert ("need up to" in told and "rank 0" in told) or told == "lost"
+        for message in pool.run(2, refused):
+            assert ("need up to" in message and "rank 0" in message) or message == "lost"
 
 
 def refused():

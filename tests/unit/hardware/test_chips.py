@@ -6,9 +6,9 @@ import pytest
 
 from megaframe.hardware.chips import CHIPS, TYPES, find_chip, identify_chip
 from megaframe.hardware.cluster import (
-    cluster_for_device,
-    cluster_names,
     describe_unknown_chip,
+    find_cluster_for_device,
+    list_cluster_names,
     load_cluster,
 )
 from megaframe.planner.constants import CONSTANTS, cluster_constants
@@ -79,14 +79,16 @@ STRANGERS = (
 )
 
 
-@pytest.mark.parametrize(("device", "figures"), DEVICES.items(), ids=lambda one: str(one[0]))
+@pytest.mark.parametrize(("device", "figures"), DEVICES.items(), ids=lambda figure: str(figure[0]))
 def test_a_device_is_its_chip_with_its_own_memory(device, figures):
     (name, memory), (chip, bf16, bandwidth) = device, figures
-    found = identify_chip(name, memory * GIB)
-    assert (found.name, found.memory) == (chip, memory * GIB)
-    assert found.peaks.get("bf16") == (bf16 and pytest.approx(bf16 * 1e12))
-    assert found.bandwidth == pytest.approx(bandwidth * 1e12)
-    matching = [one.name for one in CHIPS.values() if one.names and re.fullmatch(one.names, name)]
+    device_chip = identify_chip(name, memory * GIB)
+    assert (device_chip.name, device_chip.memory) == (chip, memory * GIB)
+    assert device_chip.peaks.get("bf16") == (bf16 and pytest.approx(bf16 * 1e12))
+    assert device_chip.bandwidth == pytest.approx(bandwidth * 1e12)
+    matching = [
+        chip_.name for chip_ in CHIPS.values() if chip_.names and re.fullmatch(chip_.names, name)
+    ]
     assert matching == [chip]
 
 
@@ -98,13 +100,13 @@ def test_every_chip_that_torch_reports_is_in_this_test():
 @pytest.mark.parametrize("device", STRANGERS)
 def test_a_stranger_is_no_chip_and_has_no_rates(device):
     assert find_chip(device) is None
-    found = identify_chip(device, 20 * GIB, 46)
-    assert (found.name, found.memory, found.units) == (device, 20 * GIB, 46)
-    assert not found.has_rates and not found.peaks
-    assert cluster_for_device(device, 20 * GIB).notes == (describe_unknown_chip(found),)
+    device_chip = identify_chip(device, 20 * GIB, 46)
+    assert (device_chip.name, device_chip.memory, device_chip.units) == (device, 20 * GIB, 46)
+    assert not device_chip.has_rates and not device_chip.peaks
+    assert find_cluster_for_device(device, 20 * GIB).notes == (describe_unknown_chip(device_chip),)
     assert (
         "with 20.0 GiB: its memory is planned, its speed is not predicted"
-        in describe_unknown_chip(found)
+        in describe_unknown_chip(device_chip)
     )
 
 
@@ -127,18 +129,18 @@ def test_the_figures_of_a_chip_are_possible_and_have_a_source(chip):
 
 @pytest.mark.parametrize("device", [name for name, _ in DEVICES])
 def test_a_known_device_has_a_cluster_that_says_what_it_assumes(device):
-    cluster, chip = cluster_for_device(device), find_chip(device)
+    cluster, chip = find_cluster_for_device(device), find_chip(device)
     assert cluster.chip == chip
     (note,) = cluster.notes
     assert f"{device} is the chip {chip.name}" in note and "assumed" in note
-    if cluster.name in cluster_names():
+    if cluster.name in list_cluster_names():
         shipped = load_cluster(cluster.name)
         assert cluster.tiers == shipped.tiers and f"cluster {cluster.name} are" in note
     else:
         assert cluster.tiers[0].bandwidth == (chip.link or chip.host_link)
 
 
-@pytest.mark.parametrize("name", cluster_names())
+@pytest.mark.parametrize("name", list_cluster_names())
 def test_a_cluster_of_a_chip_with_links_has_no_faster_ones(name):
     cluster = load_cluster(name)
     if cluster.chip.link is not None:
@@ -148,4 +150,4 @@ def test_a_cluster_of_a_chip_with_links_has_no_faster_ones(name):
 def test_only_what_was_fitted_goes_without_a_word():
     silent = {family for family, constants in CONSTANTS.items() if not constants.unfitted}
     assert silent == {"a100", "h100"}
-    assert cluster_constants(cluster_for_device("NVIDIA GeForce RTX 4090")).unfitted
+    assert cluster_constants(find_cluster_for_device("NVIDIA GeForce RTX 4090")).unfitted

@@ -3,7 +3,7 @@
 import pytest
 
 from megaframe.errors import UserError
-from megaframe.hardware.cluster import cluster_names, load_cluster
+from megaframe.hardware.cluster import list_cluster_names, load_cluster
 
 GOOD = """chip: h100
 tiers:
@@ -24,7 +24,7 @@ def read(tmp_path):
     return read
 
 
-@pytest.mark.parametrize("name", cluster_names())
+@pytest.mark.parametrize("name", list_cluster_names())
 def test_every_description_is_sound(name):
     cluster = load_cluster(name)
     assert cluster.size >= cluster.node >= 1
@@ -45,7 +45,7 @@ def test_figures_of_its_own_replace_those_of_the_chip(read):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "expected"),
     [
         (
             "chip: h100",
@@ -63,11 +63,11 @@ def test_figures_of_its_own_replace_those_of_the_chip(read):
         ("chip: h100", "chip: [h100", ["not valid YAML"]),
     ],
 )
-def test_impossible_clusters(read, before, after, said):
+def test_impossible_clusters(read, before, after, expected):
     assert before in GOOD
     with pytest.raises(UserError) as error:
         read(GOOD.replace(before, after))
-    for part in said:
+    for part in expected:
         assert part in str(error.value)
 
 

@@ -31,9 +31,9 @@ def test_only_regular_files_are_opened_and_nothing_is_waited_for(tmp_path):
         with open_file(tmp_path / name) as file:
             assert file.read() == b"text"
     for name in ("pipe", "endless", ".", "loop", "nowhere", "x" * 300, "nul\0", "half\ud800"):
-        with pytest.raises(OSError) as caught:
+        with pytest.raises(OSError) as error:
             open_file(f"{tmp_path}/{name}")
-        assert caught.value.strerror and "\0" not in str(caught.value.filename)
+        assert error.value.strerror and "\0" not in str(error.value.filename)
 
 
 def test_a_file_over_its_limit_is_not_read(tmp_path):
@@ -56,9 +56,9 @@ def test_json_and_yaml_are_bounded():
     with pytest.raises(ValueError, match="line 2: alias"):
         parse_yaml(b"a: &a [x]\nb: [*a, *a]")
     for text in (b"a: b\n? {hunter22@host", b"hunter22@host: \0", b"hunter22@host: \xff"):
-        with pytest.raises(ValueError) as caught:  # half of a URL's secret has no known form
+        with pytest.raises(ValueError) as error:  # half of a URL's secret has no known form
             parse_yaml(text)
-        assert "hunter22" not in str(caught.value)
+        assert "hunter22" not in str(error.value)
     assert parse_json(b"1" * 400) == float("1" * 400) and parse_json(b"9" * 5000) == float("inf")
     tagged = b"{a: ~, b: 1_000, c: !!python/object:os.system x, ? [k] : v}"
     assert parse_yaml(tagged) == {"a": None, "b": "1_000", "c": "x"}
@@ -66,9 +66,9 @@ def test_json_and_yaml_are_bounded():
 
 @given(st.text() | st.sampled_from(["\x1b[31m\x07", "\ud800", "a\u202eb", "one\ntwo\r", "\x9b"]))
 def test_what_is_shown_drives_no_terminal(text):
-    found = escape_unprintable(text)
-    assert all(one.isprintable() or one == "\n" for one in found)
-    assert escape_unprintable(found.encode().decode()) == found
+    escaped = escape_unprintable(text)
+    assert all(character.isprintable() or character == "\n" for character in escaped)
+    assert escape_unprintable(escaped.encode().decode()) == escaped
     assert str(UserError(text)) == escape_unprintable(mask_secrets(text))
 
 

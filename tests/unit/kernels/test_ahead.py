@@ -53,7 +53,9 @@ def adds_in_bulk(folder):
     (fused,) = (p for p in folder.rglob("backward_keys.ptx") if "cp.reduce" in p.read_text())
     text = fused.with_suffix(".ttgir").read_text()
     loop = text[text.index("scf.for") :]
-    products, added = (loop.count(f"ttng.{one} ") for one in ("warp_group_dot", "async_tma_reduce"))
+    products, added = (
+        loop.count(f"ttng.{instruction} ") for instruction in ("warp_group_dot", "async_tma_reduce")
+    )
     assert (products, added) == (5, 1) and "tt.dot " not in text
     assert loop.index("async_tma_store_wait") < loop.index("async_tma_reduce")
     # All four loads of the next visit are in flight while a tile is computed.
@@ -69,8 +71,8 @@ def test_no_maximum_or_minimum_of_numbers_loses_nan(tmp_path):
 
 def keeps_nan(folder):
     text = "".join(path.read_text() for path in folder.rglob("*.ptx"))
-    found = set(re.findall(r"\b(?:max|min)\.[\w.]*f32", text))
-    assert found and all(".NaN." in name for name in found)
+    instructions = set(re.findall(r"\b(?:max|min)\.[\w.]*f32", text))
+    assert instructions and all(".NaN." in name for name in instructions)
 
 
 def test_no_number_that_changes_with_the_step_makes_a_kernel_of_its_own(tmp_path):

@@ -40,18 +40,18 @@ def heads(queries, keys=None, batch=1, n=2, g=1, width=16, dtype=torch.float32, 
     )
 
 
-def hold(name, given, spans, **options):
+def hold(name, heads_, spans, **options):
     """Compare with the reference in fp64. The longest sum is over all keys or queries and all
     heads."""
-    length = max(spans.first.shape[1], spans.starts.shape[1]) * given[0].shape[2]
-    check(KERNEL, name, (*given, spans), options, length, length, scale=0.5)
+    length = max(spans.first.shape[1], spans.starts.shape[1]) * heads_[0].shape[2]
+    check(KERNEL, name, (*heads_, spans), options, length, length, scale=0.5)
 
 
 @pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_causal_with_grouped_heads(dtype, name):
-    given = heads(70, batch=2, n=4, g=2, dtype=dtype)
-    hold(name, given, find_spans(2, 70, 70, DEVICE), need_lse=True)
+    tensors = heads(70, batch=2, n=4, g=2, dtype=dtype)
+    hold(name, tensors, find_spans(2, 70, 70, DEVICE), need_lse=True)
 
 
 def test_blocks_without_a_mask_and_windows(name):
@@ -71,7 +71,8 @@ def test_packed_documents(causal, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "width"), [*((one, 24) for one in OWN), ("triton", 8), (FUSED, 96)]
+    ("name", "width"),
+    [*((implementation, 24) for implementation in OWN), ("triton", 8), (FUSED, 96)],
 )
 def test_widths_that_are_no_power_of_two(name, width):
     hold(name, heads(20, width=width), find_spans(1, 20, 20, DEVICE))
@@ -79,7 +80,7 @@ def test_widths_that_are_no_power_of_two(name, width):
 
 @pytest.mark.parametrize(("softcap", "scale"), [(2.0, 0.7), (None, 0.7), (None, -0.7), (None, 0.0)])
 def test_softcap_sinks_and_scale(softcap, scale, name):
-    given = heads(45, n=4, g=2)
+    tensors = heads(45, n=4, g=2)
     sinks = rand(4, seed=9).requires_grad_()
     spans = find_spans(1, 45, 45, DEVICE, window=9)
     options = {"softcap": softcap, "scale": scale, "need_lse": True}
@@ -106,7 +107,7 @@ def test_softcap_sinks_and_scale(softcap, scale, name):
         implementations = {name: UnguardedImplementation}  # noqa: RUF012
 
     # The gradient of a score is a difference of products of 16 numbers, each of size sqrt(16).
-    check(WithSinks, name, (*given, sinks), options, length, length, scale=4.0)
+    check(WithSinks, name, (*tensors, sinks), options, length, length, scale=4.0)
 
 
 @pytest.mark.quick(when=lambda tensors: tensors == 10)
@@ -129,34 +130,34 @@ def test_queries_that_see_nothing_give_zero_and_get_no_gradient(name):
     spans = find_spans(
         1, 5, 5, DEVICE, query_documents=documents, key_documents=torch.tensor([[0, 1, 3, 4, 4]])
     )
-    given = heads(5)
-    hold(name, given, spans)
-    out, lse = KERNEL.implementations[name].run(*given, spans, need_lse=True)
+    tensors = heads(5)
+    hold(name, tensors, spans)
+    out, lse = KERNEL.implementations[name].run(*tensors, spans, need_lse=True)
     assert (out[0, 4] == 0).all() and (lse[0, :, 4] == -torch.inf).all()
-    gradients = torch.autograd.grad(out.sum(), given)
+    gradients = torch.autograd.grad(out.sum(), tensors)
     assert all(torch.isfinite(g).all() for g in gradients) and (gradients[0][0, 4] == 0).all()
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (0, 4), (3, 0), (33, 5)])
 def test_odd_and_empty_sizes(queries, keys, name):
     spans = find_spans(1, queries, keys, DEVICE, causal=False)
-    given = heads(queries, keys)
+    tensors = heads(queries, keys)
     if keys:
-        hold(name, given, spans)
+        hold(name, tensors, spans)
     else:
-        out, lse = KERNEL.implementations[name].run(*given, spans, need_lse=True)
+        out, lse = KERNEL.implementations[name].run(*tensors, spans, need_lse=True)
         assert (out == 0).all() and (lse == -torch.inf).all()
-        gradients = torch.autograd.grad(out.sum(), given)
-        assert [g.shape for g in gradients] == [x.shape for x in given]
+        gradients = torch.autograd.grad(out.sum(), tensors)
+        assert [g.shape for g in gradients] == [x.shape for x in tensors]
         assert not gradients[0].any()
 
 
 def test_large_scores_and_strided_heads(name):
     fused = rand(1, 40, 2, 4, 16, scale=20.0)
-    given = tuple(fused[..., i, :].detach().requires_grad_() for i in (0, 1, 3))
+    tensors = tuple(fused[..., i, :].detach().requires_grad_() for i in (0, 1, 3))
     spans = find_spans(1, 40, 40, DEVICE)
     # The rounding error of a score of 10^4 is carried into the exponential.
-    check(KERNEL, name, (*given, spans), {}, 40 * 1000**2, scale=50.0)
+    check(KERNEL, name, (*tensors, spans), {}, 40 * 1000**2, scale=50.0)
 
 
 def test_what_is_no_key_adds_nothing_however_low_the_scores_are(name):
@@ -164,9 +165,9 @@ def test_what_is_no_key_adds_nothing_however_low_the_scores_are(name):
     would give it a share of e^300 if it were not masked."""
     ones = torch.ones(1, 40, 2, 16)
     query, key = (sign * 8.7 * ones + rand(1, 40, 2, 16, seed=8, scale=0.1) for sign in (1, -1))
-    given = query.requires_grad_(), key.requires_grad_(), rand(1, 40, 2, 16).requires_grad_()
+    tensors = query.requires_grad_(), key.requires_grad_(), rand(1, 40, 2, 16).requires_grad_()
     spans = find_spans(1, 40, 40, DEVICE, causal=False)
-    check(KERNEL, name, (*given, spans), {}, 40 * 300**2, scale=50.0)
+    check(KERNEL, name, (*tensors, spans), {}, 40 * 300**2, scale=50.0)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -175,31 +176,31 @@ def test_a_ring_of_tiles_is_the_whole(fused):
     and gradients are computed from the merged ones."""
     query, key, value = (x.detach() for x in heads(48, n=2, g=2))
     d_out = rand(1, 48, 2, 16, seed=8)
-    whole = find_spans(1, 48, 48, DEVICE, window=30)
+    full_spans = find_spans(1, 48, 48, DEVICE, window=30)
     exact = [wide(x).requires_grad_() for x in (query, key, value)]
-    want, want_lse = attention.run_reference(*exact, whole, need_lse=True)
-    (truth,) = torch.autograd.grad(want, exact[0], d_out.double())
-    mine = torch.cat((torch.arange(12), torch.arange(36, 48)))
+    expected, expected_lse = attention.run_reference(*exact, full_spans, need_lse=True)
+    (truth,) = torch.autograd.grad(expected, exact[0], d_out.double())
+    own_places = torch.cat((torch.arange(12), torch.arange(36, 48)))
     others = torch.arange(12, 36)
     results = []
-    for keys in (mine, others):
-        spans = find_spans(1, 24, 24, DEVICE, window=30, query_places=mine, key_places=keys)
-        part = (query[:, mine], key[:, keys], value[:, keys])
+    for keys in (own_places, others):
+        spans = find_spans(1, 24, 24, DEVICE, window=30, query_places=own_places, key_places=keys)
+        part = (query[:, own_places], key[:, keys], value[:, keys])
         results.append((spans, part, launch_forward(*part, *spans.tensors[:2], None, None, None)))
     lse = torch.stack([r[2][1] for r in results]).logsumexp(0)
     out = sum(
         o * (part_lse - lse).exp().transpose(1, 2)[..., None] for _, _, (o, part_lse) in results
     )
     length = 48 * 2
-    assert_close(KERNEL, out, want[:, mine], length, "output", scale=0.5)
-    assert_close(KERNEL, lse, want_lse[:, :, mine], length, "log-sum-exp", scale=0.5)
+    assert_close(KERNEL, out, expected[:, own_places], length, "output", scale=0.5)
+    assert_close(KERNEL, lse, expected_lse[:, :, own_places], length, "log-sum-exp", scale=0.5)
     d_query = 0
     for spans, part, _ in results:
         gradients = launch_backward(
-            d_out[:, mine], None, *part, out, lse, *spans.tensors, *NONE, fused
+            d_out[:, own_places], None, *part, out, lse, *spans.tensors, *NONE, fused
         )
         d_query = d_query + gradients[0]
-    assert_close(KERNEL, d_query, truth[:, mine], length, "gradient", scale=0.5)
+    assert_close(KERNEL, d_query, truth[:, own_places], length, "gradient", scale=0.5)
 
 
 @pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
@@ -212,19 +213,19 @@ def test_backward_of_a_tile(name, dtype):
     out, lse = launch_forward(query, key, value, *find_spans(2, 40, 40, DEVICE).tensors[:2], *NONE)
     d_out = rand(*out.shape, dtype=dtype, seed=5)
     spans = find_spans(2, 40, 23, DEVICE, window=11)
-    given = (d_out, query, key[:, :23], value[:, :23], out, lse, spans)
-    check(attention.BACKWARD, name, given, {"scale": 0.25}, 40 * 4, scale=1.0)
+    arguments = (d_out, query, key[:, :23], value[:, :23], out, lse, spans)
+    check(attention.BACKWARD, name, arguments, {"scale": 0.25}, 40 * 4, scale=1.0)
 
 
 def test_gradients_are_bitwise_repeatable():
-    given, spans = heads(40, n=4, dtype=torch.bfloat16), find_spans(1, 40, 40, DEVICE)
+    tensors, spans = heads(40, n=4, dtype=torch.bfloat16), find_spans(1, 40, 40, DEVICE)
 
     def gradients():
-        out, _ = attention.run_triton(*given, spans)
-        return torch.autograd.grad(out.float().square().sum(), given)
+        out, _ = attention.run_triton(*tensors, spans)
+        return torch.autograd.grad(out.float().square().sum(), tensors)
 
-    for one, other in zip(gradients(), gradients(), strict=True):
-        assert torch.equal(one, other)
+    for first, other in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(first, other)
 
 
 @pytest.mark.parametrize("chip", [80, 90])
@@ -237,46 +238,54 @@ def test_the_passes_of_backward(name, passes, chip):
     launches = []
     with capture_launches(launches.append, chip), torch.device("meta"):
         ends = torch.empty(1, 256, dtype=torch.int32)
-        given = (torch.empty(1, 256, n, 64).bfloat16().requires_grad_() for n in (4, 2, 2))
-        out, _ = KERNEL.implementations[name].run(*given, Spans(ends, ends, ends, ends))
+        tensors = (torch.empty(1, 256, n, 64).bfloat16().requires_grad_() for n in (4, 2, 2))
+        out, _ = KERNEL.implementations[name].run(*tensors, Spans(ends, ends, ends, ends))
         out.sum().backward()
-    assert [one.kernel.__name__ for one in launches] == ["forward", "prepare_backward", *passes]
+    assert [launch.kernel.__name__ for launch in launches] == [
+        "forward",
+        "prepare_backward",
+        *passes,
+    ]
     bulk = name == FUSED and chip == 90
     assert launches[-1].constants["BULK"] == bulk
-    assert any(isinstance(one, TensorDescriptor) for one in launches[-1].arguments) == bulk
+    assert (
+        any(isinstance(argument, TensorDescriptor) for argument in launches[-1].arguments) == bulk
+    )
 
 
 @pytest.mark.parametrize("kernel", [KERNEL, attention.BACKWARD])
 def test_sums_without_an_order_are_left_out_where_algorithms_are_deterministic(kernel):
     query, key, value = heads(8)
-    given = query, key, value, find_spans(1, 8, 8, DEVICE)
+    arguments = query, key, value, find_spans(1, 8, 8, DEVICE)
     if kernel is attention.BACKWARD:
-        out, lse = (x.detach() for x in launch_forward(*given[:3], *given[3].tensors[:2], *NONE))
-        given = out, *given[:3], out, lse, given[3]
+        out, lse = (
+            x.detach() for x in launch_forward(*arguments[:3], *arguments[3].tensors[:2], *NONE)
+        )
+        arguments = out, *arguments[:3], out, lse, arguments[3]
     choice = KernelChoice(kernel, tuple(kernel.implementations[name] for name in reversed(OWN)), {})
-    fused, ordered = (one.run for one in choice.order)
-    assert choice.find(*given) is fused
+    fused, ordered = (candidate.run for candidate in choice.order)
+    assert choice.find(*arguments) is fused
     with deterministic():
-        assert choice.find(*given) is ordered
+        assert choice.find(*arguments) is ordered
         with pytest.raises(KernelError, match=f"{kernel.name}={FUSED} .*no fixed order"):
-            select(KERNELS, {kernel.name: FUSED})[kernel.name](*given)
-    assert select(KERNELS)[kernel.name].find(*given) is ordered  # until a chip is measured
+            select(KERNELS, {kernel.name: FUSED})[kernel.name](*arguments)
+    assert select(KERNELS)[kernel.name].find(*arguments) is ordered  # until a chip is measured
 
 
 def test_blocks_of_queries_divide_what_is_kept_of_them():
-    own = launches.BACKWARD_QUERIES, launches.BACKWARD_KEYS
+    own_tables = launches.BACKWARD_QUERIES, launches.BACKWARD_KEYS
     fused = launches.BACKWARD_FUSED, launches.BACKWARD_FUSED_CAPPED
-    tables = [table for tables in own + fused for table in tables.values()]
-    blocks = [one for table in tables for one in table.values()]
+    tables = [table for tables in own_tables + fused for table in tables.values()]
+    blocks = [block for table in tables for block in table.values()]
     blocks += [launches.WIDE_NUMBERS, launches.WIDE_NUMBERS_BY_QUERIES]
-    assert all(launches.PADDING % one.queries == 0 for one in blocks)
+    assert all(launches.PADDING % block.queries == 0 for block in blocks)
 
 
 def test_torch_does_the_same():
-    given, spans = heads(24, n=4, g=2), find_spans(1, 24, 24, DEVICE)
-    check(KERNEL, "torch", (*given, spans), {}, 24 * 4, scale=0.5)
+    tensors, spans = heads(24, n=4, g=2), find_spans(1, 24, 24, DEVICE)
+    check(KERNEL, "torch", (*tensors, spans), {}, 24 * 4, scale=0.5)
     reason = KERNEL.implementations["torch"].explain_refusal(
-        *given, find_spans(1, 24, 24, DEVICE, window=3)
+        *tensors, find_spans(1, 24, 24, DEVICE, window=3)
     )
     assert "window" in reason
 
@@ -289,17 +298,17 @@ class OnGpu(torch.Tensor):
 @pytest.mark.parametrize("mode", [False, True])
 def test_a_backend_of_torch_takes_what_torch_says(name, backend, mode, monkeypatch):
     """Torch's check is replaced, because without CUDA it always says no."""
-    asked = []
+    parameters_asked = []
 
     def answer(params, debug):
-        asked.append(params)
+        parameters_asked.append(params)
         return not torch.are_deterministic_algorithms_enabled()
 
     monkeypatch.setattr(torch._C, f"_can_use_{backend}_attention", answer)
-    given = [x.as_subclass(OnGpu) for x in heads(24, batch=3, n=4, g=2, dtype=torch.bfloat16)]
+    tensors = [x.as_subclass(OnGpu) for x in heads(24, batch=3, n=4, g=2, dtype=torch.bfloat16)]
     with deterministic(mode):
-        reason = KERNEL.implementations[name].refuses(*given, find_spans(3, 24, 24, DEVICE))
+        reason = KERNEL.implementations[name].refuses(*tensors, find_spans(3, 24, 24, DEVICE))
     assert (reason is not None) == mode
-    (params,) = asked
+    (params,) = parameters_asked
     assert params.query.shape == (3, 4, 24, 16) and params.key.shape == (3, 2, 24, 16)
     assert params.is_causal and params.enable_gqa

@@ -68,9 +68,9 @@ def test_compiles_without_spills(chip, tmp_path):
 def test_expert_order(library, tokens, k, experts):
     chosen = torch.randint(0, experts, (tokens, k), generator=generator(3), device="cpu")
     chosen = chosen.to(torch.int32).to(DEVICE)
-    want = permute.run_reference_order(chosen, experts)
-    for mine, true in zip(permute.launch_order_cuda(chosen, experts), want, strict=True):
-        assert mine.dtype == torch.int32 and torch.equal(mine, true)
+    expected = permute.run_reference_order(chosen, experts)
+    for actual, exact in zip(permute.launch_order_cuda(chosen, experts), expected, strict=True):
+        assert actual.dtype == torch.int32 and torch.equal(actual, exact)
 
 
 @pytest.mark.parametrize("stranger", [-1, 5, 4096])
@@ -93,13 +93,13 @@ def compiler(folder, *lines):
 
 
 def test_a_build_is_of_its_compiler_and_of_its_processor(tmp_path, monkeypatch):
-    found = set()
+    paths = set()
     for version in ("12.8", "13.0"):
         monkeypatch.setenv("CUDA_HOME", compiler(tmp_path / version, version))
         for processor in ("x86_64", "aarch64"):
             monkeypatch.setattr("platform.machine", lambda name=processor: name)
-            found.add(find_cached_library(90))
-    assert len(found) == 4
+            paths.add(find_cached_library(90))
+    assert len(paths) == 4
 
 
 def test_a_fatal_complaint_is_told(tmp_path, monkeypatch):

@@ -39,10 +39,12 @@ def test_nan_is_passed_on_and_chooses_experts_that_are_there(score):
     logits = rand(9, 11)
     logits[2] = torch.nan
     logits[5, 7] = torch.nan
-    want, chosen = router.run_reference(logits, 4, score=score)
-    got, mine = router.run_triton(logits, 4, score=score)
-    assert torch.equal(mine, chosen) and torch.equal(got.isnan(), want.isnan())
-    assert got[2].isnan().all() and got[5].isnan().any() and got.isnan().any(1).sum() == 2
+    expected, chosen = router.run_reference(logits, 4, score=score)
+    weights, indices = router.run_triton(logits, 4, score=score)
+    assert torch.equal(indices, chosen) and torch.equal(weights.isnan(), expected.isnan())
+    assert (
+        weights[2].isnan().all() and weights[5].isnan().any() and weights.isnan().any(1).sum() == 2
+    )
 
 
 def order_of(tokens, k, experts, seed=0, skipped=()):
@@ -62,9 +64,9 @@ def order_of(tokens, k, experts, seed=0, skipped=()):
 )
 def test_order(seed, tokens, k, experts):
     chosen, order = order_of(tokens, k, experts, seed)
-    got = permute.launch_order(chosen, experts)
-    for mine, true in zip(got, (order.order_P, order.places_TK, order.ends_E), strict=True):
-        assert mine.dtype == torch.int32 and torch.equal(mine, true)
+    actual = permute.launch_order(chosen, experts)
+    for output, exact in zip(actual, (order.order_P, order.places_TK, order.ends_E), strict=True):
+        assert output.dtype == torch.int32 and torch.equal(output, exact)
 
 
 @pytest.mark.parametrize("stranger", [-1, 5, 4096])
@@ -85,9 +87,9 @@ def test_permute_and_unpermute(dtype, tokens, width):
     check(permute.PERMUTE, "triton", (x, order.order_P, order.places_TK), length=2)
     y = rand(2 * tokens, width, dtype=dtype).requires_grad_()
     weights = rand(tokens, 2, seed=3).requires_grad_()
-    given = (order.order_P, order.places_TK)
-    check(permute.UNPERMUTE, "triton", (y, weights, *given), {}, 2, width)
-    check(permute.UNPERMUTE, "triton", (y, None, *given), {}, 2)
+    indices = (order.order_P, order.places_TK)
+    check(permute.UNPERMUTE, "triton", (y, weights, *indices), {}, 2, width)
+    check(permute.UNPERMUTE, "triton", (y, None, *indices), {}, 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,9 +99,9 @@ def test_grouped_product(dtype, gather, scatter):
     _, order = order_of(37, 2, 6, skipped=(0, 3))
     x = rand(37 if gather else 74, 40, dtype=dtype).requires_grad_()
     weights = rand(6, 21, 40, dtype=dtype, seed=1).requires_grad_()
-    given = (x, weights, order.ends_E, order.order_P, order.places_TK)
+    arguments = (x, weights, order.ends_E, order.order_P, order.places_TK)
     options = {"gather": gather, "scatter": scatter}
-    check(grouped_product.KERNEL, "triton", given, options, 40, 74, scale=4.0)
+    check(grouped_product.KERNEL, "triton", arguments, options, 40, 74, scale=4.0)
 
 
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(0, 8, 8), (1, 1, 1), (140, 150, 70)])
@@ -117,8 +119,8 @@ def test_grouped_product_of_odd_sizes(tokens, outputs, inputs):
 def test_gradients_of_experts_in_higher_precision(dtype, add):
     _, order = order_of(37, 2, 6, skipped=(0, 3))
     d_y, x = rand(74, 21, dtype=dtype), rand(74, 40, dtype=dtype, seed=1)
-    given = (rand(6, 21, 40, seed=2), d_y, x, order.ends_E, add)
-    check(grouped_gradient.KERNEL, "triton", given, {}, 74, scale=4.0)
+    arguments = (rand(6, 21, 40, seed=2), d_y, x, order.ends_E, add)
+    check(grouped_gradient.KERNEL, "triton", arguments, {}, 74, scale=4.0)
 
 
 @pytest.mark.parametrize("name", ["triton", "torch"])
@@ -126,13 +128,13 @@ def test_gradients_of_experts_in_higher_precision(dtype, add):
 def test_places_beyond_the_last_expert_are_zero(name, ends):
     x = rand(130, 16, dtype=torch.bfloat16).requires_grad_()
     weights = rand(2, 8, 16, dtype=torch.bfloat16, seed=1).requires_grad_()
-    given = (x, weights, torch.tensor(ends, dtype=torch.int32))
+    arguments = (x, weights, torch.tensor(ends, dtype=torch.int32))
     with deterministic():
-        y = grouped_product.KERNEL.implementations[name].run(*given)
+        y = grouped_product.KERNEL.implementations[name].run(*arguments)
         d_x, d_weights = torch.autograd.grad(y, (x, weights), torch.ones_like(y))
     assert (y[ends[-1] :] == 0).all() and (d_x[ends[-1] :] == 0).all()
-    want = grouped_product.run_reference(*(wide(t) for t in given))
-    assert_close(grouped_product.KERNEL, y.detach(), want.detach(), 16, "product", scale=4.0)
+    expected = grouped_product.run_reference(*(wide(t) for t in arguments))
+    assert_close(grouped_product.KERNEL, y.detach(), expected.detach(), 16, "product", scale=4.0)
     assert torch.isfinite(d_weights).all()
 
 
@@ -164,5 +166,5 @@ def test_gradients_are_bitwise_repeatable():
         y = grouped_product.run_triton(x, weights, *moved, gather=True, scatter=True)
         return torch.autograd.grad(y.square().sum(), (x, weights))
 
-    for one, other in zip(gradients(), gradients(), strict=True):
-        assert torch.equal(one, other)
+    for first, other in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(first, other)

@@ -15,14 +15,16 @@ BLOCKS = [None, (1, 0), (1, 128), (4, 16), (0, 8), (3, 20)]
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_quantise(dtype, block, power_of_two):
     x = rand(9, 200, scale=30.0)
-    got, scales = quantize.run_triton(x, dtype, block, power_of_two)
-    want, true_scales = quantize.run_reference(x, dtype, block, power_of_two)
+    actual, scales = quantize.run_triton(x, dtype, block, power_of_two)
+    expected, true_scales = quantize.run_reference(x, dtype, block, power_of_two)
     assert torch.equal(scales, true_scales)
-    assert got.dtype == dtype and torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert actual.dtype == dtype and torch.equal(
+        actual.view(torch.uint8), expected.view(torch.uint8)
+    )
     # Half a unit in the last place of the number, or of the smallest normal number.
     eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
     allowed = (x.abs() * 0.5).clamp_min(scales.max() * least * 0.5) * eps * 1.001
-    assert ((quantize.restore(got, scales, block) - x).abs() <= allowed).all()
+    assert ((quantize.restore(actual, scales, block) - x).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -30,16 +32,16 @@ def test_quantise(dtype, block, power_of_two):
 def test_strided_low_precision_and_zeros(dtype, block):
     x = rand(12, 300, dtype=dtype)[::2, 20:150]
     x[3:] = 0.0
-    got, scales = quantize.run_triton(x, block=block)
-    want, true_scales = quantize.run_reference(x, block=block)
+    actual, scales = quantize.run_triton(x, block=block)
+    expected, true_scales = quantize.run_reference(x, block=block)
     assert torch.equal(scales, true_scales) and (scales > 0).all()
-    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_empty(block):
-    got, _ = quantize.run_triton(torch.empty(0, 5), block=block)
-    assert got.shape == (0, 5)
+    actual, _ = quantize.run_triton(torch.empty(0, 5), block=block)
+    assert actual.shape == (0, 5)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -48,10 +50,10 @@ def test_rows_that_registers_do_not_hold(power_of_two):
     implementation = quantize.QUANTISE.implementations["triton"]
     assert "3 x 20000" in implementation.refuses(x, block=(3, 0))
     assert implementation.refuses(x, block=(1, 0)) is None
-    got, scales = quantize.run_triton(x, block=(1, 0), power_of_two=power_of_two)
-    want, true_scales = quantize.run_reference(x, block=(1, 0), power_of_two=power_of_two)
+    actual, scales = quantize.run_triton(x, block=(1, 0), power_of_two=power_of_two)
+    expected, true_scales = quantize.run_reference(x, block=(1, 0), power_of_two=power_of_two)
     assert torch.equal(scales, true_scales)
-    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", quantize.TYPES)
@@ -61,27 +63,27 @@ def test_what_is_not_finite_shows(dtype, block, power_of_two):
     for width in (200, 20000) if block == (1, 0) else (200,):
         x = rand(9, width)
         x[1, 3], x[7, 150] = float("nan"), float("inf")
-        got, scales = quantize.run_triton(x, dtype, block, power_of_two)
-        want, true_scales = quantize.run_reference(x, dtype, block, power_of_two)
-        assert got[1, 3].float().isnan() and got[7, 150].float().isnan()
+        actual, scales = quantize.run_triton(x, dtype, block, power_of_two)
+        expected, true_scales = quantize.run_reference(x, dtype, block, power_of_two)
+        assert actual[1, 3].float().isnan() and actual[7, 150].float().isnan()
         exact = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
         torch.testing.assert_close(scales, true_scales, **exact)
-        torch.testing.assert_close(got.float(), want.float(), **exact)
+        torch.testing.assert_close(actual.float(), expected.float(), **exact)
 
 
 def test_the_largest_number_survives():
     x = torch.tensor([[1e30, -3.0, 0.0, 1e-30]])
-    got, scales = quantize.run_triton(x)
+    actual, scales = quantize.run_triton(x)
     # The scale is a quotient, and what it gives a product: two roundings.
-    assert_near(quantize.restore(got, scales)[0, 0], x[0, 0], 2)
-    assert torch.isfinite(got.float()).all()
+    assert_near(quantize.restore(actual, scales)[0, 0], x[0, 0], 2)
+    assert torch.isfinite(actual.float()).all()
 
 
 @pytest.mark.parametrize("block", [None, (1, 0)])
 def test_a_scale_that_is_a_power_of_two_stays(block):
     x = torch.tensor([[448.0, 1.0], [448.0, -448.0]])
-    got, scales = quantize.run_triton(x, torch.float8_e4m3fn, block, True)
-    assert (scales == 1).all() and torch.equal(got.float(), x)
+    actual, scales = quantize.run_triton(x, torch.float8_e4m3fn, block, True)
+    assert (scales == 1).all() and torch.equal(actual.float(), x)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +117,11 @@ def test_what_the_scaled_product_refuses(a_scales, b_scales, major, cuda, why, m
 def test_scales_of_a_single_row_are_not_those_of_a_tensor(rows):
     a, a_scales = quantize.run_reference(rand(rows, 32), block=(1, 0))
     b, b_scales = quantize.run_reference(rand(16, 32, seed=1), block=(1, 0))
-    given = a, b, a_scales, b_scales
-    reason = scaled_product.KERNEL.implementations["torch"].refuses(*given)
+    operands = a, b, a_scales, b_scales
+    reason = scaled_product.KERNEL.implementations["torch"].refuses(*operands)
     if DEVICE == "cuda" and reason:  # a CPU has the product for tests alone
         pytest.skip(reason)
-    want = scaled_product.run_reference(*given, torch.float64)
-    assert_close(scaled_product.KERNEL, scaled_product.run_torch(*given), want, 32, "product")
+    expected = scaled_product.run_reference(*operands, torch.float64)
+    assert_close(
+        scaled_product.KERNEL, scaled_product.run_torch(*operands), expected, 32, "product"
+    )

@@ -33,11 +33,11 @@ def chosen(name, *arguments):
 def same(name, *arguments):
     """Return whether Triton and the reference agree bit by bit, with new memory filled by NaN."""
     with deterministic():
-        got = chosen(name, *arguments)(*arguments)
-    want = KERNELS[name].reference(*arguments)
-    assert got[0].dtype == want[0].dtype and got[0].shape == want[0].shape
-    assert torch.equal(bits(got[0]), bits(want[0]))
-    return torch.equal(got[1], want[1]) and got[1].dtype == torch.float32
+        actual = chosen(name, *arguments)(*arguments)
+    expected = KERNELS[name].reference(*arguments)
+    assert actual[0].dtype == expected[0].dtype and actual[0].shape == expected[0].shape
+    assert torch.equal(bits(actual[0]), bits(expected[0]))
+    return torch.equal(actual[1], expected[1]) and actual[1].dtype == torch.float32
 
 
 @pytest.mark.quick(when=lambda counts: counts == COUNTS[0])
@@ -75,15 +75,15 @@ def test_rounding_is_that_of_each_expert_alone(sharing):
     """In the transposed result, each expert's rows start at a multiple of 128."""
     x, counts = rand(331, 48), (3, 0, 200, 128)
     block = {"expert": None, "column": (1, 0), "block": (1, 128)}[sharing]
-    got, scales = grouped_quantize.run_columns(x, ends_of(counts), sharing=sharing)
+    actual, scales = grouped_quantize.run_columns(x, ends_of(counts), sharing=sharing)
     start = spaced = 0
     for expert, count in enumerate(counts):
         if count:
-            want, by = quantize.run_reference(x[start : start + count].t(), block=block)
+            expected, by = quantize.run_reference(x[start : start + count].t(), block=block)
             rows = slice(expert, expert + 1)
             if sharing == "block":
                 rows = slice(spaced // 128, spaced // 128 + by.shape[1])
-            assert torch.equal(bits(got[:, spaced : spaced + count]), bits(want))
+            assert torch.equal(bits(actual[:, spaced : spaced + count]), bits(expected))
             assert (scales[rows] == by.t()).all()
         start, spaced = start + count, spaced + -(-count // 128) * 128
 
@@ -99,9 +99,9 @@ def test_what_is_not_finite_shows_in_the_products_of_its_expert_alone(sharing):
     assert grads[1, :, 3].isnan().all() and grads[[0, 2]].isfinite().all()
     weights, by = rand(3, 8, 16, seed=2), (1, 0)
     q, scales = quantize.run_triton(x, block=by)
-    matrices, theirs = quantize.run_triton(weights.view(24, 16), block=by)
-    given = q, matrices.view(3, 8, 16), scales, theirs.view(3, 8, 1), ends
-    y = grouped_fp8.run_triton(*given)
+    matrices, matrix_scales = quantize.run_triton(weights.view(24, 16), block=by)
+    operands_ = q, matrices.view(3, 8, 16), scales, matrix_scales.view(3, 8, 1), ends
+    y = grouped_fp8.run_triton(*operands_)
     assert y[45].isnan().all() and y[torch.arange(120) != 45].isfinite().all()
 
 
@@ -122,9 +122,9 @@ def operands(counts, outputs, inputs, blocks, left=torch.float8_e4m3fn, scale=1.
 
 
 def test_a_result_may_be_rounded_to_its_own_type_whatever_sums_are_kept_in():
-    true = torch.tensor([[1 + 2**-8 - 2**-14]], dtype=torch.float64)
-    got = (true + 2**-13).bfloat16()  # what such a sum loses turns it to the other neighbour
-    assert_close(grouped_fp8.KERNEL, got, true, 1, "rounding", precision=torch.float16)
+    exact = torch.tensor([[1 + 2**-8 - 2**-14]], dtype=torch.float64)
+    rounded = (exact + 2**-13).bfloat16()  # what such a sum loses turns it to the other neighbour
+    assert_close(grouped_fp8.KERNEL, rounded, exact, 1, "rounding", precision=torch.float16)
 
 
 @pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
@@ -140,54 +140,54 @@ def test_a_result_may_be_rounded_to_its_own_type_whatever_sums_are_kept_in():
     ],
 )
 def test_product(dtype, blocks, counts, outputs, inputs):
-    given = operands(counts, outputs, inputs, blocks)
-    got = chosen("grouped_scaled_product", *given, dtype)(*given, dtype)
-    want = grouped_fp8.run_reference(*given, torch.float64)
+    operands_ = operands(counts, outputs, inputs, blocks)
+    actual = chosen("grouped_scaled_product", *operands_, dtype)(*operands_, dtype)
+    expected = grouped_fp8.run_reference(*operands_, torch.float64)
     # A sum may be much smaller than its terms, so errors are compared with at least 1.
-    assert_close(grouped_fp8.KERNEL, got, want, inputs, "product", 1.0, SUMS)
-    assert got.dtype == dtype
+    assert_close(grouped_fp8.KERNEL, actual, expected, inputs, "product", 1.0, SUMS)
+    assert actual.dtype == dtype
 
 
 def test_rows_of_matrices_may_lie_apart():
-    a, b, *rest = operands((3, 0, 40), 48, 96, False)
+    a, b, *others = operands((3, 0, 40), 48, 96, False)
     apart = torch.zeros(3, 50, 160, dtype=torch.uint8).view(b.dtype)
     bits(apart)[:, :48, 32:128] = bits(b)
-    got = grouped_fp8.run_triton(a, apart[:, :48, 32:128], *rest)
-    assert torch.equal(got, grouped_fp8.run_triton(a, b, *rest)) and got.any()
+    actual = grouped_fp8.run_triton(a, apart[:, :48, 32:128], *others)
+    assert torch.equal(actual, grouped_fp8.run_triton(a, b, *others)) and actual.any()
     turned = bits(b).mT.contiguous().view(b.dtype).mT  # the summed dim is not contiguous
-    assert torch.equal(got, grouped_fp8.run_triton(a, turned, *rest))
+    assert torch.equal(actual, grouped_fp8.run_triton(a, turned, *others))
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
 def test_products_of_two_types_and_of_any_size(scale):
-    given = operands((40, 0, 30), 48, 96, False, torch.float8_e5m2, scale)
-    got = grouped_fp8.run_triton(*given, torch.float32)
-    want = grouped_fp8.run_reference(*given, torch.float64)
-    assert_close(grouped_fp8.KERNEL, got, want, 96, "product", scale, SUMS)
+    operands_ = operands((40, 0, 30), 48, 96, False, torch.float8_e5m2, scale)
+    actual = grouped_fp8.run_triton(*operands_, torch.float32)
+    expected = grouped_fp8.run_reference(*operands_, torch.float64)
+    assert_close(grouped_fp8.KERNEL, actual, expected, 96, "product", scale, SUMS)
 
 
 def test_all_numbers_of_the_types_are_multiplied_exactly():
     for kind in quantize.TYPES:
-        every = torch.arange(256, dtype=torch.uint8).view(kind)
-        every = every[every.float().isfinite()]
-        a = torch.zeros(len(every), 16, dtype=torch.float32).to(kind)
-        bits(a)[:, 3] = bits(every)
+        numbers = torch.arange(256, dtype=torch.uint8).view(kind)
+        numbers = numbers[numbers.float().isfinite()]
+        a = torch.zeros(len(numbers), 16, dtype=torch.float32).to(kind)
+        bits(a)[:, 3] = bits(numbers)
         b = torch.eye(16).to(torch.float8_e4m3fn)[None]
-        scales = torch.ones(len(every), 1), torch.ones(1, 16, 1)
-        got = grouped_fp8.run_triton(a, b, *scales, ends_of((len(every),)), torch.float32)
-        assert torch.equal(got[:, 3], every.float()) and (got[:, :3] == 0).all()
+        scales = torch.ones(len(numbers), 1), torch.ones(1, 16, 1)
+        actual = grouped_fp8.run_triton(a, b, *scales, ends_of((len(numbers),)), torch.float32)
+        assert torch.equal(actual[:, 3], numbers.float()) and (actual[:, :3] == 0).all()
 
 
 def test_places_beyond_the_last_expert_are_zero():
     a, b, a_scales, b_scales, _ = operands((100, 60), 32, 48, False)
     a_scales[150:] = float("nan")
     for ends in ([3, 7], [33, 33], [0, 0], [0, 130]):
-        given = a, b, a_scales, b_scales, torch.tensor(ends, dtype=torch.int32)
+        operands_ = a, b, a_scales, b_scales, torch.tensor(ends, dtype=torch.int32)
         with deterministic():
-            got = grouped_fp8.run_triton(*given)
-        assert (got[ends[-1] :] == 0).all() and got.isfinite().all()
+            actual = grouped_fp8.run_triton(*operands_)
+        assert (actual[ends[-1] :] == 0).all() and actual.isfinite().all()
         if ends[-1]:
-            assert (got[: ends[-1]] != 0).any()
+            assert (actual[: ends[-1]] != 0).any()
 
 
 @pytest.mark.quick(when=lambda counts: counts == COUNTS[4])
@@ -202,14 +202,14 @@ def test_gradient(sharing, counts):
         for t, kind in ((dy, wide), (x, torch.float8_e4m3fn))
     )
     for dtype, add in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, True)):
-        given = left[0], right[0], left[1], right[1], ends, add
-        into = rand(len(counts), 144, 75, seed=2, dtype=dtype)
-        want = grouped_fp8_gradient.run_reference(into.double(), *given)
-        run = chosen("grouped_scaled_gradient", into, *given)
-        got = run(into, *given)
-        assert got is into
+        operands_ = left[0], right[0], left[1], right[1], ends, add
+        initial = rand(len(counts), 144, 75, seed=2, dtype=dtype)
+        expected = grouped_fp8_gradient.run_reference(initial.double(), *operands_)
+        run = chosen("grouped_scaled_gradient", initial, *operands_)
+        actual = run(initial, *operands_)
+        assert actual is initial
         length, scale = max(counts), max(counts) ** 0.5
-        assert_close(grouped_fp8_gradient.KERNEL, got, want, length, "gradient", scale, SUMS)
+        assert_close(grouped_fp8_gradient.KERNEL, actual, expected, length, "gradient", scale, SUMS)
 
 
 @pytest.mark.parametrize("sharing", grouped_quantize.SHARING)
@@ -223,8 +223,8 @@ def test_all_is_bitwise_repeatable(sharing):
         grouped_fp8_gradient.run_triton(grads, left[0], right[0], left[1], right[1], ends, True)
         return grads, grouped_fp8.run_triton(*operands((130, 0, 70), 32, 48, False))
 
-    for one, other in zip(products(), products(), strict=True):
-        assert torch.equal(one, other)
+    for first, other in zip(products(), products(), strict=True):
+        assert torch.equal(first, other)
 
 
 def test_what_cannot_be_rounded_is_refused():
@@ -264,11 +264,11 @@ def test_what_torch_is_not_given(change, why, monkeypatch):
         )
         scales = change.get("a_scales", (100, 1)), change.get("b_scales", (4, 32, 1))
         ends = torch.empty(4, dtype=change.get("ends", torch.int32))
-        given = a, b, *map(torch.empty, scales), ends, change.get("out", torch.bfloat16)
+        operands_ = a, b, *map(torch.empty, scales), ends, change.get("out", torch.bfloat16)
         implementation = grouped_fp8.KERNEL.implementations["torch"]
-        reason = implementation.refuses(*given)
+        reason = implementation.refuses(*operands_)
         if why is None:  # torch checks the rest itself
             monkeypatch.setattr(grouped_fp8.grouped_product, "clear_op", lambda *_: None)
-            assert reason is None and implementation.run(*given).shape == (100, 32)
+            assert reason is None and implementation.run(*operands_).shape == (100, 32)
         else:
             assert why in reason

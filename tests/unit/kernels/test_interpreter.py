@@ -22,8 +22,8 @@ def _calculate(left, right, operation):
 @triton.jit
 def _kernel(left, right, result, operation: tl.constexpr):
     places = tl.arange(0, 2)
-    made = _calculate(tl.load(left + places), tl.load(right + places), operation)
-    tl.store(result + places, made)
+    value = _calculate(tl.load(left + places), tl.load(right + places), operation)
+    tl.store(result + places, value)
 
 
 def calculate(left, right, operation, dtype=torch.int32):
@@ -51,9 +51,9 @@ def test_integers_that_overflow_are_noticed(left, right, operation, beyond):
 
 
 @triton.jit
-def _convert(given, result, BLOCK: tl.constexpr):
+def _convert(source, result, BLOCK: tl.constexpr):
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(result + places, tl.load(given + places).to(result.dtype.element_ty))
+    tl.store(result + places, tl.load(source + places).to(result.dtype.element_ty))
 
 
 def test_numbers_are_rounded_as_by_torch():
@@ -61,11 +61,11 @@ def test_numbers_are_rounded_as_by_torch():
     bits = torch.randint(-(2**31), 2**31, (1 << 16,), generator=generator).int()
     bits[:: 1 << 8] &= -(1 << 16)  # exact, and
     bits[1 :: 1 << 8] = bits[:: 1 << 8] | 1 << 15  # in the middle between two
-    given = bits.view(torch.float32)
+    numbers = bits.view(torch.float32)
     rounded, back = torch.empty(1 << 16, dtype=torch.bfloat16), torch.empty(1 << 16)
-    launch(_convert, (4,), given, rounded, BLOCK=1 << 14)
+    launch(_convert, (4,), numbers, rounded, BLOCK=1 << 14)
     launch(_convert, (4,), rounded, back, BLOCK=1 << 14)
-    torch.testing.assert_close(rounded, given.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(rounded, numbers.bfloat16(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(back, rounded.float(), rtol=0, atol=0, equal_nan=True)
 
 

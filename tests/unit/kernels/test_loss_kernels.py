@@ -26,17 +26,17 @@ def test_the_reference_is_the_cross_entropy_of_torch(smoothing):
     logits, chosen = rand(7, 45, scale=3.0).double(), labels(7, 45)
     leaf = logits.clone().requires_grad_()
     options = {"ignore_index": IGNORE, "reduction": "none", "label_smoothing": smoothing}
-    want = functional.cross_entropy(leaf, chosen, **options)
-    (truth,) = torch.autograd.grad(want.sum(), leaf)
-    got, made = loss.run_reference(logits, chosen, label_smoothing=smoothing)
-    torch.testing.assert_close(got, want.detach(), rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(made, truth, rtol=1e-13, atol=1e-13)
+    expected = functional.cross_entropy(leaf, chosen, **options)
+    (truth,) = torch.autograd.grad(expected.sum(), leaf)
+    actual, gradient = loss.run_reference(logits, chosen, label_smoothing=smoothing)
+    torch.testing.assert_close(actual, expected.detach(), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(gradient, truth, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (0, 5), (3, 9000)])
 def test_odd_sizes(shape):
-    given = (rand(*shape), labels(*shape))
-    check(loss.KERNEL, "triton", given, {"z_loss": 0.1}, shape[1], scale=0.1)
+    arguments = (rand(*shape), labels(*shape))
+    check(loss.KERNEL, "triton", arguments, {"z_loss": 0.1}, shape[1], scale=0.1)
 
 
 def test_strided_and_large_logits():
@@ -60,8 +60,8 @@ class VocabularyRanks:
         return partition, label
 
     def join(self, partition, label):
-        whole = torch.stack([p for p, _ in self.parts]).logsumexp(0)
-        return whole, torch.stack([t for _, t in self.parts]).sum(0)
+        joined = torch.stack([p for p, _ in self.parts]).logsumexp(0)
+        return joined, torch.stack([t for _, t in self.parts]).sum(0)
 
 
 def on_ranks(compute, vocab, bounds):
@@ -75,36 +75,36 @@ def on_ranks(compute, vocab, bounds):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_divided_vocabulary_gives_the_losses_and_gradients_of_the_whole(options):
-    whole, chosen = rand(6, 29, scale=2.0), labels(6, 29)
-    want, truth = loss.run_reference(whole.double(), chosen, **options)
+    logits, chosen = rand(6, 29, scale=2.0), labels(6, 29)
+    expected, truth = loss.run_reference(logits.double(), chosen, **options)
 
     def compute(part, join):
-        given = whole[:, part].clone(), chosen
-        return loss.run_triton(*given, start=part.start, vocab=29, join=join, **options)
+        arguments = logits[:, part].clone(), chosen
+        return loss.run_triton(*arguments, start=part.start, vocab=29, join=join, **options)
 
     results = on_ranks(compute, 29, (7, 20))
     for losses, _ in results:
-        assert_close(loss.KERNEL, losses, want, 29, "loss")
+        assert_close(loss.KERNEL, losses, expected, 29, "loss")
     d_logits = torch.cat([g for _, g in results], 1)
     assert_close(loss.KERNEL, d_logits, truth, 29, "gradient")
 
 
 def test_words_that_cannot_be():
     """Some logits of a row are -inf, and all logits of one rank."""
-    whole, chosen = rand(6, 29, scale=2.0), torch.arange(6)
-    whole[:, 9:25] = -float("inf")
-    want, truth = loss.run_reference(whole.double(), chosen)
-    got, made = loss.run_triton(whole.clone(), chosen)
-    assert_close(loss.KERNEL, got, want, 29, "loss")
-    assert_close(loss.KERNEL, made, truth, 29, "gradient")
+    logits, chosen = rand(6, 29, scale=2.0), torch.arange(6)
+    logits[:, 9:25] = -float("inf")
+    expected, truth = loss.run_reference(logits.double(), chosen)
+    actual, gradient = loss.run_triton(logits.clone(), chosen)
+    assert_close(loss.KERNEL, actual, expected, 29, "loss")
+    assert_close(loss.KERNEL, gradient, truth, 29, "gradient")
 
     def compute(part, join):
-        given = whole[:, part].clone(), chosen
-        return loss.run_triton(*given, start=part.start, vocab=29, join=join)
+        arguments = logits[:, part].clone(), chosen
+        return loss.run_triton(*arguments, start=part.start, vocab=29, join=join)
 
     results = on_ranks(compute, 29, (9, 20))
     for losses, _ in results:
-        assert_close(loss.KERNEL, losses, want, 29, "loss")
+        assert_close(loss.KERNEL, losses, expected, 29, "loss")
     d_logits = torch.cat([g for _, g in results], 1)
     assert_close(loss.KERNEL, d_logits, truth, 29, "gradient")
 
@@ -116,7 +116,7 @@ def test_logits_become_their_gradient(options, dtype):
     chosen[chosen < 0] = -1  # every negative label is ignored
     untouched, before = logits.clone(), logits.clone()
     scaled = {**options, "scale": torch.tensor(2.7, dtype=torch.float64)}
-    losses, made = check(loss.KERNEL, "triton", (logits, chosen), scaled, 45, scale=0.1)
-    assert made is logits and (made[1::3] == 0).all() and (losses[1::3] == 0).all()
-    again, same = loss.run_triton(untouched, chosen, gradient=False, **options)
-    assert torch.equal(again, losses) and torch.equal(same, before)
+    losses, gradient = check(loss.KERNEL, "triton", (logits, chosen), scaled, 45, scale=0.1)
+    assert gradient is logits and (gradient[1::3] == 0).all() and (losses[1::3] == 0).all()
+    repeated, same = loss.run_triton(untouched, chosen, gradient=False, **options)
+    assert torch.equal(repeated, losses) and torch.equal(same, before)

@@ -25,15 +25,15 @@ def arguments(shape, dtype, kind, added, scale=1.0):
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm(name, kind, added, dtype):
-    given = arguments((3, 5, 37), dtype, kind, added)
-    check(norm.KERNEL, name, given, {"kind": kind}, 37, 3 * 5 * 37)
+    tensors = arguments((3, 5, 37), dtype, kind, added)
+    check(norm.KERNEL, name, tensors, {"kind": kind}, 37, 3 * 5 * 37)
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("shape", [(1, 1), (0, 8), (7, 16), (70, 130), (2, 3, 1025), (4, 9001)])
 def test_odd_sizes(kind, shape):
-    given = arguments(shape, torch.float32, kind, added=True)
-    check(norm.KERNEL, "triton", given, {"kind": kind}, shape[-1], 70 * shape[-1], scale=1e-2)
+    tensors = arguments(shape, torch.float32, kind, added=True)
+    check(norm.KERNEL, "triton", tensors, {"kind": kind}, shape[-1], 70 * shape[-1], scale=1e-2)
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
@@ -43,14 +43,14 @@ def test_rows_that_are_not_adjacent(kind):
     residual = residual.detach().flip(0)[:3, :, 3:36].transpose(0, 1).clone().transpose(0, 1)
     gain = gain.detach()[:33].requires_grad_()
     bias = None if bias is None else bias.detach()[:33].requires_grad_()
-    given = (strided, gain, bias, residual.requires_grad_())
-    check(norm.KERNEL, "triton", given, {"kind": kind}, 33, 12 * 33)
+    tensors = (strided, gain, bias, residual.requires_grad_())
+    check(norm.KERNEL, "triton", tensors, {"kind": kind}, 33, 12 * 33)
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1e15), (torch.float16, 1e4)])
 def test_large_values(dtype, scale):
-    given = arguments((4, 64), dtype, "layernorm", False, scale)
-    check(norm.KERNEL, "triton", given, {"kind": "layernorm"}, 64, 4 * 64)
+    tensors = arguments((4, 64), dtype, "layernorm", False, scale)
+    check(norm.KERNEL, "triton", tensors, {"kind": "layernorm"}, 64, 4 * 64)
 
 
 def test_gradients_are_bitwise_repeatable():

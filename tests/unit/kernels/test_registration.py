@@ -33,8 +33,8 @@ def attention_arguments(fused):
 def attention_backward_arguments():
     *heads, starts, stops, first, last, sinks, scale, softcap, fused = attention_arguments(True)
     d_out, out, lse = rand(1, 6, 2, 16, seed=4), rand(1, 6, 2, 16, seed=5), rand(1, 2, 6)
-    given = d_out, None, *(x.detach() for x in heads), out, lse, starts, stops, first, last
-    return (*given, sinks.detach(), scale, softcap, fused)
+    tensors = d_out, None, *(x.detach() for x in heads), out, lse, starts, stops, first, last
+    return (*tensors, sinks.detach(), scale, softcap, fused)
 
 
 LABELS = torch.tensor([1, -100, 4], device=DEVICE)
@@ -83,13 +83,15 @@ see whether they were written, which torch cannot do in 8 bits."""
 
 @pytest.mark.parametrize("name", CASES)
 def test_operator(name):
-    given = CASES[name]()
-    narrow = [x for x in given if isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn]
+    arguments = CASES[name]()
+    narrow = [
+        x for x in arguments if isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn
+    ]
     before = [x.clone() for x in narrow]
     checks = {"test_utils": CHECKS} if narrow else {}
-    torch.library.opcheck(getattr(ops, name).default, given, **checks)
-    for one, other in zip(narrow, before, strict=True):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    torch.library.opcheck(getattr(ops, name).default, arguments, **checks)
+    for first, other in zip(narrow, before, strict=True):
+        assert torch.equal(first.view(torch.uint8), other.view(torch.uint8))
 
 
 def block(x, gain, gate_up, down, logits_weight, labels, spans, cos, sin):
@@ -117,25 +119,25 @@ def test_a_step_compiles_whole():
         return CHOICES["square_sum"](grads), quantised.float() * scales, losses, d_logits
 
     numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1, "step": 2}
-    given = [rand(21, seed=i).abs() for i in range(4)]
-    mine = [t.clone() for t in given]
-    want = step(*given)
+    tensors = [rand(21, seed=i).abs() for i in range(4)]
+    copies = [t.clone() for t in tensors]
+    expected = step(*tensors)
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    for one, other in zip((*compiled(*mine), *mine), (*want, *given), strict=True):
-        assert torch.equal(one, other)
+    for first, other in zip((*compiled(*copies), *copies), (*expected, *tensors), strict=True):
+        assert torch.equal(first, other)
 
 
 def test_a_block_compiles_whole():
-    given = (
+    arguments = (
         *(leaf(1, 5, 32), leaf(32), leaf(32, 64), leaf(32, 32)),
         *(leaf(40, 32), torch.tensor([1, 2, -100, 0, 3])),
         *(find_spans(1, 5, 5, DEVICE), rand(5, 8), rand(5, 8, seed=1)),
     )
-    leaves = [g for g in given if isinstance(g, torch.Tensor) and g.requires_grad]
+    leaves = [g for g in arguments if isinstance(g, torch.Tensor) and g.requires_grad]
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
-    results = [function(*given) for function in (block, compiled)]
+    results = [function(*arguments) for function in (block, compiled)]
     terms = 32 + 64 + 32 + 8 + 40  # of the products one after the other, up to the logits
-    assert_near(*results, terms, what="loss")
+    assert_near(*results, terms, label="loss")
     gradients = [torch.autograd.grad(result, leaves) for result in results]
-    for place, (one, other) in enumerate(zip(*gradients, strict=True)):
-        assert_near(one, other, 2 * terms, what=f"gradient {place}")
+    for place, (first, other) in enumerate(zip(*gradients, strict=True)):
+        assert_near(first, other, 2 * terms, label=f"gradient {place}")

@@ -33,17 +33,17 @@ def test_spans_are_the_mask_from_both_sides(seed, queries, keys, causal, window,
         }
     spans = find_spans(2, queries, keys, DEVICE, causal=causal, window=window, **places, **numbers)
     apart = places["query_places"][:, None] - places["key_places"]
-    seen = torch.ones(2, queries, keys, dtype=torch.bool)
+    visible = torch.ones(2, queries, keys, dtype=torch.bool)
     if causal:
-        seen &= apart >= 0
+        visible &= apart >= 0
     if window is not None:
-        seen &= apart < window
+        visible &= apart < window
     if documents:
-        seen &= numbers["query_documents"][:, :, None] == numbers["key_documents"][:, None]
-    assert torch.equal(spans.mask(), seen)
+        visible &= numbers["query_documents"][:, :, None] == numbers["key_documents"][:, None]
+    assert torch.equal(spans.mask(), visible)
     query = torch.arange(queries)[:, None]
     from_keys = (query >= spans.first[:, None]) & (query < spans.last[:, None])
-    assert torch.equal(from_keys, seen)
+    assert torch.equal(from_keys, visible)
     assert not spans.plain
 
 

@@ -12,7 +12,7 @@ from megaframe.config import RunConfig
 from megaframe.metrics.console import ConsoleSink, align, choose_column_widths, format_duration
 
 
-def line(step, **more):
+def line(step, **fields):
     return {
         "step": step,
         "loss": 10.0 / step,
@@ -28,13 +28,13 @@ def line(step, **more):
         "bytes": {"data": 3 * 2**19},
         "seconds": 2.0,
         "time": {"compute": 1.5, "other": 0.5, "data": 0.0},
-        **more,
+        **fields,
     }
 
 
 @pytest.fixture
-def shown(tmp_path, capsys, monkeypatch):
-    """shown(lines, start=0, **keys of the config) -> what a console sink prints of these lines."""
+def print_lines(tmp_path, capsys, monkeypatch):
+    """print_lines(lines, start=0, **keys of the config) -> what a console sink prints of them."""
     monkeypatch.setenv("TERM", "dumb")
 
     def show(lines, start=0, **keys):
@@ -42,8 +42,8 @@ def shown(tmp_path, capsys, monkeypatch):
         folder.mkdir()
         sink = ConsoleSink(RunConfig.model_validate({"run": {"dir": str(folder)}, **keys}), start)
         sink.note("a [note]")
-        for one in lines:
-            sink.write(one)
+        for line_ in lines:
+            sink.write(line_)
         sink.close()
         printed = capsys.readouterr().out
         assert (folder / "run.log").read_text() == printed
@@ -53,11 +53,11 @@ def shown(tmp_path, capsys, monkeypatch):
     return show
 
 
-def test_lines_header_and_summary(shown):
+def test_lines_header_and_summary(print_lines):
     lines = [line(step) for step in range(1, 11)]
     lines[3] = line(4, eval_loss=2.25, eval_perplexity=9.4877, eval_bits_per_byte=1.5)
     lines[6] = line(7, eval_loss=2.5)
-    printed = shown(lines, train={"steps": 10}, meter={"every": 4}).splitlines()
+    printed = print_lines(lines, train={"steps": 10}, meter={"every": 4}).splitlines()
     assert printed[0] == "a [note]"
     assert re.split(r"\s\s+", printed[1].strip()) == [
         "step", "loss", "grad norm", "lr", "tokens/s", "TFLOP/s", "MFU", "seconds", "ETA",
@@ -86,23 +86,23 @@ def test_lines_header_and_summary(shown):
         assert re.search(part, summary), part
 
 
-def test_figures_of_speed_are_means_since_the_line_before(shown):
+def test_figures_of_speed_are_means_since_the_line_before(print_lines):
     lines = [line(1), line(2, seconds=1.0, mfu=0.9), line(3, seconds=3.0, mfu=0.1)]
     lines[0]["mfu"] = 0.5
-    printed = shown(lines, train={"steps": 3}, meter={"every": 3})
+    printed = print_lines(lines, train={"steps": 3}, meter={"every": 3})
     row = next(text for text in printed.splitlines() if text.lstrip().startswith("3/3")).split()
     assert row[4:8] == ["1,024", "0.25", "30.0%", "2"]  # 0.3 = (0.9 * 1 + 0.1 * 3) / 4
 
 
-def test_unknown_and_infinite_values_are_shown(shown):
-    one = line(6, loss=float("nan"), grad_norm=float("inf"), lr=None)
-    printed = shown([one], start=5, train={"steps": 9})
+def test_unknown_and_infinite_values_are_shown(print_lines):
+    odd_line = line(6, loss=float("nan"), grad_norm=float("inf"), lr=None)
+    printed = print_lines([odd_line], start=5, train={"steps": 9})
     assert printed.splitlines()[2].split()[:4] == ["6/9", "nan", "inf", "n/a"]
     assert "6 to 6" in printed
 
 
-def test_a_run_without_steps_has_no_summary(shown):
-    assert shown([]) == "a [note]\n"
+def test_a_run_without_steps_has_no_summary(print_lines):
+    assert print_lines([]) == "a [note]\n"
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ def config(model, **train):
 
 
 def test_the_model_of_the_benchmarks():
-    given_config = config({"layers": 6, "hidden": 512, "heads": 8, "vocab": 50304}, seq=256)
-    flops = count_flops(list_model_specs(given_config), given_config)
+    run_config = config({"layers": 6, "hidden": 512, "heads": 8, "vocab": 50304}, seq=256)
+    flops = count_flops(list_model_specs(run_config), run_config)
     # A layer has 4 matrices 512 x 512 (attention) and 2 of 512 x 2048 (MLP); the head 50304 x 512.
     matrices = 6 * (4 * 512 * 512 + 2 * 512 * 2048) + 50304 * 512
     assert matrices == 44_630_016
@@ -29,7 +29,7 @@ def test_the_model_of_the_benchmarks():
 
 
 def test_gpt2_124m():
-    given_config = config(
+    run_config = config(
         {
             "layers": 12,
             "hidden": 768,
@@ -41,7 +41,7 @@ def test_gpt2_124m():
         },
         seq=1024,
     )
-    flops = count_flops(list_model_specs(given_config), given_config)
+    flops = count_flops(list_model_specs(run_config), run_config)
     # 12 layers of 12 x 768^2; the tied table counts once, as head; positions, norms, biases do not.
     matrices = 12 * 12 * 768**2 + 50257 * 768
     assert matrices == 123_532_032
@@ -53,25 +53,32 @@ def test_tying_the_head_changes_nothing():
     shape = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 97}
     counts = []
     for tied in (False, True):
-        given_config = config({**shape, "tie_embeddings": tied}, seq=16)
-        counts.append(count_flops(list_model_specs(given_config), given_config))
+        run_config = config({**shape, "tie_embeddings": tied}, seq=16)
+        counts.append(count_flops(list_model_specs(run_config), run_config))
     assert counts[0] == counts[1]
 
 
 def test_recompute_adds_the_forward_of_the_blocks_but_not_of_the_head():
     shape = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 97, "window": 5}
-    plain, again = (config(shape, seq=16, recompute=kind) for kind in ("none", "full"))
-    flops, more = (count_flops(list_model_specs(one), one) for one in (plain, again))
+    plain, recomputed = (config(shape, seq=16, recompute=kind) for kind in ("none", "full"))
+    flops, recomputed_flops = (
+        count_flops(list_model_specs(run_config), run_config) for run_config in (plain, recomputed)
+    )
     head = 6 * 97 * 32
-    assert (more.model, more.full_attention) == (flops.model, flops.full_attention)
-    assert more.hardware == pytest.approx((flops.model - head) * 4 / 3 + head, rel=1e-14)
+    assert (recomputed_flops.model, recomputed_flops.full_attention) == (
+        flops.model,
+        flops.full_attention,
+    )
+    assert recomputed_flops.hardware == pytest.approx(
+        (flops.model - head) * 4 / 3 + head, rel=1e-14
+    )
 
 
 def test_only_what_is_multiplied_counts():
     roles = ("matrix", "head", "embedding", "gain", "bias")
     specs = [ParamSpec(role, (10**k,), Normal(1), role) for k, role in enumerate(roles)]
-    given_config = config({"layers": 1, "hidden": 8, "heads": 1, "vocab": 3}, seq=1)
-    assert count_flops(specs, given_config).full_attention == 6 * (1 + 10) + 12 * 8
+    run_config = config({"layers": 1, "hidden": 8, "heads": 1, "vocab": 3}, seq=1)
+    assert count_flops(specs, run_config).full_attention == 6 * (1 + 10) + 12 * 8
 
 
 @settings(deadline=None, max_examples=100)
@@ -88,15 +95,18 @@ def test_every_layer_counts_the_keys_of_its_own_window():
     shape = {"layers": 5, "hidden": 32, "heads": 4, "vocab": 97, "mtp_depth": 2}
     keys = [64 - 64**2 / 2048, 512, 128 - 128**2 / 2048]
     mixed, none = (
-        count_flops(list_model_specs(one), one)
-        for one in (config({**shape, "window": (64, None, 128)}, seq=1024), config(shape, seq=1024))
+        count_flops(list_model_specs(run_config), run_config)
+        for run_config in (
+            config({**shape, "window": (64, None, 128)}, seq=1024),
+            config(shape, seq=1024),
+        )
     )
     assert mixed.full_attention == none.full_attention
     saved = 12 * 32 * (7 * 512 - 3 * keys[0] - 2 * keys[1] - 2 * keys[2])
     assert none.model - mixed.model == saved
-    alone = config({**shape, "window": (64,)}, seq=1024)
+    uniform = config({**shape, "window": (64,)}, seq=1024)
     number = config({**shape, "window": 64}, seq=1024)
-    assert count_flops(list_model_specs(alone), alone) == count_flops(
+    assert count_flops(list_model_specs(uniform), uniform) == count_flops(
         list_model_specs(number), number
     )
 

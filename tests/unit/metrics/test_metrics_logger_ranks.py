@@ -45,7 +45,9 @@ def found(folder):
     values, calls = reduced(entries)
     results.append({"values": values, "calls": calls})
     nan = math.nan if rank == 1 else 1.0
-    results.append(reduced([(how, nan, how) for how in ("sum", "mean", "max", "min")])[0])
+    results.append(
+        reduced([(reduction, nan, reduction) for reduction in ("sum", "mean", "max", "min")])[0]
+    )
     for name, count in ((f"a{rank}", 1), ("b", 1 + rank)):
         try:
             reduced([(f"{name}{i}", 1.0, "sum") for i in range(count)])

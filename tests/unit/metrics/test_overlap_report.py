@@ -25,8 +25,8 @@ NAMES = {
 
 def event(kind, start, lasted, device=0):
     category, name = NAMES[kind]
-    found = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": lasted}
-    return {**found, "args": {"device": device, "stream": 7}}
+    fields = {"ph": "X", "cat": category, "name": name, "ts": start, "dur": lasted}
+    return {**fields, "args": {"device": device, "stream": 7}}
 
 
 def written(path, events):
@@ -46,7 +46,7 @@ SPANS = st.lists(
 @given(spans=SPANS)
 def test_parts_are_what_counting_finds(spans, tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "one.json"
-    (found,) = measure_overlap(written(path, [event(*span) for span in spans]))
+    (report,) = measure_overlap(written(path, [event(*span) for span in spans]))
     at = [{kind for kind, start, lasted in spans if start <= t < start + lasted} for t in range(80)]
     used = [t for t, kinds in enumerate(at) if kinds]
     inside = at[used[0] : used[-1] + 1]
@@ -54,15 +54,15 @@ def test_parts_are_what_counting_finds(spans, tmp_path_factory):
     def seconds(kinds):
         return pytest.approx(sum(map(kinds, inside)) / 1e6, abs=1e-12)
 
-    assert found.span == seconds(lambda kinds: True)
-    assert found.compute == seconds(lambda kinds: "compute" in kinds)
-    assert found.communication == seconds(lambda kinds: "communication" in kinds)
-    assert found.exposed_communication == seconds(
+    assert report.span == seconds(lambda kinds: True)
+    assert report.compute == seconds(lambda kinds: "compute" in kinds)
+    assert report.communication == seconds(lambda kinds: "communication" in kinds)
+    assert report.exposed_communication == seconds(
         lambda kinds: "communication" in kinds and "compute" not in kinds
     )
-    assert found.copies == seconds(lambda kinds: "copies" in kinds)
-    assert found.exposed_copies == seconds(lambda kinds: kinds == {"copies"})
-    assert found.idle == seconds(lambda kinds: not kinds)
+    assert report.copies == seconds(lambda kinds: "copies" in kinds)
+    assert report.exposed_copies == seconds(lambda kinds: kinds == {"copies"})
+    assert report.idle == seconds(lambda kinds: not kinds)
 
 
 def test_devices_are_apart_and_gaps_say_what_stands_around_them(tmp_path):
@@ -90,7 +90,7 @@ def test_a_trace_of_a_cpu_is_told_from_one_of_a_gpu(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("", "is not a trace"),
         ("[1]", "no list of events"),
@@ -99,10 +99,10 @@ def test_a_trace_of_a_cpu_is_told_from_one_of_a_gpu(tmp_path):
         ('[{"ph": "X", "cat": "kernel", "ts": 1}]', "a kernel without time, name or device"),
     ],
 )
-def test_what_is_no_trace_is_refused(text, said, tmp_path):
+def test_what_is_no_trace_is_refused(text, expected, tmp_path):
     path = tmp_path / "bad.json"
     path.write_text(text)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=expected):
         measure_overlap(path)
 
 

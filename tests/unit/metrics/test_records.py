@@ -23,18 +23,19 @@ def reduced(*entries):
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"), [("last", 2.0), ("sum", 4.0), ("mean", 4 / 3), ("max", 5.0), ("min", -3.0)]
+    ("reduction", "expected"),
+    [("last", 2.0), ("sum", 4.0), ("mean", 4 / 3), ("max", 5.0), ("min", -3.0)],
 )
 @pytest.mark.parametrize(
     "kinds", [(float, float, float), (torch.tensor,) * 3, (float, torch.tensor, float)]
 )
-def test_values_of_one_name_are_combined_within_the_step(how, expected, kinds):
+def test_values_of_one_name_are_combined_within_the_step(reduction, expected, kinds):
     values = [kind(value) for kind, value in zip(kinds, (5.0, -3.0, 2.0), strict=True)]
-    assert reduced(*(("x", value, how) for value in values)) == {"x": expected}
+    assert reduced(*(("x", value, reduction) for value in values)) == {"x": expected}
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"),
+    ("reduction", "expected"),
     [
         ("last", [3.0, -5.0]),
         ("sum", [4.0, -1.0]),
@@ -43,25 +44,27 @@ def test_values_of_one_name_are_combined_within_the_step(how, expected, kinds):
         ("min", [1.0, -5.0]),
     ],
 )
-def test_rows_are_combined_element_by_element(how, expected):
+def test_rows_are_combined_element_by_element(reduction, expected):
     rows = (torch.tensor([1.0, 4.0]), torch.tensor([3.0, -5.0]))
-    found = reduced(("a", 7.0, how), *(("x", row, how) for row in rows), ("y", 8.0, how))
-    assert found == {"a": 7.0, "x": expected, "y": 8.0}
+    reduced_values = reduced(
+        ("a", 7.0, reduction), *(("x", row, reduction) for row in rows), ("y", 8.0, reduction)
+    )
+    assert reduced_values == {"a": 7.0, "x": expected, "y": 8.0}
 
 
 def test_more_metrics_than_one_padded_vector():
     hows = ("last", "sum", "mean", "max", "min")
-    entries = [(f"{how}{i}", float(i), how) for how in hows for i in range(100)]
+    entries = [(f"{reduction}{i}", float(i), reduction) for reduction in hows for i in range(100)]
     assert reduced(*entries) == {name: value for name, value, _ in entries}
 
 
-@pytest.mark.parametrize("how", ["last", "sum", "mean", "max", "min"])
+@pytest.mark.parametrize("reduction", ["last", "sum", "mean", "max", "min"])
 @pytest.mark.parametrize("kind", [float, torch.tensor])
-def test_a_nan_is_never_lost(how, kind):
+def test_a_nan_is_never_lost(reduction, kind):
     values = [kind(value) for value in (math.nan, 1.0)]
-    if how == "last":
+    if reduction == "last":
         values.reverse()
-    assert not math.isfinite(reduced(*(("x", value, how) for value in values))["x"])
+    assert not math.isfinite(reduced(*(("x", value, reduction) for value in values))["x"])
 
 
 def test_fp64_keeps_every_bit_of_a_loss():
@@ -83,19 +86,19 @@ class Arrivals(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        tensors = [one for one in (*args, made) if isinstance(one, torch.Tensor)]
-        self.count += len({one.device.type for one in tensors}) > 1
-        return made
+        output = function(*args, **(kwargs or {}))
+        tensors = [tensor for tensor in (*args, output) if isinstance(tensor, torch.Tensor)]
+        self.count += len({tensor.device.type for tensor in tensors}) > 1
+        return output
 
 
 def test_numbers_of_the_host_go_to_a_device_together():
     # On a GPU, the host would wait for each copy from memory that is not pinned.
     records = StepRecords()
-    for how in ("last", "sum", "max"):
-        records.add(how, 1.0, how)
-        records.add(f"{how} of the host", torch.tensor([2, 3]), how)
-        records.add(f"{how} of the device", torch.ones(2, device="meta"), how)
+    for reduction in ("last", "sum", "max"):
+        records.add(reduction, 1.0, reduction)
+        records.add(f"{reduction} of the host", torch.tensor([2, 3]), reduction)
+        records.add(f"{reduction} of the device", torch.ones(2, device="meta"), reduction)
     with Arrivals() as arrivals:
         records.reduce(ALONE, torch.device("meta"))
     assert arrivals.count == 3  # one vector each for last values, sums and maxima

@@ -19,26 +19,26 @@ from megaframe.training.train_step import TrainStep
 from megaframe.training.trainer import Trainer
 
 
-@pytest.mark.parametrize("how", ["lines", "quiet", "json"])
-def test_console_modes(how, tmp_path, capsys):
+@pytest.mark.parametrize("console", ["lines", "quiet", "json"])
+def test_console_modes(console, tmp_path, capsys):
     """What few users need, such as the peak that MFU is measured against, is only in the log."""
-    _, meter = make(tmp_path, console=how, port=0)
+    _, meter = make(tmp_path, console=console, port=0)
     for number in (1, 2):
         step(meter, number)
     meter.close()
     printed = capsys.readouterr().out
     log = (tmp_path / "run.log").read_text()
     assert "1/9" in log and "Summary" in log and "line is at http://127.0.0.1:" in log
-    if how == "json":
-        found = [json.loads(line) for line in printed.splitlines()]
-        assert [one["step"] for one in found if "step" in one] == [1, 2]
-        assert any("line is at http" in one.get("note", "") for one in found)
-        assert found[-1]["summary"]["steps"] == "1 to 2"
+    if console == "json":
+        printed_lines = [json.loads(line) for line in printed.splitlines()]
+        assert [entry["step"] for entry in printed_lines if "step" in entry] == [1, 2]
+        assert any("line is at http" in entry.get("note", "") for entry in printed_lines)
+        assert printed_lines[-1]["summary"]["steps"] == "1 to 2"
     else:
-        assert ("1/9" in printed) == (how == "lines")
+        assert ("1/9" in printed) == (console == "lines")
         assert "Summary" in printed and "line is at http" in printed
         details = [line for line in log.splitlines(keepends=True) if line not in printed]
-        assert how == "quiet" or "".join(details) == "".join(log.splitlines(keepends=True)[:2])
+        assert console == "quiet" or "".join(details) == "".join(log.splitlines(keepends=True)[:2])
     assert "peak_tflops" in log and "FLOPs per token" in log
     assert "peak_tflops" not in printed and "FLOPs per token" not in printed
 
@@ -55,8 +55,8 @@ def test_the_latest_line_is_served_to_this_machine(tmp_path):
     try:
         sink.write({"step": 3, "loss": 1.5, "mfu": None, "time": {"communication/data": 0.5}})
         with urllib.request.urlopen(sink.address) as answer:
-            found = answer.read().decode().splitlines()
-        assert found == [
+            served = answer.read().decode().splitlines()
+        assert served == [
             "# TYPE megaframe_step gauge",
             'megaframe_step{run="a\\"b"} 3.0',
             "# TYPE megaframe_loss gauge",
@@ -87,9 +87,9 @@ def test_a_profile_has_the_operators_of_its_step(tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
 def test_out_of_memory_leaves_a_snapshot_on_a_gpu(tmp_path):
-    kept = torch.ones(1 << 20, device="cuda")
-    told = str(explain_out_of_memory(3, {"weights": kept.nbytes}, kept.device, tmp_path))
-    assert "weights 0.00 GiB" in told and "memory-rank-3.txt" in told
+    resident = torch.ones(1 << 20, device="cuda")
+    message = str(explain_out_of_memory(3, {"weights": resident.nbytes}, resident.device, tmp_path))
+    assert "weights 0.00 GiB" in message and "memory-rank-3.txt" in message
     assert {path.name for path in tmp_path.iterdir()} == {
         "memory-rank-3.txt", "memory-rank-3.pickle"
     }  # fmt: skip
@@ -100,8 +100,8 @@ def test_a_gpu_tells_of_fragmentation():
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = read_allocator_metrics(torch.device("cuda"))
-    kept = [torch.empty(3 << 20, dtype=torch.uint8, device="cuda") for _ in range(12)]
-    del kept[::2]  # leaves holes of 3 MiB between used blocks
+    blocks = [torch.empty(3 << 20, dtype=torch.uint8, device="cuda") for _ in range(12)]
+    del blocks[::2]  # leaves holes of 3 MiB between used blocks
     after = read_allocator_metrics(torch.device("cuda"))
     assert after["reserved_bytes"] >= before["reserved_bytes"] + (36 << 20) - (20 << 20)
     assert after["fragmented_bytes"] >= 3 << 20
@@ -112,7 +112,7 @@ def test_a_cpu_has_no_allocator_of_torchs_to_tell_of():
 
 
 def test_out_of_memory_says_what_held_it_and_what_to_change(overrides, monkeypatch):
-    def fail(*given):
+    def fail(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(TrainStep, "train", fail)

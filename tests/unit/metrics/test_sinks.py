@@ -26,8 +26,8 @@ from megaframe.metrics.sinks import (
 )
 
 
-def line(step, **more):
-    return {"step": step, "loss": 10.0 / step, "mfu": None, "time": {"data": 0.5}, **more}
+def line(step, **fields):
+    return {"step": step, "loss": 10.0 / step, "mfu": None, "time": {"data": 0.5}, **fields}
 
 
 def steps_of(path):
@@ -37,16 +37,16 @@ def steps_of(path):
 def test_flat_names():
     nested = {"step": 1, "a": {"b": 2.0, "c": {"d": 3.0}}, "none": None, "e": [4.0, 5.0]}
     rows = {"ranks": {"work": [1.0]}, "experts": {"tokens": {"0": [1.0]}, "dropped": 6.0}}
-    wanted = {"step": 1, "a/b": 2.0, "a/c/d": 3.0, "e/0": 4.0, "e/1": 5.0, "experts/dropped": 6.0}
-    assert dict(flatten(nested | rows)) == wanted
+    expected = {"step": 1, "a/b": 2.0, "a/c/d": 3.0, "e/0": 4.0, "e/1": 5.0, "experts/dropped": 6.0}
+    assert dict(flatten(nested | rows)) == expected
 
 
 def test_lines_are_strict_json_and_on_disk_at_once(tmp_path):
     path = tmp_path / METRICS_FILE
     sink = JsonlSink(path, 0)
-    sink.write(line(1, grad_norm=math.inf, more={"x": math.nan, "y": 2}))
-    found = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert found == {**line(1), "grad_norm": None, "more": {"x": None, "y": 2}}
+    sink.write(line(1, grad_norm=math.inf, fields={"x": math.nan, "y": 2}))
+    parsed = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert parsed == {**line(1), "grad_norm": None, "more": {"x": None, "y": 2}}
 
 
 @settings(
@@ -56,8 +56,8 @@ def test_lines_are_strict_json_and_on_disk_at_once(tmp_path):
 def test_a_resumed_run_continues_on_one_curve(tmp_path, written, start, torn):
     path = tmp_path / METRICS_FILE
     path.write_text("".join(json.dumps(line(step)) + "\n" for step in range(1, written + 1)))
-    whole = path.read_bytes()
-    path.write_bytes(whole + json.dumps(line(written + 1)).encode()[:torn])
+    content = path.read_bytes()
+    path.write_bytes(content + json.dumps(line(written + 1)).encode()[:torn])
     sink = JsonlSink(path, start)
     for step in (start + 1, start + 2):
         sink.write(line(step))
@@ -126,8 +126,8 @@ def test_tensorboard_shows_one_curve_after_a_resume(tmp_path):
         sink.close()
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     assert sorted(events.Tags()["scalars"]) == ["loss", "shifted", "time/data"]
-    found = {event.step: event.value for event in events.Scalars("shifted")}
-    assert found == {1: 101.0, 2: 102.0, 3: 3.0, 4: 4.0, 5: 5.0}
+    curve = {event.step: event.value for event in events.Scalars("shifted")}
+    assert curve == {1: 101.0, 2: 102.0, 3: 3.0, 4: 4.0, 5: 5.0}
     TensorBoardSink(tmp_path, 3).close()  # killed again before it wrote a step
     events.Reload()
     assert [event.step for event in events.Scalars("shifted")] == [1, 2, 3]

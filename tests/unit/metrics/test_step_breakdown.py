@@ -76,8 +76,8 @@ class Delays:
 
     def delayed(self, plain, step, axes):
         def call(it, *args, **kwargs):
-            here = axes is None or getattr(it._timer, "_axes", None) == axes
-            if here and self.left and self.step == step:
+            applies = axes is None or getattr(it._timer, "_axes", None) == axes
+            if applies and self.left and self.step == step:
                 self.left = False
                 self.clock.delay(DELAY)
             return plain(it, *args, **kwargs)
@@ -115,9 +115,9 @@ def test_a_delay_shows_in_its_part_and_in_no_other(pool, overrides, tmp_path):
         assert sum(line["time"].values()) == pytest.approx(line["seconds"], rel=1e-9)
         assert line["mfu"] + sum(line["lost"].values()) == pytest.approx(1, abs=1e-9)
     for part, line in zip(PLACES, islice(lines, FIRST - 1, None), strict=False):
-        more = {name: line["time"][name] - usual[name] for name in usual}
-        assert more.pop(part) == pytest.approx(DELAY, rel=0.02), (part, line)
-        assert max(more.values()) < 0.02 * DELAY, (part, more)
+        changes = {name: line["time"][name] - usual[name] for name in usual}
+        assert changes.pop(part) == pytest.approx(DELAY, rel=0.02), (part, line)
+        assert max(changes.values()) < 0.02 * DELAY, (part, changes)
         cause = part if part != "compute" else "kernels"
         assert line["lost"][cause] * line["seconds"] > 0.9 * DELAY
 

@@ -48,9 +48,9 @@ def test_time_goes_to_the_innermost_part_and_none_is_lost(steps):
         timer.start()
         begin, expected = clock.now, Counter(dict.fromkeys(PARTS, 0))
         run(program, timer, clock, "other", expected)
-        taken = timer.take().sum_parts()
-        assert taken == expected
-        assert sum(taken.values()) == clock.now - begin
+        parts = timer.take().sum_parts()
+        assert parts == expected
+        assert sum(parts.values()) == clock.now - begin
 
 
 def test_an_error_inside_closes_the_part():
@@ -91,8 +91,8 @@ def test_of_a_wait_for_a_message_the_way_on_a_free_link_is_communication_the_res
     for waited in (3, 20):
         transfer(timer, clock, waits, 100, 7, waited)
     split = timer.take()
-    wanted = {"bubble": 15, "communication/pipeline": 3 + 5, "other": 14}
-    assert split.sum_parts() == dict.fromkeys(PARTS, 0) | wanted
+    expected = {"bubble": 15, "communication/pipeline": 3 + 5, "other": 14}
+    assert split.sum_parts() == dict.fromkeys(PARTS, 0) | expected
     assert split.compute_rates() == {"pipeline": pytest.approx(100 / 5e-9)}
 
 
@@ -140,6 +140,6 @@ def test_moments_may_be_known_only_later():
         pass
     split = timer.take()
     times |= {event: 10 * number**2 for number, event in enumerate(events)}
-    found = split.sum_parts()
-    assert sum(found.values()) == times[events[-1]] - times[events[1]]
-    assert found["communication/data"] == times[events[4]] - times[events[3]]
+    parts = split.sum_parts()
+    assert sum(parts.values()) == times[events[-1]] - times[events[1]]
+    assert parts["communication/data"] == times[events[4]] - times[events[3]]

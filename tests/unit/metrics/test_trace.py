@@ -29,12 +29,12 @@ def offset_of(seconds):
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
     with pytest.MonkeyPatch.context() as patch:
         another_clock(patch)
-        found = (
+        offsets = (
             measure_clock_offset(mesh.world, mesh.device),
             gather_bytes(bytes([mesh.rank]) * (1000 * mesh.rank), mesh.world, mesh.device),
         )
     mesh.close()
-    return found
+    return offsets
 
 
 def test_clocks_and_bytes_come_to_the_first_rank(pool):
@@ -50,9 +50,9 @@ def test_a_trace_has_the_actions_of_the_schedule_and_what_was_sent_arrives_later
     pool.run(2, run, keys, another_clock)
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     threads = {
-        (one["pid"], one["tid"]): one["args"]["name"]
-        for one in events
-        if one["name"] == "thread_name"
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name"
     }
     slices = defaultdict(list)
     for one in events:
@@ -66,13 +66,13 @@ def test_a_trace_has_the_actions_of_the_schedule_and_what_was_sent_arrives_later
         done = sorted((s for lane in lanes for s in slices[rank, lane]), key=lambda s: s["ts"])
         assert [s["name"] for s in done] == 2 * [str(action) for action in lowered[rank]]
         assert slices[rank, "parts of the step"]
-    for kind, of, (here, there) in (("F", "1", (0, 1)), ("BW", "0", (1, 0))):
-        sent = [s for s in slices[here, "compute"] if s["cat"] == kind]
-        taken = [s for s in slices[there, "compute"] if s["cat"] == kind and s["name"][0] == of]
-        for one, other in zip(sent, taken, strict=True):
+    for kind, of, (source, target) in (("F", "1", (0, 1)), ("BW", "0", (1, 0))):
+        sent = [s for s in slices[source, "compute"] if s["cat"] == kind]
+        received = [s for s in slices[target, "compute"] if s["cat"] == kind and s["name"][0] == of]
+        for one, other in zip(sent, received, strict=True):
             # The sender's action ends before the action that uses its result.
             assert one["ts"] + one["dur"] <= other["ts"] + other["dur"]
     for group in slices.values():
-        group.sort(key=lambda one: one["ts"])
+        group.sort(key=lambda entry: entry["ts"])
         for one, other in pairwise(group):
             assert one["ts"] + one["dur"] <= other["ts"] + 0.01

@@ -16,8 +16,8 @@ def test_losses_and_mfu_are_the_whole(parts, mfu, recompute, stragglers):
     assert sum(lost.values()) + (mfu or 0.0) == pytest.approx(1)
     waits = parts["communication/data"] + parts["communication/tensor"]
     seconds = sum(parts.values())
-    found = lost["stragglers"] + lost["communication/data"] + lost["communication/tensor"]
-    assert found * seconds == pytest.approx(waits)
+    waited = lost["stragglers"] + lost["communication/data"] + lost["communication/tensor"]
+    assert waited * seconds == pytest.approx(waits)
     assert lost["stragglers"] * seconds == pytest.approx(min(stragglers, waits))
     assert lost["bubble"] * seconds == pytest.approx(parts["bubble"])
 
@@ -25,8 +25,8 @@ def test_losses_and_mfu_are_the_whole(parts, mfu, recompute, stragglers):
 def test_by_hand():
     parts = {"compute": 6.0, "bubble": 1.0, "communication/data": 3.0}
     lost = attribute_losses(parts, mfu=0.3, recompute=0.25, stragglers=1.0)
-    wanted = {"kernels": 0.15, "recompute": 0.15, "bubble": 0.1, "communication/data": 0.2}
-    assert lost == pytest.approx({**wanted, "stragglers": 0.1})
+    expected = {"kernels": 0.15, "recompute": 0.15, "bubble": 0.1, "communication/data": 0.2}
+    assert lost == pytest.approx({**expected, "stragglers": 0.1})
     assert attribute_losses(parts, mfu=None) == pytest.approx(
         {"compute": 0.6, "recompute": 0, "bubble": 0.1, "communication/data": 0.3, "stragglers": 0}
     )

@@ -23,8 +23,8 @@ def keys_of(seed, step):
 def test_rate_and_scale():
     y = dropped(list(range(40)))
     assert set(y.unique().tolist()) == {0.0, 1 / 0.7}
-    kept = float((y != 0).double().mean())
-    assert abs(kept - 0.7) < 5 * (0.21 / y.numel()) ** 0.5
+    kept_share = float((y != 0).double().mean())
+    assert abs(kept_share - 0.7) < 5 * (0.21 / y.numel()) ** 0.5
 
 
 def test_a_sample_has_its_mask_in_any_microbatch():
@@ -42,9 +42,9 @@ def test_everything_else_draws_another_mask():
         dropped([0], seed=2),
     ]
     size = masks[0].numel()
-    for i, one in enumerate(masks):
+    for i, mask in enumerate(masks):
         for other in masks[:i]:
-            same = float(((one != 0) == (other != 0)).double().mean())
+            same = float(((mask != 0) == (other != 0)).double().mean())
             chance = 0.7**2 + 0.3**2
             assert abs(same - chance) < 6 * (chance * (1 - chance) / size) ** 0.5
 
@@ -55,18 +55,18 @@ def test_keys_stay_where_they_are_from_step_to_step():
     first, key = dropout(x, "blocks.0.mlp"), keys.get("blocks.0.mlp", x.device)
     keys.begin(1)
     assert key is keys.get("blocks.0.mlp", x.device)
-    again = Dropout(0.3, keys_of(1, 1), torch.arange(LENGTH))(x, "blocks.0.mlp")
-    assert torch.equal(dropout(x, "blocks.0.mlp"), again) and not torch.equal(first, again)
+    redrawn = Dropout(0.3, keys_of(1, 1), torch.arange(LENGTH))(x, "blocks.0.mlp")
+    assert torch.equal(dropout(x, "blocks.0.mlp"), redrawn) and not torch.equal(first, redrawn)
 
 
 def test_backward_drops_the_same_and_keeps_nothing():
     dropout = Dropout(0.3, keys_of(1, 0), torch.arange(LENGTH))
     x = torch.randn(LENGTH, CHANNELS, dtype=torch.float64, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+    saved_tensors = []
+    with torch.autograd.graph.saved_tensors_hooks(saved_tensors.append, lambda tensor: tensor):
         y = dropout(x, "blocks.0.mlp")
     y.backward(torch.ones_like(y))
-    assert not kept and torch.equal(x.grad * x.detach(), y.detach())
+    assert not saved_tensors and torch.equal(x.grad * x.detach(), y.detach())
 
 
 def test_neighbouring_tokens_and_channels_are_independent():

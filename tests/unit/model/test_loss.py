@@ -56,11 +56,11 @@ def test_chunks_change_nothing(rows, monkeypatch):
     # A logit's rounding is carried into its probability, which is a factor of the gradients.
     exponent = 1.0 + float((hidden @ weight.value.T).detach().abs().max())
     assert_near(result.loss, loss, HIDDEN + VOCAB + TOKENS)
-    for found, wanted, terms in (
+    for actual, wanted, terms in (
         (result.d_hidden, d_hidden, HIDDEN + VOCAB),
         (weight.grad, d_weight, HIDDEN + VOCAB + TOKENS),
     ):
-        assert_near(found, wanted, terms, size=exponent * float(wanted.abs().max()))
+        assert_near(actual, wanted, terms, size=exponent * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -113,23 +113,25 @@ OPTIONS = [{}, {"z_loss": 0.01}, {"label_smoothing": 0.1}, {"softcap": 15.0}]
 def test_sure_predictions_are_rounded_once_and_no_sooner(dtype, ranks, options, pool):
     """Losses are as exact as in fp32. The target's gradient is small, and is rounded only once it
     is known. Others may be rounded before that, as probabilities, and once for each factor."""
-    found = pool.run(ranks, surely, dtype, options)
-    given = {"z_loss": 0.0, "label_smoothing": 0.0, "softcap": None, **options}
+    results = pool.run(ranks, surely, dtype, options)
+    settings = {"z_loss": 0.0, "label_smoothing": 0.0, "softcap": None, **options}
     leaf = torch.zeros(len(SURE), VOCAB, dtype=torch.float64)
     leaf[:, -1] = SURE
     logits = leaf.requires_grad_()
-    if given["softcap"]:
-        logits = given["softcap"] * (leaf / given["softcap"]).tanh()
+    if settings["softcap"]:
+        logits = settings["softcap"] * (leaf / settings["softcap"]).tanh()
     labels = torch.full((len(SURE),), VOCAB - 1)
-    smoothing = {"label_smoothing": given["label_smoothing"]}
+    smoothing = {"label_smoothing": settings["label_smoothing"]}
     partition = logits.logsumexp(-1)
     loss = F.cross_entropy(logits, labels, reduction="sum", **smoothing)
-    loss = loss + given["z_loss"] * partition.square().sum()
+    loss = loss + settings["z_loss"] * partition.square().sum()
     (SCALE * loss).backward()
     loss, partition = loss.detach(), partition.detach()
     single = 2 * unit_roundoff(torch.float32)
-    assert abs(float(found[0][0] - loss)) < growth(8, torch.float32) * float(partition.abs().sum())
-    gradient = torch.cat([part for _, part in found], 1).double()
+    assert abs(float(results[0][0] - loss)) < growth(8, torch.float32) * float(
+        partition.abs().sum()
+    )
+    gradient = torch.cat([part for _, part in results], 1).double()
     eps, probability = 2 * unit_roundoff(dtype), SCALE * logits.softmax(-1).detach()
     probability[:, -1] = 0.0
     allowed = eps * (leaf.grad.abs() + probability) + 8 * single

@@ -5,11 +5,12 @@ import math
 import pytest
 from tolerances import near
 
-from megaframe.architecture.matrices import attention_matrix_elements
+from megaframe.architecture.block import describe_block
+from megaframe.architecture.rotary import compute_scores_factor
 from megaframe.config import ModelConfig
 from megaframe.model.forward_context import RunContext
 from megaframe.model.mla import LatentAttention
-from megaframe.model.rotary import compute_frequencies, compute_scores_factor
+from megaframe.model.rotary import compute_frequencies
 
 DEEPSEEK = {"kv_rank": 512, "head_dim": 128, "rotary_dim": 64, "value_dim": 128}
 PUBLISHED = {
@@ -24,10 +25,11 @@ def test_parameters_of_the_released_layers(name):
     """Published: the elements of the attention's tensors in one layer of the released weights."""
     shape, rank, published = PUBLISHED[name]
     model = ModelConfig(**shape, latent={**DEEPSEEK, "query_rank": rank})
-    layer = LatentAttention("a", model, model.latent, 0.02, None, RunContext())
+    description = describe_block(model, 0).mixer
+    layer = LatentAttention("a", description, RunContext())
     specs = [p.spec for p in layer.parameters()]
     assert sum(spec.size for spec in specs) == published
-    assert attention_matrix_elements(model) == sum(s.size for s in specs if s.role == "matrix")
+    assert description.matrix_elements == sum(s.size for s in specs if s.role == "matrix")
 
 
 def yarn(**changes):

@@ -140,7 +140,7 @@ def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, ma
             if parameter.spec.role == "balance":
                 assert grad.sum() == built.config.model.moe.top_k * valid
                 continue
-            assert_near(grad, wanted, TERMS, size=size, what=parameter.spec.name)
+            assert_near(grad, wanted, TERMS, size=size, label=parameter.spec.name)
 
 
 def test_evaluation_is_the_plain_training_loss_without_dropout(build, make_microbatch):

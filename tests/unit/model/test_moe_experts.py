@@ -15,7 +15,7 @@ pytestmark = pytest.mark.numeric
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_one_product_of_all_experts_is_the_loop_over_them(activation, build, make_microbatch):
     """The loop computes the truth in fp64, in which torch has no grouped product."""
-    found = []
+    gradients = []
     for at_once, precision in ((False, "fp64"), (True, "fp32")):
         moe = {"experts": 6, "ffn": 8, "top_k": 1, "normalise": False}
         model = {"moe": moe, "activation": activation, "layers": 1, "hidden": 16}
@@ -28,13 +28,13 @@ def test_one_product_of_all_experts_is_the_loop_over_them(activation, build, mak
             for number in range(2):  # the second adds to the first one's gradients
                 built.stage.forward(number, microbatch, torch.ones((), dtype=torch.float64))
                 built.stage.backward(number)
-        found.append({p.spec.name: p.grad.clone() for p in built.stage.parameters()})
-        loads = next(load for name, load in found[-1].items() if "balance" in name)
+        gradients.append({p.spec.name: p.grad.clone() for p in built.stage.parameters()})
+        loads = next(load for name, load in gradients[-1].items() if "balance" in name)
         assert (loads == 0).any()
     terms = 4 + 8 + 16 + 37  # tokens, inner width, hidden and vocabulary
-    for name, wanted in found[0].items():
-        assert_near(found[1][name], wanted, terms, what=name)
-    assert any("experts" in name and grad.any() for name, grad in found[1].items())
+    for name, expected in gradients[0].items():
+        assert_near(gradients[1][name], expected, terms, label=name)
+    assert any("experts" in name and grad.any() for name, grad in gradients[1].items())
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
@@ -50,7 +50,7 @@ def test_in_8_bits_all_experts_at_once_are_each_alone(scaling, dtype, counts):
     width = 256 if scaling == "block" else 144  # 128 does not divide
     x, dy = random(sum(counts), 128), random(sum(counts), width)
     matrices, ends = random(len(counts), width, 128), torch.tensor(counts).cumsum(0).int()
-    made = eight.multiply_grouped(x, matrices, ends)
+    grouped = eight.multiply_grouped(x, matrices, ends)
     back = eight.compute_grouped_input_gradient(dy, matrices, ends)
     written, added = torch.ones(2, len(counts), 2, width // 2, 128, dtype=dtype)
     eight.compute_grouped_gradient(dy, x, ends, written, False)
@@ -60,10 +60,10 @@ def test_in_8_bits_all_experts_at_once_are_each_alone(scaling, dtype, counts):
         rows, grad = slice(start, start + count), torch.zeros(width, 128, dtype=dtype)
         start += count
         if count:
-            wanted = eight.multiply(x[rows], matrix, gradient=False, matrix=True)
-            assert_near(made[rows], wanted, 128)
-            wanted = eight.multiply(dy[rows], matrix.t(), gradient=True, matrix=True)
-            assert_near(back[rows], wanted, width)
+            expected = eight.multiply(x[rows], matrix, gradient=False, matrix=True)
+            assert_near(grouped[rows], expected, 128)
+            expected = eight.multiply(dy[rows], matrix.t(), gradient=True, matrix=True)
+            assert_near(back[rows], expected, width)
             grad = eight.compute_weight_gradient(dy[rows], x[rows])
         assert_near(first.view(width, 128), grad, count)
         assert_near(second.view(width, 128), grad + 1.0, count + 1)

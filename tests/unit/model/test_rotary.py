@@ -51,9 +51,9 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones():
     middle = (wavelength > 8192 / 4) & (wavelength < 8192)
     assert middle.any()
     smooth = (8192 / wavelength[middle] - 1) / (4 - 1)
-    wanted = (1 - smooth) * plain[middle] / 8 + smooth * plain[middle]
+    expected = (1 - smooth) * plain[middle] / 8 + smooth * plain[middle]
     # The share is a difference of numbers up to 4.
-    assert_near(rate[middle], wanted, 16, size=4 * plain[middle])
+    assert_near(rate[middle], expected, 16, size=4 * plain[middle])
 
 
 def test_yarn_ramps_between_its_two_rotation_counts():
@@ -75,5 +75,5 @@ def test_yarn_ramps_between_its_two_rotation_counts():
     assert_near(rate[high:], plain[high:] / 4, 4, size=plain[high:] / 4)
     middle = (low + high) // 2
     share = (middle - low) / (high - low)
-    wanted = plain[middle] * (1 - share) + plain[middle] / 4 * share
-    assert_near(rate[middle], wanted, 8)
+    expected = plain[middle] * (1 - share) + plain[middle] / 4 * share
+    assert_near(rate[middle], expected, 8)

@@ -44,10 +44,10 @@ def plain_backward(d_out, query, key, value, out, lse, mask, *, causal, scale):
         attention_tiles._make_causal(mask, query.transpose(1, 2), causal), None
     )
     heads_first = attention_tiles._move_heads_first(query, key, value)
-    made = attention_tiles._attend_plain_backward(
+    gradients = attention_tiles._attend_plain_backward(
         d_out.transpose(1, 2), *heads_first, out.transpose(1, 2), lse, bias, scale
     )
-    return [gradient.transpose(1, 2) for gradient in made]
+    return [gradient.transpose(1, 2) for gradient in gradients]
 
 
 WAYS = {"fused": (attend, attend_backward), "plain": (plain_attend, plain_backward)}
@@ -64,13 +64,15 @@ def samples(length, documents, generator, value_width=WIDTH):
     return query, key, value, numbers
 
 
-def assert_same_attention(found, wanted, query, key, value, d_out):
+def assert_same_attention(actual, expected, query, key, value, d_out):
     """Compare the output and the gradients. A score's rounding is carried into its exponential,
     and gradients are differences of products of `d_out` and values, which may cancel entirely."""
     scores = SCALE * largest_norm(query) * largest_norm(key)
     size = (1.0 + scores) * largest_norm(d_out) * largest_norm(value)
-    for name, mine, theirs in zip(("output", "query", "key", "value"), found, wanted, strict=True):
-        assert_near(mine, theirs, len(key[0]) + 2 * WIDTH, size=size, what=name)
+    for name, output, reference in zip(
+        ("output", "query", "key", "value"), actual, expected, strict=True
+    ):
+        assert_near(output, reference, len(key[0]) + 2 * WIDTH, size=size, label=name)
 
 
 def largest_norm(heads):
@@ -95,28 +97,30 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
     shape = (*query.shape[:3], value_width)
     d_out = torch.randn(shape, dtype=torch.float64, generator=generator)
     mask, places = AttentionMask(window, numbers), torch.arange(length)
-    wanted = whole(query, key, value, mask.make_dense(places, places), d_out)
-    found = [torch.zeros_like(tensor) for tensor in (d_out, query, key, value)]
+    expected = whole(query, key, value, mask.make_dense(places, places), d_out)
+    actual = [torch.zeros_like(tensor) for tensor in (d_out, query, key, value)]
     parts = [zigzag(places, index, ranks, 0) for index in range(ranks)]
-    for here, mine in enumerate(parts):
+    for rank, own_places in enumerate(parts):
         ends = find_document_ends(numbers, 2 * piece)
-        ring_mask = RingMask(Ring(here, ranks), 2 * piece, mask, ends)
-        out = torch.zeros_like(d_out[:, mine])
-        lse = torch.full((BATCH, HEADS, len(mine)), -math.inf, dtype=torch.float64)
-        order = [(here - step) % ranks for step in range(ranks)]
-        every = [(there, tile) for there in order for tile in ring_mask.get_tiles(there)]
-        for there, tile in every:
+        ring_mask = RingMask(Ring(rank, ranks), 2 * piece, mask, ends)
+        out = torch.zeros_like(d_out[:, own_places])
+        lse = torch.full((BATCH, HEADS, len(own_places)), -math.inf, dtype=torch.float64)
+        order = [(rank - step) % ranks for step in range(ranks)]
+        tiles = [(peer, tile) for peer in order for tile in ring_mask.get_tiles(peer)]
+        for there, tile in tiles:
             rows, keys = tile.queries, parts[there][tile.keys]
-            how = {"causal": tile.kind == "causal", "scale": SCALE}
+            options = {"causal": tile.kind == "causal", "scale": SCALE}
             dense = ring_mask.make_dense_tile(tile, there, query.device)
-            part = forward(query[:, mine[rows]], key[:, keys], value[:, keys], dense, **how)
+            part = forward(
+                query[:, own_places[rows]], key[:, keys], value[:, keys], dense, **options
+            )
             merge(out[:, rows], lse[:, :, rows], *part)
-        found[0][:, mine] = out
-        for there, tile in every:
+        actual[0][:, own_places] = out
+        for there, tile in tiles:
             rows, keys = tile.queries, parts[there][tile.keys]
             d_query, d_key, d_value = backward(
-                d_out[:, mine[rows]],
-                query[:, mine[rows]],
+                d_out[:, own_places[rows]],
+                query[:, own_places[rows]],
                 key[:, keys],
                 value[:, keys],
                 out[:, rows],
@@ -125,10 +129,10 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
                 causal=tile.kind == "causal",
                 scale=SCALE,
             )
-            found[1][:, mine[rows]] += d_query
-            found[2][:, keys] += d_key
-            found[3][:, keys] += d_value
-    assert_same_attention(found, wanted, query, key, value, d_out)
+            actual[1][:, own_places[rows]] += d_query
+            actual[2][:, keys] += d_key
+            actual[3][:, keys] += d_value
+    assert_same_attention(actual, expected, query, key, value, d_out)
 
 
 @settings(deadline=None, max_examples=40)
@@ -148,17 +152,17 @@ def test_tiles_among_tokens_that_are_here_are_the_whole(
     query, key, value, numbers = samples(length, documents, generator, value_width)
     d_out = torch.randn(*query.shape[:3], value_width, dtype=torch.float64, generator=generator)
     mask, places = AttentionMask(window, numbers), torch.arange(length)
-    wanted = whole(query, key, value, mask.make_dense(places, places), d_out)
+    expected = whole(query, key, value, mask.make_dense(places, places), d_out)
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_mask, "_QUERIES_PER_TILE", 4)
-        seen = SequenceMask(mask, BATCH, length, query.device)
-        out = _attend_locally(*leaves, seen, SCALE)
+        sequence_mask = SequenceMask(mask, BATCH, length, query.device)
+        out = _attend_locally(*leaves, sequence_mask, SCALE)
         out.backward(d_out)
-    found = (out, *(x.grad for x in leaves))
-    assert_same_attention(found, wanted, query, key, value, d_out)
+    actual = (out, *(x.grad for x in leaves))
+    assert_same_attention(actual, expected, query, key, value, d_out)
     if window is not None:
-        assert all(len(places[tile.keys]) <= window + 3 for tile in seen.tiles)
+        assert all(len(places[tile.keys]) <= window + 3 for tile in sequence_mask.tiles)
 
 
 @pytest.mark.parametrize("value_width", [WIDTH, 3])
@@ -173,7 +177,7 @@ def test_products_of_blocks_are_plain_attention(
     heads_at_once = {"samples": BATCH * HEADS, "groups": HEADS // GROUPS, "heads": 1}[room]
     monkeypatch.setattr(cpu_attention, "_SCORES_PER_BLOCK", heads_at_once * 75 * keys)
     generator = torch.Generator().manual_seed(0)
-    how = {"causal": causal, "scale": SCALE}
+    options = {"causal": causal, "scale": SCALE}
     query, d_out, key, value = (
         torch.randn(BATCH, length, heads, width, generator=generator).to(dtype).double()
         for length, heads, width in (
@@ -183,22 +187,22 @@ def test_products_of_blocks_are_plain_attention(
             (keys, GROUPS, value_width),
         )
     )
-    out, lse = plain_attend(query, key, value, None, **how)
-    wanted = (out, lse, *plain_backward(d_out, query, key, value, out, lse, None, **how))
+    out, lse = plain_attend(query, key, value, None, **options)
+    expected = (out, lse, *plain_backward(d_out, query, key, value, out, lse, None, **options))
     d_out, query, key, value, out = (
         x.to(dtype).transpose(1, 2) for x in (d_out, query, key, value, out)
     )
     wide = torch.promote_types(dtype, torch.float32)
-    found = list(cpu_attention.attend(query, key, value, **how))
-    found += cpu_attention.attend_backward(d_out, query, key, value, out, lse.to(wide), **how)
-    for mine, plain in zip(found, wanted, strict=True):
-        if mine.dim() == 4:
-            assert mine.dtype is dtype
-            mine = mine.transpose(1, 2)
+    actual = list(cpu_attention.attend(query, key, value, **options))
+    actual += cpu_attention.attend_backward(d_out, query, key, value, out, lse.to(wide), **options)
+    for output, plain in zip(actual, expected, strict=True):
+        if output.dim() == 4:
+            assert output.dtype is dtype
+            output = output.transpose(1, 2)
         if dtype is torch.bfloat16:
-            assert (mine.double() - plain).norm() < unit_roundoff(dtype) * plain.norm()
+            assert (output.double() - plain).norm() < unit_roundoff(dtype) * plain.norm()
         else:
-            assert_near(mine, plain, keys + 2 * WIDTH)
+            assert_near(output, plain, keys + 2 * WIDTH)
 
 
 @pytest.mark.parametrize("method", get_args(cpu_attention.AttentionMethod))
@@ -221,14 +225,14 @@ def test_tiles_are_computed_by_the_chosen_method(length, dtype, method, monkeypa
     assert cpu_attention.get_methods_in_use(dtype)[other] == cpu_attention.get_default_method(
         dtype, other
     )
-    how = {"causal": True, "scale": SCALE}
-    found, _ = attend(query.to(dtype), *kv.to(dtype), None, **how)
-    products, _ = cpu_attention.attend(*heads_first, **how)
+    options = {"causal": True, "scale": SCALE}
+    attended, _ = attend(query.to(dtype), *kv.to(dtype), None, **options)
+    products, _ = cpu_attention.attend(*heads_first, **options)
     fused, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *heads_first, 0.0, True, scale=SCALE
     )
     assert not torch.equal(products, fused)
-    assert torch.equal(found.transpose(1, 2), products if pays else fused)
+    assert torch.equal(attended.transpose(1, 2), products if pays else fused)
 
 
 def whole(query, key, value, mask, d_out):
@@ -244,32 +248,32 @@ def whole(query, key, value, mask, d_out):
 def test_ranks_compute_equally_much_and_need_no_mask(ranks):
     """Under a causal mask, a tile is the rank's own triangle or a rectangle of half the square."""
     length = 12
-    for here in range(ranks):
-        ring_mask = RingMask(Ring(here, ranks), length, AttentionMask(None, None), None)
-        for there in range(ranks):
-            (tile,) = ring_mask.get_tiles(there)
+    for rank in range(ranks):
+        ring_mask = RingMask(Ring(rank, ranks), length, AttentionMask(None, None), None)
+        for peer in range(ranks):
+            (tile,) = ring_mask.get_tiles(peer)
             queries, keys = (len(range(*s.indices(length))) for s in (tile.queries, tile.keys))
-            assert tile.kind == ("causal" if here == there else "all")
-            assert queries * keys == length**2 // (1 if here == there else 2)
+            assert tile.kind == ("causal" if rank == peer else "all")
+            assert queries * keys == length**2 // (1 if rank == peer else 2)
 
 
 def test_what_nobody_sees_is_not_computed():
     """A window of one piece reaches one piece back; documents of one piece see only themselves."""
     ranks, piece = 4, 3
     numbers = torch.arange(2 * ranks).repeat_interleave(piece).expand(BATCH, -1)
-    for here in range(ranks):
-        near = RingMask(Ring(here, ranks), 2 * piece, AttentionMask(piece, None), None)
+    for rank in range(ranks):
+        windowed = RingMask(Ring(rank, ranks), 2 * piece, AttentionMask(piece, None), None)
         ends = find_document_ends(numbers, 2 * piece)
-        alone = RingMask(Ring(here, ranks), 2 * piece, AttentionMask(None, numbers), ends)
-        for there in range(ranks):
-            assert bool(near.get_tiles(there)) == (abs(here - there) <= 1)
-            assert len(alone.get_tiles(there)) == 2 * (here == there)
+        by_document = RingMask(Ring(rank, ranks), 2 * piece, AttentionMask(None, numbers), ends)
+        for peer in range(ranks):
+            assert bool(windowed.get_tiles(peer)) == (abs(rank - peer) <= 1)
+            assert len(by_document.get_tiles(peer)) == 2 * (rank == peer)
 
 
 def test_a_microbatch_has_a_ring_mask_for_each_window_and_asks_for_documents_once(monkeypatch):
     """Each question (`tolist`) makes the host wait for the device."""
-    asked, tolist = [], torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: asked.append(x) or tolist(x))
+    tolist_calls, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: tolist_calls.append(x) or tolist(x))
     tokens = torch.zeros(BATCH, 8, dtype=torch.int64)
     documents = torch.arange(32).expand(BATCH, -1) // 3
     microbatch = Microbatch(tokens, tokens, torch.arange(BATCH), None, documents)
@@ -279,7 +283,7 @@ def test_a_microbatch_has_a_ring_mask_for_each_window_and_asks_for_documents_onc
     )
     windows = {window: mask.attention_mask.window for window, mask in context.masks.items()}
     assert windows == {5: 5, None: None, 40: None}, "32 tokens are all that 40 would see"
-    assert len(asked) == 1
+    assert len(tolist_calls) == 1
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -301,9 +305,9 @@ def test_a_query_that_sees_nothing_of_a_tile_changes_nothing(way):
 def test_zigzag_deals_every_token_once_and_equally(length, parts):
     dealt = [zigzag(torch.arange(length), index, parts, -1) for index in range(parts)]
     assert len({len(part) for part in dealt}) == 1
-    found = torch.cat(dealt)
-    assert found[found >= 0].sort().values.tolist() == list(range(length))
-    assert len(found) - length < 2 * parts
+    places = torch.cat(dealt)
+    assert places[places >= 0].sort().values.tolist() == list(range(length))
+    assert len(places) - length < 2 * parts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -31,8 +31,8 @@ def test_numbers_of_the_type_are_multiplied_exactly(scaling, matrix, rows, width
     left, right = on_the_grid(rows, width, 0), on_the_grid(160, width, 1)
     eight = Fp8Matmul(scaling, NO_KERNELS)
     # Factors that are powers of two change only the scales.
-    made = eight.multiply(left * 0.25, right * 8.0, gradient=False, matrix=matrix)
-    assert torch.equal(made, 2.0 * left @ right.t())
+    product = eight.multiply(left * 0.25, right * 8.0, gradient=False, matrix=matrix)
+    assert torch.equal(product, 2.0 * left @ right.t())
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -40,24 +40,24 @@ def test_numbers_of_the_type_are_multiplied_exactly(scaling, matrix, rows, width
 def test_the_error_is_that_of_two_roundings(scaling, gradient):
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(n, 300, generator=generator, dtype=torch.float64) for n in (70, 48))
-    made = Fp8Matmul(scaling, NO_KERNELS).multiply(left, right, gradient=gradient, matrix=False)
+    product = Fp8Matmul(scaling, NO_KERNELS).multiply(left, right, gradient=gradient, matrix=False)
     e4m3, e5m2 = (2.0**-4, 2.0**-3)  # half a unit in the last place
     of_left = e5m2 if gradient and scaling == "tensor" else e4m3
     relative = (1 + of_left) * (1 + e4m3) - 1
     # Subnormal numbers are off by at most half of the smallest one: by 2^-10, on a scale of 448.
     least = 300 * 2 * 2.0**-10 / 448 * float(left.abs().max() * right.abs().max())
     assert (
-        (made - left @ right.t()).abs() <= relative * left.abs() @ right.abs().t() + least
+        (product - left @ right.t()).abs() <= relative * left.abs() @ right.abs().t() + least
     ).all()
-    assert (made != left @ right.t()).all()
+    assert (product != left @ right.t()).all()
 
 
 def test_rounding_is_that_of_quantisation_and_ties_go_to_even():
     eight = Fp8Matmul("row", NO_KERNELS)
     x = torch.full((1, 16), 0.0)
     x[0, :5] = torch.tensor([448.0, 17.0, 19.0, 1.0625, 1.1875])  # ties between grid numbers
-    made = eight.multiply(x, torch.eye(16) * 448.0, gradient=False, matrix=False) / 448.0
-    assert made[0, :5].tolist() == [448.0, 16.0, 20.0, 1.0, 1.25]
+    product = eight.multiply(x, torch.eye(16) * 448.0, gradient=False, matrix=False) / 448.0
+    assert product[0, :5].tolist() == [448.0, 16.0, 20.0, 1.0, 1.25]
 
 
 WIDE = {"hidden": 256, "heads": 2, "kv_heads": 2, "ffn": 256, "norm": "rmsnorm", "layers": 1}
@@ -78,9 +78,9 @@ def test_layouts_that_leave_scales_alone_do_not_change_the_answer(scaling, paral
     """A scale per tensor or row depends on which part a tensor rank has; a scale per block does not
     if shards are whole blocks."""
     model, train = {**WIDE, "activation": "swiglu", **extra}, {"fp8": scaling, "microbatch": 2}
-    alone = pool.run(1, run, model, train)[0]
-    assert_same(pool.run(2, run, model, train, parallel), alone)
-    assert alone.losses != pool.run(1, run, model, {**train, "fp8": "none"})[0].losses
+    single = pool.run(1, run, model, train)[0]
+    assert_same(pool.run(2, run, model, train, parallel), single)
+    assert single.losses != pool.run(1, run, model, {**train, "fp8": "none"})[0].losses
 
 
 @pytest.mark.quick(when=lambda scaling: scaling == "row")

@@ -76,10 +76,10 @@ def no_library(request, monkeypatch):
     """The kernel library raises an error when it is imported."""
     real = builtins.__import__
 
-    def importing(name, *rest, **options):
+    def importing(name, *arguments, **options):
         if name.startswith("megaframe_kernels"):
             raise request.param
-        return real(name, *rest, **options)
+        return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", importing)
     return str(request.param)
@@ -110,13 +110,13 @@ def test_a_cpu_needs_the_library_only_for_what_is_named(no_library):
 
 @without_gpu
 def test_what_a_kernel_refuses_is_said_once_with_the_reason():
-    said = []
-    kernels = make_kernels(RunConfig(model=MOE), GPU, tell=said.append)
+    messages = []
+    kernels = make_kernels(RunConfig(model=MOE), GPU, notify=messages.append)
     x = torch.ones(2, 8, dtype=torch.float64)
     for _ in range(3):
         kernels.find("norm", x, x[0])
         kernels.find("router", x, 2)
-    norm, router = said
+    norm, router = messages
     assert norm.startswith("kernel norm: torch in place of triton") and "torch.float64" in norm
     assert router.startswith("warning: kernel router: reference in place of triton")
     assert "router not triton: torch.float64" in kernels.explain_refusal("router", x, 2)
@@ -130,5 +130,5 @@ def test_8_bits_on_a_cpu_are_a_warning():
 
     assert warned() is None
     assert "warning: train.fp8=row is emulated on a cpu" in warned(train={"fp8": "row"})
-    asked = warned(train={"fp8": "row"}, kernels={"fp8": "reference"})
-    assert "runs as the reference" in asked and "kernels.fp8=reference" in asked
+    warning = warned(train={"fp8": "row"}, kernels={"fp8": "reference"})
+    assert "runs as the reference" in warning and "kernels.fp8=reference" in warning

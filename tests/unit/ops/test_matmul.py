@@ -64,12 +64,12 @@ def test_product_and_bias(rows, inner, columns, choice, transposed):
     left, right = operands(rows, inner, columns, dtype, transposed=transposed)
     bias = torch.randn(columns).to(dtype)
     wanted, numbers = exactly(left, right)
-    for found, expected in (
+    for actual, expected in (
         (multiply(left, right), wanted),
         (multiply(left, right, bias), wanted + bias),
     ):
-        assert found.dtype is dtype
-        assert_near(found, expected, inner + 2, size=numbers + bias.abs())
+        assert actual.dtype is dtype
+        assert_near(actual, expected, inner + 2, size=numbers + bias.abs())
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -82,15 +82,15 @@ def test_products_of_several(heads, size, choice, transposed):
     dtype = take(choice)
     pairs = [operands(*size, dtype, transposed=transposed) for _ in range(heads)]
     left, right = (torch.stack([pair[side] for pair in pairs]) for side in (0, 1))
-    wanted, numbers = exactly(left, right)
+    expected, numbers = exactly(left, right)
     allowed = torch.backends.mkldnn.matmul.fp32_precision
     for make, kind in (
         (multiply_batched, dtype),
         (multiply_batched_wide, torch.promote_types(dtype, torch.float32)),
     ):
-        found = make(left, right)
-        assert found.dtype is kind
-        assert_near(found, wanted, size[1], size=numbers)
+        actual = make(left, right)
+        assert actual.dtype is kind
+        assert_near(actual, expected, size[1], size=numbers)
     assert torch.backends.mkldnn.matmul.fp32_precision == allowed
 
 
@@ -103,16 +103,16 @@ def test_written_or_added_in_pieces(rows, inner, columns, choice, add, piece, mo
     monkeypatch.setattr(module, "PIECE_BYTES", piece)
     left, right = operands(rows, inner, columns, dtype, transposed=True)
     old = torch.randn(rows, columns) if add else torch.full((rows, columns), torch.nan)
-    made, numbers = exactly(left, right)
+    product, numbers = exactly(left, right)
     for kind in {dtype, torch.promote_types(dtype, torch.float32)}:
         out = old.to(kind)
-        wanted = made + (out.double() if add else 0.0)
+        expected = product + (out.double() if add else 0.0)
         multiply_into(out, left, right, add=add)
         # A product may be rounded to the type of its operands before it is added.
-        first = unit_roundoff(dtype) * made.abs()
+        first = unit_roundoff(dtype) * product.abs()
         total = numbers + (old.double().abs() if add else 0.0)
-        allowed = allowance(inner + 2, total, kind, result=wanted.abs()) + first
-        assert_within(out, wanted, allowed, f"{inner} products of {dtype}, a sum of {kind}")
+        allowed = allowance(inner + 2, total, kind, result=expected.abs()) + first
+        assert_within(out, expected, allowed, f"{inner} products of {dtype}, a sum of {kind}")
 
 
 def test_fp32_on_a_cpu_keeps_fp32_precision():
@@ -120,8 +120,8 @@ def test_fp32_on_a_cpu_keeps_fp32_precision():
     for library in list_libraries(torch.float32):
         take((torch.float32, library))
         left, right = operands(64, 4096, 64, torch.float32, transposed=False)
-        wanted, _ = exactly(left, right)
-        assert_near(multiply(left, right), wanted, 4096)  # about 0.008
+        expected, _ = exactly(left, right)
+        assert_near(multiply(left, right), expected, 4096)  # about 0.008
 
 
 def test_onednn_has_a_fast_routine_for_every_piece(capfd, monkeypatch):

@@ -18,11 +18,11 @@ def spec(name, shape):
     return ParamSpec(name, shape, Constant(0.0), role="matrix")
 
 
-def whole(one):
+def whole(spec_):
     """Return the numbers of a whole parameter, in its shape."""
-    box = Box((0,) * len(one.shape), one.shape)
+    box = Box((0,) * len(spec_.shape), spec_.shape)
     partition = BucketPartition.divide([box], 1, 1, 0, divided=False)
-    return ElementIds([one], partition, SEED)(slice(0, box.size), CPU).view(one.shape)
+    return ElementIds([spec_], partition, SEED)(slice(0, box.size), CPU).view(spec_.shape)
 
 
 @st.composite
@@ -45,15 +45,15 @@ def test_every_piece_has_the_numbers_of_its_place_in_the_whole(parts, ranks, chu
         element_ids, length = ElementIds(specs, partition, SEED), partition.master_span.stop
         length -= partition.master_span.start
         chunks = [slice(i, min(i + chunk, length)) for i in range(0, length, chunk)]
-        found = torch.cat([element_ids(span, CPU) for span in chunks])
+        ids = torch.cat([element_ids(span, CPU) for span in chunks])
         for index, box, place in partition.iterate_pieces(partition.master_span):
-            assert torch.equal(found[place].view(box.shape), whole(specs[index])[box.slices])
-            found[place] = 0
-        assert not found.any()
+            assert torch.equal(ids[place].view(box.shape), whole(specs[index])[box.slices])
+            ids[place] = 0
+        assert not ids.any()
 
 
 def test_places_count_from_one_to_the_next_and_parameters_begin_elsewhere():
-    one, other = whole(spec("a", (3, 5))), whole(spec("b", (3, 5)))
-    assert torch.equal(one.flatten().diff(), torch.ones(14, dtype=torch.int64))
-    assert one[0, 0] != other[0, 0]
-    assert math.log2(int(one[0, 0])) < 32
+    first, other = whole(spec("a", (3, 5))), whole(spec("b", (3, 5)))
+    assert torch.equal(first.flatten().diff(), torch.ones(14, dtype=torch.int64))
+    assert first[0, 0] != other[0, 0]
+    assert math.log2(int(first[0, 0])) < 32

@@ -37,8 +37,8 @@ def test_landmarks(kind, decay, points):
 @given(st.sampled_from(KINDS), st.integers(0, 50), st.integers(1, 200), st.integers(0, 300))
 def test_rates_stay_between_the_two_and_only_fall_after_warm_up(kind, warmup, steps, update):
     optim = OptimConfig(schedule=kind, lr=1.0, min_lr=0.1, warmup=warmup)
-    now, later = (compute_learning_rate(optim, u, steps) for u in (update, update + 1))
+    current_rate, later = (compute_learning_rate(optim, u, steps) for u in (update, update + 1))
     rounding = 4 * 2.0**-53  # of the few operations that make a rate near one
-    assert 0 < now <= 1.0 + rounding
+    assert 0 < current_rate <= 1.0 + rounding
     if update >= warmup:
-        assert 0.1 - rounding <= later <= now + rounding
+        assert 0.1 - rounding <= later <= current_rate + rounding

@@ -33,13 +33,13 @@ def test_five_steps_equal_torch_adamw_with_its_own_clipping(build, make_microbat
         {"bias": True, "position": "learned"},
         optim={"lr": 0.02, "schedule": "constant", "clip": 0.7, "weight_decay": 0.3},
     )
-    ours = weights_of(built)
-    theirs = {name: w.clone().requires_grad_() for name, w in ours.items()}
-    decayed = [w for name, w in theirs.items() if name.endswith("weight")]
-    rest = [w for name, w in theirs.items() if not name.endswith("weight")]
-    assert len(rest) > 10
+    own_weights = weights_of(built)
+    torch_weights = {name: w.clone().requires_grad_() for name, w in own_weights.items()}
+    decayed = [w for name, w in torch_weights.items() if name.endswith("weight")]
+    undecayed = [w for name, w in torch_weights.items() if not name.endswith("weight")]
+    assert len(undecayed) > 10
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}],
+        [{"params": decayed, "weight_decay": 0.3}, {"params": undecayed, "weight_decay": 0.0}],
         lr=0.02,
         betas=(0.9, 0.95),
         eps=1e-8,
@@ -50,15 +50,17 @@ def test_five_steps_equal_torch_adamw_with_its_own_clipping(build, make_microbat
             # Clipping has divided the gradients in place; undo it, because torch clips them itself.
             factor = max(float(update.grad_norm) / 0.7, 1.0)
             for parameter, _, grad in bucket.iterate_pieces(bucket.grad_sums, bucket.master_span):
-                theirs[parameter.spec.name].grad = grad * factor
-        norm = torch.nn.utils.clip_grad_norm_(list(theirs.values()), 0.7)
-        assert float(norm) == near(float(update.grad_norm), sum(w.numel() for w in ours.values()))
+                torch_weights[parameter.spec.name].grad = grad * factor
+        norm = torch.nn.utils.clip_grad_norm_(list(torch_weights.values()), 0.7)
+        assert float(norm) == near(
+            float(update.grad_norm), sum(w.numel() for w in own_weights.values())
+        )
         if norm > 0.7:  # torch adds 1e-6 to the norm by which it divides
-            for weight in theirs.values():
+            for weight in torch_weights.values():
                 weight.grad *= (norm + 1e-6) / norm
         optimizer.step()
-        for name, weight in theirs.items():
-            assert_near(ours[name], weight, 24 * (step + 1), what=name)
+        for name, weight in torch_weights.items():
+            assert_near(own_weights[name], weight, 24 * (step + 1), label=name)
     assert built.optimizer.read_state().updates == 5
 
 
@@ -136,12 +138,12 @@ def test_state_of_the_optimizer_is_whole(build, make_microbatch):
     assert names == plain | {f"optimizer.{kind}/{n}" for kind in ("mean", "square") for n in plain}
     take_step(built, make_microbatch(built.config), 0)
     other = build()
-    for (_, _, _, mine), (_, _, _, theirs) in zip(
+    for (_, _, _, source), (_, _, _, target) in zip(
         built.optimizer.list_tensors(), other.optimizer.list_tensors(), strict=True
     ):
-        theirs.copy_(mine)
+        target.copy_(source)
     other.optimizer.load_state(built.optimizer.read_state())
-    for one in (built, other):
-        take_step(one, make_microbatch(built.config, 1), 1)
+    for built_model in (built, other):
+        take_step(built_model, make_microbatch(built.config, 1), 1)
     for name, weight in weights_of(built).items():
         assert torch.equal(weight, weights_of(other)[name])

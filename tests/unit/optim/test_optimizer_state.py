@@ -68,13 +68,13 @@ def test_weights_are_rounded_as_they_are_updated(name, averaged):
 @given(st.integers(0, 2**31), st.integers(1, 3 * BLOCK))
 def test_what_is_kept_is_near_and_keeps_itself(code, seed, count):
     values = values_of(seed, count, is_square(code))
-    kept = code.encode(values, compute_rounding_draws(torch.arange(count), seed))
-    found = code.decode(kept, count, torch.float32)
+    encoded = code.encode(values, compute_rounding_draws(torch.arange(count), seed))
+    decoded = code.decode(encoded, count, torch.float32)
     inside = values.abs() > 1.1e-6 * values.abs().max()
-    assert ((found - values).abs()[inside] <= 0.12 * values.abs()[inside]).all()
-    assert (found[values > 0] > 0).all() or not is_square(code)
-    again = code.encode(found, torch.full((count,), 0.5))
-    assert all(torch.equal(one, two) for one, two in zip(kept, again, strict=True))
+    assert ((decoded - values).abs()[inside] <= 0.12 * values.abs()[inside]).all()
+    assert (decoded[values > 0] > 0).all() or not is_square(code)
+    encoded_again = code.encode(decoded, torch.full((count,), 0.5))
+    assert all(torch.equal(first, two) for first, two in zip(encoded, encoded_again, strict=True))
 
 
 @pytest.mark.parametrize("code", LOSSY)
@@ -90,9 +90,9 @@ def test_rounding_is_true_on_average_over_elements_and_over_steps(code):
             if spread.stop == 1:
                 values = torch.tensor([1.0, value])
             chance = compute_rounding_draws(torch.arange(7, 7 + len(values)), number)
-            found = code.decode(code.encode(values, chance), len(values), torch.float32)
-            total += float(found[values < 1.0].double().mean())
-            neighbours |= set(found[values < 1.0].tolist())
+            decoded = code.decode(code.encode(values, chance), len(values), torch.float32)
+            total += float(decoded[values < 1.0].double().mean())
+            neighbours |= set(decoded[values < 1.0].tolist())
         low, high = sorted(neighbours)
         # Five standard deviations of the mean of draws, each of which goes up with this chance.
         chance, count = (value - low) / (high - low), draws * int((values < 1.0).sum())
@@ -106,10 +106,10 @@ def test_a_slow_average_reaches_what_it_averages(code):
     weights = torch.empty(BLOCK)
     optimizer_state = Moments(weights, {"a": code}, MomentStorage(code, code))
     for number in range(1, 1500):
-        for _, _, found in optimizer_state.iterate_chunks(weights, make_step(number)):
-            found["a"].lerp_(torch.ones(BLOCK), 0.002)
-    ((_, _, found),) = list(optimizer_state.iterate_chunks(weights, make_step(0, skip=1.0)))
-    assert float(found["a"].mean()) == pytest.approx(1 - 0.998**1499, rel=0.01)
+        for _, _, state in optimizer_state.iterate_chunks(weights, make_step(number)):
+            state["a"].lerp_(torch.ones(BLOCK), 0.002)
+    ((_, _, state),) = list(optimizer_state.iterate_chunks(weights, make_step(0, skip=1.0)))
+    assert float(state["a"].mean()) == pytest.approx(1 - 0.998**1499, rel=0.01)
 
 
 @pytest.mark.parametrize(("state", "most"), [("master", 8.0), ("bf16", 4.0), ("int8", 2.04)])
@@ -145,7 +145,7 @@ def test_state_in_host_memory_gives_the_same_bits(state, count):
         assert not mixed or torch.equal(rounded, weights.bfloat16())
         results.append((weights, *rule.state.values()))
     for others in results[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(results[0], others, strict=True))
+        assert all(torch.equal(first, two) for first, two in zip(results[0], others, strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -168,8 +168,8 @@ def test_a_gpu_gets_the_bits_that_it_keeps_itself(state, monkeypatch):
             step = replace(step, divisor=step.divisor.cuda(), skip=step.skip.cuda())
             rule.update(weights, gradient.clone(), step, rounded)
         offload.synchronize()
-        results.append([one.cpu() for one in (weights, rounded, *rule.state.values())])
-    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+        results.append([tensor.cpu() for tensor in (weights, rounded, *rule.state.values())])
+    assert all(torch.equal(first, two) for first, two in zip(*results, strict=True))
 
 
 LEARN = {"layers": 1, "hidden": 32, "heads": 2, "vocab": 61}
@@ -194,36 +194,36 @@ def loss_after(build, make_microbatch, name, state):
 def test_training_in_fewer_bits_learns_as_much(name, build, make_microbatch):
     """The model memorises random tokens: the loss falls from 4.1 to less than 2. With fewer bits it
     falls by more than 95% of that."""
-    whole = loss_after(build, make_microbatch, name, "master")
-    way = whole[0] - sum(whole[-4:]) / 4
+    full_losses = loss_after(build, make_microbatch, name, "master")
+    way = full_losses[0] - sum(full_losses[-4:]) / 4
     assert way > 1.5
     for state in ("bf16", "int8"):
-        found = loss_after(build, make_microbatch, name, state)
-        assert found != whole
-        assert found[0] - sum(found[-4:]) / 4 > 0.95 * way
+        losses = loss_after(build, make_microbatch, name, state)
+        assert losses != full_losses
+        assert losses[0] - sum(losses[-4:]) / 4 > 0.95 * way
 
 
 @pytest.mark.parametrize("saved", ["master", "bf16", "int8"])
 @pytest.mark.parametrize("loaded", ["master", "bf16", "int8"])
 def test_state_goes_from_one_type_to_another(saved, loaded, build, make_microbatch):
     """State is copied as `tensors` yields it for a checkpoint; the same type loses nothing."""
-    one, other = (
+    first, other = (
         build(train={"precision": "fp32"}, optim={"state": state}) for state in (saved, loaded)
     )
     for step in range(3):
-        take_step(one, make_microbatch(one.config, step), step)
-    held = {key: tensor.clone() for key, _, _, tensor in one.optimizer.list_tensors(owned=True)}
+        take_step(first, make_microbatch(first.config, step), step)
+    held = {key: tensor.clone() for key, _, _, tensor in first.optimizer.list_tensors(owned=True)}
     for key, _, _, tensor in other.optimizer.list_tensors():
         tensor.copy_(held[key])
-    other.optimizer.load_state(one.optimizer.read_state())
+    other.optimizer.load_state(first.optimizer.read_state())
     for key, _, _, tensor in other.optimizer.list_tensors(owned=True):
         exact = saved == loaded or loaded == "master" or not key.startswith("optimizer.")
-        near = {"rtol": 0, "atol": 0} if exact else {"rtol": 0.12, "atol": 1e-6}
-        torch.testing.assert_close(tensor.float(), held[key].float(), **near)
+        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 0.12, "atol": 1e-6}
+        torch.testing.assert_close(tensor.float(), held[key].float(), **tolerance)
     if saved == loaded:
-        for built in (one, other):
+        for built in (first, other):
             take_step(built, make_microbatch(built.config, 9), 9)
-        for mine, theirs in zip(
-            one.sharded_parameters.buckets, other.sharded_parameters.buckets, strict=True
+        for first_bucket, other_bucket in zip(
+            first.sharded_parameters.buckets, other.sharded_parameters.buckets, strict=True
         ):
-            assert torch.equal(mine.weights, theirs.weights)
+            assert torch.equal(first_bucket.weights, other_bucket.weights)

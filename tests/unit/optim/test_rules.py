@@ -41,34 +41,34 @@ def random(count, seed):
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 def test_sgd_is_that_of_torch_with_its_decay_apart(momentum, nesterov):
-    ours = random(70_000, 0)
-    theirs = ours.clone().requires_grad_()
+    weights = random(70_000, 0)
+    torch_weights = weights.clone().requires_grad_()
     rates = GroupRates(0.5, 0.2)
     speed = Momentum(MomentumOptions(momentum, nesterov, rates), KEEPING)
-    sgd = ElementwiseRule(ours, [speed, GradientDescent(rates)], KEEPING)
-    torchs = torch.optim.SGD([theirs], lr=0.05, momentum=momentum, nesterov=nesterov)
+    sgd = ElementwiseRule(weights, [speed, GradientDescent(rates)], KEEPING)
+    torchs = torch.optim.SGD([torch_weights], lr=0.05, momentum=momentum, nesterov=nesterov)
     for number in range(1, 5):
         grads = random(70_000, number)
-        theirs.grad = grads / 3.0
+        torch_weights.grad = grads / 3.0
         with torch.no_grad():
-            theirs.mul_(1 - 0.05 * 0.2)
+            torch_weights.mul_(1 - 0.05 * 0.2)
         torchs.step()
-        sgd.update(ours, grads.clone(), make_step(number, divisor=3.0))
-        assert_near(ours, theirs, 8 * number)
+        sgd.update(weights, grads.clone(), make_step(number, divisor=3.0))
+        assert_near(weights, torch_weights, 8 * number)
 
 
 def test_lion_is_its_definition():
     weights, mean = random(70_000, 0), torch.zeros(70_000, dtype=torch.float64)
-    ours = weights.clone()
+    updated = weights.clone()
     lion = Lion(LionOptions(0.9, 0.99, GroupRates(1.0, 0.2)), KEEPING)
-    lion = ElementwiseRule(ours, [lion], KEEPING)
+    lion = ElementwiseRule(updated, [lion], KEEPING)
     for number in range(1, 5):
         grads = random(70_000, number)
         direction = (0.9 * mean + 0.1 * grads).sign()
         weights = weights - 0.1 * (direction + 0.2 * weights)
         mean = 0.99 * mean + 0.01 * grads
-        lion.update(ours, grads.clone(), make_step(number))
-        assert_near(ours, weights, 8 * number)
+        lion.update(updated, grads.clone(), make_step(number))
+        assert_near(updated, weights, 8 * number)
 
 
 ITERATIONS = 5
@@ -133,7 +133,7 @@ def test_muon_is_its_definition_for_matrices_and_adamw_for_the_rest(build, make_
         for name, weights in weights_of(muon).items():
             role, gradient = grads[name]
             if role != "matrix":
-                assert_near(weights, weights_of(adamw)[name], 16, what=name)
+                assert_near(weights, weights_of(adamw)[name], 16, label=name)
                 continue
             pairs = zip(matrices_of(name, gradient), momenta[name], strict=True)
             direction = put_together(name, gradient, [by_definition(g, m) for g, m in pairs])
@@ -251,11 +251,11 @@ def test_the_average_is_its_definition(build, make_microbatch):
         take_step(built, make_microbatch(built.config, step), step)
         for name, weights in weights_of(built).items():
             expected[name] = 0.8 * expected[name] + 0.2 * weights
-    found = {
+    averages = {
         key.removeprefix("optimizer.ema/"): tensor
         for key, _, _, tensor in built.optimizer.list_tensors()
         if key.startswith("optimizer.ema/")
     }
-    assert found.keys() == expected.keys()
-    for name, average in found.items():
-        assert_near(average, expected[name], 4 * 4, what=name)
+    assert averages.keys() == expected.keys()
+    for name, average in averages.items():
+        assert_near(average, expected[name], 4 * 4, label=name)

@@ -35,13 +35,13 @@ def test_any_piece_equals_that_piece_of_the_whole(data):
 
 def test_name_and_seed_are_the_key_and_blocks_differ():
     shape = (2048, 1024)  # two blocks
-    one = whole(ParamSpec("a", shape, Normal(1.0), role="matrix"))
-    assert torch.equal(one, whole(ParamSpec("a", shape, Normal(1.0), role="matrix")))
-    assert not torch.equal(one, whole(ParamSpec("b", shape, Normal(1.0), role="matrix")))
-    assert not torch.equal(one, whole(ParamSpec("a", shape, Normal(1.0), role="matrix"), seed=8))
-    assert not torch.equal(one[:1024], one[1024:])
-    assert abs(float(one.mean())) < 5 / one.numel() ** 0.5
-    assert abs(float(one.std()) - 1) < 5 / (2 * one.numel()) ** 0.5
+    drawn = whole(ParamSpec("a", shape, Normal(1.0), role="matrix"))
+    assert torch.equal(drawn, whole(ParamSpec("a", shape, Normal(1.0), role="matrix")))
+    assert not torch.equal(drawn, whole(ParamSpec("b", shape, Normal(1.0), role="matrix")))
+    assert not torch.equal(drawn, whole(ParamSpec("a", shape, Normal(1.0), role="matrix"), seed=8))
+    assert not torch.equal(drawn[:1024], drawn[1024:])
+    assert abs(float(drawn.mean())) < 5 / drawn.numel() ** 0.5
+    assert abs(float(drawn.std()) - 1) < 5 / (2 * drawn.numel()) ** 0.5
 
 
 def test_precisions_start_from_the_same_draw():

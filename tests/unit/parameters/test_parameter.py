@@ -29,31 +29,31 @@ def test_products_add_up(dtype, piece, monkeypatch):
     left, right = torch.randn(4, 6).to(dtype), torch.randn(4, 5).to(dtype)
     parameter.add_product(left, right)
     parameter.add_product(left, right)
-    wanted = 2.0 * (left.double().T @ right.double()).view(2, 3, 5)
+    expected = 2.0 * (left.double().T @ right.double()).view(2, 3, 5)
     size = 2.0 * (left.double().T.abs() @ right.double().abs()).view(2, 3, 5)
-    allowed = allowance(8, size, dtype, result=wanted.abs())
-    assert_within(parameter.grad, wanted, allowed, f"products of 4 terms, rounded to {dtype}")
+    allowed = allowance(8, size, dtype, result=expected.abs())
+    assert_within(parameter.grad, expected, allowed, f"products of 4 terms, rounded to {dtype}")
 
 
-@pytest.mark.parametrize("then", ["finish", "add", "add_product"])
-def test_matrices_one_by_one(then):
+@pytest.mark.parametrize("operation", ["finish", "add", "add_product"])
+def test_matrices_one_by_one(operation):
     """Matrices without an addition are zero, whatever is added next."""
     parameter = make((3, 4, 5), torch.float64, torch.float64)
     left, right = torch.randn(6, 4).double(), torch.randn(6, 5).double()
     for step in range(2):  # each step leaves out other matrices
         parameter.fresh = True
-        parameter.add_product(left, right, of=2 * step)
-        parameter.add(torch.ones(4, 5), of=2 * step)
-        wanted = torch.zeros(3, 4, 5).double()
-        wanted[2 * step] = left.T @ right + 1
-        if then == "add":
+        parameter.add_product(left, right, matrix=2 * step)
+        parameter.add(torch.ones(4, 5), matrix=2 * step)
+        expected = torch.zeros(3, 4, 5).double()
+        expected[2 * step] = left.T @ right + 1
+        if operation == "add":
             parameter.add(torch.ones(3, 4, 5))
-            wanted += 1
-        elif then == "add_product":
+            expected += 1
+        elif operation == "add_product":
             parameter.add_product(torch.ones(1, 12).double(), torch.ones(1, 5).double())
-            wanted += 1
+            expected += 1
         parameter.finish()
-        assert_near(parameter.grad, wanted, 8)
+        assert_near(parameter.grad, expected, 8)
 
 
 def test_sums_look_ups_and_unused():

@@ -52,13 +52,13 @@ def one_tier(count, reduces=False):
 @pytest.mark.parametrize("count", [2, 8, 64])
 @pytest.mark.parametrize("size", [1e3, 1e6, 1e9])
 def test_closed_forms_on_one_tier(operation, algorithm, form, count, size):
-    found = ALGORITHMS[operation][algorithm](size, one_tier(count))
-    assert float(found) == pytest.approx(form(count, size), rel=1e-12)
+    seconds = ALGORITHMS[operation][algorithm](size, one_tier(count))
+    assert float(seconds) == pytest.approx(form(count, size), rel=1e-12)
 
 
 def test_switches_that_add_send_each_number_once():
-    found = ALGORITHMS["all_reduce"]["in_network"](1e9, one_tier(64, reduces=True))
-    assert float(found) == pytest.approx(2 * ALPHA + 1e9 / BANDWIDTH)
+    seconds = ALGORITHMS["all_reduce"]["in_network"](1e9, one_tier(64, reduces=True))
+    assert float(seconds) == pytest.approx(2 * ALPHA + 1e9 / BANDWIDTH)
     assert np.isinf(ALGORITHMS["all_reduce"]["in_network"](1e9, one_tier(64)))
 
 
@@ -88,10 +88,10 @@ def test_the_choice_is_the_best_of_all_and_grows_with_the_size(count, size, othe
 @given(inner=st.sampled_from([2, 4, 8]), outer=st.integers(2, 64), size=st.floats(1e6, 1e11))
 def test_hierarchies_carry_on_the_slow_tier_what_is_left(inner, outer, size):
     group = [GroupLevel(float(inner), 0.0, 1e11), GroupLevel(float(outer), 0.0, 1e10)]
-    found = float(ALGORITHMS["all_reduce"]["hierarchical"](size, group))
+    seconds = float(ALGORITHMS["all_reduce"]["hierarchical"](size, group))
     left = size / inner
     form = 2 * size * (inner - 1) / inner / 1e11 + 2 * left * (outer - 1) / outer / 1e10
-    assert found == pytest.approx(form)
+    assert seconds == pytest.approx(form)
     # A ring over all ranks uses the adapters of all ranks of a node.
     p = inner * outer
     ring = float(ALGORITHMS["all_reduce"]["ring"](size, group))
@@ -104,25 +104,28 @@ def test_each_hop_has_the_latency_of_its_tier(counts):
     group = [GroupLevel(float(m), a, 1e11) for m, a in zip(counts, alphas, strict=True)]
     p, tiers = math.prod(counts), range(len(counts))
 
-    def tier(one, other):
+    def tier(first, other):
         """Return the outermost tier on which two ranks are at different places."""
         inside = [math.prod(counts[:number]) for number in tiers]
         return max(
-            n for n in tiers if one // inside[n] % counts[n] != other // inside[n] % counts[n]
+            n for n in tiers if first // inside[n] % counts[n] != other // inside[n] % counts[n]
         )
 
     round_once = sum(alphas[tier(rank, (rank + 1) % p)] for rank in range(p))
-    found = float(ALGORITHMS["all_gather"]["ring"](0.0, group))
-    assert found == pytest.approx(round_once * (p - 1) / p)
+    seconds = float(ALGORITHMS["all_gather"]["ring"](0.0, group))
+    assert seconds == pytest.approx(round_once * (p - 1) / p)
     deep = sum(math.ceil(math.log2(m)) * a for m, a in zip(counts, alphas, strict=True))
     assert float(ALGORITHMS["all_reduce"]["tree"](0.0, group)) == pytest.approx(2 * deep)
 
 
 def test_shares_of_links_are_of_each_tier():
     cluster = load_cluster("gb200-nvl72")
-    whole, part = (group_levels(cluster, 1, 144, shares) for shares in ((1.0,), (0.5, 0.75)))
-    found = [float(own.bandwidth / all_.bandwidth) for all_, own in zip(whole, part, strict=True)]
-    assert found == [0.5] + [0.75] * (len(cluster.tiers) - 1)
+    full_levels, part = (group_levels(cluster, 1, 144, shares) for shares in ((1.0,), (0.5, 0.75)))
+    shares_found = [
+        float(shared.bandwidth / all_.bandwidth)
+        for all_, shared in zip(full_levels, part, strict=True)
+    ]
+    assert shares_found == [0.5] + [0.75] * (len(cluster.tiers) - 1)
 
 
 @settings(deadline=None, max_examples=60)
@@ -141,9 +144,9 @@ def test_levels_of_many_groups_are_those_of_each():
     strides, counts = np.array([1, 8, 72, 576]), np.array([144, 9, 4, 16])
     many = group_levels(cluster, strides, counts)
     for place, (stride, count) in enumerate(zip(strides, counts, strict=True)):
-        alone = group_levels(cluster, int(stride), int(count))
+        single_group = group_levels(cluster, int(stride), int(count))
         assert [float(level.members[place]) for level in many] == [
-            float(level.members) for level in alone
+            float(level.members) for level in single_group
         ]
 
 

@@ -19,14 +19,14 @@ def folder(tmp_path, *overrides):
 def test_a_layout_that_waits_is_told_a_better_one(tmp_path):
     keys = ("train.global_batch=16", "train.microbatch=4", "parallel.tensor=2")
     path = folder(tmp_path, *keys) / "config.yaml"
-    found = compare_run(path, {"ranks": 4, "device": "CPU"})
-    record = found.record()
-    assert record["cluster"] == "cpu" and found.choice.layout.tensor == 2
+    comparison = compare_run(path, {"ranks": 4, "device": "CPU"})
+    record = comparison.record()
+    assert record["cluster"] == "cpu" and comparison.choice.layout.tensor == 2
     assert record["step_seconds"] == pytest.approx(sum(record["breakdown"].values()), rel=1e-6)
-    sentence, *reasons = found.suggest_layouts()
+    sentence, *reasons = comparison.suggest_layouts()
     assert "instead of" in sentence and "tensor" not in sentence and reasons
-    cluster = found.cluster
-    better = search(found.choice.config, 4, cluster, constants_of(cluster.chip.family)).best
+    cluster = comparison.cluster
+    better = search(comparison.choice.config, 4, cluster, constants_of(cluster.chip.family)).best
     path.write_text(dump(better.config))
     assert "none of " in next(compare_run(path, {"ranks": 4, "device": "CPU"}).suggest_layouts())
 
@@ -50,8 +50,8 @@ def test_the_cluster_is_that_of_the_device_with_its_memory(tmp_path):
         "device": "NVIDIA A100-SXM4-40GB",
         "memory of the device": 42_285_268_992,
     }
-    found = compare_run(path, environment).cluster
-    assert (found.name, found.chip.memory) == ("a100-40gb-roce", 42_285_268_992)
+    cluster = compare_run(path, environment).cluster
+    assert (cluster.name, cluster.chip.memory) == ("a100-40gb-roce", 42_285_268_992)
     environment["device"] = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     with pytest.raises(UserError, match=r"unknown chip .*1g\.5gb with 39\.4 GiB"):
         compare_run(path, environment)

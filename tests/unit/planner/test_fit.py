@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaframe.config import load
-from megaframe.config.load import config_path
+from megaframe.config.load import resolve_config_path
 from megaframe.hardware.cluster import DEFAULT, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import constants_of
@@ -37,10 +37,8 @@ def misfits(config, world, cluster):
     if wrong:
         return wrong
     layout = Layout.from_parallel(config.parallel, world)
-    found = compute_fit(
-        resolve_recompute_blocks(config, layout, cluster.chip), layout, cluster.chip
-    )
-    return [str(found)] if found.is_tight else []
+    fit = compute_fit(resolve_recompute_blocks(config, layout, cluster.chip), layout, cluster.chip)
+    return [str(fit)] if fit.is_tight else []
 
 
 def machine_of(path):
@@ -55,15 +53,15 @@ def machine_of(path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_shipped_config_fits_on_the_machine_that_it_names(path):
     count, cluster, command = machine_of(path)
-    given = Command(command)
-    assert given.config == str(path.relative_to(ROOT)) and given.world == count
+    command_ = Command(command)
+    assert command_.config == str(path.relative_to(ROOT)) and command_.world == count
     assert misfits(load(str(path)), count, load_cluster(cluster)) == []
 
 
 def test_this_is_what_used_not_to_fit():
     old = ["parallel.zero=0", "train.recompute=none"]
-    (told,) = misfits(load("llama3-8b", old), 8, load_cluster("h100-ib"))
-    assert re.match(r"rank 0 needs 174.5 GiB by the plan, and its device \(h100\) has 80.0", told)
+    (misfit,) = misfits(load("llama3-8b", old), 8, load_cluster("h100-ib"))
+    assert re.match(r"rank 0 needs 174.5 GiB by the plan, and its device \(h100\) has 80.0", misfit)
 
 
 class Command:
@@ -82,8 +80,8 @@ class Command:
         after |= dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
         self.config, self.searches = after["--config"], "--search" in words
         # What a sweep tries is a list of values, not one.
-        given = words[words.index("--") :] if "--sweep" in words else words
-        self.overrides = [word for word in given if re.match(r"[a-z]+\.[a-z_.]+=", word)]
+        arguments = words[words.index("--") :] if "--sweep" in words else words
+        self.overrides = [word for word in arguments if re.match(r"[a-z]+\.[a-z_.]+=", word)]
         self.world = prod(int(after[n]) for n in self.COUNTS if after.get(n, "").isdigit())
         self.cluster = load(self.config, self.overrides).parallel.cluster
         if self.cluster is None and "plan" in line.partition("--config")[0]:
@@ -105,7 +103,7 @@ def documented():
 def test_a_documented_command_fits_on_the_machine_that_it_names(line):
     command = Command(line)
     config = load(command.config, command.overrides)
-    name = command.cluster or machine_of(Path(config_path(command.config)))[1]
+    name = command.cluster or machine_of(Path(resolve_config_path(command.config)))[1]
     cluster = load_cluster(name)
     if command.searches:
         constants = constants_of(cluster.chip.family)

@@ -64,10 +64,10 @@ def test_the_simulation_agrees_with_the_formula(ranks, interval, stall, mix):
 def test_the_best_interval_is_dalys(stall, hours):
     mix = FailureMix("one", 1, hours / 24, (FailureCause("any", 1),))
     costs = FailureCosts(stall=stall)
-    found = best_interval(mix, 1, costs)
-    assert found == pytest.approx(daly_interval(stall, 1 / mix.failure_rate(1)), rel=0.02)
+    interval = best_interval(mix, 1, costs)
+    assert interval == pytest.approx(daly_interval(stall, 1 / mix.failure_rate(1)), rel=0.02)
     first_order = math.sqrt(2 * stall / mix.failure_rate(1))  # Young 1974
-    assert found == pytest.approx(first_order, rel=0.25)
+    assert interval == pytest.approx(first_order, rel=0.25)
 
 
 def test_without_costs_nothing_is_lost_but_what_was_not_saved():
@@ -106,7 +106,7 @@ def test_the_room_for_a_restart_is_what_reaches_the_share(ranks, share):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (("--ranks", "0"), "is not a whole number from 1"),
         (("--ranks", "1_000"), "is not a whole number from 1"),
@@ -117,13 +117,13 @@ def test_the_room_for_a_restart_is_what_reaches_the_share(ranks, share):
         (("--costs", "restart=inf"), "write NAME=SECONDS"),
     ],
 )
-def test_the_tool_refuses_what_it_cannot_compute(words, said, tmp_path):
-    found = {"kill": {"restart": math.nan, "load": 1, "again": 1}, "whole": {"stall": 1}}
-    (tmp_path / "drill.json").write_text(json.dumps(found))
-    given = [word.format(file=tmp_path / "drill.json") for word in words]
-    command = [sys.executable, ROOT / "tools/goodput.py", *given]
+def test_the_tool_refuses_what_it_cannot_compute(words, expected, tmp_path):
+    costs = {"kill": {"restart": math.nan, "load": 1, "again": 1}, "whole": {"stall": 1}}
+    (tmp_path / "drill.json").write_text(json.dumps(costs))
+    arguments = [word.format(file=tmp_path / "drill.json") for word in words]
+    command = [sys.executable, ROOT / "tools/goodput.py", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
 
 
 @settings(deadline=None, max_examples=50)

@@ -19,8 +19,8 @@ CLUSTER = load_cluster("h100-ib")
 def test_a_line_is_found_again(alpha, beta, noise):
     sizes = [4.0**k for k in range(5, 15)]
     exact = [alpha + beta * size for size in sizes]
-    found = fit_line(sizes, exact)
-    assert found[2] < 1e-6
+    line = fit_line(sizes, exact)
+    assert line[2] < 1e-6
     noisy = [t * (1 + e) for t, e in zip(exact, noise * 2, strict=False)]
     assert fit_line(sizes, noisy)[2] < 0.12
 

@@ -50,14 +50,14 @@ def drawn(many, some):
 @pytest.mark.parametrize(("model", "gpus", "batch"), WORLDS)
 def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
     config = made(model, batch)
-    every = enumerate_candidates(config, gpus, CLUSTER)
-    assert len(every) > 1000
-    for place in drawn(len(every), 60):
-        one = apply_candidate(config, every, place)
-        validate_config(one, gpus, data=False)
-        assert Layout.from_parallel(one.parallel, gpus).world == gpus
-    table = np.stack(list(vars(every).values()))
-    assert np.unique(table, axis=1).shape[1] == len(every)
+    candidates = enumerate_candidates(config, gpus, CLUSTER)
+    assert len(candidates) > 1000
+    for place in drawn(len(candidates), 60):
+        chosen = apply_candidate(config, candidates, place)
+        validate_config(chosen, gpus, data=False)
+        assert Layout.from_parallel(chosen.parallel, gpus).world == gpus
+    table = np.stack(list(vars(candidates).values()))
+    assert np.unique(table, axis=1).shape[1] == len(candidates)
 
 
 @pytest.mark.quick(when=lambda model, sections: model is MOE or sections)
@@ -73,15 +73,15 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
 )
 def test_estimates_are_what_simulation_says(model, gpus, batch, sections):
     config = made(model, batch, **sections)
-    every = enumerate_candidates(config, gpus, CLUSTER)
-    every = every.select(np.array(drawn(len(every), 50)))
-    found = estimate(config, CLUSTER, CONSTANTS, every)
+    candidates = enumerate_candidates(config, gpus, CLUSTER)
+    candidates = candidates.select(np.array(drawn(len(candidates), 50)))
+    estimated = estimate(config, CLUSTER, CONSTANTS, candidates)
     seconds, sizes = [], []
-    for place in range(len(every)):
-        one = apply_candidate(config, every, place)
-        exact = predict(one, Layout.from_parallel(one.parallel, gpus), CLUSTER, CONSTANTS)
-        seconds.append(float(found.step_seconds[place]) / exact.step_seconds - 1)
-        sizes.append(float(found.memory_bytes[place]) / sum(exact.memory_bytes.values()) - 1)
+    for place in range(len(candidates)):
+        chosen = apply_candidate(config, candidates, place)
+        exact = predict(chosen, Layout.from_parallel(chosen.parallel, gpus), CLUSTER, CONSTANTS)
+        seconds.append(float(estimated.step_seconds[place]) / exact.step_seconds - 1)
+        sizes.append(float(estimated.memory_bytes[place]) / sum(exact.memory_bytes.values()) - 1)
     assert np.mean(np.abs(seconds)) < 0.05
     assert np.mean(np.abs(sizes)) < 0.07
     assert np.mean(sizes) > -0.01, "what is estimated to fit mostly does"
@@ -91,14 +91,14 @@ def test_rows_that_arrive_at_experts_are_in_the_estimate():
     """Many experts of a token are most of its activations, if they are on other ranks."""
     config = load("qwen3-30b-a3b", ["parallel.expert=1"])
     fixed = {"pipeline": 1, "context": 1, "zero": 2, "recompute": "none", "microbatch": 2}
-    every = enumerate_candidates(config, 64, CLUSTER, fixed)
-    every = every.select(every.expert > 1)
-    found = estimate(config, CLUSTER, CONSTANTS, every)
-    for place in drawn(len(every), 10):
-        one = apply_candidate(config, every, place)
-        exact = predict(one, Layout.from_parallel(one.parallel, 64), CLUSTER, CONSTANTS)
+    candidates = enumerate_candidates(config, 64, CLUSTER, fixed)
+    candidates = candidates.select(candidates.expert > 1)
+    estimated = estimate(config, CLUSTER, CONSTANTS, candidates)
+    for place in drawn(len(candidates), 10):
+        chosen = apply_candidate(config, candidates, place)
+        exact = predict(chosen, Layout.from_parallel(chosen.parallel, 64), CLUSTER, CONSTANTS)
         needed = sum(exact.memory_bytes.values())
-        assert found.memory_bytes[place] == pytest.approx(needed, rel=0.05)
+        assert estimated.memory_bytes[place] == pytest.approx(needed, rel=0.05)
     assert search(config, 64, CLUSTER, CONSTANTS, {"pipeline": 1}).best.prediction.fits
 
 
@@ -106,31 +106,31 @@ def test_rows_that_arrive_at_experts_are_in_the_estimate():
 @pytest.mark.parametrize(("model", "gpus", "batch"), WORLDS[:3])
 def test_nothing_drawn_beats_the_first_choice(model, gpus, batch):
     config = made(model, batch)
-    found = search(config, gpus, CLUSTER, CONSTANTS)
-    steps = [one.prediction.step_seconds for one in found.choices]
+    result = search(config, gpus, CLUSTER, CONSTANTS)
+    steps = [choice.prediction.step_seconds for choice in result.choices]
     assert max(steps[0] / step for step in steps) < 1.015
-    fitting = np.flatnonzero(fits_with_margin(found.estimates.memory_bytes, CLUSTER.chip))
+    fitting = np.flatnonzero(fits_with_margin(result.estimates.memory_bytes, CLUSTER.chip))
     # Draws from the better half only, because the worse half cannot win.
-    fitting = fitting[np.argsort(found.estimates.step_seconds[fitting])][: len(fitting) // 2]
+    fitting = fitting[np.argsort(result.estimates.step_seconds[fitting])][: len(fitting) // 2]
     for place in fitting[drawn(len(fitting), 20)]:
-        one = apply_candidate(config, found.candidates, int(place))
-        other = predict(one, Layout.from_parallel(one.parallel, gpus), CLUSTER, CONSTANTS)
+        chosen = apply_candidate(config, result.candidates, int(place))
+        other = predict(chosen, Layout.from_parallel(chosen.parallel, gpus), CLUSTER, CONSTANTS)
         assert steps[0] <= 1.015 * other.step_seconds or not other.fits
-    said = " ".join([*describe_decision(found, CLUSTER), *describe_alternatives(found, CLUSTER)])
-    assert "tensor 16 crosses nodes of 8: +" in said
+    text = " ".join([*describe_decision(result, CLUSTER), *describe_alternatives(result, CLUSTER)])
+    assert "tensor 16 crosses nodes of 8: +" in text
 
 
 def test_what_is_given_stays_and_the_config_can_be_loaded(tmp_path):
     config = made(DENSE, 256)
     fixed = {"tensor": 4, "recompute": "full", "zero": 1}
-    found = search(config, 64, CLUSTER, CONSTANTS, fixed)
-    for choice in found.choices:
+    result = search(config, 64, CLUSTER, CONSTANTS, fixed)
+    for choice in result.choices:
         parallel, train = choice.config.parallel, choice.config.train
         assert (parallel.tensor, parallel.zero, train.recompute) == (4, 1, "full")
     path = tmp_path / "best.yaml"
-    path.write_text(dump(found.best.config))
+    path.write_text(dump(result.best.config))
     loaded = load(str(path))
-    assert loaded == found.best.config
+    assert loaded == result.best.config
     validate_config(loaded, 64, data=False)
 
 
@@ -138,8 +138,8 @@ def test_a_ramp_of_batches_is_respected():
     ramp = {"start": 32, "increment": 32, "samples": 10_000}
     train = {"seq": 2048, "global_batch": 256, "batch_ramp": ramp}
     config = RunConfig(model=DENSE, train=train)
-    every = enumerate_candidates(config, 64, CLUSTER)
-    assert (32 % (every.data * every.microbatch) == 0).all()
+    candidates = enumerate_candidates(config, 64, CLUSTER)
+    assert (32 % (candidates.data * candidates.microbatch) == 0).all()
     validate_config(search(config, 64, CLUSTER, CONSTANTS).best.config, 64, data=False)
 
 

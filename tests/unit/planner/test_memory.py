@@ -47,8 +47,8 @@ def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, ma
     train = {"precision": precision, "seq": 32, "recompute": recompute}
     built = build({"layers": 1, "hidden": 64, **model}, train=train)
     microbatch = make_microbatch(built.config)
-    found = kept_by_block(built.stage, microbatch, built.sharded_parameters.buckets)
-    assert found == block_bytes(built.config, 0)
+    saved = kept_by_block(built.stage, microbatch, built.sharded_parameters.buckets)
+    assert saved == block_bytes(built.config, 0)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -56,17 +56,17 @@ def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, ma
 def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_microbatch):
     """Compares two predictors with one. A predictor keeps a stream, the gradient of its loss, and
     what it was computed from."""
-    found = []
+    saved_bytes = []
     for depth in (1, 2):
         built = build(
             {"layers": 1, "hidden": 64, "mtp_depth": depth, **model},
             train={"precision": "bf16", "seq": 32, "recompute": recompute},
         )
         microbatch = look_ahead(make_microbatch(built.config), depth)
-        kept = {}
+        saved_tensors = {}
 
-        def keep(tensor, kept=kept):
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+        def keep(tensor, saved_tensors=saved_tensors):
+            saved_tensors[tensor.untyped_storage().data_ptr()] = tensor
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -77,13 +77,15 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
         known = [bucket.parameters[0].value for bucket in built.sharded_parameters.buckets]
         known += [tokens for tokens, _ in microbatch.ahead]
         for tensor in known:
-            kept.pop(tensor.untyped_storage().data_ptr(), None)
-        found.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
+            saved_tensors.pop(tensor.untyped_storage().data_ptr(), None)
+        saved_bytes.append(
+            sum(tensor.untyped_storage().nbytes() for tensor in saved_tensors.values())
+        )
         plan = compute_memory(
             built.config, RankParameters(0, (), ()), 1, stage_plans(built.config), FORWARD
         )
-        found.append(plan.activations)
-    assert found[2] - found[0] == found[3] - found[1]
+        saved_bytes.append(plan.activations)
+    assert saved_bytes[2] - saved_bytes[0] == saved_bytes[3] - saved_bytes[1]
 
 
 def allocated(precision, zero, model, optim=None, expert=1, bucket_size="auto"):
@@ -103,9 +105,12 @@ def allocated(precision, zero, model, optim=None, expert=1, bucket_size="auto"):
     for step in range(2):
         train_step.train(microbatches, step, 1.0)
     plans = stage_plans(config)
-    here, schedule = count_parameters(config, layout, plans), train_step.schedule.ranks[0]
+    parameter_counts, schedule = (
+        count_parameters(config, layout, plans),
+        train_step.schedule.ranks[0],
+    )
     plan = compute_memory(
-        config, here, layout.data, plans, schedule, layout.expert_shard, host=True
+        config, parameter_counts, layout.data, plans, schedule, layout.expert_shard, host=True
     )
     rules = [shard.rule for shard in train_step.optimizer.shards if shard.rule is not None]
     state = [tensor for rule in rules for tensor in rule.state.values()]
@@ -173,8 +178,10 @@ def test_a_backward_that_is_not_split_frees_what_it_used():
     first, second = ((Action(ActionKind.F, 0, n), Action(ActionKind.B, 0, n)) for n in (0, 1))
     split = [*first, Action(ActionKind.W, 0, 0)]
     plans = stage_plans(config)
-    one = compute_memory(config, RankParameters(0, (), ()), 1, plans, split).activations
+    single_activations = compute_memory(
+        config, RankParameters(0, (), ()), 1, plans, split
+    ).activations
     assert (
         compute_memory(config, RankParameters(0, (), ()), 1, plans, [*second, *split]).activations
-        == one
+        == single_activations
     )

@@ -1,7 +1,7 @@
 """The cost of Muon in the plan: its matrices, operations, transfers, and the busiest owner."""
 
 from collections import Counter
-from itertools import chain
+from itertools import repeat
 from math import prod
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megaframe.architecture.matrices import MatrixShape, block_matrices
+from megaframe.architecture.block import describe_block
 from megaframe.config import RunConfig, load
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
@@ -45,18 +45,15 @@ def test_every_layer_has_the_matrices_that_it_declares(path):
             for box in spec.matrices:
                 outputs, inputs = box.shape[: -spec.inputs], box.shape[-spec.inputs :]
                 declared[block][prod(outputs), prod(inputs)] += 1
-    for layer, found in enumerate(declared.values()):
-        planned = Counter()
-        for matrix in block_matrices(config.model, layer):
-            planned[matrix.outputs, matrix.inputs] += matrix.number
-        assert planned == found, layer
+    for layer, matrices in enumerate(declared.values()):
+        assert describe_block(config.model, layer).matrices == matrices, layer
 
 
 @pytest.mark.parametrize("sides", [(64, 64), (64, 256), (256, 64)])
 def test_an_owner_computes_what_is_counted(sides):
     with FlopCounterMode(display=False) as counter:
         orthogonalize(torch.empty(sides, device="meta"))
-    assert newton_schulz_seconds(ENDLESS, MatrixShape(*sides)) == counter.get_total_flops()
+    assert newton_schulz_seconds(ENDLESS, *sides) == counter.get_total_flops()
 
 
 def muon(layers=4, moe=None, **parallel):
@@ -67,6 +64,11 @@ def muon(layers=4, moe=None, **parallel):
         optim={"name": "muon"},
         parallel=parallel,
     )
+
+
+def count_elements(layer, config):
+    shapes = describe_block(config.model, layer).matrices
+    return sum(number * outputs * inputs for (outputs, inputs), number in shapes.items())
 
 
 CASES = {
@@ -83,14 +85,15 @@ def test_pieces_travel_as_often_as_planned(name):
     """Pieces are sent to their owner and back. Some are not, because the owner has them already."""
     world, config = CASES[name]
     layout = Layout.from_parallel(config.parallel, world)
-    found = [run_meta_step(config, layout, rank).traffic for rank in range(world)]
+    traffic = [run_meta_step(config, layout, rank).traffic for rank in range(world)]
     axes = "data+tensor" if layout.tensor > 1 else "data"
     without = config.model_copy(update={"optim": config.optim.model_copy(update={"name": "lion"})})
     other = [run_meta_step(without, layout, rank).traffic for rank in range(world)]
-    sent = sum(one.get(axes, 0) - two.get(axes, 0) for one, two in zip(found, other, strict=True))
+    sent = sum(
+        first.get(axes, 0) - two.get(axes, 0) for first, two in zip(traffic, other, strict=True)
+    )
     machine = Machine(config, CLUSTER, constants_of("h100"), sizes_of(config, layout))
-    layers = [block_matrices(config.model, n) for n in range(config.model.layers)]
-    elements = sum(m.elements for layer in layers for m in layer) / layout.tensor
+    elements = sum(map(count_elements, range(config.model.layers), repeat(config))) / layout.tensor
     planned = world * float(sum(muon_bytes(machine, elements)))
     assert 0.6 * planned < sent <= planned
 
@@ -101,23 +104,23 @@ def test_who_works_most_is_bound_by_all_and_by_the_largest():
         config = muon(layers=8, zero=1)
         layout = Layout(data=data)
         machine = Machine(config, CLUSTER, constants_of("h100"), sizes_of(config, layout))
-        whole, longest = layer_muon_seconds(machine, 0)
+        total_seconds, longest = layer_muon_seconds(machine, 0)
         nothing = muon_seconds(machine, 0.0, 0.0, 0.0)  # two transfers of no bytes
-        found = muon_seconds(machine, 0.0, 8 * whole, longest) - nothing
-        buckets = [[m] * m.number for m in block_matrices(config.model, 0)]
-        attention, late = map(list, (chain(*buckets[:-2]), chain(*buckets[-2:])))
+        seconds = muon_seconds(machine, 0.0, 8 * total_seconds, longest) - nothing
+        matrices = list(describe_block(config.model, 0).matrices.elements())
+        attention, late = matrices[:-2], matrices[-2:]
         parts, busiest = 8 * [attention, late], 0.0
         for start in range(0, len(parts), data):
             work = [
-                newton_schulz_seconds(machine.rate, m)
+                newton_schulz_seconds(machine.rate, *m)
                 for part in parts[start : start + data]
                 for m in part
             ]
             loads = Counter()
-            for owner, one in zip(assign_owners(work, data), work, strict=True):
-                loads[owner] += one
+            for owner, seconds_of_matrix in zip(assign_owners(work, data), work, strict=True):
+                loads[owner] += seconds_of_matrix
             busiest += max(loads.values())
-        assert found <= busiest * (1 + 1e-9) and busiest < 1.5 * found, data
+        assert seconds <= busiest * (1 + 1e-9) and busiest < 1.5 * seconds, data
 
 
 def test_a_step_with_muon_is_longer_by_what_muon_takes():
@@ -125,10 +128,12 @@ def test_a_step_with_muon_is_longer_by_what_muon_takes():
     layout = Layout.from_parallel(config.parallel, 16)
     adamw = config.model_copy(update={"optim": config.optim.model_copy(update={"name": "adamw"})})
     constants = constants_of("h100")
-    found, plain = (predict(c, layout, CLUSTER, constants) for c in (config, adamw))
+    with_muon, plain = (predict(c, layout, CLUSTER, constants) for c in (config, adamw))
     machine = Machine(config, CLUSTER, constants, sizes_of(config, layout))
-    whole, longest = layer_muon_seconds(machine, 0)
-    elements = 4 * sum(m.elements for m in block_matrices(config.model, 0)) / 2
-    more = float(muon_seconds(machine, elements, 4 * whole, longest))
-    assert more > 0
-    assert found.breakdown["optimizer"] - plain.breakdown["optimizer"] == pytest.approx(more)
+    total_seconds, longest = layer_muon_seconds(machine, 0)
+    elements = 4 * count_elements(0, config) / 2
+    extra_seconds = float(muon_seconds(machine, elements, 4 * total_seconds, longest))
+    assert extra_seconds > 0
+    assert with_muon.breakdown["optimizer"] - plain.breakdown["optimizer"] == pytest.approx(
+        extra_seconds
+    )

@@ -66,21 +66,21 @@ def test_every_rank_fits_and_no_stage_needs_one_fewer(parallel, recompute, part)
         config.parallel, config.parallel.tensor * config.parallel.pipeline
     )
     plans = stage_plans(config)
-    every = tuple(len(plan.blocks) for plan in plans)
+    all_blocks = tuple(len(plan.blocks) for plan in plans)
     none = (0,) * len(plans)
-    low, high = (max(needed(config, layout, H100.chip, tried)) for tried in (every, none))
+    low, high = (max(needed(config, layout, H100.chip, tried)) for tried in (all_blocks, none))
     chip = replace(H100.chip, memory=round((low + part * (high - low)) / 0.95))
-    found = min_recomputed_blocks(config, layout, chip)
+    blocks = min_recomputed_blocks(config, layout, chip)
     schedule = lower(build_step_schedule(config, 16))
-    here = needed(config, layout, chip, found)
+    memory = needed(config, layout, chip, blocks)
     for rank in range(layout.pipeline):
-        stages = schedule.stages(rank)
-        if not fits_with_margin(here[rank], chip):
-            assert all(found[stage] == every[stage] for stage in stages)
+        stages = schedule.list_stages(rank)
+        if not fits_with_margin(memory[rank], chip):
+            assert all(blocks[stage] == all_blocks[stage] for stage in stages)
             continue
         for stage in stages:
-            if found[stage]:
-                fewer = (*found[:stage], found[stage] - 1, *found[stage + 1 :])
+            if blocks[stage]:
+                fewer = (*blocks[:stage], blocks[stage] - 1, *blocks[stage + 1 :])
                 assert not fits_with_margin(needed(config, layout, chip, fewer)[rank], chip)
 
 
@@ -89,8 +89,8 @@ def test_earlier_ranks_of_a_pipeline_compute_more_again():
     layout = Layout.from_parallel(config.parallel, 4)
     most = max(needed(config, layout, H100.chip, (0,) * 4))
     chip = replace(H100.chip, memory=round(0.75 * most))
-    found = min_recomputed_blocks(config, layout, chip)
-    assert found[0] > found[1] > found[2] == 0  # the last rank has the head and its logits
+    blocks = min_recomputed_blocks(config, layout, chip)
+    assert blocks[0] > blocks[1] > blocks[2] == 0  # the last rank has the head and its logits
 
 
 def test_numbers_are_left_alone_and_a_run_says_what_was_chosen():
@@ -98,10 +98,10 @@ def test_numbers_are_left_alone_and_a_run_says_what_was_chosen():
     assert resolve_recompute_blocks(given, Layout(), H100.chip) is given
     assert choose_recomputed_blocks(given, 1) == (given, [])
     config = config_of({"pipeline": 2, "cluster": "h100-ib"}, layers=80)
-    found, (note,) = choose_recomputed_blocks(config, 2)
-    assert found.train.recompute_blocks == (40, 40)
+    resolved, (note,) = choose_recomputed_blocks(config, 2)
+    assert resolved.train.recompute_blocks == (40, 40)
     assert "80 of 80 blocks are recomputed (40, 40 by stage)" in note
-    assert found.model_copy(update={"train": config.train}) == config
+    assert resolved.model_copy(update={"train": config.train}) == config
 
 
 @pytest.mark.parametrize("blocks", [0, "auto"])

@@ -18,10 +18,10 @@ def test_communication_rooflines():
     )
     constants = constants_of("h100")
     layout = Layout.from_parallel(config.parallel, 64)
-    found = {b.axis: b for b in communication_rooflines(config, layout, CLUSTER, constants)}
-    assert set(found) == {"tensor", "data"}
-    assert found["tensor"].tier == "nvlink" and found["data"].tier == "infiniband"
+    rooflines = {b.axis: b for b in communication_rooflines(config, layout, CLUSTER, constants)}
+    assert set(rooflines) == {"tensor", "data"}
+    assert rooflines["tensor"].tier == "nvlink" and rooflines["data"].tier == "infiniband"
     # Each row has 6 x 12 h^2 / 8 matrix operations and moves 10 x 2 h x 7/8 bytes; rows cancel.
     matrices = 6 * 12 * 4096**2 + 6 * 2 * 4096 * 1024
     bytes_ = 10 * 2 * 4096 * 7 / 8
-    assert found["tensor"].intensity == pytest.approx(matrices / 8 / bytes_)
+    assert rooflines["tensor"].intensity == pytest.approx(matrices / 8 / bytes_)

@@ -32,13 +32,15 @@ def plan(*arguments, status=0):
 
 
 def test_json_of_a_layout_has_the_keys_and_adds_up():
-    given = ["parallel.tensor=4", "parallel.pipeline=2", "parallel.zero=1"]
-    found = json.loads(plan("--config", "configs/llama3-8b.yaml", "--gpus", 64, "--json", *given))
-    assert found.keys() >= KEYS
-    assert found["step_seconds"] == pytest.approx(sum(found["breakdown"].values()))
-    assert found["memory_bytes"].keys() >= {"weights", "gradients", "optimizer", "activations"}
-    assert found["fits"] == (sum(found["memory_bytes"].values()) <= 80 * 2**30)
-    assert found["layout"]["data"] == 8
+    overrides = ["parallel.tensor=4", "parallel.pipeline=2", "parallel.zero=1"]
+    plan_ = json.loads(
+        plan("--config", "configs/llama3-8b.yaml", "--gpus", 64, "--json", *overrides)
+    )
+    assert plan_.keys() >= KEYS
+    assert plan_["step_seconds"] == pytest.approx(sum(plan_["breakdown"].values()))
+    assert plan_["memory_bytes"].keys() >= {"weights", "gradients", "optimizer", "activations"}
+    assert plan_["fits"] == (sum(plan_["memory_bytes"].values()) <= 80 * 2**30)
+    assert plan_["layout"]["data"] == 8
 
 
 def test_it_needs_no_torch():
@@ -54,11 +56,11 @@ def test_it_needs_no_torch():
 def test_a_search_writes_a_config_and_a_page_that_asks_no_network(tmp_path):
     best, page = tmp_path / "best.yaml", tmp_path / "plan.html"
     files = ["--write", best, "--html", page]
-    said = plan(
+    output = plan(
         "--config", "configs/llama3-8b.yaml", "--gpus", 64, "--search", *files, "parallel.tensor=2"
     )
-    assert said.splitlines()[1].startswith("Use tensor 2, ")
-    assert "of the best simulated" in said and "Other choices" in said
+    assert output.splitlines()[1].startswith("Use tensor 2, ")
+    assert "of the best simulated" in output and "Other choices" in output
     written = json.loads(plan("--config", best, "--gpus", 64, "--json"))
     assert written["layout"]["tensor"] == 2 and written["fits"]
     text = page.read_text()
@@ -68,9 +70,9 @@ def test_a_search_writes_a_config_and_a_page_that_asks_no_network(tmp_path):
 
 @pytest.mark.slow
 def test_a_dry_run_counts_what_the_plan_says():
-    given = ["--gpus", 64, "--dry-run", "--rank", 37, "--json", "train.global_batch=16"]
+    arguments = ["--gpus", 64, "--dry-run", "--rank", 37, "--json", "train.global_batch=16"]
     sizes = ["parallel.tensor=4", "parallel.pipeline=4", "parallel.zero=1", "model.layers=8"]
-    rows = json.loads(plan("--config", "configs/llama3-8b.yaml", *given, *sizes))
+    rows = json.loads(plan("--config", "configs/llama3-8b.yaml", *arguments, *sizes))
     close = [row for row in rows if row["planned"] and row["name"] != "temporaries"]
     assert len(close) >= 6
     for row in close:
@@ -94,17 +96,19 @@ def test_mistakes_are_told_with_what_would_work(arguments, words):
 
 
 def test_a_layout_that_does_not_fit_is_told_what_would():
-    said = plan("--config", "configs/llama3-8b.yaml", "--gpus", 8, "parallel.zero=0")
-    assert "it does not fit" in said and "Instead" in said
-    assert re.search(r"^  parallel.zero=2: 64.3 GiB, \d+ s a step$", said, re.MULTILINE)
+    output = plan("--config", "configs/llama3-8b.yaml", "--gpus", 8, "parallel.zero=0")
+    assert "it does not fit" in output and "Instead" in output
+    assert re.search(r"^  parallel.zero=2: 64.3 GiB, \d+ s a step$", output, re.MULTILINE)
 
 
 def test_what_is_assumed_is_said():
-    given = ("--config", "configs/llama3-8b.yaml", "--gpus", 8, "--json", "parallel.zero=1")
+    arguments = ("--config", "configs/llama3-8b.yaml", "--gpus", 8, "--json", "parallel.zero=1")
     assumed = "no cluster is named, so h100-ib is assumed; name yours with --cluster"
-    assert assumed in json.loads(plan(*given))["reasons"]
-    named = json.loads(plan(*given, "--cluster", "b200-ib"))["reasons"]
+    assert assumed in json.loads(plan(*arguments))["reasons"]
+    named = json.loads(plan(*arguments, "--cluster", "b200-ib"))["reasons"]
     assert assumed not in named
-    assert any("not fitted to a b200" in one and "those of an H100" in one for one in named)
-    fitted = json.loads(plan(*given, "--cluster", "h100-ib"))["reasons"]
-    assert not any("assumed" in one or "not fitted" in one for one in fitted)
+    assert any(
+        "not fitted to a b200" in reason and "those of an H100" in reason for reason in named
+    )
+    fitted = json.loads(plan(*arguments, "--cluster", "h100-ib"))["reasons"]
+    assert not any("assumed" in reason or "not fitted" in reason for reason in fitted)

@@ -54,26 +54,30 @@ def predicted(config, world, cluster=CLUSTER, constants=CONSTANTS_H100):
     ],
 )
 def test_parts_add_up_to_the_step(model, parallel, world):
-    found = predicted(config_of(model, **parallel), world)
-    assert sum(found.breakdown.values()) == pytest.approx(found.step_seconds)
-    assert min(found.breakdown.values()) >= 0
+    prediction = predicted(config_of(model, **parallel), world)
+    assert sum(prediction.breakdown.values()) == pytest.approx(prediction.step_seconds)
+    assert min(prediction.breakdown.values()) >= 0
     tokens = 256 * 2048
-    assert found.tokens_per_second == pytest.approx(tokens / found.step_seconds)
-    assert found.tflops_per_gpu * 1e12 == pytest.approx(found.mfu * CLUSTER.chip.peaks["bf16"])
-    assert 0 < found.mfu <= found.hfu < 1
+    assert prediction.tokens_per_second == pytest.approx(tokens / prediction.step_seconds)
+    assert prediction.tflops_per_gpu * 1e12 == pytest.approx(
+        prediction.mfu * CLUSTER.chip.peaks["bf16"]
+    )
+    assert 0 < prediction.mfu <= prediction.hfu < 1
     axes = {"tensor": "tensor", "context": "context", "expert": "expert", "data": "data"}
     layout = Layout.from_parallel(config_of(model, **parallel).parallel, world)
     for part, axis in axes.items():
         if layout.sizes[axis] == 1:
-            assert found.breakdown[part] == 0, part
-    assert found.reasons and str(round(found.breakdown["compute"] / found.step_seconds * 100))
+            assert prediction.breakdown[part] == 0, part
+    assert prediction.reasons and str(
+        round(prediction.breakdown["compute"] / prediction.step_seconds * 100)
+    )
 
 
 def test_a_plan_says_what_it_does_not_know_of_what_is_frozen():
     config = config_of(GPT, zero=1)
     frozen = config.optim.model_copy(update={"frozen": ("blocks.0.*",)})
     plain, some = (
-        predicted(one, 8) for one in (config, config.model_copy(update={"optim": frozen}))
+        predicted(changed, 8) for changed in (config, config.model_copy(update={"optim": frozen}))
     )
     assert some.memory_bytes == plain.memory_bytes
     assert "optim.frozen" in some.reasons[1] and some.reasons[2:] == plain.reasons[1:]
@@ -92,11 +96,11 @@ def test_emulated_blocks_take_what_the_simulator_says():
     )
     quiet = replace(CLUSTER, jitter=0.0)
     software = replace(CONSTANTS_H100.software, step_kernels=0.0)
-    found = predicted(config, 4, quiet, replace(CONSTANTS_H100, software=software))
+    prediction = predicted(config, 4, quiet, replace(CONSTANTS_H100, software=software))
     timeline = simulate(generate("interleaved", 4, 2, 16), ActionCosts(0.1, 0.2, 0.1))
     latency = 1e-3  # of all transfers together
-    assert found.step_seconds == pytest.approx(float(timeline.time), abs=latency)
-    assert found.breakdown["bubble"] == pytest.approx(float(timeline.bubble_time), abs=latency)
+    assert prediction.step_seconds == pytest.approx(float(timeline.time), abs=latency)
+    assert prediction.breakdown["bubble"] == pytest.approx(float(timeline.bubble_time), abs=latency)
 
 
 def test_layers_take_as_long_as_their_windows_let_them():
@@ -107,13 +111,13 @@ def test_layers_take_as_long_as_their_windows_let_them():
     def step(window, **parallel):
         return predicted(config_of({**GPT, "window": window}, train, **parallel), 8)
 
-    near, far, mixed = (step(w).breakdown["compute"] for w in (1024, None, [1024, None, 1024]))
-    assert near < 0.75 * far
-    assert mixed == pytest.approx((2 * near + far) / 3, rel=1e-12)
-    near, far, mixed = (
+    narrow, far, mixed = (step(w).breakdown["compute"] for w in (1024, None, [1024, None, 1024]))
+    assert narrow < 0.75 * far
+    assert mixed == pytest.approx((2 * narrow + far) / 3, rel=1e-12)
+    narrow, far, mixed = (
         step(w, context=8).breakdown["context"] for w in (128, None, [128, None, 128])
     )
-    assert mixed == pytest.approx((2 * near + far) / 3, rel=1e-12) and near > far
+    assert mixed == pytest.approx((2 * narrow + far) / 3, rel=1e-12) and narrow > far
     halves = [1024] * 12 + [None] * 12
     even = step(halves, pipeline=2, layers_per_stage=(12, 12))
     assert step(halves, pipeline=2).step_seconds < 0.95 * even.step_seconds
@@ -126,9 +130,9 @@ def test_what_must_make_a_step_longer_does():
     )
     assert predicted(config_of(tensor=8, pipeline=4), 64, slow_links).step_seconds > base
     full = config_of(train={"recompute": "full"}, tensor=8, pipeline=4)
-    again = predicted(full, 64)
-    assert 1.15 * base < again.step_seconds < 1.4 * base
-    assert again.hfu / again.mfu == pytest.approx(np.divide(*model_flops(full)[::-1]))
+    recomputed = predicted(full, 64)
+    assert 1.15 * base < recomputed.step_seconds < 1.4 * base
+    assert recomputed.hfu / recomputed.mfu == pytest.approx(np.divide(*model_flops(full)[::-1]))
     for name in ("product", "attention", "memory"):
         worse = replace(CONSTANTS_H100, **{name: getattr(CONSTANTS_H100, name) / 2})
         worse = replace(worse, software=replace(worse.software, kernels=0.0))
@@ -152,8 +156,8 @@ def test_tensor_ranks_of_two_nodes_are_slower_and_it_is_said():
 
 
 def test_rows_reach_experts_without_tensor_ranks_but_shared_ones_as_an_mlp():
-    def exposed(**more):
-        model = {**GPT, "moe": {**MOE["moe"], "first": 0, **more}}
+    def exposed(**options):
+        model = {**GPT, "moe": {**MOE["moe"], "first": 0, **options}}
         return predicted(config_of(model, tensor=8, expert=8), 8).breakdown["tensor"]
 
     routed, shared = exposed(), exposed(shared=1)
@@ -172,22 +176,22 @@ def test_gradients_of_a_chunk_leave_in_one_message():
     row = {name: getattr(config.parallel, name, 1) for name in names}
     row |= {"microbatch": 1, "data": 4, "recompute": 0, "schedule": SCHEDULES.index("interleaved")}
     row |= {"expert_tensor": 1, "data_replicate": 1}
-    one = Candidates(**{name: np.array([value]) for name, value in row.items()})
-    found = []
+    candidate = Candidates(**{name: np.array([value]) for name, value in row.items()})
+    estimates = []
     for kind in ("block", "chunk"):
         software = replace(CONSTANTS_H100.software, gradients_of=kind)
         constants = replace(CONSTANTS_H100, software=software)
         exact = predicted(config, 64, slow, constants).breakdown["data"]
-        many = estimate(config, slow, constants, one).breakdown["data"][0]
-        found.append((exact, float(many)))
-    for block, chunk in zip(*found, strict=True):
+        many = estimate(config, slow, constants, candidate).breakdown["data"][0]
+        estimates.append((exact, float(many)))
+    for block, chunk in zip(*estimates, strict=True):
         assert block == pytest.approx(3 * chunk, rel=0.02)
 
 
 def test_what_does_not_fit_is_said():
-    found = predicted(config_of({**GPT, "layers": 200}, zero=0), 8)
-    assert not found.fits and found.reasons[0].startswith("does not fit: ")
-    assert found.memory_bytes["optimizer"] > 80e9
+    prediction = predicted(config_of({**GPT, "layers": 200}, zero=0), 8)
+    assert not prediction.fits and prediction.reasons[0].startswith("does not fit: ")
+    assert prediction.memory_bytes["optimizer"] > 80e9
 
 
 @pytest.mark.parametrize(
@@ -207,32 +211,32 @@ def test_what_the_host_keeps_comes_and_goes_in_the_update(name, link, optim, pre
     parameters = 24 * 12 * 4096**2 + 2 * 32000 * 4096
 
     def update(optim=optim, **chip):
-        there = replace(cluster, chip=replace(cluster.chip, **chip))
+        changed_cluster = replace(cluster, chip=replace(cluster.chip, **chip))
         sections = {"train": {"seq": 64, "global_batch": 4, "precision": precision}}
         config = RunConfig(model=GPT, parallel={"zero": 1}, optim=optim, **sections)
         away = config.model_copy(
             update={"optim": RunConfig(optim={**optim, "offload": True}).optim}
         )
-        return [predicted(one, 4, there, constants) for one in (config, away)]
+        return [predicted(changed, 4, changed_cluster, constants) for changed in (config, away)]
 
-    here, away = update()
-    alone = update({})[0].breakdown["optimizer"]  # the time to pass over the state
-    orthogonal = here.breakdown["optimizer"] - alone
+    on_device, away = update()
+    elementwise = update({})[0].breakdown["optimizer"]  # the time to pass over the state
+    orthogonal = on_device.breakdown["optimizer"] - elementwise
     assert (orthogonal > 0) == (optim.get("name") == "muon")
     coming = parameters / 4 * width / link
     assert away.breakdown["optimizer"] == pytest.approx(coming + orthogonal)
-    assert alone < coming / 2
+    assert elementwise < coming / 2
     if optim.get("name") != "muon":  # its tables have more state than matrices
         assert away.host_bytes == pytest.approx(parameters / 4 * width, rel=0.01)
-    assert here.host_bytes == 0
+    assert on_device.host_bytes == 0
     text = f"{away.host_bytes / 2**30:.1f} GiB of a GPU's weights and state are in host memory"
     assert away.reasons[1].startswith(f"{text} and move at {link / 1e9:g} GB/s in each direction: ")
     # The update takes as long as the slower of transfers and computation.
-    here, away = update(host_link=1e15)
-    assert away.breakdown["optimizer"] == here.breakdown["optimizer"]
-    here, away = update(host_link=None)
-    assert away.breakdown["optimizer"] == here.breakdown["optimizer"]
-    assert "is not known" in away.reasons[1] and len(away.reasons) == len(here.reasons) + 1
+    on_device, away = update(host_link=1e15)
+    assert away.breakdown["optimizer"] == on_device.breakdown["optimizer"]
+    on_device, away = update(host_link=None)
+    assert away.breakdown["optimizer"] == on_device.breakdown["optimizer"]
+    assert "is not known" in away.reasons[1] and len(away.reasons) == len(on_device.reasons) + 1
 
 
 def test_a_checkpoint_holds_what_the_host_keeps():
@@ -264,9 +268,14 @@ def test_impossible_questions():
 def test_bubbles_of_the_closed_forms_are_simulated_ones(name, ranks):
     chunks = 2 if name in ("interleaved", "breadth-first", "zb-v", "v-half", "dualpipe-v") else 1
     many = 4 * ranks
-    one = np.array([1])
-    sizes = LayoutSizes(**{field.name: one for field in fields(LayoutSizes)})
-    sizes = replace(sizes, pipeline=one * ranks, chunks=one * chunks, microbatches=one * many)
+    ones_array = np.array([1])
+    sizes = LayoutSizes(**{field.name: ones_array for field in fields(LayoutSizes)})
+    sizes = replace(
+        sizes,
+        pipeline=ones_array * ranks,
+        chunks=ones_array * chunks,
+        microbatches=ones_array * many,
+    )
     passes = [(1.0, 1.0, 1.0)]
     if name not in ("zb-v", "v-half", "dualpipe-v"):
         passes += [(1.0, 1.25, 0.75), (2.0, 3.0, 2.0)]
@@ -274,22 +283,22 @@ def test_bubbles_of_the_closed_forms_are_simulated_ones(name, ranks):
         timeline = simulate(
             generate(name, ranks, chunks, many), ActionCosts(*times).divide_by_chunks(chunks)
         )
-        found = bubble_seconds(one * SCHEDULES.index(name), sizes, PassTimes(*times))
-        assert float(found[0]) == pytest.approx(float(timeline.time) - many * sum(times))
+        bubbles = bubble_seconds(ones_array * SCHEDULES.index(name), sizes, PassTimes(*times))
+        assert float(bubbles[0]) == pytest.approx(float(timeline.time) - many * sum(times))
 
 
 def candidates(model, world):
     """Return valid layouts of `world` ranks as rows of numbers."""
     rows = []
     chunked = ("interleaved", "breadth-first", "zb-v", "v-half", "dualpipe-v")
-    for tensor, pipeline, chunks, micro, zero, again, name in product(
+    for tensor, pipeline, chunks, micro, zero, recompute, name in product(
         (1, 4), (1, 2, 4), (1, 2), (1, 2), (0, 1, 3), (0, 1, 2), SCHEDULES
     ):
         if (chunks == 2) != (name in chunked) or (pipeline == 1 and name != "1f1b"):
             continue
         data = world // tensor // pipeline
         expert = 4 if "moe" in model else 1
-        row = (tensor, 1, pipeline, chunks, data, 1, expert, 1, zero, again, micro)
+        row = (tensor, 1, pipeline, chunks, data, 1, expert, 1, zero, recompute, micro)
         rows.append((*row, SCHEDULES.index(name)))
     return np.array(rows)
 

@@ -206,26 +206,28 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
     schedule = build_step_schedule(config, train.global_batch // train.microbatch // layout.data)
     plans, lowered = stage_plans(config), lower(schedule)
     for rank in ranks:
-        found = run_meta_step(config, layout, rank)
+        step = run_meta_step(config, layout, rank)
         plan = compute_rank_memory(
-            config, layout, plans, lowered, layout.coordinate(rank)["pipeline"]
+            config, layout, plans, lowered, layout.get_coordinate(rank)["pipeline"]
         )
         buffers = plan.weights + plan.values + plan.gradients
-        assert found.buffers == pytest.approx(buffers, rel=0.01)
-        assert found.optimizer == pytest.approx(plan.optimizer, rel=0.01)
-        assert found.host == pytest.approx(plan.host, rel=0.01)
-        assert found.rooms == pytest.approx(plan.rooms, rel=0.01)
-        kept = plan.activations + plan.messages
+        assert step.buffers == pytest.approx(buffers, rel=0.01)
+        assert step.optimizer == pytest.approx(plan.optimizer, rel=0.01)
+        assert step.host == pytest.approx(plan.host, rel=0.01)
+        assert step.staging == pytest.approx(plan.rooms, rel=0.01)
+        kept_bytes = plan.activations + plan.messages
         # Experts also keep the indices of their routes, and latents a whole part of the keys.
         small = config.model.moe is not None or config.model.latent is not None
-        assert found.kept == pytest.approx(kept, rel=0.03 if small else 0.01, abs=numbers)
-        total = found.buffers + found.optimizer + found.kept
-        assert total == pytest.approx(buffers + plan.optimizer + kept, rel=0.01)
+        assert step.activations == pytest.approx(
+            kept_bytes, rel=0.03 if small else 0.01, abs=numbers
+        )
+        total = step.buffers + step.optimizer + step.activations
+        assert total == pytest.approx(buffers + plan.optimizer + kept_bytes, rel=0.01)
         if traffic:
-            place = layout.coordinate(rank)["pipeline"]
-            here = [plans[stage] for stage in schedule.stages(place)]
-            planned = communication_bytes(config, layout, here, lowered.ranks[place])
-            assert_moved(found.traffic, planned, layout, config)
+            place = layout.get_coordinate(rank)["pipeline"]
+            own_plans = [plans[stage] for stage in schedule.list_stages(place)]
+            planned = communication_bytes(config, layout, own_plans, lowered.ranks[place])
+            assert_moved(step.traffic, planned, layout, config)
 
 
 @pytest.fixture
@@ -295,28 +297,28 @@ def test_factors_travel_twice_and_the_gradients_behind_them_go():
     for zero in (1, 2):
         config = made(4, model, {}, {"zero": zero, "compress": "powersgd"})
         schedule = lower(build_step_schedule(config, 2))
-        found = run_meta_step(config, layout, 0)
+        step = run_meta_step(config, layout, 0)
         plan = compute_rank_memory(config, layout, stage_plans(config), schedule, 0)
         buffers = plan.weights + plan.values + plan.gradients
-        assert found.buffers == pytest.approx(buffers, rel=0.01)
-        sizes.append(found.buffers)
+        assert step.buffers == pytest.approx(buffers, rel=0.01)
+        sizes.append(step.buffers)
     assert sizes[1] < 0.85 * sizes[0]
 
 
 def test_a_dry_run_says_what_is_on_the_host_and_counts_it_for_no_gpu():
-    away, here = (
+    away, on_device = (
         made(4, LLAMA, {}, {"zero": 1}, {"offload": offload}) for offload in (True, False)
     )
 
     def sizes(config, **options):
         rows = describe_run(config, Layout(data=4), **options).partition("memory per rank")[2]
-        found = (row.rsplit(maxsplit=2) for row in rows.splitlines()[1:])
-        return {kind.strip(): float(size) for kind, size, _ in found}
+        rows_read = (row.rsplit(maxsplit=2) for row in rows.splitlines()[1:])
+        return {kind.strip(): float(size) for kind, size, _ in rows_read}
 
-    gpu, plain = sizes(away), sizes(here)
-    kept = plain["weights"] + plain["optimizer"]
+    gpu, plain = sizes(away), sizes(on_device)
+    state_bytes = plain["weights"] + plain["optimizer"]
     assert gpu["weights"] == gpu["optimizer"] == 0
-    assert gpu["on the host"] == pytest.approx(kept, abs=0.002) and kept > 0.01
-    assert gpu["total"] == pytest.approx(plain["total"] - kept + gpu["rooms"], abs=0.002)
+    assert gpu["on the host"] == pytest.approx(state_bytes, abs=0.002) and state_bytes > 0.01
+    assert gpu["total"] == pytest.approx(plain["total"] - state_bytes + gpu["rooms"], abs=0.002)
     on_host = {"cluster": load_cluster("cpu")}
-    assert sizes(away, **on_host) == sizes(here, **on_host)  # here all memory is the host's
+    assert sizes(away, **on_host) == sizes(on_device, **on_host)  # here all memory is the host's

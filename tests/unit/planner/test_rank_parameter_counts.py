@@ -24,15 +24,15 @@ LAYOUTS = [
 
 def counted(config, layout, plan):
     """Return the same numbers as `by_specs`, from the plan."""
-    found = count_parameters(config, layout, [plan])
+    counts = count_parameters(config, layout, [plan])
     parts = (
-        (*found.tables, found.positions),
-        found.split,
-        found.whole,
-        found.shared,
-        found.experts,
+        (*counts.tables, counts.positions),
+        counts.split,
+        counts.whole,
+        counts.shared,
+        counts.experts,
     )
-    return (found.vectors, *map(sum, parts))
+    return (counts.vectors, *map(sum, parts))
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
@@ -49,23 +49,23 @@ def by_specs(config, layout, plans):
     """Return the elements of (vectors, tables, split matrices, whole matrices, shared matrices,
     experts' matrices) on the first rank, from the layers' specs."""
     chunks = build_chunks(config, plans, RunContext())
-    found = {"vector": 0, "table": 0, "split": 0, "whole": 0, "shared": 0, "experts": 0}
+    counts = {"vector": 0, "table": 0, "split": 0, "whole": 0, "shared": 0, "experts": 0}
     for parameter in {p: None for chunk in chunks.values() for p in chunk.parameters()}:
         spec = parameter.spec
-        size = spec.local(layout.full_coordinate(0), layout.sizes).size
+        size = spec.local(layout.get_full_coordinate(0), layout.sizes).size
         if spec.role in ("gain", "bias"):
-            found["vector"] += size
+            counts["vector"] += size
         elif spec.role in ("embedding", "head"):
-            found["table"] += size
+            counts["table"] += size
         elif spec.role == "matrix" and EXPERT_AXES[0] in spec.axes.values():
-            found["experts"] += size
+            counts["experts"] += size
         elif spec.role == "matrix":
             dims = [dim for dim, axis in spec.axes.items() if axis == "tensor"]
             copies = [copies_of(spec.shape[dim], layout.tensor) for dim in dims]
-            whole = not dims and layout.tensor > 1
+            replicated = not dims and layout.tensor > 1
             shared = bool(dims) and copies[0] > 1
-            found["whole" if whole else "shared" if shared else "split"] += size
-    return tuple(found.values())
+            counts["whole" if replicated else "shared" if shared else "split"] += size
+    return tuple(counts.values())
 
 
 MODELS = st.fixed_dictionaries(

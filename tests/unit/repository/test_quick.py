@@ -46,14 +46,14 @@ def quick():
     collected = Collected()
     with contextlib.redirect_stdout(io.StringIO()):
         assert pytest.main(["--collect-only", str(TESTS)], plugins=[collected]) == 0
-    found = {}
+    cases_by_test = {}
     for item in collected.items:
         file = item.path.relative_to(TESTS).as_posix()
-        cases = found.setdefault(f"{file}::{getattr(item, 'originalname', item.name)}", [])
+        cases = cases_by_test.setdefault(f"{file}::{getattr(item, 'originalname', item.name)}", [])
         if item.get_closest_marker("slow") is None:
             parameters = getattr(item, "callspec", None)
             cases.append({*pairs("", parameters.params)} if parameters else set())
-    return found
+    return cases_by_test
 
 
 def pairs(name, value):
@@ -82,8 +82,8 @@ def values(key):
 
 
 def test_every_file_shows_something(quick):
-    shown = {test.partition("::")[0] for test, cases in quick.items() if cases}
-    assert {test.partition("::")[0] for test in quick} - shown == ALL_SLOW
+    files_with_cases = {test.partition("::")[0] for test, cases in quick.items() if cases}
+    assert {test.partition("::")[0] for test in quick} - files_with_cases == ALL_SLOW
 
 
 @pytest.mark.parametrize("key", SHOWN_BY)
@@ -95,8 +95,10 @@ def test_every_value_of_a_choice_is_shown(key, quick):
 
 def test_every_axis_is_compared(quick):
     cases = [case for test, some in quick.items() if "change_the_answer" in test for case in some]
-    shown = {name for case in cases for name, value in case if isinstance(value, int) and value > 1}
-    assert {*Layout.__dataclass_fields__} <= shown
+    axes_shown = {
+        name for case in cases for name, value in case if isinstance(value, int) and value > 1
+    }
+    assert {*Layout.__dataclass_fields__} <= axes_shown
 
 
 def test_make_test_leaves_out_what_is_slow_and_nothing_else():

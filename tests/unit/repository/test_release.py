@@ -31,8 +31,8 @@ PLACES = {
 }
 
 
-def run(command, **given):
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **given)
+def run(command, **options):
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -43,10 +43,10 @@ def source(tmp_path_factory):
     return copy_tracked(tmp_path_factory.mktemp("source"))
 
 
-def wheel_of(source, folder, **given):
+def wheel_of(source, folder, **options):
     """Build the wheel of a source tree in `folder`; return its path."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    run([*pip, "--no-index", "-w", folder, source], **given)
+    run([*pip, "--no-index", "-w", folder, source], **options)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -59,17 +59,17 @@ def wheel(source):
 def test_the_wheel_has_every_file_that_is_imported_or_read(wheel):
     source, built = wheel
     packed = set(zipfile.ZipFile(built).namelist())
-    wanted = {"pretrain_gpt.py"}
-    wanted |= {f"megaframe_configs/{path.name}" for path in (source / "configs").glob("*.yaml")}
+    expected = {"pretrain_gpt.py"}
+    expected |= {f"megaframe_configs/{path.name}" for path in (source / "configs").glob("*.yaml")}
     for folder, place in PLACES.items():
         below = folder in ("megaframe/", "kernels/megaframe_kernels/")
-        found = (source / folder).rglob("*") if below else (source / folder).glob("*")
-        wanted |= {
+        paths = (source / folder).rglob("*") if below else (source / folder).glob("*")
+        expected |= {
             place + path.relative_to(source / folder).as_posix()
-            for path in found
+            for path in paths
             if path.is_file() and path.suffix in PACKED
         }
-    assert not wanted - packed
+    assert not expected - packed
     assert {"megaframe/dashboard/page.css", "megaframe_kernels/choices.json"} <= packed
     assert not [name for name in packed if name.startswith(("tests", "docs", "benchmarks"))]
 
@@ -95,9 +95,9 @@ def test_a_wheel_with_the_cuda_kernels_is_for_its_platform_and_they_load(wheel, 
 def test_the_version_stands_in_one_place_and_is_in_the_changes(wheel):
     packed = zipfile.ZipFile(wheel[1])
     (name,) = (name for name in packed.namelist() if name.endswith("/METADATA"))
-    said = email.message_from_bytes(packed.read(name))
-    assert said["Version"] == __version__ and said["Requires-Python"] == ">=3.10"
-    assert {"data", "hf", "evaluate", "dev"} <= set(said.get_all("Provides-Extra"))
+    metadata = email.message_from_bytes(packed.read(name))
+    assert metadata["Version"] == __version__ and metadata["Requires-Python"] == ">=3.10"
+    assert {"data", "hf", "evaluate", "dev"} <= set(metadata.get_all("Provides-Extra"))
     changes = (ROOT / "CHANGELOG.md").read_text()
     assert re.findall(r"^## (\S+)", changes, re.MULTILINE)[0] == __version__
     assert f'"{__version__}"' not in (ROOT / "setup.py").read_text()
@@ -107,20 +107,22 @@ def test_it_runs_in_an_environment_of_its_own_from_another_folder(wheel, tmp_pat
     """Only megaframe is installed there; other packages are this environment's, to save minutes."""
     venv.create(tmp_path / "fresh", with_pip=False)
     python = tmp_path / "fresh/bin/python"
-    (here,) = (tmp_path / "fresh/lib").glob("python*/site-packages")
-    (here / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site_packages,) = (tmp_path / "fresh/lib").glob("python*/site-packages")
+    (site_packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps"]
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    given = {"cwd": elsewhere, "env": environment}
-    run([*pip, "--no-index", "--no-compile", wheel[1]], **given)
+    options = {"cwd": elsewhere, "env": environment}
+    run([*pip, "--no-index", "--no-compile", wheel[1]], **options)
     entry = tmp_path / "fresh/bin/megaframe"
-    assert str(here) in run([python, "-c", "import megaframe; print(megaframe.__file__)"], **given)
-    assert run([entry, "--version"], **given) == f"megaframe {__version__}\n"
-    assert "parameters" in run([entry, "--config", "llama3-8b", "--dry-run"], **given)
+    assert str(site_packages) in run(
+        [python, "-c", "import megaframe; print(megaframe.__file__)"], **options
+    )
+    assert run([entry, "--version"], **options) == f"megaframe {__version__}\n"
+    assert "parameters" in run([entry, "--config", "llama3-8b", "--dry-run"], **options)
     plan = ["-m", "megaframe_tools.plan", "--config", "llama3-8b", "--gpus", 8]
-    assert json.loads(run([python, *plan, "parallel.zero=3", "--json"], **given))["fits"]
+    assert json.loads(run([python, *plan, "parallel.zero=3", "--json"], **options))["fits"]
 
 
 def test_a_config_of_ours_is_found_by_its_name():

@@ -33,20 +33,22 @@ def test_each_second_has_a_cause(tmp_path):
     with (tmp_path / "faults/ended.jsonl").open("w") as file:
         file.write(json.dumps({"at": clock.now, "text": "stuck"}) + "\n")
     clock.now += 15
-    again = DowntimeLedger(tmp_path, keep=True, clock=clock)
+    resumed = DowntimeLedger(tmp_path, keep=True, clock=clock)
     clock.now += 3
-    again.record_start(5)
+    resumed.record_start(5)
     clock.now += 1
-    first = again.record_step(6, 0.0)
+    first = resumed.record_step(6, 0.0)
     assert first == pytest.approx(
         {"detection": 30, "restart": 15, "load": 3, "repeat": 1, "save": 0}
     )
     for step in range(7, 13):
         clock.now += 1
-        assert again.record_step(step, 0.0)["repeat"] == (step <= 10)
-    whole = 2 + 10 + 30 + 15 + 3 + 7
-    assert again.summarize().startswith(f"effective time {1 - (2 + 0.25 + 48 + 5) / whole:.1%} of")
-    assert all(cause in again.summarize() for cause in CAUSES)
+        assert resumed.record_step(step, 0.0)["repeat"] == (step <= 10)
+    total = 2 + 10 + 30 + 15 + 3 + 7
+    assert resumed.summarize().startswith(
+        f"effective time {1 - (2 + 0.25 + 48 + 5) / total:.1%} of"
+    )
+    assert all(cause in resumed.summarize() for cause in CAUSES)
 
 
 def test_a_new_run_forgets_and_torn_lines_do_no_harm(tmp_path):

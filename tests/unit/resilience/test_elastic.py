@@ -24,28 +24,29 @@ def config(tensor=1, pipeline=1, data=None, batch=16, **parallel):
 @settings(deadline=None, max_examples=60)
 @given(tensor=sizes, pipeline=sizes, data=sizes, lost=st.integers(0, 31))
 def test_what_fits_is_valid_and_as_near_as_can_be(tensor, pipeline, data, lost):
-    wanted = config(tensor, pipeline, data)
+    requested = config(tensor, pipeline, data)
     world = tensor * pipeline * data
     assume(lost < world)
-    found, used = fit_layout(wanted, world - lost)
-    validate_config(found, used)
+    fitted, used = fit_layout(requested, world - lost)
+    validate_config(fitted, used)
     assert 1 <= used <= world - lost
-    assert found.train.global_batch == wanted.train.global_batch
+    assert fitted.train.global_batch == requested.train.global_batch
     if not lost:
-        assert found is wanted
+        assert fitted is requested
     if world - lost >= tensor * pipeline:
-        assert (found.parallel.tensor, found.parallel.pipeline) == (tensor, pipeline)
+        assert (fitted.parallel.tensor, fitted.parallel.pipeline) == (tensor, pipeline)
         spare = (world - lost) // (tensor * pipeline)
-        assert all(find_mistakes(config(tensor, pipeline, more), used // found.parallel.data * more)
-                   for more in range(found.parallel.data + 1, spare + 1))  # fmt: skip
+        per_replica = used // fitted.parallel.data
+        assert all(find_mistakes(config(tensor, pipeline, larger), per_replica * larger)
+                   for larger in range(fitted.parallel.data + 1, spare + 1))  # fmt: skip
 
 
 def test_more_ranks_are_used_and_other_axes_follow():
     assert fit_layout(config(2, 2, 2), 16)[0].parallel.data == 4
-    found, used = fit_layout(config(data=8, data_replicate=4), 6)
-    assert used == 4 and found.parallel.data_replicate == 4
-    found, used = fit_layout(config(pipeline=4, layers_per_stage=(1, 3, 2, 2)), 3)
-    assert used == 2 and found.parallel.layers_per_stage is None
+    fitted, used = fit_layout(config(data=8, data_replicate=4), 6)
+    assert used == 4 and fitted.parallel.data_replicate == 4
+    fitted, used = fit_layout(config(pipeline=4, layers_per_stage=(1, 3, 2, 2)), 3)
+    assert used == 2 and fitted.parallel.layers_per_stage is None
 
 
 def test_what_no_number_of_ranks_mends_is_said():

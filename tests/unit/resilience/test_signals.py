@@ -47,7 +47,7 @@ def test_the_summary_says_how_a_run_that_was_cut_short_goes_on(pool, overrides, 
     """The printed command continues the run, whatever the first one resumed from."""
     keys = overrides(checkpoint__every=100, run__dir=tmp_path / "a run")
     assert pool.run(1, heeding, keys, told, 0, 4, signal.SIGINT) == [130]
-    (line,) = (one for one in log(tmp_path / "a run").splitlines() if "continue with" in one)
+    (line,) = (entry for entry in log(tmp_path / "a run").splitlines() if "continue with" in entry)
     program, script, *words = shlex.split(line.partition("continue with")[2])
     assert Path(program).name.startswith("python") and script == "pretrain_gpt.py"
     assert pool.run(1, main, words) == [0]
@@ -127,9 +127,9 @@ def test_a_signal_near_the_end_of_a_run_that_saves_nothing(pool, overrides, tmp_
 @pytest.fixture
 def heard():
     """Yield the signals that reach the handler set before `handle_signals`."""
-    found = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: found.append(number))
-    yield found
+    signals = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: signals.append(number))
+    yield signals
     signal.signal(signal.SIGUSR1, before)
 
 

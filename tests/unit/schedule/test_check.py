@@ -18,10 +18,10 @@ few = settings(deadline=None, max_examples=80)
 
 def marked(schedule):
     """Return the cell that the checker marks."""
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         check(schedule)
-    cells = re.findall(r">(\S+)<", str(caught.value))
-    assert len(cells) == 1, caught.value
+    cells = re.findall(r">(\S+)<", str(error.value))
+    assert len(cells) == 1, error.value
     return cells[0]
 
 
@@ -74,9 +74,9 @@ def test_an_action_on_another_rank_is_marked(data, schedule):
     to = data.draw(st.integers(0, len(schedule.ranks) - 1))
     if to == rank or sum(action.stage == moved.stage for action in actions) < 2:
         return
-    there = list(schedule.ranks[to])
-    there.insert(data.draw(st.integers(0, len(there))), moved)
-    assert marked(changed(changed(schedule, rank, actions), to, there)) == str(moved)
+    row = list(schedule.ranks[to])
+    row.insert(data.draw(st.integers(0, len(row))), moved)
+    assert marked(changed(changed(schedule, rank, actions), to, row)) == str(moved)
 
 
 @given(st.data(), schedules())
@@ -103,7 +103,7 @@ def rendezvous(schedule):
     """Run as the strictest engine would: a transfer happens once both ends have posted it and the
     previous one on its edge is done. Return whether all lists run to their ends."""
     at = [0] * len(schedule.ranks)
-    sent, wanted, arrived = defaultdict(list), defaultdict(list), set()
+    sent, expected_receives, arrived = defaultdict(list), defaultdict(list), set()
 
     def peer(kind, stage, rank):
         """Return the other rank of a transfer, or None."""
@@ -121,9 +121,9 @@ def rendezvous(schedule):
             if kind in PAIRS:
                 sent[rank, other].append((PAIRS[kind], stage + STEPS[kind], number))
             else:
-                wanted[other, rank].append((kind, stage, number))
+                expected_receives[other, rank].append((kind, stage, number))
             edge = (rank, other) if kind in PAIRS else (other, rank)
-            for sending, receiving in zip(sent[edge], wanted[edge], strict=False):
+            for sending, receiving in zip(sent[edge], expected_receives[edge], strict=False):
                 assert sending == receiving
                 arrived.add(receiving)
         return True
@@ -157,9 +157,9 @@ def test_what_passes_runs_to_its_end_even_if_sends_wait_for_their_receives(data,
 
 
 def test_a_deadlock_names_its_circle():
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         check(schedule_of("0F0 0B0 0F1 0B1\n1F1 1F0 1B1 1B0\n2F0 2B0 2F1 2B1"))
-    text = str(caught.value)
+    text = str(error.value)
     assert "rank 1 waits with 1F1 for 0F1" in text
     assert "rank 0 waits with 0B0 for 1B0" in text
     assert "rank 2 waits" not in text
@@ -218,6 +218,6 @@ def test_ranks_without_stages_are_refused(ranks):
 
 def test_the_grid_of_a_large_schedule_is_a_window():
     line = " ".join(f"0F{n} 0B{n}" for n in range(500)).replace("0B250 ", "")
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         check(schedule_of(line))
-    assert ">0B250?<" in str(caught.value) and len(str(caught.value)) < 300
+    assert ">0B250?<" in str(error.value) and len(str(error.value)) < 300

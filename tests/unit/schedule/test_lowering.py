@@ -10,9 +10,9 @@ from megaframe.schedule.limits import SCHEDULE_LIMITS
 ORDERS = [name for name in SCHEDULE_LIMITS if name != "search"]
 
 
-def nearest_size(name, ranks, chunks, more):
+def nearest_size(name, ranks, chunks, additional):
     """Return a size close to the drawn one for which the schedule exists."""
-    return ranks, SCHEDULE_LIMITS[name].nearest_chunks(chunks), ranks + more
+    return ranks, SCHEDULE_LIMITS[name].find_nearest_chunks(chunks), ranks + additional
 
 
 def test_reduction_is_posted_before_the_last_backward_and_the_update_is_last():
@@ -60,9 +60,9 @@ def test_nothing_is_sent_within_a_rank():
     st.integers(0, 9),
 )
 def test_every_lowered_schedule_passes_the_checker_however_early_receives_are(
-    name, ranks, chunks, more, ahead
+    name, ranks, chunks, additional, ahead
 ):
-    schedule = generate(name, *nearest_size(name, ranks, chunks, more))
+    schedule = generate(name, *nearest_size(name, ranks, chunks, additional))
     lowered = lower(schedule, ahead)
     check(lowered)
     assert lower(lowered, ahead) == lowered
@@ -73,9 +73,9 @@ def test_every_lowered_schedule_passes_the_checker_however_early_receives_are(
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(ORDERS), st.integers(2, 5), st.integers(1, 4), st.integers(0, 9))
 def test_receives_of_an_edge_are_posted_in_the_order_of_its_sends_and_early(
-    name, ranks, chunks, more
+    name, ranks, chunks, additional
 ):
-    lowered = lower(generate(name, *nearest_size(name, ranks, chunks, more)), ahead=2)
+    lowered = lower(generate(name, *nearest_size(name, ranks, chunks, additional)), ahead=2)
     rank_of = lowered.rank_of
     for source in range(ranks):
         for target in range(ranks):

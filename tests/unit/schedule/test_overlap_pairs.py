@@ -71,8 +71,8 @@ def runs_to_its_end(schedule, pairs):
             )
         if action.kind is ActionKind.B:
             before = (ActionKind.B, action.stage + 1, action.microbatch)
-            own = (ActionKind.F, action.stage, action.microbatch) in done
-            return own and (action.stage == last or before in delivered)
+            computed = (ActionKind.F, action.stage, action.microbatch) in done
+            return computed and (action.stage == last or before in delivered)
         return True
 
     delivered, progressed = set(), True

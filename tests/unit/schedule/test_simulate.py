@@ -10,7 +10,7 @@ from random_schedules import B, F, durations_of, ends, schedule_of, schedules, s
 from megaframe.errors import UserError
 from megaframe.schedule import lower
 from megaframe.schedule.costs import ActionCosts, parse_costs
-from megaframe.schedule.event_simulation import live_activations
+from megaframe.schedule.event_simulation import count_live_activations
 from megaframe.schedule.simulate import simulate
 
 ONE_F_ONE_B = "0F0 0F1 0B0 0F2 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2"
@@ -70,14 +70,14 @@ def test_stages_of_one_rank_are_its_chunks_and_hand_over_without_a_transfer():
 @settings(deadline=None, max_examples=150)
 def test_equals_the_longest_path(data, schedule, lowered, floats):
     stages = len(schedule.rank_of)
-    given_times = [tuple(data.draw(seconds()) for _ in range(stages)) for _ in range(3)]
+    pass_times = [tuple(data.draw(seconds()) for _ in range(stages)) for _ in range(3)]
     comm = data.draw(seconds())
     if floats:
-        given_times = [tuple(map(float, values)) for values in given_times]
+        pass_times = [tuple(map(float, values)) for values in pass_times]
         comm = float(comm)
-    durations = durations_of(schedule, *given_times)
+    durations = durations_of(schedule, *pass_times)
     expected = ends(schedule, durations, comm)
-    timeline = simulate(lower(schedule) if lowered else schedule, ActionCosts(*given_times, comm))
+    timeline = simulate(lower(schedule) if lowered else schedule, ActionCosts(*pass_times, comm))
     intervals_by_action = {
         interval.action: interval for intervals in timeline.compute for interval in intervals
     }
@@ -110,8 +110,12 @@ def test_live_activations_equal_a_count(schedule):
             ends_here = fused or action.kind not in (F, B)
             counts.append(counts[-1] + (action.kind is F) - ends_here)
         assert counts[-1] == 0
-        expected.append(Fraction(max(counts), len(schedule.stages(rank))))
-    assert live_activations(schedule) == live_activations(lower(schedule)) == tuple(expected)
+        expected.append(Fraction(max(counts), len(schedule.list_stages(rank))))
+    assert (
+        count_live_activations(schedule)
+        == count_live_activations(lower(schedule))
+        == tuple(expected)
+    )
 
 
 def test_a_deadlock_is_found_in_the_same_pass():

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[3]
 MAY_WAIT = {
     "initialize_weights": "initial weights are drawn on the host",
     "begin": "optimizer state is made at the start",
-    "_frequencies_on": "rotary frequencies are computed on the host, once",
+    "_get_frequencies_on": "rotary frequencies are computed on the host, once",
     "_can_accumulate_wide": "tries a product, once",
     "_check_size": "the ranks of a communicator, when it is made",
     "_sum_totals": "the totals of an evaluation",
@@ -50,8 +50,8 @@ class FakeCuda:
 
     def __init__(self, folder):
         paths = (ROOT, ROOT / "kernels", ROOT / "tests/support", *sys.path)
-        own = {"FAKE_CUDA_LIBRARY": str(library()), "FAKE_CUDA_DEVICES": "4"}
-        environment = {**os.environ, **own, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+        variables = {"FAKE_CUDA_LIBRARY": str(library()), "FAKE_CUDA_DEVICES": "4"}
+        environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(map(str, paths))}
         self._folder, self._runs = folder, 0
         self._server = subprocess.Popen(
             [sys.executable, "-m", "fake_cuda.fake_server"],
@@ -66,20 +66,20 @@ class FakeCuda:
         self._runs += 1
         folder = self._folder / str(self._runs)
         folder.mkdir()
-        wanted = {"function": function, "words": words, "world": world, "port": free_port()}
-        self._server.stdin.write(json.dumps({**wanted, "folder": str(folder)}) + "\n")
+        request = {"function": function, "words": words, "world": world, "port": free_port()}
+        self._server.stdin.write(json.dumps({**request, "folder": str(folder)}) + "\n")
         self._server.stdin.flush()
         statuses = json.loads(self._server.stdout.readline())
-        said = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
-        assert fails or statuses == [0] * world, said
+        output = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
+        assert fails or statuses == [0] * world, output
         lines = [path.read_text().splitlines() for path in sorted(folder.glob("*.jsonl"))]
         self.statuses, self.failed = statuses, statuses != [0] * world
         if not self.failed:
-            found = zip(*map(calls_in, sorted(folder.glob("*.calls"))), strict=True)
-            self.calls, queues = found
+            recordings = zip(*map(calls_in, sorted(folder.glob("*.calls"))), strict=True)
+            self.calls, queues = recordings
             simulate(self.calls, min(queues))
         self.reports = [tuple(json.loads(line)) for part in lines for line in part]
-        return said
+        return output
 
     def kinds(self):
         return {kind for kind, _, _ in self.reports}
@@ -96,9 +96,9 @@ def calls_in(path):
 
 @pytest.fixture(scope="module")
 def fake_gpu(tmp_path_factory):
-    made = FakeCuda(tmp_path_factory.mktemp("fake_cuda"))
-    yield made
-    made.close()
+    started = FakeCuda(tmp_path_factory.mktemp("fake_cuda"))
+    yield started
+    started.close()
 
 
 # ------------------------------------------------------------------------------------- whole runs
@@ -118,7 +118,7 @@ def trained(fake_gpu, keys, world=1):
 def assert_no_problem(fake_gpu, waits=()):
     """waits: further functions in which the host may wait."""
     for kind, text, place in fake_gpu.reports:
-        functions = {one.partition(":")[2] for one in place.split(" < ")}
+        functions = {function.partition(":")[2] for function in place.split(" < ")}
         assert kind == "wait" and functions & {*MAY_WAIT, *waits}, (kind, text, place)
 
 
@@ -129,13 +129,17 @@ def both(fake_gpu, overrides, tmp_path):
 
     def compare(world=1, waits=(), **changes):
         changes = {**SMALL, **PLAIN, **changes}
-        alone = {f"parallel__{axis}": 1 for axis in ("tensor", "context", "pipeline", "expert")}
-        alone["train__cuda_graph"] = "false"
-        want = trained(fake_gpu, overrides(**changes | alone | {"run__dir": tmp_path / "cpu"}))
-        got = trained(fake_gpu, overrides(**changes, run__device="cuda"), world)
+        single_rank = {
+            f"parallel__{axis}": 1 for axis in ("tensor", "context", "pipeline", "expert")
+        }
+        single_rank["train__cuda_graph"] = "false"
+        expected = trained(
+            fake_gpu, overrides(**changes | single_rank | {"run__dir": tmp_path / "cpu"})
+        )
+        actual = trained(fake_gpu, overrides(**changes, run__device="cuda"), world)
         assert_no_problem(fake_gpu, waits)
-        assert len(got) == len(want) >= 6
-        assert got == promised(want)
+        assert len(actual) == len(expected) >= 6
+        assert actual == promised(expected)
 
     return compare
 
@@ -155,14 +159,14 @@ def test_offload_recompute_saves_and_a_resumed_run(fake_gpu, overrides, tmp_path
         "checkpoint__every": 1,
         "checkpoint__memory_every": 1,
     }
-    want = trained(fake_gpu, overrides(**keys | {"run__dir": tmp_path / "cpu"}))
+    expected = trained(fake_gpu, overrides(**keys | {"run__dir": tmp_path / "cpu"}))
     keys |= {"run__device": "cuda", "train__offload": "true", "optim__offload": "true"}
     trained(fake_gpu, overrides(**keys | {"train__steps": 2}))
     assert_no_problem(fake_gpu)
-    got = trained(fake_gpu, overrides(**keys, checkpoint__resume="latest"))
+    actual = trained(fake_gpu, overrides(**keys, checkpoint__resume="latest"))
     assert_no_problem(fake_gpu)
-    assert len(got) == len(want) == 10
-    assert got == promised(want)
+    assert len(actual) == len(expected) == 10
+    assert actual == promised(expected)
 
 
 def test_a_model_that_a_gpu_has_no_memory_for_is_refused_before_it_is_built(
@@ -170,9 +174,9 @@ def test_a_model_that_a_gpu_has_no_memory_for_is_refused_before_it_is_built(
 ):
     large = {"model__layers": 100, "model__hidden": 8192, "model__heads": 64}
     keys = overrides(**{**SMALL, **PLAIN, **large}, run__device="cuda")
-    said = fake_gpu.run("pretrain_gpt:main", *keys, world=2, fails=True)
-    assert fake_gpu.failed and "error: does not fit in memory: rank 0 needs" in said
-    assert "(h200) has 140.4 GiB" in said and "--force" in said
+    output = fake_gpu.run("pretrain_gpt:main", *keys, world=2, fails=True)
+    assert fake_gpu.failed and "error: does not fit in memory: rank 0 needs" in output
+    assert "(h200) has 140.4 GiB" in output and "--force" in output
     assert not (tmp_path / "run").exists()
 
 
@@ -195,13 +199,13 @@ def test_bf16_with_the_kernels_of_a_gpu(fake_gpu, overrides, tmp_path):
     exact = trained(fake_gpu, overrides(**keys | {"run__dir": tmp_path / "exact"}))
     keys["train__precision"] = "bf16"
     plain = trained(fake_gpu, overrides(**keys | {"run__dir": tmp_path / "plain"}))
-    got = trained(fake_gpu, overrides(**keys, run__device="cuda"))
+    actual = trained(fake_gpu, overrides(**keys, run__device="cuda"))
     assert_no_problem(fake_gpu)
-    assert len(got) == len(exact) == 4
+    assert len(actual) == len(exact) == 4
     for kind in (slice(0, None, 2), slice(1, None, 2)):  # losses, norms
         rounding = unit_roundoff(torch.bfloat16) * max(exact[kind])
         allowed = max(2 * farthest(plain[kind], exact[kind]), rounding)
-        assert farthest(got[kind], exact[kind]) <= allowed
+        assert farthest(actual[kind], exact[kind]) <= allowed
 
 
 def farthest(these, those):
@@ -267,14 +271,14 @@ def pretrained(fake_gpu, on, keys, fails=False):
 def test_chip_and_kernels_are_in_the_log_and_in_the_environment(fake_gpu, overrides, tmp_path):
     keys = {**SMALL, **PLAIN, "kernels__update": "auto", "train__steps": 1}
     keys["train__precision"] = "fp32"
-    said = pretrained(fake_gpu, A100, overrides(**keys, run__device="cuda"))
+    output = pretrained(fake_gpu, A100, overrides(**keys, run__device="cuda"))
     for line in (
         "NVIDIA A100-SXM4-40GB is the chip a100-40gb, with 39.4 GiB; parallel.cluster is not given",
         "kernels, and why not faster ones:",
         "  attention: plain code, because kernels.attention=reference",
         "  update: adamw, square_sum triton",
     ):
-        assert line in said and line in (tmp_path / "run/run.log").read_text()
+        assert line in output and line in (tmp_path / "run/run.log").read_text()
     environment = json.loads((tmp_path / "run/environment.json").read_text())
     assert environment["kernels"]["adamw"] == {"uses": "triton", "not": {}}
     assert environment["kernels"]["loss"]["why"] == "kernels.loss=reference"
@@ -282,10 +286,10 @@ def test_chip_and_kernels_are_in_the_log_and_in_the_environment(fake_gpu, overri
 
 def test_an_update_in_fp64_is_plain_code_and_says_why(fake_gpu, overrides):
     keys = {**SMALL, **PLAIN, "kernels__update": "auto", "train__steps": 1}
-    said = fake_gpu.run("pretrain_gpt:main", *overrides(**keys, run__device="cuda"))
-    assert "kernel adamw: torch in place of triton, which does not take some of this" in said
-    assert "warning: kernel adamw: reference in place of torch" in said
-    assert "divisor and skip in fp32" in said
+    output = fake_gpu.run("pretrain_gpt:main", *overrides(**keys, run__device="cuda"))
+    assert "kernel adamw: torch in place of triton, which does not take some of this" in output
+    assert "warning: kernel adamw: reference in place of torch" in output
+    assert "divisor and skip in fp32" in output
 
 
 def test_what_the_kernels_of_another_stage_refuse_is_in_the_log(fake_gpu, overrides, tmp_path):
@@ -297,12 +301,12 @@ def test_what_the_kernels_of_another_stage_refuse_is_in_the_log(fake_gpu, overri
 
 def test_8_bits_that_would_be_slow_are_an_error_unless_they_are_asked_for(fake_gpu, overrides):
     keys = {**SMALL, **PLAIN, "train__precision": "bf16", "train__steps": 1, "run__device": "cuda"}
-    said = pretrained(fake_gpu, A100, overrides(**keys, train__fp8="row"), fails=True)
-    assert fake_gpu.failed and "train.fp8=row would run as the reference on this GPU" in said
-    assert "need compute capability 8.9, and this GPU has 8.0; use train.fp8=none, or ker" in said
-    said = pretrained(fake_gpu, ADA, overrides(**keys, train__fp8="block"), fails=True)
-    assert fake_gpu.failed and "takes scales of 128 on compute capability 9.0" in said
-    assert "use train.fp8=tensor or train.fp8=row or train.fp8=none" in said
+    output = pretrained(fake_gpu, A100, overrides(**keys, train__fp8="row"), fails=True)
+    assert fake_gpu.failed and "train.fp8=row would run as the reference on this GPU" in output
+    assert "need compute capability 8.9, and this GPU has 8.0; use train.fp8=none, or ker" in output
+    output = pretrained(fake_gpu, ADA, overrides(**keys, train__fp8="block"), fails=True)
+    assert fake_gpu.failed and "takes scales of 128 on compute capability 9.0" in output
+    assert "use train.fp8=tensor or train.fp8=row or train.fp8=none" in output
     plain = overrides(**keys, train__fp8="row", kernels__fp8="reference")
     assert "warning: train.fp8=row runs as the reference" in pretrained(fake_gpu, A100, plain)
 
@@ -310,11 +314,11 @@ def test_8_bits_that_would_be_slow_are_an_error_unless_they_are_asked_for(fake_g
 def test_an_unknown_chip_runs_and_has_no_prediction(fake_gpu, overrides):
     keys = {**SMALL, **PLAIN, "train__steps": 1, "run__device": "cuda"}
     keys["meter__peak_tflops"] = "null"
-    said = pretrained(fake_gpu, STRANGER, overrides(**keys))
-    assert "unknown chip NVIDIA Abacus with 47.0 GiB: its memory is planned" in said
-    assert "mfu n/a: unknown chip: 'NVIDIA Abacus'; set meter.peak_tflops" in said
-    said = pretrained(fake_gpu, STRANGER, overrides(**keys, parallel__auto="true"), fails=True)
-    assert fake_gpu.failed and "speed is not predicted; measure it there with" in said
+    output = pretrained(fake_gpu, STRANGER, overrides(**keys))
+    assert "unknown chip NVIDIA Abacus with 47.0 GiB: its memory is planned" in output
+    assert "mfu n/a: unknown chip: 'NVIDIA Abacus'; set meter.peak_tflops" in output
+    output = pretrained(fake_gpu, STRANGER, overrides(**keys, parallel__auto="true"), fails=True)
+    assert fake_gpu.failed and "speed is not predicted; measure it there with" in output
 
 
 # --------------------------------------------------------------------------- the stand-in can fail
@@ -386,8 +390,8 @@ the result is wrong."""
 def test_every_wait_is_needed(fake_gpu, program, function, method, kind):
     words = (program, function, method)
     fake_gpu.run("fake_cuda.programs:without", *words, world=RANKS.get(program, 1), fails=True)
-    found = fake_gpu.kinds() - {"wait"}
-    assert kind in found if kind else fake_gpu.failed, found
+    kinds = fake_gpu.kinds() - {"wait"}
+    assert kind in kinds if kind else fake_gpu.failed, kinds
 
 
 FOREVER = {
@@ -410,30 +414,30 @@ FOREVER = {
 
 # The program without a rank repeats another one; that of communicators waits 90 s for torch.
 @pytest.mark.quick(when=lambda program: program in [*FOREVER][:2])
-@pytest.mark.parametrize(("program", "told"), FOREVER.items(), ids=FOREVER)
-def test_what_nccl_would_wait_for_is_an_error(fake_gpu, program, told):
-    said = fake_gpu.run("fake_cuda.programs:main", program, world=2, fails=True)
+@pytest.mark.parametrize(("program", "expected"), FOREVER.items(), ids=FOREVER)
+def test_what_nccl_would_wait_for_is_an_error(fake_gpu, program, expected):
+    output = fake_gpu.run("fake_cuda.programs:main", program, world=2, fails=True)
     assert fake_gpu.failed
-    for text in told:
-        assert text in said
+    for text in expected:
+        assert text in output
 
 
 def test_a_pipeline_whose_links_nothing_connects_before_a_step_is_an_error(fake_gpu, overrides):
     """With 1F1B both ranks begin with a receive."""
     keys = {**SMALL, **PLAIN, "parallel__pipeline": 2, "train__steps": 1}
     keys = overrides(**keys, run__device="cuda")
-    said = fake_gpu.run(
+    output = fake_gpu.run(
         "fake_cuda.programs:pretrain_without_connecting", *keys, world=2, fails=True
     )
-    assert fake_gpu.failed and "rank 0 waits forever for rank 1 to connect" in said
-    assert "rank 1: receive float64" in said and "[executor.py:" in said
+    assert fake_gpu.failed and "rank 0 waits forever for rank 1 to connect" in output
+    assert "rank 1: receive float64" in output and "[executor.py:" in output
 
 
 ALSO_ALONE = [
     i
-    for i, (world, _, one) in enumerate(LAYOUTS)
-    if (world == 2 and one.get("schedule") in (None, "1f1b") and one.get("zero") in (None, 3))
-    or one.get("dispatch") == "all_gather"
+    for i, (world, _, layout) in enumerate(LAYOUTS)
+    if (world == 2 and layout.get("schedule") in (None, "1f1b") and layout.get("zero") in (None, 3))
+    or layout.get("dispatch") == "all_gather"
 ]
 """Each axis, and collectives on parts of any sizes."""
 
@@ -444,18 +448,24 @@ def test_a_rank_that_runs_alone_calls_the_same(fake_gpu, layout):
     """So what is simulated of many ranks is what they call."""
     world, model, parallel = LAYOUTS[layout]
     fake_gpu.run("fake_cuda.programs:main", "layout_of_a_test", str(layout), world=world)
-    alone = recorded(configured(world, model, parallel), world)
-    assert [*map(transfers, fake_gpu.calls)] == [*map(transfers, alone)]
-    assert all(len(transfers(calls)) > 20 for calls in alone)
+    single_recorded = recorded(configured(world, model, parallel), world)
+    assert [*map(transfers, fake_gpu.calls)] == [*map(transfers, single_recorded)]
+    assert all(len(transfers(calls)) > 20 for calls in single_recorded)
 
 
 def transfers(calls):
     """Return what a rank makes and transfers, without lines and streams. One number more is summed
     over each communicator that torch splits from another."""
     kinds = [
-        one for one in calls if isinstance(one, CollectiveCall | CreateCommunicator | MessageGroup)
+        recorded_call
+        for recorded_call in calls
+        if isinstance(recorded_call, CollectiveCall | CreateCommunicator | MessageGroup)
     ]
-    return [str(one) for one in kinds if not str(one).startswith("all_reduce float32 1 ")]
+    return [
+        str(recorded_call)
+        for recorded_call in kinds
+        if not str(recorded_call).startswith("all_reduce float32 1 ")
+    ]
 
 
 # --------------------------------------------------------------------------------- what fails there
@@ -493,26 +503,28 @@ def test_a_transfer_that_hangs_is_aborted_and_the_run_goes_on(
     failing, fake_gpu, overrides, tmp_path
 ):
     fake_gpu.run("pretrain_gpt:main", *overrides(**FAILING, run__dir=tmp_path / "whole"), world=2)
-    said = failing("hang", 1)
+    output = failing("hang", 1)
     assert_no_problem(fake_gpu)
-    assert "restarted in the same processes (1 of faults.restarts=3): step 6 took more than" in said
+    assert (
+        "restarted in the same processes (1 of faults.restarts=3): step 6 took more than" in output
+    )
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert said.count("flight record in ") == 2
+    assert output.count("flight record in ") == 2
 
 
 @pytest.mark.slow
 def test_a_communicator_that_fails_is_aborted_and_the_run_goes_on(failing, fake_gpu):
     """The host is not told by its transfers; the time limits are too long to help."""
-    said = failing("lose_connection", 0, limit=100)
+    output = failing("lose_connection", 0, limit=100)
     assert_no_problem(fake_gpu)
-    assert re.search(r"restarted in the same .*: step 6 failed, NCCL reports COMM_ERROR in", said)
+    assert re.search(r"restarted in the same .*: step 6 failed, NCCL reports COMM_ERROR in", output)
 
 
 @pytest.mark.slow
 def test_a_device_with_an_error_that_stays_ends_the_run(failing, fake_gpu, tmp_path):
-    said = failing("fail_device", 1, fails=True)
+    output = failing("fail_device", 1, fails=True)
     assert fake_gpu.statuses == [EXIT_LOST_RANKS] * 2
-    assert "restarted" not in said and "step 6 took more than faults.step_timeout=1 s" in said
+    assert "restarted" not in output and "step 6 took more than faults.step_timeout=1 s" in output
 
 
 @pytest.mark.slow
@@ -521,10 +533,12 @@ def test_torchs_analyser_reads_the_flight_records_of_a_hang(failing, tmp_path):
     folder = tmp_path / "run/faults"
     assert sorted(path.name for path in folder.glob("nccl-*")) == ["nccl-rank-0", "nccl-rank-1"]
     fr_trace.main([str(folder), "-p", "nccl-rank-", "-o", str(tmp_path / "found")])
-    _, found = pickle.loads((tmp_path / "found").read_bytes())
-    alone = [call for call in found.ncclcalls if call.collective_id is None]
-    assert len(found.collectives) > 20  # which all ranks have started
-    assert {call.global_rank for call in alone} == {1}  # the first rank waits in another transfer
+    _, database = pickle.loads((tmp_path / "found").read_bytes())
+    unmatched = [call for call in database.ncclcalls if call.collective_id is None]
+    assert len(database.collectives) > 20  # which all ranks have started
+    assert {call.global_rank for call in unmatched} == {
+        1
+    }  # the first rank waits in another transfer
 
 
 FAILURES = {
@@ -554,7 +568,7 @@ PACED = {
 
 
 @pytest.mark.parametrize(
-    ("pace", "wanted"),
+    ("pace", "expected"),
     [
         pytest.param((1e3, 5e3, 1e3, 20e3), {"1"}, id="device"),
         pytest.param((1e3, 5e3, 4e3, 5e3), set(), id="hidden-host"),
@@ -562,14 +576,14 @@ PACED = {
     ],
 )
 def test_a_slow_device_is_named_and_not_a_host_that_its_device_hides(
-    fake_gpu, overrides, pace, wanted
+    fake_gpu, overrides, pace, expected
 ):
     """pace: nanoseconds in which the host launches and the device runs a piece of work, of the
     first rank and of the second."""
     words = [*map(str, pace), *overrides(**PACED)]
-    said = fake_gpu.run("fake_cuda.fake_failures:pretrain_at_a_pace", *words, world=2)
+    output = fake_gpu.run("fake_cuda.fake_failures:pretrain_at_a_pace", *words, world=2)
     pattern = r"rank (\d) is slow: [\d.]+ s of [FB] per step on its device, .* launched it in"
-    assert {*re.findall(pattern, said)} == wanted, said
+    assert {*re.findall(pattern, output)} == expected, output
 
 
 # ------------------------------------------------------------------------------------- the doctor
@@ -583,7 +597,7 @@ def test_the_doctor_finds_that_ranks_work_together(fake_gpu, tmp_path, names):
     fake_gpu.run("fake_cuda.fake_failures:doctor", str(tmp_path), *names, world=2)
     for rank in (0, 1):
         lines = map(json.loads, (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines())
-        found = [line for line in lines if "what" in line]
-        assert {line["part"] for line in found} == {*names}
-        assert not [line for line in found if line["right"] is False]
+        result_lines = [line for line in lines if "what" in line]
+        assert {line["part"] for line in result_lines} == {*names}
+        assert not [line for line in result_lines if line["right"] is False]
     assert fake_gpu.kinds() <= {"wait"}, fake_gpu.reports

@@ -23,7 +23,7 @@ from fake_cuda.nccl_rules import CallMismatch, Deadlock, simulate
 
 from megaframe.architecture.cuda_streams import count_streams
 from megaframe.config.parallel import ParallelConfig
-from megaframe.distributed import collectives, process_groups
+from megaframe.distributed import point_to_point, process_groups
 from megaframe.distributed.collectives import all_reduce, receive, send
 from megaframe.distributed.pending import start_pending
 from megaframe.layout import EXPERT_SETS, Layout
@@ -31,8 +31,8 @@ from megaframe.schedule import SCHEDULE_NAMES
 
 QUICK = [
     i
-    for i, (world, _, one) in enumerate(LAYOUTS)
-    if (world == 2 and one.keys() & {"pipeline", "context", "expert"}) or one == {"zero": 3}
+    for i, (world, _, layout_) in enumerate(LAYOUTS)
+    if (world == 2 and layout_.keys() & {"pipeline", "context", "expert"}) or layout_ == {"zero": 3}
 ]
 """Every schedule, a ring, experts and ZeRO."""
 
@@ -42,13 +42,13 @@ def streams_of(calls):
 
 
 @pytest.mark.quick(when=lambda layout: layout in QUICK)
-@pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=[named(*one) for one in LAYOUTS])
+@pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=[named(*case) for case in LAYOUTS])
 def test_every_layout_comes_to_an_end(layout):
     """With the number of hardware queues that a run asks for, one for each stream."""
     world, model, parallel = LAYOUTS[layout]
     config = configured(world, model, parallel)
     calls, queues = recorded(config, world), count_streams(config, world)
-    assert max(len(streams_of(one)) for one in calls) <= queues
+    assert max(len(streams_of(recorded_call)) for recorded_call in calls) <= queues
     simulate(calls, queues)
 
 
@@ -57,7 +57,7 @@ def test_every_value_has_a_layout(key):
     """A layout that does not name one has the default, if there is one."""
     field = ParallelConfig.model_fields[key]
     values = {"schedule": SCHEDULE_NAMES, "zero": range(4)}.get(key) or get_args(field.annotation)
-    assert {one.get(key, field.default) for _, _, one in LAYOUTS} >= {*values}
+    assert {layout.get(key, field.default) for _, _, layout in LAYOUTS} >= {*values}
 
 
 # ------------------------------------------------------------------------------------ the mistakes
@@ -76,7 +76,7 @@ def one_by_one(out, group, receives, sends, kind):
 @pytest.mark.quick(when=lambda ranks: ranks == 2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_ring_that_sends_first_is_found(ranks, monkeypatch):
-    monkeypatch.setattr(collectives, "_start_batched", one_by_one)
+    monkeypatch.setattr(point_to_point, "_start_batched", one_by_one)
     with pytest.raises(Deadlock, match=r"rank 0, host: send .* over .* \[.*\.py:\d+\]") as raised:
         simulate(recorded(configured(ranks, LLAMA, {"context": ranks}), ranks))
     assert {*raised.value.ranks} == {*range(ranks)}
@@ -99,7 +99,7 @@ def test_receives_on_more_streams_than_queues_are_found(schedule):
     """Each rank computes behind a receive of what the other would send later."""
     config = configured(2, LLAMA, scheduled(schedule, 2))
     calls = recorded(config, 2)
-    count = max(len(streams_of(one)) for one in calls)
+    count = max(len(streams_of(recorded_call)) for recorded_call in calls)
     simulate(calls, count)
     for queues in (1, 2):
         assert queues < count
@@ -145,9 +145,9 @@ def test_collectives_of_two_communicators_in_opposite_orders_are_found():
             order = groups[::-1] if mesh.rank in backwards else groups
             for several in (groups, order):
                 ones = [torch.ones(4, device=mesh.device) for _ in several]
-                pending = [all_reduce(*one) for one in zip(ones, several, strict=True)]
-                for one in pending:
-                    one.wait()
+                pending = [all_reduce(*pair) for pair in zip(ones, several, strict=True)]
+                for work_ in pending:
+                    work_.wait()
 
         return start
 
@@ -167,9 +167,9 @@ def test_another_size_on_one_rank_is_found(kind):
         else:
             (receive if mesh.rank else send)(x, group).wait()
 
-    told = {
+    messages = {
         "collective": r"rank 0: all_reduce float32 4 .*, rank 1: all_reduce float32 5 ",
         "message": r"rank 0: send float32 4 to rank 1 .*, rank 1: receive float32 5 from rank 0 ",
     }
-    with pytest.raises(CallMismatch, match=told[kind] + r".*\[test_nccl_layouts.py:\d+\]"):
+    with pytest.raises(CallMismatch, match=messages[kind] + r".*\[test_nccl_layouts.py:\d+\]"):
         simulate(calls_of_each(Layout(data=2), work))

@@ -43,9 +43,10 @@ def same(ranks, *calls):
 
 def permutations_of(ranks, count):
     """Draw an order of range(count) for each rank; often they are all equal."""
-    one = st.permutations(range(count))
+    permutation = st.permutations(range(count))
     return st.one_of(
-        one.map(lambda order: [order] * ranks), st.lists(one, min_size=ranks, max_size=ranks)
+        permutation.map(lambda order: [order] * ranks),
+        st.lists(permutation, min_size=ranks, max_size=ranks),
     )
 
 
@@ -63,8 +64,8 @@ def test_a_ring_of_single_messages_ends_unless_all_ranks_begin_alike(first, link
             CreateCommunicator(f"link {i}", tuple(sorted({i, (i + 1) % size}))) for i in range(size)
         ]
         if connected and links:
-            every = {rank: to, before: source}
-            calls += [every[link] for link in sorted(every)]
+            links_by_peer = {rank: to, before: source}
+            calls += [links_by_peer[link] for link in sorted(links_by_peer)]
         elif connected:
             calls.append(MessageGroup("ring", 1, (*to.transfers, *source.transfers)))
         programs.append([*calls, *((to, source) if sends_first else (source, to))])
@@ -75,7 +76,7 @@ def test_a_ring_of_single_messages_ends_unless_all_ranks_begin_alike(first, link
 def test_a_ring_of_groups_ends(size):
     programs = [
         [CreateCommunicator("ring", tuple(range(size)))]
-        + 2 * [MessageGroup("ring", 1, tuple(Message(*one) for one in around(rank, size)))]
+        + 2 * [MessageGroup("ring", 1, tuple(Message(*message) for message in around(rank, size)))]
         for rank in range(size)
     ]
     assert ends(programs)
@@ -135,9 +136,9 @@ def test_receives_posted_ahead_need_a_queue_each_and_one_for_the_rest(posted, qu
     rank0 = [LaunchKernel(COMPUTE), *awaited, *computed, send(last, 1, stream=posted + 1)]
     rank1 = [LaunchKernel(COMPUTE), receive(last, 0, stream=posted + 1), Synchronize(None), *sent]
     programs = [[*links, LaunchKernel(COMPUTE)], [*links, LaunchKernel(COMPUTE)]]
-    for mine, theirs in zip(connect, opposite, strict=True):
-        programs[0] += [mine[0], theirs[0]]
-        programs[1] += [mine[1], theirs[1]]
+    for first, second in zip(connect, opposite, strict=True):
+        programs[0] += [first[0], second[0]]
+        programs[1] += [first[1], second[1]]
     assert ends([programs[0] + rank0, programs[1] + rank1], queues=queues) == (posted < queues)
 
 
@@ -192,8 +193,8 @@ def test_programs_that_follow_one_order_end_with_any_number_of_queues(programs, 
 def test_what_ends_with_one_queue_ends_with_more(programs, data, queues):
     """Whatever order the calls of a rank have."""
     calls = data.draw(st.sampled_from(programs))
-    made = sum(isinstance(call, CreateCommunicator) for call in calls)
-    calls[made:] = data.draw(st.permutations(calls[made:]))
+    creations = sum(isinstance(call, CreateCommunicator) for call in calls)
+    calls[creations:] = data.draw(st.permutations(calls[creations:]))
     try:
         if ends(programs, queues=1):
             assert ends(programs, queues=queues)

@@ -56,16 +56,16 @@ def test_a_mistake_of_a_few_roundings_is_seen(dtype):
 
 
 def test_the_message_says_where_what_and_why():
-    found = torch.tensor([[1.0, 2.0], [3.0, 4.5]])
-    with pytest.raises(AssertionError) as caught:
-        assert_near(found, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 7, what="logits")
+    actual = torch.tensor([[1.0, 2.0], [3.0, 4.5]])
+    with pytest.raises(AssertionError) as error:
+        assert_near(actual, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 7, label="logits")
     words = ("logits: 1 of 4 elements", "at [1, 1] 4.5 and 4.0 differ by 0.5, allowed")
-    assert all(word in str(caught.value) for word in words)
-    assert "7 roundings, of numbers up to 4, to float32 and float32" in str(caught.value)
+    assert all(word in str(error.value) for word in words)
+    assert "7 roundings, of numbers up to 4, to float32 and float32" in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "same"),
+    ("value", "expected", "same"),
     [
         (math.inf, math.inf, True),
         (math.nan, math.nan, True),
@@ -75,18 +75,18 @@ def test_the_message_says_where_what_and_why():
         (math.inf, 1.0, False),
     ],
 )
-def test_only_the_same_elements_may_be_infinite_or_no_number(found, expected, same):
-    given_ = torch.tensor([1.0, found]), torch.tensor([1.0, expected])
+def test_only_the_same_elements_may_be_infinite_or_no_number(value, expected, same):
+    tensors = torch.tensor([1.0, value]), torch.tensor([1.0, expected])
     if same:
-        assert_within(*given_, 0.0, "nothing")
+        assert_within(*tensors, 0.0, "nothing")
     else:
         with pytest.raises(AssertionError, match="1 of 2 elements"):
-            assert_within(*given_, 1e9, "much")
+            assert_within(*tensors, 1e9, "much")
 
 
 def test_cancellation_is_allowed_by_the_size_of_the_terms_and_by_nothing_else():
-    found, exact = torch.tensor([1e8, 1.0, -1e8]).sum(), 1.0
-    assert_near(found, exact, 3, size=2e8 + 1)
+    actual, exact = torch.tensor([1e8, 1.0, -1e8]).sum(), 1.0
+    assert_near(actual, exact, 3, size=2e8 + 1)
     assert_near(torch.tensor(9.0), exact, 3, size=2e8 + 1)
     with pytest.raises(AssertionError):
         assert_near(torch.tensor(9.0), exact, 3)

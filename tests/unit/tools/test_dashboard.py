@@ -37,9 +37,9 @@ def test_the_page_with_its_prediction_is_added_to_the_run_of_wandb(tmp_path, mon
     _, file = sorted((folder / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
     pages = [row["dashboard/path"] for row in wandb_rows(file) if "dashboard/path" in row]
     assert len(pages) == 1
-    shown = next(file.parent.glob(f"files/{pages[0]}")).read_text()
-    assert "Plotly" in shown and "Where the peak went" in shown
-    assert "predicted for cpu" in shown
+    page = next(file.parent.glob(f"files/{pages[0]}")).read_text()
+    assert "Plotly" in page and "Where the peak went" in page
+    assert "predicted for cpu" in page
 
 
 def test_a_run_in_no_project_has_nowhere_to_send_its_page(tmp_path, monkeypatch, capsys):

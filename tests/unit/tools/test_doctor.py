@@ -39,7 +39,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "level", "said"),
+    ("old", "new", "level", "expected"),
     [
         ("0x0000000000000001", "0x0000000000000040", "warning", "hardware thermal slowdown"),
         ("Enabled, 0", "Enabled, 3", "error", "3 uncorrected"),
@@ -47,11 +47,11 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         ("31, 5,", "31, 60000,", "warning", "60000 of 143771 MiB"),
     ],
 )
-def test_a_gpu_that_is_not_well(old, new, level, said):
+def test_a_gpu_that_is_not_well(old, new, level, expected):
     well = list(doctor.judge_gpu(*doctor.read_gpus(WELL)))
     assert [f.level for f in well] == ["ok"] and "NVIDIA H200" in well[0].said
     findings = list(doctor.judge_gpu(*doctor.read_gpus(WELL.replace(old, new))))
-    assert [f.level for f in findings] == ["ok", level] and said in findings[1].said
+    assert [f.level for f in findings] == ["ok", level] and expected in findings[1].said
 
 
 def test_a_check_that_breaks_is_a_finding():

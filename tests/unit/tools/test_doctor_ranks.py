@@ -13,12 +13,13 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import doctor_parts  # noqa: E402
-from doctor_ranks import RankFinding, examine_ranks, merge_findings, part_names  # noqa: E402
+import doctor_transfers  # noqa: E402
+from doctor_ranks import RankFinding, check_ranks, list_part_names, merge_findings  # noqa: E402
 
 
 def examine(names, folder, timeout=60.0):
     """Do these parts on one rank of a pool."""
-    doctor_parts.run(names, 0, doctor_parts.Doctor("cpu", timeout, folder, large=2**16))
+    doctor_parts.run(names, 0, doctor_transfers.Doctor("cpu", timeout, folder, large=2**16))
 
 
 def lines(folder, world):
@@ -34,27 +35,27 @@ def test_every_part_finds_that_the_ranks_work_together(pool, tmp_path):
     names = ["settings", "links", "rings", "collectives", "layout: tensor", "abort"]
     pool.run(2, examine, names, tmp_path)
     findings = merge_findings(lines(tmp_path, 2))
-    assert [*dict.fromkeys(one.part for one in findings)] == names
+    assert [*dict.fromkeys(finding.part for finding in findings)] == names
     assert all(one.right for one in findings), [str(one) for one in findings if not one.right]
-    said = "\n".join(map(str, findings))
-    for what in ("links: 0 and 1", "rings: backwards", "collectives: all_to_all uneven bfloat16"):
-        assert what in said
-    assert "differ from those of one rank by" in said
+    text = "\n".join(map(str, findings))
+    for phrase in ("links: 0 and 1", "rings: backwards", "collectives: all_to_all uneven bfloat16"):
+        assert phrase in text
+    assert "differ from those of one rank by" in text
 
 
 @pytest.mark.slow
 def test_layouts_are_those_of_one_rank(pool, tmp_path):
     kinds = ("data, zero=3", "context, ring", "pipeline, zb-v", "experts")
     names = [f"layout: {kind}" for kind in kinds]
-    assert {*names} < {*part_names(2)} and "layout: tensor and pipeline" in part_names(8)
+    assert {*names} < {*list_part_names(2)} and "layout: tensor and pipeline" in list_part_names(8)
     pool.run(2, examine, names, tmp_path)
     findings = merge_findings(lines(tmp_path, 2))
-    assert len(findings) == len(names) and all(one.right for one in findings)
+    assert len(findings) == len(names) and all(finding.right for finding in findings)
 
 
 def test_a_finding_is_right_if_it_is_on_every_rank_that_can_tell():
-    def line(right, said):
-        return {"part": "p", "what": "w", "right": right, "said": said, "numbers": {}}
+    def line(right, text):
+        return {"part": "p", "what": "w", "right": right, "said": text, "numbers": {}}
 
     assert merge_findings({0: [line(True, "fine")], 1: [line(None, "")]})[0].right
     assert merge_findings({0: [line(None, "")], 1: [line(True, "fine")]}) == [
@@ -70,9 +71,9 @@ FAULTY = """
 import sys, time
 import torch
 sys.path.insert(0, {tools!r})
-import doctor_parts
+import doctor_parts, doctor_transfers
 
-gather, shift_ring = doctor_parts.all_gather, doctor_parts.shift_ring
+gather, shift_ring = doctor_transfers.all_gather, doctor_transfers.shift_ring
 
 class Wrong:
     def __init__(self, pending): self._pending = pending
@@ -82,18 +83,19 @@ def wrong(tensor, group):
     pending = gather(tensor, group)
     return Wrong(pending) if group.index == 1 and tensor.dtype == torch.int64 else pending
 
-def hang(x, into, ring, back):
+def hang(x, into, ring, reverse):
     if ring.index == 1:
         time.sleep(1000)
-    return shift_ring(x, into, ring, back=back)
+    return shift_ring(x, into, ring, reverse=reverse)
 
 def fail(doctor):
-    doctor.mesh(pipeline=doctor.world)
+    doctor.make_mesh(pipeline=doctor.world)
     if doctor.rank == 0:
         raise ValueError("a mistake of rank 0 at 10.1.2.3")
     time.sleep(1000)
 
-doctor_parts.all_gather, doctor_parts.shift_ring, doctor_parts.links = wrong, hang, fail
+doctor_transfers.all_gather, doctor_transfers.shift_ring = wrong, hang
+doctor_parts.check_links = fail
 doctor_parts.main()
 """
 
@@ -102,7 +104,7 @@ doctor_parts.main()
 def test_a_part_that_fails_hangs_or_is_wrong_is_named_and_the_others_are_done(tmp_path, capsys):
     program = tmp_path / "faulty.py"
     program.write_text(FAULTY.format(tools=str(ROOT / "tools")))
-    status = examine_ranks(
+    status = check_ranks(
         2,
         tmp_path / "report",
         timeout=5.0,
@@ -111,17 +113,17 @@ def test_a_part_that_fails_hangs_or_is_wrong_is_named_and_the_others_are_done(tm
         command=[sys.executable, str(program)],
     )
     report = json.loads((tmp_path / "report.json").read_text())
-    found = {(one["part"], one["what"]): one for one in report["findings"]}
+    by_part = {(entry["part"], entry["what"]): entry for entry in report["findings"]}
     assert status == 1 and not report["right"]
-    wrong = {key: one["said"] for key, one in found.items() if one["right"] is False}
+    wrong = {key: entry["said"] for key, entry in by_part.items() if entry["right"] is False}
     assert wrong.keys() == {("links", ""), ("rings", ""), ("collectives", "all_gather int64")}
     assert "ValueError: a mistake of rank 0 at (address)" in wrong["links", ""]
     hung = (
         r"rings took more than --timeout 5 s: rank 1 \(.*\) at rings, forwards, waiting for no rank"
     )
     assert re.search(hung, wrong["rings", ""])
-    assert found["collectives", "all_gather int64"]["wrong"] == [1]
-    assert found["abort", "restart"]["right"]
+    assert by_part["collectives", "all_gather int64"]["wrong"] == [1]
+    assert by_part["abort", "restart"]["right"]
     text = (tmp_path / "report.txt").read_text()
     assert text.endswith("3 findings are wrong (X), in links, rings, collectives\n")
     assert str(tmp_path) not in text and str(ROOT) not in (tmp_path / "report.json").read_text()

@@ -30,31 +30,31 @@ _spec.loader.exec_module(node)
 
 
 def test_a_node_is_told_by_the_variables_of_torchrun_and_the_rest_is_usual():
-    told = {"PET_NNODES": "2:4", "PET_MASTER_ADDR": "first", "PET_MASTER_PORT": "29400"}
-    found = {**told, **node.settings(told)}
-    assert found["PET_NNODES"] == "2:4" and found["PET_RDZV_ENDPOINT"] == "first:29400"
-    assert "SIGUSR1" in found["PET_SIGNALS_TO_HANDLE"] and found["PET_RDZV_BACKEND"] == "c10d"
-    assert node.settings({**found, "PET_RDZV_ENDPOINT": "other:1"}) == {}
+    variables = {"PET_NNODES": "2:4", "PET_MASTER_ADDR": "first", "PET_MASTER_PORT": "29400"}
+    settings = {**variables, **node.make_launcher_defaults(variables)}
+    assert settings["PET_NNODES"] == "2:4" and settings["PET_RDZV_ENDPOINT"] == "first:29400"
+    assert "SIGUSR1" in settings["PET_SIGNALS_TO_HANDLE"] and settings["PET_RDZV_BACKEND"] == "c10d"
+    assert node.make_launcher_defaults({**settings, "PET_RDZV_ENDPOINT": "other:1"}) == {}
 
 
 @pytest.mark.parametrize(
     ("nodes", "ranks", "world"), [("1", "3", 3), ("2", "2", 4), ("2:4", "8", 32)]
 )
 def test_the_config_is_checked_for_as_many_ranks_as_may_come(nodes, ranks, world):
-    assert node.largest_world(nodes, ranks) == world
+    assert node.compute_largest_world(nodes, ranks) == world
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [("many", "1"), ("1:2:3", "1"), ("1", "all")])
 def test_numbers_of_nodes_and_ranks_that_are_none_are_refused(nodes, ranks):
     with pytest.raises(UserError, match="PET_N"):
-        node.largest_world(nodes, ranks)
+        node.compute_largest_world(nodes, ranks)
 
 
 LATEST, NOWHERE = "checkpoint.resume=latest", "data.sources=[{path: /nowhere}]"
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "expected"),
     [
         (["model.layers=0"], "model.layers=0"),
         ([], "set checkpoint.resume=latest"),
@@ -63,14 +63,14 @@ LATEST, NOWHERE = "checkpoint.resume=latest", "data.sources=[{path: /nowhere}]"
         ([LATEST, "data.tokenizer=hf:/nowhere.json"], "cannot read tokenizer file /nowhere.json"),
     ],
 )
-def test_a_mistake_ends_a_node_before_its_ranks_are_started(keys, said, monkeypatch, capsys):
+def test_a_mistake_ends_a_node_before_its_ranks_are_started(keys, expected, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["node.py", *keys])
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(node, "launch", None)
     with pytest.raises(SystemExit) as ended:
         node.main()
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_a_node_checks_the_split_that_is_evaluated(overrides):
@@ -133,15 +133,15 @@ def test_a_node_ends_with_the_status_of_the_rank_that_failed_first(tmp_path):
     done = launched(program, PET_MAX_RESTARTS="0")
     assert done.returncode == 3, done.stderr
     assert "rank 1 failed first, with status 3" in done.stderr
-    assert node.said(0, -signal.SIGKILL) == 137
+    assert node.report_failure(0, -signal.SIGKILL) == 137
 
 
 @pytest.mark.slow
 def test_a_node_that_is_asked_to_leave_saves_and_tells_so(overrides, tmp_path):
     keys = overrides(train__steps=10**6, checkpoint__every=10**6, checkpoint__resume="latest")
     command = [sys.executable, str(LAUNCH / "node.py"), "--no-doctor", *keys]
-    with open(tmp_path / "said", "w") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, cwd=ROOT)
+    with open(tmp_path / "said", "w") as log_file:
+        process = subprocess.Popen(command, stdout=log_file, stderr=log_file, cwd=ROOT)
     try:
         metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
         while time.monotonic() < deadline and process.poll() is None:
@@ -245,23 +245,23 @@ def calls(tmp_path):
 
 def test_a_job_runs_on_all_nodes_that_are_fit(slurm, tmp_path):
     process = slurm(sick="a1", NODES="2", RANKS="8", SLURM_RESTART_COUNT="3")
-    said = process.communicate()[1]
-    assert process.returncode == 0, said
-    assert "nodes that are not fit: a1" in said and "X broken" in said
-    found = calls(tmp_path)
-    assert any("--nodelist=a2,a3" in line and "--ntasks=2" in line for line in found)
-    assert "PET_NNODES=2" in found and "PET_NPROC_PER_NODE=8" in found
-    assert "PET_RDZV_ENDPOINT=10.0.0.2:29400" in found and "PET_RDZV_ID=7-3" in found
-    run = next(line for line in found if line.startswith("python"))
+    errors = process.communicate()[1]
+    assert process.returncode == 0, errors
+    assert "nodes that are not fit: a1" in errors and "X broken" in errors
+    srun_calls = calls(tmp_path)
+    assert any("--nodelist=a2,a3" in line and "--ntasks=2" in line for line in srun_calls)
+    assert "PET_NNODES=2" in srun_calls and "PET_NPROC_PER_NODE=8" in srun_calls
+    assert "PET_RDZV_ENDPOINT=10.0.0.2:29400" in srun_calls and "PET_RDZV_ID=7-3" in srun_calls
+    run = next(line for line in srun_calls if line.startswith("python"))
     assert run.endswith("node.py --no-doctor --config RUN.yaml data.split=[0.9, 0.1, 0]")
-    assert not any("requeue" in line for line in found)
+    assert not any("requeue" in line for line in srun_calls)
 
 
 def test_a_job_with_too_few_fit_nodes_says_what_to_do(slurm, tmp_path):
     process = slurm(sick="a1 a3")
-    said = process.communicate()[1]
+    errors = process.communicate()[1]
     assert process.returncode == 4
-    assert "1 nodes are fit and 3 are needed" in said and "--exclude=a1,a3" in said
+    assert "1 nodes are fit and 3 are needed" in errors and "--exclude=a1,a3" in errors
     assert not any(line.startswith("python") for line in calls(tmp_path))
 
 
@@ -273,31 +273,31 @@ def test_a_job_whose_config_has_a_mistake_ends_as_that(slurm, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("status", "count", "again"), [(3, 0, True), (1, 2, True), (3, 5, False), (2, 0, False)]
+    ("status", "count", "requeued"), [(3, 0, True), (1, 2, True), (3, 5, False), (2, 0, False)]
 )
 def test_a_job_that_failed_is_queued_again_where_that_may_help(
-    status, count, again, slurm, tmp_path
+    status, count, requeued, slurm, tmp_path
 ):
     process = slurm(status=status, SLURM_RESTART_COUNT=str(count), RESTARTS="5")
     process.communicate()
-    assert process.returncode == (0 if again else status)
-    assert ("scontrol requeue 7" in calls(tmp_path)) == again
+    assert process.returncode == (0 if requeued else status)
+    assert ("scontrol requeue 7" in calls(tmp_path)) == requeued
 
 
 @pytest.mark.parametrize(
-    ("seconds", "count", "again"), [(300, 99, True), (0, 19, True), (0, 20, False)]
+    ("seconds", "count", "requeued"), [(300, 99, True), (0, 19, True), (0, 20, False)]
 )
 def test_a_job_near_its_time_limit_asks_the_run_to_leave_and_is_queued_again(
-    seconds, count, again, slurm, tmp_path
+    seconds, count, requeued, slurm, tmp_path
 ):
     """A job is not queued again forever if every start leaves only a moment to train."""
     process = slurm(sleep="run", SLURM_RESTART_COUNT=str(count), SECONDS=str(seconds))
-    said = asked_to_leave(process, tmp_path)
-    assert process.returncode == (0 if again else 138), said
+    output = asked_to_leave(process, tmp_path)
+    assert process.returncode == (0 if requeued else 138), output
     heard = calls(tmp_path)
-    assert heard[heard.index("heard") + 1 :] == ["scontrol requeue 7"] * again
-    assert ("status 138" in said) == again
-    assert ("a longer --time" in said) == (seconds < 300)
+    assert heard[heard.index("heard") + 1 :] == ["scontrol requeue 7"] * requeued
+    assert ("status 138" in output) == requeued
+    assert ("a longer --time" in output) == (seconds < 300)
 
 
 def asked_to_leave(process, tmp_path):
@@ -311,24 +311,24 @@ def asked_to_leave(process, tmp_path):
 
 def test_a_job_that_is_asked_to_leave_while_it_looks_at_nodes_begins_no_run(slurm, tmp_path):
     process = slurm(sleep="look", SECONDS="300")
-    said = asked_to_leave(process, tmp_path)
-    assert process.returncode == 0, said
-    assert "status 138" in said
+    output = asked_to_leave(process, tmp_path)
+    assert process.returncode == 0, output
+    assert "status 138" in output
     assert calls(tmp_path)[-1] == "scontrol requeue 7"
     assert not any(line.startswith("python") for line in calls(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "expected"),
     [
         ("SLURM_JOB_ID", "", "start it with sbatch"),
         ("SLURM_SUBMIT_DIR", "/tmp", "call sbatch in the project"),
         ("PYTHON", "nowhere/python", "set PYTHON"),
     ],
 )
-def test_a_job_that_cannot_begin_says_why(variable, value, said, slurm):
+def test_a_job_that_cannot_begin_says_why(variable, value, expected, slurm):
     process = slurm(**{variable: value})
-    assert said in process.communicate()[1]
+    assert expected in process.communicate()[1]
     assert process.returncode == 2
 
 
@@ -368,15 +368,17 @@ def find(document, key):
             yield from find(value, key)
 
 
-def lost(document, kept, where=""):
+def lost(document, original, where=""):
     """Return the places of a document that differ in `kept`; defaults that `kept` adds are fine."""
-    if isinstance(document, dict) and isinstance(kept, dict):
-        pairs = [(key, value, kept.get(key)) for key, value in document.items()]
-    elif isinstance(document, list) and isinstance(kept, list) and len(kept) == len(document):
-        pairs = [(key, *both) for key, both in enumerate(zip(document, kept, strict=True))]
+    if isinstance(document, dict) and isinstance(original, dict):
+        pairs = [(key, value, original.get(key)) for key, value in document.items()]
+    elif (
+        isinstance(document, list) and isinstance(original, list) and len(original) == len(document)
+    ):
+        pairs = [(key, *both) for key, both in enumerate(zip(document, original, strict=True))]
     else:
-        return [] if document == kept else [where]
-    return [place for key, one, other in pairs for place in lost(one, other, f"{where}/{key}")]
+        return [] if document == original else [where]
+    return [place for key, first, other in pairs for place in lost(first, other, f"{where}/{key}")]
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
@@ -398,18 +400,22 @@ def test_manifests_are_what_their_schemas_say(path):
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_manifests_start_a_run_that_is_there_on_as_many_nodes_everywhere(path):
-    whole = documents(path)
-    words = [*find(whole, "command")][-1] + next(find(whole, "args"), [])
+    documents_ = documents(path)
+    words = [*find(documents_, "command")][-1] + next(find(documents_, "args"), [])
     assert words[:2] == ["python", "tools/launch/node.py"]
     assert (ROOT / words[words.index("--config") + 1]).exists()
     assert "checkpoint.resume=latest" in words
     keys = ("parallelism", "completions", "numNodes", "minReplicas", "maxReplicas")
-    counts = [count for key in keys for count in find(whole, key)]
-    variables = {one["name"]: one["value"] for env in find(whole, "env") for one in env}
+    counts = [count for key in keys for count in find(documents_, key)]
+    variables = {
+        variable["name"]: variable["value"] for env in find(documents_, "env") for variable in env
+    }
     counts += [int(variables["PET_NNODES"])] if variables else []
     assert set(counts) == {2}
-    mounts = {one["name"] for several in find(whole, "volumeMounts") for one in several}
-    assert mounts == {one["name"] for several in find(whole, "volumes") for one in several}
+    mounts = {mount["name"] for several in find(documents_, "volumeMounts") for mount in several}
+    assert mounts == {
+        volume["name"] for several in find(documents_, "volumes") for volume in several
+    }
 
 
 def test_skypilot_tells_torchrun_where_the_first_node_is(tmp_path):
@@ -421,20 +427,24 @@ def test_skypilot_tells_torchrun_where_the_first_node_is(tmp_path):
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\nenv | grep ^PET_\necho "$@"\n')
     python.chmod(0o755)
-    told = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_NODE_RANK": "1"}
-    told |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", **task["envs"]}
+    variables = {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+        "SKYPILOT_NODE_RANK": "1",
+    }
+    variables |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", **task["envs"]}
     done = subprocess.run(
         ["bash", "-c", task["run"]],
         cwd=tmp_path,
-        env={**os.environ, **told},
+        env={**os.environ, **variables},
         check=True,
         capture_output=True,
         text=True,
     )
-    said = done.stdout.splitlines()
-    assert {"PET_NNODES=2", "PET_NPROC_PER_NODE=8", "PET_RDZV_CONF=is_host=0"} <= set(said)
-    assert "PET_RDZV_ENDPOINT=10.0.0.1:29400" in said
-    assert said[-1].split()[:3] == ["tools/launch/node.py", "--config", task["envs"]["CONFIG"]]
+    printed = done.stdout.splitlines()
+    assert {"PET_NNODES=2", "PET_NPROC_PER_NODE=8", "PET_RDZV_CONF=is_host=0"} <= set(printed)
+    assert "PET_RDZV_ENDPOINT=10.0.0.1:29400" in printed
+    assert printed[-1].split()[:3] == ["tools/launch/node.py", "--config", task["envs"]["CONFIG"]]
     assert (ROOT / task["envs"]["CONFIG"]).exists()
     assert subprocess.run(["bash", "-n", "-c", task["setup"]]).returncode == 0
 
@@ -444,8 +454,8 @@ def test_the_container_has_what_setup_and_the_commands_need():
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     words = [line.split(maxsplit=1)[0] for line in lines]
     assert set(words) <= {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "USER", "CMD"}
-    copied = [one for line in lines if line.startswith("COPY") for one in shlex.split(line)[1:-1]]
-    assert all((ROOT / one).exists() for one in copied)
+    copied = [name for line in lines if line.startswith("COPY") for name in shlex.split(line)[1:-1]]
+    assert all((ROOT / name).exists() for name in copied)
     assert {"setup.py", "README.md", "megaframe", "kernels", "tools", "pretrain_gpt.py"} <= {
         *copied
     }

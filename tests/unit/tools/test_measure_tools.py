@@ -14,7 +14,7 @@ import pytest
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.chips import CHIPS
-from megaframe.hardware.cluster import cluster_for_device, load_cluster, write_cluster
+from megaframe.hardware.cluster import find_cluster_for_device, load_cluster, write_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import cluster_constants, constants_of
 from megaframe.planner.kernel_times import kernel_rates, product_seconds
@@ -28,9 +28,9 @@ PLANNED = RunConfig(
 FEW = ["--device", "cpu", "--times", "2", "--smallest", "65536", "--largest", "4194304"]
 
 
-def measure_links(*given):
+def measure_links(*arguments):
     """Return what the tool prints on this rank."""
-    module, sys.argv = load_tool("measure_links", *given)
+    module, sys.argv = load_tool("measure_links", *arguments)
     with redirect_stdout(StringIO()) as printed:
         module.run(module.parse_arguments())
     return printed.getvalue()
@@ -38,9 +38,9 @@ def measure_links(*given):
 
 def test_measured_links_become_a_cluster(pool, tmp_path):
     path = str(tmp_path / "mine.yaml")
-    told, nothing = pool.run(2, measure_links, *FEW, "--write", path)
+    printed, nothing = pool.run(2, measure_links, *FEW, "--write", path)
     for operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-        assert f"node        {operation}" in told
+        assert f"node        {operation}" in printed
     assert nothing == ""
     cluster = load_cluster(path)
     assert [(tier.name, tier.size) for tier in cluster.tiers] == [("node", 2)]
@@ -48,49 +48,49 @@ def test_measured_links_become_a_cluster(pool, tmp_path):
 
 
 def test_links_of_each_axis_are_measured(pool):
-    told, *_ = pool.run(4, measure_links, *FEW, "--times", "1", "--tensor", "2")
-    assert "tensor      all_gather" in told and "data        all_gather" in told
+    printed, *_ = pool.run(4, measure_links, *FEW, "--times", "1", "--tensor", "2")
+    assert "tensor      all_gather" in printed and "data        all_gather" in printed
 
 
-def load_tool(name, *given):
+def load_tool(name, *arguments):
     """Return a tool as a module, and its command line."""
     specification = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module  # dataclasses need it there
     specification.loader.exec_module(module)
-    return module, [f"{name}.py", *given]
+    return module, [f"{name}.py", *arguments]
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments_", "expected"),
     [
         (["--chip", "h1000"], "--chip h1000 is unknown; use h100"),
         ([], "links need 2 ranks or more"),
         (["--smallest", "64", "--largest", "64"], "--smallest 64 must be at least 4 and less than"),
     ],
 )
-def test_wrong_questions_about_links(given, said, monkeypatch):
-    module, arguments = load_tool("measure_links", *given)
+def test_wrong_questions_about_links(arguments_, expected, monkeypatch):
+    module, arguments = load_tool("measure_links", *arguments_)
     monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=expected):
         module.run(module.parse_arguments())
 
 
 def test_kernels_explain_the_products_they_were_fitted_to(monkeypatch, capsys):
-    given = ("--json", "--device", "cpu", "--largest", "256", "--precision", "fp32")
-    module, arguments = load_tool("measure_kernels", *given)
+    options = ("--json", "--device", "cpu", "--largest", "256", "--precision", "fp32")
+    module, arguments = load_tool("measure_kernels", *options)
     monkeypatch.setattr(sys, "argv", arguments)
     module.main()
-    found = json.loads(capsys.readouterr().out)
-    assert all(found[key] > 0 for key in ("product", "memory", "attention", "launch"))
-    assert max(map(abs, found["errors"])) < 1.0
+    constants = json.loads(capsys.readouterr().out)
+    assert all(constants[key] > 0 for key in ("product", "memory", "attention", "launch"))
+    assert max(map(abs, constants["errors"])) < 1.0
 
 
 def test_an_unknown_chip_is_planned_by_what_is_measured_on_it(monkeypatch, tmp_path, capsys):
     path = tmp_path / "mine.yaml"
-    given = ("--write", str(path), "--device", "cpu", "--largest", "256", "--precision", "fp32")
-    module, arguments = load_tool("measure_kernels", *given)
-    unknown = cluster_for_device("Abacus", 8 * 2.0**30, 46)
+    options = ("--write", str(path), "--device", "cpu", "--largest", "256", "--precision", "fp32")
+    module, arguments = load_tool("measure_kernels", *options)
+    unknown = find_cluster_for_device("Abacus", 8 * 2.0**30, 46)
     monkeypatch.setattr(module, "detect_cluster", lambda device: unknown)
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(UserError, match=r"unknown chip Abacus with 8\.0 GiB: .* not predicted"):
@@ -108,17 +108,21 @@ def test_an_unknown_chip_is_planned_by_what_is_measured_on_it(monkeypatch, tmp_p
 
 def test_links_are_added_to_a_description_and_the_chip_stays(tmp_path):
     path = tmp_path / "mine.yaml"
-    unknown = cluster_for_device("Abacus", 8 * 2.0**30)
+    unknown = find_cluster_for_device("Abacus", 8 * 2.0**30)
     figures = {"bandwidth": 1e11, "peaks": {"fp32": 1e12}, "memory": 2**33}
     write_cluster(path, unknown, {**figures, "constants": {"product": 0.5}}, "by hand")
     module, _ = load_tool("measure_links")
-    given = Namespace(write=path, chip=None, failure_hours=None, price=3.0)
-    cluster = module.cluster_to_describe(given, None)
+    options = Namespace(write=path, chip=None, failure_hours=None, price=3.0)
+    cluster = module.choose_cluster(options, None)
     tier = {"name": "node", "size": 2, "kind": "switch", "bandwidth": 1e9, "latency": 1e-6}
-    module.write_description(path, cluster, [tier], given)
-    found = load_cluster(str(path))
-    assert (found.chip, found.constants) == (cluster.chip, {"product": 0.5})
-    assert (found.tiers[0].bandwidth, found.price, found.failure_hours) == (1e9, 3.0, 5e4)
+    module.write_description(path, cluster, [tier], options)
+    read_back = load_cluster(str(path))
+    assert (read_back.chip, read_back.constants) == (cluster.chip, {"product": 0.5})
+    assert (read_back.tiers[0].bandwidth, read_back.price, read_back.failure_hours) == (
+        1e9,
+        3.0,
+        5e4,
+    )
 
 
 def test_the_start_of_a_product_is_found_again():
@@ -127,7 +131,7 @@ def test_the_start_of_a_product_is_found_again():
     truth = replace(known, product=0.7, start=256.0)
     sizes = [(n, n, n) for n in (512, 1024, 2048, 4096)] + [(4096, 4096, 64)]
     rate = kernel_rates(chip, truth, "bf16")
-    taken = [float(product_seconds(rate, *size)) for size in sizes]
-    found = module.fit_constants(chip, "bf16", sizes, taken, known)
-    assert found.constants.product == pytest.approx(0.7, rel=0.05)
-    assert found.constants.start == pytest.approx(256, rel=0.25)
+    durations = [float(product_seconds(rate, *size)) for size in sizes]
+    fit = module.fit_constants(chip, "bf16", sizes, durations, known)
+    assert fit.constants.product == pytest.approx(0.7, rel=0.05)
+    assert fit.constants.start == pytest.approx(256, rel=0.25)

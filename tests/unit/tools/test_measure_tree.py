@@ -57,14 +57,14 @@ def package(tmp_path):
 
 
 def test_measures_of_a_small_package(package):
-    found = measure_tree.measure_tree(package)
-    assert found["files"] == 4 and found["file_max"] == len(UPPER.splitlines())
-    assert found["functions"] == 5 and found["function_max"] == 5
-    assert found["short_functions"] == 100 and found["long_functions"] == 0
-    assert (found["classes"], found["repeated_classes"]) == (1, 1)
-    assert (found["rooms"], found["loose_modules"]) == (2, 1)
+    measures = measure_tree.measure_tree(package)
+    assert measures["files"] == 4 and measures["file_max"] == len(UPPER.splitlines())
+    assert measures["functions"] == 5 and measures["function_max"] == 5
+    assert measures["short_functions"] == 100 and measures["long_functions"] == 0
+    assert (measures["classes"], measures["repeated_classes"]) == (1, 1)
+    assert (measures["rooms"], measures["loose_modules"]) == (2, 1)
     # `upper` and `beside` import each other, and `lower` is below both.
-    assert (found["import_depth"], found["rooms_in_cycles"]) == (2, 2)
+    assert (measures["import_depth"], measures["rooms_in_cycles"]) == (2, 2)
 
 
 def test_lines_of_code_and_of_comments(package):

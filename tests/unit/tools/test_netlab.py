@@ -49,15 +49,15 @@ def namespaces():
 
 def processes(mark):
     """Return the ids of the processes with `mark` among the words of their command line."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
         except OSError:
             continue
         if mark.encode() in words:
-            found.append(int(path.parent.name))
-    return found
+            pids.append(int(path.parent.name))
+    return pids
 
 
 def wait_until(so):
@@ -89,7 +89,7 @@ def train(overrides):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["--hosts", "0"], "--hosts 0 --ranks 1: both are 1 or more"),
         (["--hosts", "101"], "101 hosts; use 1 to 100"),
@@ -103,39 +103,41 @@ def train(overrides):
         (["--latency", "soon"], "latency 'soon' is not a number with us, ms or s"),
     ],
 )
-def test_what_makes_no_lab_is_refused(words, said, monkeypatch, capsys):
+def test_what_makes_no_lab_is_refused(words, expected, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["netlab.py", *words, "--", "true"])
     with pytest.raises(SystemExit) as ended:
         netlab.main()
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 @given(st.integers(0, 9), st.floats(0, 1e6), st.none() | st.floats(0, 1e6))
 @settings(deadline=None, max_examples=30)
 def test_a_lost_link_is_read_as_it_is_written(host, after, length):
     text = f"{host}@{after:.3f}" + ("" if length is None else f":{length:.3f}")
-    found = netlab.parse_outage(text, 10)
-    assert (found.host, found.after) == (host, pytest.approx(after, abs=1e-3))
-    assert found.length == (None if length is None else pytest.approx(length, abs=1e-3))
+    outage = netlab.parse_outage(text, 10)
+    assert (outage.host, outage.after) == (host, pytest.approx(after, abs=1e-3))
+    assert outage.length == (None if length is None else pytest.approx(length, abs=1e-3))
 
 
 @lab
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["pretrain_gpt.py", "model.layer=2"], "model.layers"),
         (["no_such_file.py"], "there is no file no_such_file.py"),
     ],
 )
-def test_a_mistake_in_the_command_is_found_before_a_host_is_made(words, said, monkeypatch, capsys):
+def test_a_mistake_in_the_command_is_found_before_a_host_is_made(
+    words, expected, monkeypatch, capsys
+):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(netlab, "emulate_hosts", None)
     monkeypatch.setattr(sys, "argv", ["netlab.py", "--", *words])
     with pytest.raises(SystemExit) as ended:
         netlab.main()
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 @lab
@@ -160,9 +162,9 @@ def test_a_run_over_links_is_the_run_without_them(pool, overrides, tmp_path):
     pool.run(1, train, overrides(run__dir=tmp_path / "alone", **keys))
     words = ["--hosts", "2", "--link", "100mbit", "--slow", "1=50mbit", "--", "pretrain_gpt.py"]
     process = start(tmp_path, *words, *overrides(run__dir=tmp_path / "run", **keys))
-    said = process.communicate()[0].decode()
-    assert process.returncode == 0, said
-    assert "4/4" in said and "50mbit" in said
+    output = process.communicate()[0].decode()
+    assert process.returncode == 0, output
+    assert "4/4" in output and "50mbit" in output
 
     def losses(run):
         lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
@@ -202,9 +204,9 @@ else:
 @lab
 def test_a_transfer_takes_at_least_as_long_as_its_link_says(tmp_path):
     size, burst = 1_000_000, 128 * 1024
-    with emulate_hosts([Link("1gbit"), Link("20mbit")]) as made:
+    with emulate_hosts([Link("1gbit"), Link("20mbit")]) as hosts:
         outcome = run_on_hosts(
-            made, [sys.executable, "-c", SEND, str(size)], ranks=1, folder=tmp_path
+            hosts, [sys.executable, "-c", SEND, str(size)], ranks=1, folder=tmp_path
         )
     assert outcome.statuses == (0, 0)
     assert outcome.moved[1][0] > size and outcome.moved[0][1] > size
@@ -215,9 +217,9 @@ def test_a_transfer_takes_at_least_as_long_as_its_link_says(tmp_path):
 @lab
 def test_a_link_is_lost_when_asked_and_comes_back(tmp_path):
     watch = "for i in $(seq 60); do cat /sys/class/net/uplink/carrier; sleep 0.02; done"
-    with emulate_hosts([Link("1gbit")] * 2) as made:
+    with emulate_hosts([Link("1gbit")] * 2) as hosts:
         outcome = run_on_hosts(
-            made, ["sh", "-c", watch], ranks=1, folder=tmp_path, outages=[LinkOutage(1, 0.3, 0.3)]
+            hosts, ["sh", "-c", watch], ranks=1, folder=tmp_path, outages=[LinkOutage(1, 0.3, 0.3)]
         )
     assert outcome.status == 0
     first, second = ((tmp_path / f"host-{n}.txt").read_text().split() for n in (0, 1))
@@ -231,8 +233,8 @@ def test_a_host_that_fails_ends_the_lab_with_its_status_and_nothing_stays(tmp_pa
     monkeypatch.setattr("network_lab.run.GRACE_SECONDS", 0.2)
     before, mark = namespaces(), f"9{os.getpid()}"
     script = f"sleep {mark} & if [ $NODE_RANK = 1 ]; then exit 7; fi; sleep {mark}"
-    with emulate_hosts([Link("1gbit")] * 2) as made:
-        outcome = run_on_hosts(made, ["sh", "-c", script], ranks=1, folder=tmp_path)
+    with emulate_hosts([Link("1gbit")] * 2) as hosts:
+        outcome = run_on_hosts(hosts, ["sh", "-c", script], ranks=1, folder=tmp_path)
     assert outcome.statuses[1] == 7 and outcome.statuses[0] != 0
     assert wait_until(lambda: not processes(mark))
     assert namespaces() == before
@@ -245,18 +247,20 @@ def test_nothing_runs_on_after_the_tool_was_ended(number, tmp_path):
     process = start(tmp_path, "--", "sh", "-c", f"sleep {mark} & sleep {mark}")
     try:
         assert wait_until(lambda: len(processes(mark)) >= 4)
-        mine = [name for name in namespaces() if name.startswith(f"netlab-{process.pid}-")]
-        assert len(mine) == 3
+        own_namespaces = [
+            name for name in namespaces() if name.startswith(f"netlab-{process.pid}-")
+        ]
+        assert len(own_namespaces) == 3
         process.send_signal(number)
         process.wait(20)
         assert wait_until(lambda: not processes(mark))
     finally:
         process.kill()
         process.communicate()
-    left = [name for name in namespaces() if name in mine]
+    left = [name for name in namespaces() if name in own_namespaces]
     if number == signal.SIGKILL:
-        assert sorted(left) == sorted(mine)
-        assert sorted(remove_stale_namespaces()) == sorted(mine)
+        assert sorted(left) == sorted(own_namespaces)
+        assert sorted(remove_stale_namespaces()) == sorted(own_namespaces)
     else:
         assert left == []
-    assert not set(namespaces()) & set(mine)
+    assert not set(namespaces()) & set(own_namespaces)

@@ -30,8 +30,11 @@ XEON = (
     ],
 )
 def test_settings_that_a_processor_lacks_are_skipped_by_name(text, skipped):
-    has = processors.processor(text)
-    reasons = {processors.name_of(s): processors.lacking(s, has) for s in processors.SETTINGS}
+    flags = processors.read_processor_flags(text)
+    reasons = {
+        processors.format_setting(s): processors.find_missing_instructions(s, flags)
+        for s in processors.SETTINGS
+    }
     assert sum(reason is not None for reason in reasons.values()) <= skipped
     if text == XEON:
         assert not any(reasons.values())
@@ -45,28 +48,30 @@ def test_settings_that_a_processor_lacks_are_skipped_by_name(text, skipped):
 
 
 def test_every_value_is_run_once_alone_or_is_the_default():
-    alone = [setting for setting in processors.SETTINGS if len(setting) <= 1]
-    assert {} in alone  # with one thread
+    small_settings = [setting for setting in processors.SETTINGS if len(setting) <= 1]
+    assert {} in small_settings  # with one thread
     for variable in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"):
         for value in processors.NEEDED[variable]:
-            assert {variable: value} in alone
-    assert {"TEST_THREADS": "2"} in alone and {"TEST_THREADS": "3"} in alone
+            assert {variable: value} in small_settings
+    assert {"TEST_THREADS": "2"} in small_settings and {"TEST_THREADS": "3"} in small_settings
 
 
 def test_a_setting_takes_the_place_of_what_was_set_before():
     base = {"PATH": "/bin", "ATEN_CPU_CAPABILITY": "avx512", "TEST_THREADS": "7"}
-    found = processors.environment({"ONEDNN_MAX_CPU_ISA": "AVX2"}, base)
-    wanted = {"PATH": "/bin", "TEST_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    assert found == {**wanted, "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = processors.make_environment({"ONEDNN_MAX_CPU_ISA": "AVX2"}, base)
+    expected = {"PATH": "/bin", "TEST_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    assert environment == {**expected, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def test_torch_follows_what_runs_and_is_asked_whether_it_does():
     setting = {"ATEN_CPU_CAPABILITY": "default"}
-    given = processors.environment(setting, os.environ)
-    assert processors.unheeded(setting, given) is None
-    other = processors.environment({}, os.environ) | {"ATEN_CPU_CAPABILITY": "no such"}
-    if "avx2" in processors.processor():
-        assert "ATEN_CPU_CAPABILITY=default: what is used is" in processors.unheeded(setting, other)
+    environment = processors.make_environment(setting, os.environ)
+    assert processors.find_ignored_setting(setting, environment) is None
+    other = processors.make_environment({}, os.environ) | {"ATEN_CPU_CAPABILITY": "no such"}
+    if "avx2" in processors.read_processor_flags():
+        assert "ATEN_CPU_CAPABILITY=default: what is used is" in processors.find_ignored_setting(
+            setting, other
+        )
 
 
 TESTS = {
@@ -85,25 +90,26 @@ def test_a_failing_test_fails_the_whole_and_is_named(name, tmp_path):
     paths = os.pathsep.join((str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", paths)
-        found = processors.run(setting, processors.processor(), command)
-    assert found.verdict == verdict, found.note
-    assert ("test_wrong" in found.note) == (name == "bad")
-    assert processors.status([found]) == int(name == "bad")
-    assert processors.name_of(setting) in processors.report([found], "a processor")
+        outcome = processors.run(setting, processors.read_processor_flags(), command)
+    assert outcome.verdict == verdict, outcome.note
+    assert ("test_wrong" in outcome.note) == (name == "bad")
+    assert processors.compute_exit_status([outcome]) == int(name == "bad")
+    assert processors.format_setting(setting) in processors.format_report([outcome], "a processor")
 
 
 def test_where_nothing_could_run_that_is_no_success():
     lacks = processors.run({"ATEN_CPU_CAPABILITY": "avx512"}, frozenset(), ["false"])
     assert lacks.verdict == "skipped" and "avx512f" in lacks.note
-    assert processors.status([lacks]) == 1
-    assert processors.status([lacks, processors.Outcome("", "passed", "")]) == 0
-    assert "ATEN_CPU_CAPABILITY=avx512: this processor has no" in processors.report([lacks], "x")
+    assert processors.compute_exit_status([lacks]) == 1
+    assert processors.compute_exit_status([lacks, processors.SettingResult("", "passed", "")]) == 0
+    report = processors.format_report([lacks], "x")
+    assert "ATEN_CPU_CAPABILITY=avx512: this processor has no" in report
 
 
 def test_marked_files_are_those_that_are_run():
-    found = processors.files(ROOT)
+    files = processors.find_marked_files(ROOT)
     assert (
-        "tests/parity/test_kernels.py" in found
-        and "tests/unit/tools/test_processors.py" not in found
+        "tests/parity/test_kernels.py" in files
+        and "tests/unit/tools/test_processors.py" not in files
     )
-    assert len(found) > 10
+    assert len(files) > 10

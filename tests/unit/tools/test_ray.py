@@ -31,11 +31,11 @@ from megaframe.errors import UserError  # noqa: E402
 @pytest.fixture(scope="module")
 def cluster():
     """Yield the address of a cluster of two nodes with one CPU each."""
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    made.add_node(num_cpus=1)
-    made.wait_for_nodes()
-    yield made.address
-    made.shutdown()
+    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    started.add_node(num_cpus=1)
+    started.wait_for_nodes()
+    yield started.address
+    started.shutdown()
 
 
 @pytest.fixture
@@ -49,8 +49,10 @@ def start(tmp_path):
     def make(tool, *words):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
         command = [sys.executable, str(LAUNCH / tool), *words]
-        with open(tmp_path / "said", "w") as said:
-            started.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
+        with open(tmp_path / "said", "w") as log_file:
+            started.append(
+                subprocess.Popen(command, env=environment, stdout=log_file, stderr=log_file)
+            )
         return started[-1]
 
     yield make
@@ -73,14 +75,14 @@ def worker_of(run, rank):
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        ours = {ray_train.ENTRY.encode(), f"run.dir={run}".encode()} <= {*words}
-        if ours and f"RANK={rank}".encode() in variables:
+        is_rank_of_run = {ray_train.ENTRY.encode(), f"run.dir={run}".encode()} <= {*words}
+        if is_rank_of_run and f"RANK={rank}".encode() in variables:
             return parent
     raise LookupError(f"no process of rank {rank}")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["--ranks", "2"], "set checkpoint.resume=latest"),
         (["--ranks", "few", "--failures", "0"], "--ranks few is neither a number nor two"),
@@ -88,7 +90,7 @@ def worker_of(run, rank):
         (["--failures", "0", "--address", "127.0.0.1:1"], "there is no Ray cluster at 127.0.0.1:1"),
     ],
 )
-def test_what_cannot_run_is_refused(words, said, monkeypatch, capsys):
+def test_what_cannot_run_is_refused(words, expected, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ray_train.py", *words])
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "1")
     if "--address" in words:
@@ -101,60 +103,67 @@ def test_what_cannot_run_is_refused(words, said, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         ray_train.main()
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_more_ranks_than_the_cluster_has_places_are_refused(cluster, start, overrides, tmp_path):
-    asked = ("--address", cluster, "--ranks", "3", "--failures", "0")
-    status, said = ended(start("ray_train.py", *asked, "--", *overrides()), tmp_path)
+    options = ("--address", cluster, "--ranks", "3", "--failures", "0")
+    status, output = ended(start("ray_train.py", *options, "--", *overrides()), tmp_path)
     assert status == 2
-    assert "3 ranks need 3 CPU and the cluster has 2" in said
+    assert "3 ranks need 3 CPU and the cluster has 2" in output
 
 
 def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(
     cluster, start, overrides, tmp_path
 ):
     keys = {"train__steps": 150, "checkpoint__every": 10}
-    alone = [sys.executable, ray_train.ENTRY, *overrides(run__dir=tmp_path / "alone", **keys)]
-    subprocess.run(alone, check=True, capture_output=True)
+    command = [sys.executable, ray_train.ENTRY, *overrides(run__dir=tmp_path / "alone", **keys)]
+    subprocess.run(command, check=True, capture_output=True)
     words = overrides(**keys, checkpoint__resume="latest", parallel__tensor=2)
-    asked = ("--address", cluster, "--ranks", "2", "--failures", "2")
-    process = start("ray_train.py", *asked, "--", *words)
+    options = ("--address", cluster, "--ranks", "2", "--failures", "2")
+    process = start("ray_train.py", *options, "--", *words)
     metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         if metrics.exists() and metrics.read_text().count("\n") >= 25:
             break
         time.sleep(0.02)
     os.kill(worker_of(tmp_path / "run", 1), signal.SIGKILL)
-    status, said = ended(process, tmp_path)
-    assert status == 0, said
-    assert (tmp_path / "run/faults/ledger.jsonl").read_text().count('"start"') == 2, said
+    status, output = ended(process, tmp_path)
+    assert status == 0, output
+    assert (tmp_path / "run/faults/ledger.jsonl").read_text().count('"start"') == 2, output
     assert losses(tmp_path / "run") == promised(losses(tmp_path / "alone"))
 
 
 def test_a_mistake_that_only_the_ranks_find_is_not_tried_again(cluster, start, overrides, tmp_path):
     words = overrides(data__sources="[{path: /nowhere}]", checkpoint__resume="latest")
-    asked = ("--address", cluster, "--ranks", "2", "--failures", "9")
-    status, said = ended(start("ray_train.py", *asked, "--", *words), tmp_path)
-    assert status == 2, said
-    assert "/nowhere" in said
+    options = ("--address", cluster, "--ranks", "2", "--failures", "9")
+    status, output = ended(start("ray_train.py", *options, "--", *words), tmp_path)
+    assert status == 2, output
+    assert "/nowhere" in output
 
 
 def test_a_space_is_checked_against_the_config_before_a_trial():
     sweep = Sweep.parse([], ["optim.lr=[1e-3, 1e-2]", "optim.beta2=uniform:0.9:1.5"], "loss")
     with pytest.raises(UserError, match="beta2"):
-        sweep.check(ray_tune.extreme_trials(sweep))
+        sweep.check(ray_tune.list_extreme_trials(sweep))
     sweep = Sweep.parse([], ["optim.no_key=[1]"], "loss")
     with pytest.raises(UserError, match="no_key"):
-        sweep.check(ray_tune.extreme_trials(sweep))
+        sweep.check(ray_tune.list_extreme_trials(sweep))
 
 
 def test_a_sweep_finds_the_better_rate_and_stops_the_others(cluster, start, overrides, tmp_path):
     words = overrides(run__dir=tmp_path / "sweep", train__steps=400, train__global_batch=16)
-    asked = ("--address", cluster, "--sweep", "optim.lr=[1e-2, 1e-6, 2e-6, 3e-6]", "--grace", "50")
-    status, said = ended(start("ray_tune.py", *asked, "--", *words), tmp_path)
-    assert status == 0, said
-    found = json.loads((tmp_path / "sweep/sweep.json").read_text())
-    assert len(found) == 4 and all(one["error"] is None for one in found)
-    assert "best: optim.lr=1e-2" in said
-    assert min(one["step"] for one in found) < 400 == max(one["step"] for one in found)
+    options = (
+        "--address",
+        cluster,
+        "--sweep",
+        "optim.lr=[1e-2, 1e-6, 2e-6, 3e-6]",
+        "--grace",
+        "50",
+    )
+    status, output = ended(start("ray_tune.py", *options, "--", *words), tmp_path)
+    assert status == 0, output
+    trials = json.loads((tmp_path / "sweep/sweep.json").read_text())
+    assert len(trials) == 4 and all(trial["error"] is None for trial in trials)
+    assert "best: optim.lr=1e-2" in output
+    assert min(one["step"] for one in trials) < 400 == max(one["step"] for one in trials)

@@ -101,9 +101,9 @@ class SlurmCluster:
         until(lambda: self.ask("sinfo", "-h", "-o", "%D %t") == "2 idle", self.said)
 
     def _start(self, name, *command):
-        with open(self.folder / f"{name}.txt", "w") as said:
+        with open(self.folder / f"{name}.txt", "w") as log_file:
             self._daemons[name] = subprocess.Popen(
-                command, env=self.environment, stdout=said, stderr=said, cwd=self.folder
+                command, env=self.environment, stdout=log_file, stderr=log_file, cwd=self.folder
             )
 
     def said(self):
@@ -117,8 +117,8 @@ class SlurmCluster:
 
     def submit(self, output, *words, **environment):
         """Submit a job of two nodes that runs the script with `words`; return its number."""
-        asked = ("--parsable", "--nodes=2", "--time=10", f"--output={output}")
-        number = self.ask("sbatch", *asked, "tools/launch/slurm.sh", *words, **environment)
+        options = ("--parsable", "--nodes=2", "--time=10", f"--output={output}")
+        number = self.ask("sbatch", *options, "tools/launch/slurm.sh", *words, **environment)
         assert number.isdigit(), self.said()
         return number
 
@@ -135,23 +135,23 @@ class SlurmCluster:
 
     def processes(self, **variables):
         """Return the environments of this cluster's processes with these variables, by id."""
-        found = {}
+        environments = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 pairs = (path / "environ").read_bytes().decode(errors="replace").split("\0")
             except OSError:
                 continue
             environment = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-            wanted = {"SLURM_CONF": self.environment["SLURM_CONF"], **variables}
-            if wanted.items() <= environment.items():
-                found[int(path.name)] = environment
-        return found
+            expected = {"SLURM_CONF": self.environment["SLURM_CONF"], **variables}
+            if expected.items() <= environment.items():
+                environments[int(path.name)] = environment
+        return environments
 
     def ranks(self, number):
         """Return the environments of a job's ranks, by process id. A rank's child processes inherit
         its environment, so a rank may be listed more than once."""
-        found = self.processes(SLURM_JOB_ID=number)
-        return {pid: variables for pid, variables in found.items() if "RANK" in variables}
+        processes = self.processes(SLURM_JOB_ID=number)
+        return {pid: variables for pid, variables in processes.items() if "RANK" in variables}
 
     def mount(self, node, folder):
         """Mount a disk of 1 MiB at `folder`, on one node only."""
@@ -171,21 +171,21 @@ class SlurmCluster:
             time.sleep(0.02)
 
 
-def until(there, said=str, seconds=180):
+def until(condition, describe=str, seconds=180):
     deadline = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < deadline, said()
+    while not condition():
+        assert time.monotonic() < deadline, describe()
         time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    made = SlurmCluster(tmp_path_factory.mktemp("slurm"))
+    started = SlurmCluster(tmp_path_factory.mktemp("slurm"))
     try:
-        made.begin()
-        yield made
+        started.begin()
+        yield started
     finally:
-        made.end()
+        started.end()
 
 
 def train(words):
@@ -202,44 +202,46 @@ def steps(run):
 def test_a_job_loses_nothing_to_a_kill_and_to_its_time_limit(cluster, pool, overrides, tmp_path):
     """Slurm's time limits are whole minutes, so scancel sends the signal of the limit instead."""
     keys = {"train__steps": 100, "checkpoint__every": 10, "parallel__tensor": 2}
-    run, said = tmp_path / "run", tmp_path / "said"
+    run, output_path = tmp_path / "run", tmp_path / "said"
     words = overrides(**keys, checkpoint__resume="latest")
-    number = cluster.submit(said, *words, RANKS="2")
-    until(lambda: steps(run) >= 12, said.read_text)
+    number = cluster.submit(output_path, *words, RANKS="2")
+    until(lambda: steps(run) >= 12, output_path.read_text)
     ranks = cluster.ranks(number)
-    nodes = {int(one["RANK"]): one["SLURMD_NODENAME"] for one in ranks.values()}
+    nodes = {int(variables["RANK"]): variables["SLURMD_NODENAME"] for variables in ranks.values()}
     assert sorted(nodes) == [0, 1, 2, 3]
-    for group in Layout(tensor=2, data=2).groups("tensor"):
+    for group in Layout(tensor=2, data=2).list_groups("tensor"):
         assert len({nodes[rank] for rank in group}) == 1, nodes
     assert set(nodes.values()) == {"n1", "n2"}
 
-    os.kill(next(pid for pid, one in ranks.items() if one["RANK"] == "3"), signal.SIGKILL)
+    os.kill(
+        next(pid for pid, variables in ranks.items() if variables["RANK"] == "3"), signal.SIGKILL
+    )
     starts = run / "faults/ledger.jsonl"
-    until(lambda: starts.read_text().count('"start"') == 2, said.read_text)
-    until(lambda: steps(run) >= 14, said.read_text)
+    until(lambda: starts.read_text().count('"start"') == 2, output_path.read_text)
+    until(lambda: steps(run) >= 14, output_path.read_text)
     cluster.ask("scancel", "--batch", "--signal=USR1", number)
-    assert cluster.wait(number) == "COMPLETED", said.read_text()
+    assert cluster.wait(number) == "COMPLETED", output_path.read_text()
     assert cluster.job(number)["Restarts"] == "1"
-    assert "status 138 after 0 restarts: the job is queued again" in said.read_text()
+    assert "status 138 after 0 restarts: the job is queued again" in output_path.read_text()
     assert starts.read_text().count('"start"') == 3
     pool.run(4, train, overrides(run__dir=tmp_path / "alone", **keys))
     assert losses(run) == losses(tmp_path / "alone")
 
 
 def test_a_sick_node_has_no_part_and_a_cancelled_job_leaves_nothing(cluster, overrides, tmp_path):
-    run, said = tmp_path / "run", tmp_path / "said"
+    run, output_path = tmp_path / "run", tmp_path / "said"
     run.mkdir()
     cluster.mount("n2", run)
     keys = {"train__steps": 10**6, "checkpoint__every": 10**6}
     words = overrides(**keys, checkpoint__resume="latest")
-    number = cluster.submit(said, *words, NODES="1")
-    until(lambda: steps(run) >= 2, said.read_text)
-    assert {one["SLURMD_NODENAME"] for one in cluster.ranks(number).values()} == {"n1"}
-    assert "nodes that are not fit: n2" in said.read_text()
-    assert f"{run} has 0.0 GB free; 1 is needed" in said.read_text()
+    number = cluster.submit(output_path, *words, NODES="1")
+    until(lambda: steps(run) >= 2, output_path.read_text)
+    assert {variables["SLURMD_NODENAME"] for variables in cluster.ranks(number).values()} == {"n1"}
+    assert "nodes that are not fit: n2" in output_path.read_text()
+    assert f"{run} has 0.0 GB free; 1 is needed" in output_path.read_text()
 
     cluster.ask("scancel", number)
-    until(lambda: not cluster.processes(SLURM_JOB_ID=number), said.read_text)
+    until(lambda: not cluster.processes(SLURM_JOB_ID=number), output_path.read_text)
     assert cluster.wait(number) == "CANCELLED"
     assert (run / "checkpoints/latest").exists()
     assert cluster.ask("squeue", "-h") == ""

@@ -19,8 +19,8 @@ from megaframe.dashboard.sweep import (
     Sweep,
     make_trials,
     parse_space,
+    read_values_after,
     summarize,
-    values_after,
 )
 from megaframe.errors import UserError
 
@@ -32,7 +32,7 @@ _spec.loader.exec_module(tool)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("optim.lr", "is not KEY="),
         ("optim.lr=[]", "is not KEY="),
@@ -43,8 +43,8 @@ _spec.loader.exec_module(tool)
         ("run.dir=[a, b]", "every trial has its own folder"),
     ],
 )
-def test_what_is_no_space_is_refused(text, said):
-    with pytest.raises(UserError, match=said):
+def test_what_is_no_space_is_refused(text, expected):
+    with pytest.raises(UserError, match=expected):
         parse_space([text])
 
 
@@ -67,24 +67,24 @@ SPACES = st.dictionaries(
 
 @settings(deadline=None, max_examples=100)
 @given(SPACES, st.integers(1, 4), st.integers(0, 5), st.integers(0, 3), st.data())
-def test_a_larger_sweep_has_the_trials_of_a_smaller_one(space, times, more, seed, data):
-    ranges = {key: kept for key, kept in space.items() if isinstance(kept, Range)}
+def test_a_larger_sweep_has_the_trials_of_a_smaller_one(space, times, additional, seed, data):
+    ranges = {key: values for key, values in space.items() if isinstance(values, Range)}
     if not ranges:
-        times, more = 1, 0
-    found = make_trials(space, times, seed)
+        times, additional = 1, 0
+    trials = make_trials(space, times, seed)
     combinations = 1
     for kept in space.values():
         combinations *= 1 if isinstance(kept, Range) else len(kept)
-    assert len(found) == times * combinations == len({one.name for one in found})
-    for trial in found:
+    assert len(trials) == times * combinations == len({trial.name for trial in trials})
+    for trial in trials:
         assert all(ranges[key].low <= float(trial.keys[key]) <= ranges[key].high for key in ranges)
         assert all(trial.keys[key] in space[key] for key in space.keys() - ranges.keys())
-    wider = {key: kept if key in ranges else [*kept, "new"] for key, kept in space.items()}
-    again = make_trials(wider, times + more, seed)
-    assert {one.name for one in found} <= {one.name for one in again}
+    wider = {key: values if key in ranges else [*values, "new"] for key, values in space.items()}
+    wider_trials = make_trials(wider, times + additional, seed)
+    assert {one.name for one in trials} <= {one.name for one in wider_trials}
     if ranges:
         other = make_trials(space, times, seed + 1)
-        assert not {one.name for one in found} & {one.name for one in other}
+        assert not {one.name for one in trials} & {one.name for one in other}
 
 
 def test_a_grid_is_not_repeated():
@@ -106,13 +106,13 @@ def test_a_loss_is_told_as_the_mean_of_a_few_steps(tmp_path):
     path.write_text("".join(json.dumps({"step": n, "loss": float(n)}) + "\n" for n in range(1, 31)))
     metrics = MetricsFile(path)
     metrics.read()
-    told = dict(values_after(metrics, "loss", 20))
-    assert sorted(told) == list(range(21, 31))
-    assert told[30] == pytest.approx(25.5)
+    values = dict(read_values_after(metrics, "loss", 20))
+    assert sorted(values) == list(range(21, 31))
+    assert values[30] == pytest.approx(25.5)
 
 
 def test_the_table_has_the_best_first_and_what_failed_last():
-    found = [
+    results = [
         {"keys": {"a.b": key}, "step": step, "loss": loss, "folder": f"/x/{key}", "error": error}
         for key, step, loss, error in (
             ("one", 10, 3.0, None),
@@ -122,7 +122,7 @@ def test_the_table_has_the_best_first_and_what_failed_last():
             ("five", None, None, None),
         )
     ]
-    text, failed = summarize(found, {"a.b": []}, "loss")
+    text, failed = summarize(results, {"a.b": []}, "loss")
     lines = [line.split() for line in text.splitlines()]
     assert [line[2] for line in lines[:4]] == ["a.b", "two", "one", "three"]
     assert [" ".join(line) for line in lines[4:]] == [
@@ -138,8 +138,8 @@ def run(monkeypatch, capsys, *words):
     monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, words)])
     with pytest.raises(SystemExit) as ended:
         tool.main()
-    said = capsys.readouterr()
-    return ended.value.code, said.out, said.err
+    printed = capsys.readouterr()
+    return ended.value.code, printed.out, printed.err
 
 
 def test_a_failed_trial_stops_no_other_and_is_the_only_one_tried_again(
@@ -148,20 +148,20 @@ def test_a_failed_trial_stops_no_other_and_is_the_only_one_tried_again(
     moved = tmp_path / "moved"
     sources = f"data.sources=[[{{path: {corpus}}}], [{{path: {moved}}}]]"
     words = ("--sweep", sources, "--jobs", 2, "--", *overrides(train__steps=3))
-    status, said, _ = run(monkeypatch, capsys, *words)
-    assert status == 0, said
+    status, output, _ = run(monkeypatch, capsys, *words)
+    assert status == 0, output
     good, bad = json.loads((tmp_path / "run/sweep.json").read_text())
     assert (good["step"], good["error"]) == (3, None)
     assert good["loss"] == pytest.approx(sum(losses(Path(good["folder"]))) / 3)
     assert bad["step"] is None and f"cannot open {moved}.idx" in bad["error"]
-    assert f'best: data.sources=[{{"path": "{corpus}"}}]' in said and "failed: " in said
+    assert f'best: data.sources=[{{"path": "{corpus}"}}]' in output and "failed: " in output
     assert "data.sources" in (tmp_path / "run/sweep.html").read_text()
     written = (Path(good["folder"]) / "metrics.jsonl").stat().st_mtime_ns
     for suffix in (".bin", ".idx"):
         moved.with_suffix(suffix).write_bytes(Path(f"{corpus}{suffix}").read_bytes())
-    status, said, _ = run(monkeypatch, capsys, *words)
-    assert status == 0 and "failed: " not in said
-    assert "2 trials in" in said and "1 done before" in said
+    status, output, _ = run(monkeypatch, capsys, *words)
+    assert status == 0 and "failed: " not in output
+    assert "2 trials in" in output and "1 done before" in output
     assert (Path(good["folder"]) / "metrics.jsonl").stat().st_mtime_ns == written
 
 
@@ -183,15 +183,15 @@ def test_an_interrupted_sweep_continues_its_trials_on_the_same_curves(overrides,
     assert len(list((tmp_path / "sweep").glob("*/checkpoints/latest"))) == 2
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "sweep/sweep.json").read_text())
-    for one in found:
-        rate = [f"optim.lr={one['keys']['optim.lr']}", f"run.dir={tmp_path / 'alone'}"]
-        alone = [sys.executable, ROOT / "pretrain_gpt.py", *keys, *rate]
-        subprocess.run([*alone, "checkpoint.resume=null"], check=True, capture_output=True)
-        assert losses(Path(one["folder"])) == losses(tmp_path / "alone")
-        (tmp_path / "alone").rename(tmp_path / one["keys"]["optim.lr"])
-    found[0]["error"] = "status 3: error: rank 1 is gone"
-    (tmp_path / "sweep/sweep.json").write_text(json.dumps(found))
+    results = json.loads((tmp_path / "sweep/sweep.json").read_text())
+    for trial in results:
+        rate = [f"optim.lr={trial['keys']['optim.lr']}", f"run.dir={tmp_path / 'alone'}"]
+        single_run = [sys.executable, ROOT / "pretrain_gpt.py", *keys, *rate]
+        subprocess.run([*single_run, "checkpoint.resume=null"], check=True, capture_output=True)
+        assert losses(Path(trial["folder"])) == losses(tmp_path / "alone")
+        (tmp_path / "alone").rename(tmp_path / trial["keys"]["optim.lr"])
+    results[0]["error"] = "status 3: error: rank 1 is gone"
+    (tmp_path / "sweep/sweep.json").write_text(json.dumps(results))
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "2 trials in" in done.stdout and "1 done before" in done.stdout
 
@@ -206,12 +206,12 @@ def test_each_job_has_gpus_of_its_own(overrides, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["sweep.py", *words, "--", *overrides()])
     with pytest.raises(SystemExit):
         tool.main()
-    seen = [path.read_text().split() for path in (tmp_path / "run").glob("*/console.txt")]
-    assert sorted(map(sorted, seen)) == [["4,5", "4,5"], ["6,7", "6,7"]]
+    devices = [path.read_text().split() for path in (tmp_path / "run").glob("*/console.txt")]
+    assert sorted(map(sorted, devices)) == [["4,5", "4,5"], ["6,7", "6,7"]]
 
 
 @pytest.mark.parametrize(
-    ("words", "keys", "said"),
+    ("words", "keys", "expected"),
     [
         (["--jobs", "0"], {}, "--jobs 0 is too few"),
         (["--ranks", "0"], {}, "--ranks 0 is too few"),
@@ -222,11 +222,11 @@ def test_each_job_has_gpus_of_its_own(overrides, tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_be_swept_is_said_before_a_trial(
-    words, keys, said, overrides, tmp_path, monkeypatch, capsys
+    words, keys, expected, overrides, tmp_path, monkeypatch, capsys
 ):
     words = ["--sweep", "optim.lr=[0.1]", *words, "--", *overrides(**keys)]
-    status, _, told = run(monkeypatch, capsys, *words)
-    assert status == 2 and said in told and told.startswith("error: ")
+    status, _, errors = run(monkeypatch, capsys, *words)
+    assert status == 2 and expected in errors and errors.startswith("error: ")
     assert not (tmp_path / "run").exists()
 
 
@@ -235,6 +235,6 @@ def test_a_damaged_result_is_said_and_kept(damage, overrides, tmp_path, monkeypa
     (tmp_path / "run").mkdir()
     (tmp_path / "run/sweep.json").write_text(damage)
     words = ("--sweep", "optim.lr=[0.1]", "--", *overrides())
-    status, _, told = run(monkeypatch, capsys, *words)
-    assert status == 2 and "is not the result of a sweep; move it away" in told
+    status, _, errors = run(monkeypatch, capsys, *words)
+    assert status == 2 and "is not the result of a sweep; move it away" in errors
     assert (tmp_path / "run/sweep.json").read_text() == damage

@@ -50,18 +50,22 @@ def test_what_the_config_sets_stays(tmp_path):
 
 
 def test_a_resumed_run_keeps_its_layout_on_as_many_ranks(tmp_path):
-    asked = made(tmp_path, checkpoint={"resume": "latest"})
-    config, _ = choose_layout(asked, 16)
+    resumed_config = made(tmp_path, checkpoint={"resume": "latest"})
+    config, _ = choose_layout(resumed_config, 16)
     other = {"tensor": 2, "pipeline": 2, "data": None, "zero": 1}
     begun = config.model_copy(update={"parallel": config.parallel.model_copy(update=other)})
     (tmp_path / "config.yaml").write_text(dump(begun))
-    kept, notes = choose_layout(asked, 16)
-    assert (kept.parallel.tensor, kept.parallel.pipeline, kept.parallel.zero) == (2, 2, 1)
+    resolved, notes = choose_layout(resumed_config, 16)
+    assert (resolved.parallel.tensor, resolved.parallel.pipeline, resolved.parallel.zero) == (
+        2,
+        2,
+        1,
+    )
     assert "started with" in notes[0]
     (tmp_path / "config.yaml").write_text(
         dump(config.model_copy(update={"parallel": config.parallel.model_copy(update={"data": 3})}))
     )
-    anew, notes = choose_layout(asked, 16)
+    anew, notes = choose_layout(resumed_config, 16)
     assert anew.parallel == config.parallel and "is not one for 16 ranks" in notes[-1]
 
 
@@ -77,10 +81,10 @@ def gpu(monkeypatch):
     """gpu(name, gib): torch sees a GPU with this name and memory."""
 
     def there(name, gib):
-        found = SimpleNamespace(total_memory=int(gib * 2**30), multi_processor_count=46)
+        properties = SimpleNamespace(total_memory=int(gib * 2**30), multi_processor_count=46)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: name)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index=0: found)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index=0: properties)
 
     return there
 
@@ -97,12 +101,12 @@ def gpu(monkeypatch):
 def test_chip_and_memory_are_those_of_the_device(gpu, tmp_path, name, gib, cluster, chip):
     gpu(name, gib)
     config = made(tmp_path, parallel={"cluster": None})
-    found = find_cluster(config)
-    assert (found.name, found.chip.name) == (cluster, chip)
-    assert found.chip.memory == int(gib * 2**30)
+    cluster_ = find_cluster(config)
+    assert (cluster_.name, cluster_.chip.name) == (cluster, chip)
+    assert cluster_.chip.memory == int(gib * 2**30)
     _, notes = choose_layout(config, 8)
     assert f"8 ranks on {cluster}" in notes[0] and any(f"chip {chip}" in note for note in notes)
-    fitted = found.chip.family in ("a100", "h100")
+    fitted = cluster_.chip.family in ("a100", "h100")
     assert any("not fitted" in note for note in notes) != fitted
     _, (note,) = choose_layout(made(tmp_path, parallel={"auto": False, "cluster": None}), 8)
     assert note.startswith(f"{name} is the chip {chip}, with {gib:.1f} GiB")
@@ -114,8 +118,8 @@ def test_of_an_unknown_chip_only_memory_is_planned(gpu, tmp_path):
     with pytest.raises(UserError, match=r"unknown chip NVIDIA Abacus with 47\.0 GiB: its memory"):
         choose_layout(made(tmp_path, parallel=auto), 8)
     plain = made(tmp_path, parallel={**auto, "auto": False})
-    found, notes = choose_layout(plain, 8)
-    assert found == plain and "tools/measure_kernels.py --write" in notes[0]
+    resolved, notes = choose_layout(plain, 8)
+    assert resolved == plain and "tools/measure_kernels.py --write" in notes[0]
     few = plain.model_copy(
         update={"train": plain.train.model_copy(update={"recompute_blocks": "auto"})}
     )
@@ -140,9 +144,9 @@ def test_a_cpu_has_the_memory_of_the_machine(tmp_path, monkeypatch):
 
 
 def test_a_run_says_why_and_its_folder_has_the_layout(overrides, tmp_path):
-    given = overrides(parallel__auto="true", train__steps=2, checkpoint__every=2)
-    command = [sys.executable, "pretrain_gpt.py", *given, "checkpoint.resume=latest"]
-    given.remove("train.microbatch=2")
+    options = overrides(parallel__auto="true", train__steps=2, checkpoint__every=2)
+    command = [sys.executable, "pretrain_gpt.py", *options, "checkpoint.resume=latest"]
+    options.remove("train.microbatch=2")
     for steps, words in ((2, "Use "), (4, "the layout that")):
         done = subprocess.run(
             [*command, f"train.steps={steps}"], cwd=ROOT, capture_output=True, text=True

@@ -18,15 +18,15 @@ from megaframe.ops.cpu_routines import CPURoutines
 from megaframe.training import autotune
 from megaframe.training.autotune import (
     describe_machine,
-    fastest,
+    find_fastest,
     load_or_measure,
-    named_routines,
+    make_named_routines,
     tune,
 )
 from megaframe.training.trainer import Trainer
 
 FP32 = torch.float32
-TORCH = named_routines(FP32, "torch")
+TORCH = make_named_routines(FP32, "torch")
 OTHER = CPURoutines(
     type=str(FP32),
     products={kind: matmul.list_libraries(FP32)[-1] for kind in matmul.KINDS},
@@ -45,22 +45,23 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only work advances, and the work: work(seconds by candidate) for `fastest`."""
-    now = [0.0]
-    monkeypatch.setattr(autotune, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(autotune, "time_waited", lambda: 0.0)
+    """A clock that only work advances, and the work: work(seconds by candidate) for
+    `find_fastest`."""
+    time_now = [0.0]
+    monkeypatch.setattr(autotune, "time", SimpleNamespace(perf_counter=lambda: time_now[0]))
+    monkeypatch.setattr(autotune, "read_waiting_seconds", lambda: 0.0)
 
     def work(seconds, calls):
         def prepare(name, small):
             def run():
                 calls.append((name, small))
-                now[0] += seconds[name] / (10 if small else 1)
+                time_now[0] += seconds[name] / (10 if small else 1)
 
             return run
 
         return prepare
 
-    return SimpleNamespace(now=now, work=work)
+    return SimpleNamespace(now=time_now, work=work)
 
 
 def config_of(precision="fp32", library="auto", **run):
@@ -73,7 +74,7 @@ def config_of(precision="fp32", library="auto", **run):
 
 
 def cached():
-    return autotune.cache_file(describe_machine(FP32))
+    return autotune.find_cache_file(describe_machine(FP32))
 
 
 def write_cache(routines, **changes):
@@ -93,7 +94,7 @@ def write_cache(routines, **changes):
 )
 def test_the_fastest_is_chosen(seconds, chosen, clock):
     calls = []
-    assert fastest(tuple(seconds), clock.work(seconds, calls), 1000.0, "a") == chosen
+    assert find_fastest(tuple(seconds), clock.work(seconds, calls), 1000.0, "a") == chosen
     hopeless = {name for name in seconds if seconds[name] > 2 * min(seconds.values())}
     assert hopeless.isdisjoint(name for name, small in calls if not small)
 
@@ -102,23 +103,23 @@ def test_measuring_ends_in_time(clock):
     """Nothing starts after the end but the second of two rounds, and without any time left nothing
     is measured."""
     calls, seconds = [], {"a": 1.0, "b": 1.0}
-    fastest(("a", "b"), clock.work(seconds, calls), 10.0, "b")
+    find_fastest(("a", "b"), clock.work(seconds, calls), 10.0, "b")
     assert clock.now[0] < 10.0 + 2 * sum(seconds.values())
     calls.clear()
-    assert fastest(("a", "b"), clock.work(seconds, calls), 0.0, "b") == "b" and not calls
+    assert find_fastest(("a", "b"), clock.work(seconds, calls), 0.0, "b") == "b" and not calls
 
 
 def test_a_measurement_names_routines_that_this_machine_has(monkeypatch):
     """All kinds are measured, and what was in use before is in use again."""
-    monkeypatch.setattr(autotune, "time_waited", lambda: 0.0)  # whatever else runs here
+    monkeypatch.setattr(autotune, "read_waiting_seconds", lambda: 0.0)  # whatever else runs here
     for dtype in (FP32, torch.bfloat16, torch.float16):
         matmul.use_libraries(dtype, {"dense": "torch"})
         before = matmul.get_libraries_in_use(dtype), cpu_attention.get_methods_in_use(dtype)
-        found = autotune.measure(dtype)
-        assert found.is_available(dtype)
-        assert tuple(found.products) == matmul.KINDS
-        assert tuple(found.attention) == cpu_attention.SIZES
-        assert set(found.attention.values()) <= set(cpu_attention.list_methods(dtype))
+        routines = autotune.measure(dtype)
+        assert routines.is_available(dtype)
+        assert tuple(routines.products) == matmul.KINDS
+        assert tuple(routines.attention) == cpu_attention.SIZES
+        assert set(routines.attention.values()) <= set(cpu_attention.list_methods(dtype))
         assert (
             matmul.get_libraries_in_use(dtype),
             cpu_attention.get_methods_in_use(dtype),
@@ -151,8 +152,8 @@ def test_a_damaged_cache_is_made_anew(content, clock, monkeypatch):
     cached().parent.mkdir(parents=True)
     cached().write_bytes(content)
     monkeypatch.setattr(autotune, "measure", lambda dtype: OTHER)
-    found, why = load_or_measure(FP32)
-    assert found == OTHER and why.startswith("measured in")
+    routines, why = load_or_measure(FP32)
+    assert routines == OTHER and why.startswith("measured in")
     assert autotune.read_cache(cached(), describe_machine(FP32)) == OTHER
     assert [path.name for path in cached().parent.iterdir()] == [cached().name]
 
@@ -197,19 +198,21 @@ def test_disturbed_calls_do_not_count(clock, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(autotune, "time_waited", lambda: lost[0])
-    assert fastest(("a", "b"), prepare, 1000.0, "a") == "b"
+    monkeypatch.setattr(autotune, "read_waiting_seconds", lambda: lost[0])
+    assert find_fastest(("a", "b"), prepare, 1000.0, "a") == "b"
 
 
 def test_a_busy_machine_is_not_measured(clock, monkeypatch):
     """Nothing is kept either, so that the next run measures again."""
-    monkeypatch.setattr(autotune, "time_waited", lambda: 0.5 * clock.now[0])
+    monkeypatch.setattr(autotune, "read_waiting_seconds", lambda: 0.5 * clock.now[0])
     seconds = {"a": 0.01, "b": 0.02}
     monkeypatch.setattr(
-        autotune, "measure", lambda dtype: fastest(("a", "b"), clock.work(seconds, []), 1.0, "a")
+        autotune,
+        "measure",
+        lambda dtype: find_fastest(("a", "b"), clock.work(seconds, []), 1.0, "a"),
     )
-    found, why = load_or_measure(FP32)
-    assert found == TORCH and "busy" in why and not cached().exists()
+    routines, why = load_or_measure(FP32)
+    assert routines == TORCH and "busy" in why and not cached().exists()
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="Linux says this")
@@ -217,15 +220,17 @@ def test_threads_that_have_no_processor_are_noticed():
     """Two threads on one processor wait for each other; one alone need not."""
     code = (
         "import os, threading, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from megaframe.training.autotune import time_waited as waited\n"
+        "from megaframe.training.autotune import read_waiting_seconds as waited\n"
         "def spin():\n    end = time.thread_time() + 0.3\n"
         "    while time.thread_time() < end: sum(range(20_000))\n"
         "before = waited(); one = threading.Thread(target=spin); one.start(); child = os.fork()\n"
         "spin()\nif not child: os._exit(0)\n"
         "print(waited() - before); os.wait()\n"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(said.stdout) > 0.1
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert float(finished.stdout) > 0.1
 
 
 def test_a_key_and_deterministic_runs_fix_the_routines(monkeypatch):
@@ -249,22 +254,22 @@ def test_narrow_types_are_never_left_to_a_slow_routine(fast, monkeypatch):
     for dtype in narrow:
         assert ("torch" in matmul.list_libraries(dtype)) == fast
         for library in ("torch", "onednn"):
-            (found,) = set(named_routines(dtype, library).products.values())
-            assert (found == "torch") == fast
+            (routine,) = set(make_named_routines(dtype, library).products.values())
+            assert (routine == "torch") == fast
             if library == "onednn" and not fast and matmul._ONEDNN:
-                assert found == "fp32-onednn"
+                assert routine == "fp32-onednn"
 
 
 def choose_on_a_rank(folder):
     """Return what this rank uses if its own measurement would say something else on each rank."""
     os.environ["XDG_CACHE_HOME"] = str(folder)
     mesh = Mesh(Layout(data=2), device="cpu")
-    mine = OTHER if mesh.rank == 0 else TORCH
-    autotune.load_or_measure, kept = lambda dtype: (mine, ""), autotune.load_or_measure
+    own_routines = OTHER if mesh.rank == 0 else TORCH
+    autotune.load_or_measure, original = lambda dtype: (own_routines, ""), autotune.load_or_measure
     try:
         return tune(config_of(), None, mesh)[0], matmul.get_libraries_in_use(FP32)
     finally:
-        autotune.load_or_measure = kept
+        autotune.load_or_measure = original
         matmul.use_libraries(FP32, {})
         cpu_attention.use_methods(FP32, {})
         mesh.close()
@@ -290,7 +295,7 @@ def test_a_resumed_run_keeps_its_routines(overrides, tmp_path):
     write_cache(OTHER)
     keys = {"kernels__matmul": "auto", "train__precision": "fp32", "checkpoint__every": 4}
     shape = {"model__hidden": 64, "optim__schedule": "constant"}
-    log, whole = train(overrides(run__dir=tmp_path / "whole", **keys, **shape))
+    log, uninterrupted = train(overrides(run__dir=tmp_path / "whole", **keys, **shape))
     assert f"(measured before): {OTHER.describe()}" in log
     train(overrides(train__steps=4, **keys, **shape))
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
@@ -298,15 +303,15 @@ def test_a_resumed_run_keeps_its_routines(overrides, tmp_path):
     write_cache(TORCH)
     log, losses = train(overrides(checkpoint__resume="latest", **keys, **shape))
     assert f"(as the checkpoint records): {OTHER.describe()}" in log
-    assert losses == whole
+    assert losses == uninterrupted
     _, fresh = train(overrides(run__dir=tmp_path / "fresh", **keys, **shape))
-    assert fresh != whole  # the routines make a difference that this test could see
+    assert fresh != uninterrupted  # the routines make a difference that this test could see
 
 
 def test_a_run_that_resumes_in_another_precision_chooses_anew(monkeypatch):
     monkeypatch.setattr(
-        autotune, "load_or_measure", lambda dtype: (named_routines(dtype, "torch"), "")
+        autotune, "load_or_measure", lambda dtype: (make_named_routines(dtype, "torch"), "")
     )
     mesh = Mesh(Layout(), device="cpu")
-    assert tune(config_of("bf16"), OTHER, mesh)[0] == named_routines(torch.bfloat16, "torch")
+    assert tune(config_of("bf16"), OTHER, mesh)[0] == make_named_routines(torch.bfloat16, "torch")
     assert tune(config_of("fp32"), CPURoutines(), mesh)[0] == TORCH  # of a GPU, or an older version

@@ -24,15 +24,15 @@ from megaframe.validate.run import validate_config
 
 
 def test_shapes_that_keep_changing_are_said_once_and_graphs_go_before_groups_end():
-    told, mesh = [], Mesh(Layout(), device="cpu")
+    messages, mesh = [], Mesh(Layout(), device="cpu")
     nothing = PipelineOutput(torch.zeros(()), torch.zeros(()), [], [])
-    graph = StepGraph(mesh, told.append, lambda compute: (compute(), lambda: None))
+    graph = StepGraph(mesh, messages.append, lambda compute: (compute(), lambda: None))
     for length in range(_MOST + 3):
         x = torch.zeros(1, length, dtype=torch.int64)
         for times in range(_EAGER + 1):
             graph.run(lambda *_: nothing, [Microbatch(x, x, x[0])], torch.tensor(float(times)))
-    assert len(graph._graphs) == _MOST and len(told) == 1
-    assert "some steps run without one" in told[0]
+    assert len(graph._graphs) == _MOST and len(messages) == 1
+    assert "some steps run without one" in messages[0]
     mesh.close()
     assert not graph._graphs
 
@@ -48,18 +48,18 @@ class Mark:
 
 
 def test_of_what_is_recorded_others_are_told_when_it_runs():
-    progress, traffic, asked = RankProgress(), Traffic(), []
+    progress, traffic, waits = RankProgress(), Traffic(), []
     progress.record_event = Mark
     progress.begin_activity("step 7")
     progress.begin_part("data", None)
-    with capture_transfers("the graph", progress, [traffic]) as told:
+    with capture_transfers("the graph", progress, [traffic]) as recording:
         progress.begin_part("", "0F0")
         traffic.count(100)
-        progress.record_device_wait(Waiting(), lambda: asked.append(1))
+        progress.record_device_wait(Waiting(), lambda: waits.append(1))
         progress.begin_part("", "0B0")
-    assert not progress._device_work and traffic.take() == (0, 0) and not asked
+    assert not progress._device_work and traffic.take() == (0, 0) and not waits
     for _ in range(2):
-        told.replay(lambda: None)
+        recording.replay(lambda: None)
         assert traffic.take() == (100, 1)
     progress._device_work.popleft()  # the work before the graph
     progress.begin_part("", "UPDATE")

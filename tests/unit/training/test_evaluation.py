@@ -68,9 +68,9 @@ def numbers(seed, length, below):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def saved_run(tmp_path_factory):
     """Return checkpoints of a byte-level model after one step on one rank."""
-    folder = tmp_path_factory.mktemp("alone")
+    folder = tmp_path_factory.mktemp("saved_run")
     data = write(folder / "data", [numbers(n, 40, 257) for n in range(10)])
     config = RunConfig(
         run={"dir": str(folder / "run"), "device": "cpu"},
@@ -90,11 +90,11 @@ def alone(tmp_path_factory):
 @given(st.integers(2, 60), st.integers(1, 20), st.data())
 def test_windows_count_every_token_once_and_with_all_that_fits_before_it(length, context, data):
     stride, first = data.draw(st.integers(1, context)), data.draw(st.integers(1, length))
-    found = list(split_windows(TokenSequence(np.zeros(length, np.int64), first), context, stride))
-    counted = [place + 1 for w in found for place in range(w.first, w.end)]
+    windows = list(split_windows(TokenSequence(np.zeros(length, np.int64), first), context, stride))
+    counted = [place + 1 for w in windows for place in range(w.first, w.end)]
     assert counted == list(range(first, length))
-    assert all(0 <= w.begin <= w.first < w.end <= w.begin + context for w in found)
-    for before, window in pairwise(found):
+    assert all(0 <= w.begin <= w.first < w.end <= w.begin + context for w in windows)
+    for before, window in pairwise(windows):
         assert window.first == before.end and window.end - window.begin == context
         assert window.end - window.first <= stride
 
@@ -111,18 +111,18 @@ def test_windows_count_every_token_once_and_with_all_that_fits_before_it(length,
     ],
 )
 def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrides, tmp_path):
-    seen = [np.append(numbers(n, 60, 60), 60) for n in range(8)]
-    held = [np.append(numbers(9, 59, 60), 60), np.append(numbers(10, 36, 60), 60)]
-    source = write(tmp_path / "all", [*seen, *held])
-    write(tmp_path / "held", held)  # 97 tokens are six windows of 16 and one token
-    every = {"train__steps": 2, "train__eval_every": 2, "checkpoint__every": 2}
+    trained_documents = [np.append(numbers(n, 60, 60), 60) for n in range(8)]
+    held_out = [np.append(numbers(9, 59, 60), 60), np.append(numbers(10, 36, 60), 60)]
+    source = write(tmp_path / "all", [*trained_documents, *held_out])
+    write(tmp_path / "held", held_out)  # 97 tokens are six windows of 16 and one token
+    options = {"train__steps": 2, "train__eval_every": 2, "checkpoint__every": 2}
     sources = {"data__sources": f"[{{path: {source}}}]"}
-    pool.run(2, train, overrides(**every, **sources, **layout, **heed))
+    pool.run(2, train, overrides(**options, **sources, **layout, **heed))
     config, stage = load_model(parse_path(str(tmp_path / "run/checkpoints")))
     passage = read_sequence(str(tmp_path / "held.bin"), None, CorpusFormat())
-    (found,) = score(stage, [passage], context=16, stride=16, data=config.data)
-    assert found.tokens == 96 - bool(heed)
-    assert found.loss == near(lines(tmp_path / "run")[-1]["eval_loss"], LOGITS, torch.float32)
+    (score_,) = score(stage, [passage], context=16, stride=16, data=config.data)
+    assert score_.tokens == 96 - bool(heed)
+    assert score_.loss == near(lines(tmp_path / "run")[-1]["eval_loss"], LOGITS, torch.float32)
     ((name, same),) = read_split(config, "validation")
     assert name == "all" and np.array_equal(same.tokens, passage.tokens)
     assert np.array_equal(same.beginnings, passage.beginnings)
@@ -130,42 +130,44 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
         next(read_split(config, "test"))
     _, low = load_model(parse_path(str(tmp_path / "run/checkpoints")), precision="bf16")
     (rounded,) = score(low, [passage], context=16, stride=16, data=config.data)
-    assert rounded.loss == pytest.approx(found.loss, rel=0.01) and rounded != found
+    assert rounded.loss == pytest.approx(score_.loss, rel=0.01) and rounded != score_
 
 
 def test_an_evaluation_without_a_label_is_said_and_the_run_goes_on(pool, overrides, tmp_path):
     """The validation documents have one token each, so every label begins a document."""
-    seen = [np.append(numbers(n, 30, 60), 60) for n in range(80)]
-    source = write(tmp_path / "all", [*seen, *([60] for _ in range(20))])
-    every = {"train__steps": 2, "train__eval_every": 1, "data__mask_eod": True}
-    pool.run(2, train, overrides(**every, data__sources=f"[{{path: {source}}}]"))
+    trained_documents = [np.append(numbers(n, 30, 60), 60) for n in range(80)]
+    source = write(tmp_path / "all", [*trained_documents, *([60] for _ in range(20))])
+    options = {"train__steps": 2, "train__eval_every": 1, "data__mask_eod": True}
+    pool.run(2, train, overrides(**options, data__sources=f"[{{path: {source}}}]"))
     assert "eval_loss" not in lines(tmp_path / "run")[-1]
-    said = (tmp_path / "run/run.log").read_text()
-    assert "no evaluation token has a label" in said
+    logged = (tmp_path / "run/run.log").read_text()
+    assert "no evaluation token has a label" in logged
 
 
 def test_a_stride_of_one_gives_every_token_a_whole_window_before_it(build):
     stage = build().stage
     tokens = torch.from_numpy(numbers(0, 40, 37))
-    (found,) = score(stage, [TokenSequence(tokens.numpy())], context=12, stride=1, batch=5)
+    (score_,) = score(stage, [TokenSequence(tokens.numpy())], context=12, stride=1, batch=5)
     nats = 0.0
     for place_ in range(1, 40):
         before = tokens[max(0, place_ - 12) : place_][None]
         labels = torch.full_like(before, -1)
         labels[0, -1] = tokens[place_]
         nats += float(stage.evaluate(Microbatch(before, labels, torch.zeros(1, dtype=int))))
-    assert found.nats == near(nats, LOGITS, torch.float32) and found.tokens == 39
+    assert score_.nats == near(nats, LOGITS, torch.float32) and score_.tokens == 39
 
 
 def test_passages_beside_each_other_change_nothing(build):
     stage = build().stage
     passages = [TokenSequence(numbers(n, 3 + 7 * n, 37), 1 + n) for n in range(5)]
     together = score(stage, passages, context=12, stride=6, batch=4)
-    apart = [score(stage, [one], context=12, stride=6, batch=1)[0] for one in passages]
-    for one, other in zip(together, apart, strict=True):
-        assert one.tokens == other.tokens and one.nats == near(other.nats, LOGITS, torch.float32)
+    apart = [score(stage, [passage], context=12, stride=6, batch=1)[0] for passage in passages]
+    for first, other in zip(together, apart, strict=True):
+        assert first.tokens == other.tokens and first.nats == near(
+            other.nats, LOGITS, torch.float32
+        )
     total = sum(together[1:], together[0])
-    assert total.tokens == sum(len(one.tokens) - one.first for one in passages)
+    assert total.tokens == sum(len(passage.tokens) - passage.first for passage in passages)
 
 
 def test_equal_logits_give_the_logarithm_of_the_vocabulary(build, tmp_path):
@@ -175,35 +177,46 @@ def test_equal_logits_give_the_logarithm_of_the_vocabulary(build, tmp_path):
     text.write_text('{"text": "grüße"}\n{"text": "a much longer line of text"}\n')
     tokenizer = load_tokenizer("bytes")
     passage = read_sequence(str(text), tokenizer, CorpusFormat())
-    (found,) = score(stage, [passage], context=12, stride=4, token_bytes=tokenizer.token_bytes())
+    (score_,) = score(
+        stage, [passage], context=12, stride=4, token_bytes=tokenizer.count_token_bytes()
+    )
     size = len("grüße".encode()) + len("a much longer line of text")
-    assert (found.tokens, found.bytes) == (size + 2, size)
-    assert found.loss == near(math.log(257), LOGITS, torch.float32)
-    assert found.perplexity == near(257, 6 * LOGITS, torch.float32) and found.greedy
-    assert found.bits_per_byte == near(math.log2(257) * (size + 2) / size, LOGITS, torch.float32)
+    assert (score_.tokens, score_.bytes) == (size + 2, size)
+    assert score_.loss == near(math.log(257), LOGITS, torch.float32)
+    assert score_.perplexity == near(257, 6 * LOGITS, torch.float32) and score_.greedy
+    assert score_.bits_per_byte == near(math.log2(257) * (size + 2) / size, LOGITS, torch.float32)
 
 
-def test_the_tool_prints_files_and_all_of_them(alone, tmp_path, monkeypatch, capsys):
-    one, two = tmp_path / "one.txt", tmp_path / "two.jsonl"
-    one.write_text("a text of its own\n")
+def test_the_tool_prints_files_and_all_of_them(saved_run, tmp_path, monkeypatch, capsys):
+    first_path, two = tmp_path / "one.txt", tmp_path / "two.jsonl"
+    first_path.write_text("a text of its own\n")
     two.write_text('{"text": "another"}\n')
-    run(monkeypatch, "--checkpoint", alone, "--text", one, two, "--stride", 4, "--json")
-    found = json.loads(capsys.readouterr().out)["text"]
-    assert [found[str(path)]["tokens"] for path in (one, two)] == [19, 8]
-    assert found["all"]["tokens"] == 27
-    mean = (19 * found[str(one)]["loss"] + 8 * found[str(two)]["loss"]) / 27
-    assert found["all"]["loss"] == pytest.approx(mean)
-    run(monkeypatch, "--checkpoint", alone, "--text", one, "--precision", "bf16")
+    run(monkeypatch, "--checkpoint", saved_run, "--text", first_path, two, "--stride", 4, "--json")
+    results = json.loads(capsys.readouterr().out)["text"]
+    assert [results[str(path)]["tokens"] for path in (first_path, two)] == [19, 8]
+    assert results["all"]["tokens"] == 27
+    mean = (19 * results[str(first_path)]["loss"] + 8 * results[str(two)]["loss"]) / 27
+    assert results["all"]["loss"] == pytest.approx(mean)
+    run(monkeypatch, "--checkpoint", saved_run, "--text", first_path, "--precision", "bf16")
     assert "perplexity" in capsys.readouterr().out
-    run(monkeypatch, "--checkpoint", alone, "--split", "validation", "--text", one, "--json")
-    found = json.loads(capsys.readouterr().out)["text"]
+    run(
+        monkeypatch,
+        "--checkpoint",
+        saved_run,
+        "--split",
+        "validation",
+        "--text",
+        first_path,
+        "--json",
+    )
+    results = json.loads(capsys.readouterr().out)["text"]
     assert (
-        found["data"]["tokens"] == 79
+        results["data"]["tokens"] == 79
     )  # of two documents of 40 tokens; the first token is not predicted
-    assert found["all"]["tokens"] == 79 + found[str(one)]["tokens"]
+    assert results["all"]["tokens"] == 79 + results[str(first_path)]["tokens"]
 
 
-def test_what_cannot_be_evaluated_is_said(alone, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_evaluated_is_said(saved_run, tmp_path, monkeypatch, capsys):
     text, empty = tmp_path / "one.txt", tmp_path / "empty.txt"
     text.write_text("words")
     empty.write_text("")
@@ -217,20 +230,26 @@ def test_what_cannot_be_evaluated_is_said(alone, tmp_path, monkeypatch, capsys):
             for n, (a, b) in enumerate((a, b) for a in letters for b in letters)
         )
     )
-    for arguments, said in (
+    for arguments, message in (
         (["--checkpoint", tmp_path, "--text", text], "there is no checkpoint"),
-        (["--checkpoint", alone, "--text", empty], "has nothing to predict"),
-        (["--checkpoint", alone, "--text", tmp_path / "none.txt"], "cannot read"),
-        (["--checkpoint", alone, "--text", f"{large}.bin"], "token 2 is 300, but the model has"),
-        (["--checkpoint", alone, "--text", text, "--tokenizer", f"tiktoken:{ranks}"], "has 2021"),
-        (["--checkpoint", alone, "--text", text, "--stride", "17"], "takes 1 to 16"),
-        (["--checkpoint", alone, "--text", text, "--context", "17"], "learned 16 positions"),
-        (["--checkpoint", alone, "--split", "test"], "no source has a share of the test split"),
-        (["--checkpoint", alone], "nothing to evaluate on"),
+        (["--checkpoint", saved_run, "--text", empty], "has nothing to predict"),
+        (["--checkpoint", saved_run, "--text", tmp_path / "none.txt"], "cannot read"),
+        (
+            ["--checkpoint", saved_run, "--text", f"{large}.bin"],
+            "token 2 is 300, but the model has",
+        ),
+        (
+            ["--checkpoint", saved_run, "--text", text, "--tokenizer", f"tiktoken:{ranks}"],
+            "has 2021",
+        ),
+        (["--checkpoint", saved_run, "--text", text, "--stride", "17"], "takes 1 to 16"),
+        (["--checkpoint", saved_run, "--text", text, "--context", "17"], "learned 16 positions"),
+        (["--checkpoint", saved_run, "--split", "test"], "no source has a share of the test split"),
+        (["--checkpoint", saved_run], "nothing to evaluate on"),
     ):
         with pytest.raises(SystemExit) as ended:
             run(monkeypatch, *arguments)
-        assert ended.value.code == 2 and said in capsys.readouterr().err, arguments
+        assert ended.value.code == 2 and message in capsys.readouterr().err, arguments
 
 
 def test_a_run_without_a_tokenizer_asks_for_one(build, tmp_path):
@@ -240,8 +259,8 @@ def test_a_run_without_a_tokenizer_asks_for_one(build, tmp_path):
         read_sequence(str(tmp_path / "some.txt"), None, CorpusFormat())
 
 
-def test_tasks_without_the_harness_say_what_to_install(alone, monkeypatch, capsys):
+def test_tasks_without_the_harness_say_what_to_install(saved_run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(SystemExit):
-        run(monkeypatch, "--checkpoint", alone, "--tasks", "mine")
+        run(monkeypatch, "--checkpoint", saved_run, "--tasks", "mine")
     assert "pip install 'megaframe[evaluate]'" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_evaluation import alone  # noqa: F401
+from test_evaluation import saved_run  # noqa: F401
 
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
@@ -32,13 +32,13 @@ def by_hand(logits, temperature, top_k, top_p):
     chances = np.exp((logits - logits.max()) / temperature)
     likeliest = np.argsort(-logits, kind="stable")[: top_k or None]
     chances /= chances[likeliest].sum()
-    found, total = np.zeros(len(logits)), 0.0
+    probabilities, total = np.zeros(len(logits)), 0.0
     for token in likeliest:
         if total >= top_p and top_p < 1:
             break
-        found[token] = chances[token]
+        probabilities[token] = chances[token]
         total += chances[token]
-    return found / found.sum()
+    return probabilities / probabilities.sum()
 
 
 @settings(deadline=None, max_examples=150)
@@ -52,9 +52,12 @@ def by_hand(logits, temperature, top_k, top_p):
 def test_only_tokens_that_may_come_come(logits, temperature, top_k, top_p, seed):
     logits = np.array(logits, np.float64) / 10
     chances = by_hand(logits, temperature, top_k, top_p)
-    how, generator = SamplingOptions(temperature, top_k, top_p), torch.Generator().manual_seed(seed)
+    options, generator = (
+        SamplingOptions(temperature, top_k, top_p),
+        torch.Generator().manual_seed(seed),
+    )
     for _ in range(5):
-        assert chances[how.choose(torch.from_numpy(logits), generator)] > 0
+        assert chances[options.choose(torch.from_numpy(logits), generator)] > 0
 
 
 @pytest.mark.parametrize(
@@ -62,8 +65,11 @@ def test_only_tokens_that_may_come_come(logits, temperature, top_k, top_p, seed)
 )
 def test_tokens_come_as_often_as_their_probabilities_say(temperature, top_k, top_p):
     logits, draws = np.array([0.3, 2.0, -1.0, 1.5, 0.0, 1.9, -3.0]), 4000
-    how, generator = SamplingOptions(temperature, top_k, top_p), torch.Generator().manual_seed(0)
-    chosen = [how.choose(torch.from_numpy(logits), generator) for _ in range(draws)]
+    options, generator = (
+        SamplingOptions(temperature, top_k, top_p),
+        torch.Generator().manual_seed(0),
+    )
+    chosen = [options.choose(torch.from_numpy(logits), generator) for _ in range(draws)]
     chances = by_hand(logits, temperature, top_k, top_p)
     counts = np.bincount(chosen, minlength=len(logits))
     assert (np.abs(counts - draws * chances) <= 5 * np.sqrt(draws * chances * (1 - chances))).all()
@@ -94,19 +100,19 @@ def test_streamed_text_is_whole_characters_and_all_of_the_text(content):
 
 
 def test_text_is_shown_as_soon_as_it_is_known():
-    asked = []
+    counts_asked = []
 
     def samples():
         for count in range(1, 6):
-            asked.append(count)
+            counts_asked.append(count)
             yield list("aé€".encode())[:count]
 
     pieces = stream_text(samples(), BYTES)
-    assert [(next(pieces), len(asked)) for _ in range(2)] == [("a", 1), ("é", 3)]
+    assert [(next(pieces), len(counts_asked)) for _ in range(2)] == [("a", 1), ("é", 3)]
 
 
-def test_several_samples_are_those_of_their_seeds(alone, monkeypatch, capsys):  # noqa: F811
-    common = ("--checkpoint", alone, "--prompt", "ab", "--tokens", 20, "--top-p", 0.9)
+def test_several_samples_are_those_of_their_seeds(saved_run, monkeypatch, capsys):  # noqa: F811
+    common = ("--checkpoint", saved_run, "--prompt", "ab", "--tokens", 20, "--top-p", 0.9)
     generate(monkeypatch, *common, "--samples", 3, "--seed", 5)
     together = capsys.readouterr().out
     apart = []
@@ -118,14 +124,14 @@ def test_several_samples_are_those_of_their_seeds(alone, monkeypatch, capsys):  
     assert len({*apart}) == 3
 
 
-def test_a_prompt_may_fill_the_context_or_be_left_out(alone, monkeypatch, capsys):  # noqa: F811
-    generate(monkeypatch, "--checkpoint", alone, "--prompt", "x" * 16, "--tokens", 2)
+def test_a_prompt_may_fill_the_context_or_be_left_out(saved_run, monkeypatch, capsys):  # noqa: F811
+    generate(monkeypatch, "--checkpoint", saved_run, "--prompt", "x" * 16, "--tokens", 2)
     assert capsys.readouterr().out.startswith("x" * 16)
-    generate(monkeypatch, "--checkpoint", alone, "--tokens", 2)
+    generate(monkeypatch, "--checkpoint", saved_run, "--tokens", 2)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["--temperature", "-1"], "--temperature -1 is not a number of 0 or more"),
         (["--temperature", "nan"], "--temperature nan is not"),
@@ -146,13 +152,13 @@ def test_a_prompt_may_fill_the_context_or_be_left_out(alone, monkeypatch, capsys
 )
 def test_what_cannot_be_sampled_is_said_in_one_line(
     words,
-    said,
-    alone,  # noqa: F811
+    expected,
+    saved_run,  # noqa: F811
     monkeypatch,
     capsys,
 ):
     with pytest.raises(SystemExit) as ended:
-        generate(monkeypatch, "--checkpoint", alone, *words)
+        generate(monkeypatch, "--checkpoint", saved_run, *words)
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and said in line
+    assert line.startswith("error: ") and expected in line

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from test_evaluation import alone, run  # noqa: F401
+from test_evaluation import run, saved_run  # noqa: F401
 from tolerances import near
 
 from megaframe.checkpoint import parse_path
@@ -44,22 +44,29 @@ def tasks(tmp_path_factory):
         'generation_kwargs: {until: ["e"], max_gen_toks: 5, do_sample: false}\n'
         "metric_list: [{metric: exact_match}]"
     )
-    for name, file, kind, text, target, more in (
+    for name, file, kind, text, target, options in (
         ("choose", "questions", "multiple_choice", "{{q}}", "{{answer}}", choose),
         ("roll", "texts", "loglikelihood_rolling", "", "{{t}}", rolling),
         ("generate", "questions", "generate_until", "{{q}}", "yes", generate),
     ):
         file = folder / f"{file}.jsonl"
-        shown = TASK.format(name=name, file=file, kind=kind, text=text, target=target, more=more)
-        (folder / f"{name}.yaml").write_text(shown)
+        task_text = TASK.format(
+            name=name, file=file, kind=kind, text=text, target=target, more=options
+        )
+        (folder / f"{name}.yaml").write_text(task_text)
     return folder
 
 
-def test_tasks_from_local_files_give_what_our_own_scores_give(alone, tasks, monkeypatch, capsys):  # noqa: F811
-    arguments = ("--checkpoint", alone, "--tasks", "choose,roll,generate", "--include", tasks)
+def test_tasks_from_local_files_give_what_our_own_scores_give(
+    saved_run,  # noqa: F811
+    tasks,
+    monkeypatch,
+    capsys,
+):
+    arguments = ("--checkpoint", saved_run, "--tasks", "choose,roll,generate", "--include", tasks)
     run(monkeypatch, *arguments, "--json")
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])["tasks"]
-    _, stage = load_model(parse_path(str(alone)))
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["tasks"]
+    _, stage = load_model(parse_path(str(saved_run)))
     encode = load_tokenizer("bytes").encode
 
     def nats(before, after):
@@ -70,24 +77,24 @@ def test_tasks_from_local_files_give_what_our_own_scores_give(alone, tasks, monk
     for row in QUESTIONS:
         costs = [nats(encode(row["q"]), encode(f" {option}")) for option in row["options"]]
         right += int(np.argmin(costs)) == row["answer"]
-    assert found["choose"]["acc,none"] == pytest.approx(right / len(QUESTIONS))
+    assert results["choose"]["acc,none"] == pytest.approx(right / len(QUESTIONS))
     bits = sum(nats([256], encode(text)) for text in TEXTS) / np.log(2)
     size = sum(len(text.encode()) for text in TEXTS)
-    assert found["roll"]["bits_per_byte,none"] == near(bits / size, 4, torch.float32)
-    assert found["generate"]["exact_match,none"] == 0
+    assert results["roll"]["bits_per_byte,none"] == near(bits / size, 4, torch.float32)
+    assert results["generate"]["exact_match,none"] == 0
 
 
-def test_an_unknown_task_is_named_with_those_that_are_there(alone, tasks, monkeypatch, capsys):  # noqa: F811
+def test_an_unknown_task_is_named_with_those_that_are_there(saved_run, tasks, monkeypatch, capsys):  # noqa: F811
     with pytest.raises(SystemExit):
-        run(monkeypatch, "--checkpoint", alone, "--tasks", "chose", "--include", tasks)
+        run(monkeypatch, "--checkpoint", saved_run, "--tasks", "chose", "--include", tasks)
     assert "no such task; there are: choose, generate, roll" in capsys.readouterr().err
 
 
-def test_a_text_is_generated_up_to_the_end_that_a_task_names(alone):  # noqa: F811
+def test_a_text_is_generated_up_to_the_end_that_a_task_names(saved_run):  # noqa: F811
     from megaframe.training.lm_eval import HarnessModel
 
-    _, stage = load_model(parse_path(str(alone)))
+    _, stage = load_model(parse_path(str(saved_run)))
     model = HarnessModel(stage, load_tokenizer("bytes"), context=16, batch=2)
-    whole = model._generate("some", {"max_gen_toks": 8})
-    assert 0 < len(whole) <= 8
-    assert model._generate("some", {"max_gen_toks": 8, "until": [whole[3:5]]}) == whole[:3]
+    text = model._generate("some", {"max_gen_toks": 8})
+    assert 0 < len(text) <= 8
+    assert model._generate("some", {"max_gen_toks": 8, "until": [text[3:5]]}) == text[:3]

@@ -56,18 +56,20 @@ def gpu(monkeypatch):
 
 def test_a_dry_run_for_a_cluster_that_is_too_small_says_what_fits():
     command = ["--config", "llama3-8b", "--dry-run", "--gpus", "8", "parallel.cluster=h100-ib"]
-    status, said, wrong = entry(*command, *OLD)
-    assert status == 2 and "memory per rank" in said
+    status, message, wrong = entry(*command, *OLD)
+    assert status == 2 and "memory per rank" in message
     assert "error: does not fit in memory: rank 0 needs 174.5 GiB by the plan, and its" in wrong
     assert "    parallel.zero=2: 75.3 GiB" in wrong and "--force" in wrong
-    status, said, wrong = entry(*command, *OLD, "--force")
+    status, message, wrong = entry(*command, *OLD, "--force")
     assert (status, wrong) == (0, "")
-    assert said.splitlines()[-1].startswith("warning: started by --force without enough memory: ")
-    status, said, wrong = entry(*command)
-    assert (status, wrong) == (0, "") and "warning" not in said
+    assert message.splitlines()[-1].startswith(
+        "warning: started by --force without enough memory: "
+    )
+    status, message, wrong = entry(*command)
+    assert (status, wrong) == (0, "") and "warning" not in message
     assert re.fullmatch(
         r"fits in memory: rank 0 needs 64\.3 GiB by the plan, .* \(h100\) has 80\.0 GiB .*",
-        said.splitlines()[-1],
+        message.splitlines()[-1],
     )
 
 
@@ -80,8 +82,8 @@ def dry(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--dry-run", *words])
         with suppress(SystemExit):
             pretrain_gpt.main()
-        said = capsys.readouterr()
-        return said.out + said.err
+        printed = capsys.readouterr()
+        return printed.out + printed.err
 
     return run
 
@@ -89,10 +91,10 @@ def dry(monkeypatch, capsys):
 @without_gpu
 def test_gpus_are_planned_for_where_there_are_none(dry):
     """Without a name they are those of the default cluster, and the dry run says so."""
-    said = dry("--gpus", "8", "--config", "llama3-8b")
-    assert said.startswith("there is no GPU here that could be asked for its name and memory: ")
-    assert "cluster h100-ib is assumed" in said and "layout      8 ranks = data 8\n" in said
-    assert said.splitlines()[-1].startswith("fits in memory: rank 0 needs 64.3 GiB")
+    output = dry("--gpus", "8", "--config", "llama3-8b")
+    assert output.startswith("there is no GPU here that could be asked for its name and memory: ")
+    assert "cluster h100-ib is assumed" in output and "layout      8 ranks = data 8\n" in output
+    assert output.splitlines()[-1].startswith("fits in memory: rank 0 needs 64.3 GiB")
 
 
 def test_ranks_that_a_launcher_started_plan_for_all_of_them_and_the_first_prints(dry, monkeypatch):
@@ -109,9 +111,9 @@ def test_ranks_that_a_launcher_started_plan_for_all_of_them_and_the_first_prints
 def test_without_a_number_the_layout_has_as_few_ranks_as_it_can(dry, name, fewest):
     """Four tensor times four pipeline ranks, and for the other a rank for each eighth of experts;
     neither fits on so few, and the last lines say what does."""
-    said = dry("--config", name, "parallel.cluster=h100-ib")
-    assert f"layout      {fewest} ranks = " in said
-    verdict = said.partition("error: does not fit in memory: ")[2].splitlines()
+    output = dry("--config", name, "parallel.cluster=h100-ib")
+    assert f"layout      {fewest} ranks = " in output
+    verdict = output.partition("error: does not fit in memory: ")[2].splitlines()
     assert verdict[1] == "  nearest changes that fit, with their memory and step by the plan:"
     assert verdict[2].startswith("    ") and verdict[-1] == "  or run anyway with --force"
 
@@ -127,18 +129,18 @@ def test_without_a_number_the_layout_has_as_few_ranks_as_it_can(dry, name, fewes
     ],
 )
 def test_a_number_of_gpus_that_cannot_be_planned_for(dry, words, reason):
-    said = dry("--config", "demo", "model.vocab=100", *words)
-    assert f"error: {reason}" in said or reason in said.splitlines()[-1]
-    assert "memory per rank" not in said and "Traceback" not in said
+    output = dry("--config", "demo", "model.vocab=100", *words)
+    assert f"error: {reason}" in output or reason in output.splitlines()[-1]
+    assert "memory per rank" not in output and "Traceback" not in output
 
 
 def test_a_run_takes_no_number_of_gpus(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--config", "demo", "--gpus", "8"])
     with pytest.raises(SystemExit) as status:
         pretrain_gpt.main()
-    said = capsys.readouterr().err
-    assert status.value.code == 2 and said.startswith("error: --gpus 8 needs --dry-run: ")
-    assert "torchrun --nproc-per-node 8 " in said
+    message = capsys.readouterr().err
+    assert status.value.code == 2 and message.startswith("error: --gpus 8 needs --dry-run: ")
+    assert "torchrun --nproc-per-node 8 " in message
 
 
 def test_a_dry_run_reads_a_tokenizer_only_for_the_size_of_the_vocabulary(dry):
@@ -150,9 +152,9 @@ def test_a_dry_run_reads_a_tokenizer_only_for_the_size_of_the_vocabulary(dry):
 
 def test_a_host_that_is_too_small_gets_a_verdict_and_what_fits(dry, monkeypatch):
     monkeypatch.setattr(auto_layout, "read_host_memory", lambda: 8 * 2**30)
-    said = dry("--config", "gpt2-124m", "run.device=cpu", "train.microbatch=32")
-    verdict = said[said.index("does not fit in memory: rank 0 needs ") :].splitlines()
-    assert "its device (cpu) has 8.0 GiB" in verdict[0] and "error" not in said
+    output = dry("--config", "gpt2-124m", "run.device=cpu", "train.microbatch=32")
+    verdict = output[output.index("does not fit in memory: rank 0 needs ") :].splitlines()
+    assert "its device (cpu) has 8.0 GiB" in verdict[0] and "error" not in output
     assert verdict[1] == "nearest changes that fit, with their memory and step by the plan:"
     assert verdict[2].startswith("  train.") and len(verdict) > 2
 
@@ -165,9 +167,9 @@ def test_a_gpu_is_asked_for_its_memory(gpu):
     (line,) = check_memory(config, layout)
     assert line.startswith("warning: rank 0 needs 63.9 GiB") and "good to a few percent" in line
     gpu(60)
-    with pytest.raises(UserError, match=r"needs 6\d.\d GiB by the plan, .* has 60.0 GiB") as told:
+    with pytest.raises(UserError, match=r"needs 6\d.\d GiB by the plan, .* has 60.0 GiB") as error:
         check_memory(config, layout)
-    assert "parallel.zero=3: " in str(told.value)
+    assert "parallel.zero=3: " in str(error.value)
     (line,) = check_memory(config, layout, force=True)
     assert line.startswith("warning: started by --force without enough memory: rank 0 needs 6")
 
@@ -178,9 +180,9 @@ def test_every_rank_says_the_same(gpu, monkeypatch):
     for rank in range(8):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as error:
             check_memory(load("llama3-8b"), Layout(data=8))
-        texts.add(str(told.value))
+        texts.add(str(error.value))
     assert len(texts) == 1
 
 
@@ -195,9 +197,9 @@ def test_a_run_is_not_checked_for_another_machine_but_a_dry_run_is(gpu):
 
 def test_of_a_chip_of_unknown_speed_only_memory_is_told(gpu):
     gpu(24, "Some Accelerator")
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         check_memory(load("llama3-8b"), Layout(data=8))
-    lines = str(told.value).splitlines()
+    lines = str(error.value).splitlines()
     assert "has 24.0 GiB" in lines[0] and lines[-1] == "  or run anyway with --force"
     offers = lines[2:-1]
     assert offers and all(re.search(r"=\S+: \d+\.\d GiB$", line) for line in offers)

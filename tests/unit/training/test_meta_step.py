@@ -31,10 +31,10 @@ def among_others(*sections):
     config = made(*sections)
     mesh = Mesh(Layout.from_parallel(config.parallel, read_world_size()), device="cpu", timeout=60)
     with AllocationTracker() as ledger:
-        found = measure_step(config, mesh, ledger)
+        step = measure_step(config, mesh, ledger)
     barrier(mesh.world)  # no rank closes connections that others use
     mesh.close()
-    return found
+    return step
 
 
 CASES = {
@@ -76,15 +76,19 @@ def test_alone_or_among_others_a_rank_counts_the_same(name, pool):
     real = pool.run(4, among_others, *CASES[name])
     config = made(*CASES[name])
     layout = Layout.from_parallel(config.parallel, 4)
-    for rank, found in ((0, real[0]), (3, real[3])):
-        alone = run_meta_step(config, layout, rank)
-        assert alone.traffic == found.traffic
-        assert (alone.buffers, alone.optimizer) == (found.buffers, found.optimizer)
-        assert alone.actions == found.actions
+    for rank, measured in ((0, real[0]), (3, real[3])):
+        predicted = run_meta_step(config, layout, rank)
+        assert predicted.traffic == measured.traffic
+        assert (predicted.buffers, predicted.optimizer) == (measured.buffers, measured.optimizer)
+        assert predicted.actions == measured.actions
         # A CPU keeps layernorm's statistics in fewer bits; gloo keeps sent messages until the end
         # of the step.
-        sent = found.traffic.get("pipeline", 0)
-        assert 0.99 * found.kept - sent <= alone.kept <= 1.01 * found.kept
+        sent = measured.traffic.get("pipeline", 0)
+        assert (
+            0.99 * measured.activations - sent
+            <= predicted.activations
+            <= 1.01 * measured.activations
+        )
 
 
 @pytest.mark.quick(when=lambda name: name == "experts, zero 3")
@@ -93,21 +97,23 @@ def test_experts_are_counted_as_if_equally_busy(name, pool):
     real = pool.run(4, among_others, *WITH_EXPERTS[name])
     config = made(*WITH_EXPERTS[name])
     layout = Layout.from_parallel(config.parallel, 4)
-    alone = run_meta_step(config, layout, 0)
-    for found in real:
-        assert alone.traffic.keys() == found.traffic.keys()
-        for axes, size in found.traffic.items():
-            assert alone.traffic[axes] == pytest.approx(size, rel=0.25), axes
-        total = found.buffers + found.rooms
-        assert alone.buffers <= total and alone.buffers == pytest.approx(found.buffers, rel=0.1)
-        assert alone.optimizer == found.optimizer
-        assert alone.kept == pytest.approx(found.kept, rel=0.1)
+    predicted = run_meta_step(config, layout, 0)
+    for measured in real:
+        assert predicted.traffic.keys() == measured.traffic.keys()
+        for axes, size in measured.traffic.items():
+            assert predicted.traffic[axes] == pytest.approx(size, rel=0.25), axes
+        total = measured.buffers + measured.staging
+        assert predicted.buffers <= total and predicted.buffers == pytest.approx(
+            measured.buffers, rel=0.1
+        )
+        assert predicted.optimizer == measured.optimizer
+        assert predicted.activations == pytest.approx(measured.activations, rel=0.1)
 
 
 def test_what_is_put_away_is_not_counted_and_what_needs_a_gpu_is_left_out():
     def kept(**train):
         config = made(LLAMA, {"recompute": "full", **train}, {})
-        return run_meta_step(config, Layout(), 0).kept
+        return run_meta_step(config, Layout(), 0).activations
 
     inputs = 2 * 32 * 64 * 2  # two blocks, in bf16
     assert kept() - kept(offload=True) == inputs
@@ -137,8 +143,8 @@ def test_any_rank_of_a_large_world(rank):
         parallel={"tensor": 8, "pipeline": 8, "context": 2, "zero": 1, "node_size": 8},
     )
     layout = Layout.from_parallel(config.parallel, 4096)
-    found = run_meta_step(config, layout, rank)
-    assert found.buffers > 2**30
-    assert found.traffic["tensor"] > 2**30
+    step = run_meta_step(config, layout, rank)
+    assert step.buffers > 2**30
+    assert step.traffic["tensor"] > 2**30
     with pytest.raises(ValueError, match="4096"):
         run_meta_step(config, layout, 4096)

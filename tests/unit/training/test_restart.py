@@ -29,5 +29,5 @@ def test_all_begin_again_and_the_curve_is_that_of_an_undisturbed_run(pool, overr
     assert "copies in memory of step 8 are used; the newest saved checkpoint is of step 5" in text
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     events = (tmp_path / "run/faults/ledger.jsonl").read_text().splitlines()
-    starts = [one["step"] for one in map(json.loads, events) if one["event"] == "start"]
+    starts = [entry["step"] for entry in map(json.loads, events) if entry["event"] == "start"]
     assert starts[0] == 0 and starts[1] in (4, 5) and starts[2] == 8

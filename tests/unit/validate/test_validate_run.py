@@ -582,8 +582,8 @@ def test_suggested_heads_work(hidden, heads, kv_heads):
         name = line.partition("=")[0]
         for value in re.findall(r"\d+", line.rpartition("use ")[2]):
             mended = {**keys, name: int(value)}
-            again = refusals(position, *(f"{k}={v}" for k, v in mended.items()))
-            assert not any(line.startswith(f"{name}={value} ") for line in again)
+            remaining = refusals(position, *(f"{k}={v}" for k, v in mended.items()))
+            assert not any(line.startswith(f"{name}={value} ") for line in remaining)
 
 
 @pytest.mark.parametrize(

@@ -47,19 +47,19 @@ def bits(tensor):
 def held(path):
     """Return all tensors of a checkpoint, in the types in which they are saved."""
     with open_checkpoint(path) as checkpoint:
-        found = {
+        tensors = {
             name: torch.zeros(tensor.shape).to(DTYPES[tensor.dtype])
             for name, tensor in checkpoint.tensors.items()
         }
-        checkpoint.load([whole(name, tensor) for name, tensor in found.items()])
-        return found
+        checkpoint.load([whole(name, tensor) for name, tensor in tensors.items()])
+        return tensors
 
 
-def same(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
-        assert torch.equal(bits(found[name]), bits(tensor)), name
+def same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype and actual[name].shape == tensor.shape, name
+        assert torch.equal(bits(actual[name]), bits(tensor)), name
 
 
 @settings(deadline=None, max_examples=25)
@@ -83,12 +83,12 @@ def test_what_is_exported_loads_in_torch_and_comes_back(data):
         patch.setattr(dcp.dcp_folder, "FILE_BYTES", data.draw(st.sampled_from([16, 1 << 20])))
         with open_checkpoint(save(folder / "ours", ranks, step=7, state=state)) as source:
             dcp.export_checkpoint(source, folder / "dcp")
-        wanted = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()} | {
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()} | {
             RUN_STATE_NAME: ""
         }
-        torch_dcp.load(wanted, checkpoint_id=folder / "dcp", no_dist=True)
-        assert json.loads(wanted.pop(RUN_STATE_NAME)) == {"step": 7, "state": state}
-        same(wanted, tensors)
+        torch_dcp.load(loaded, checkpoint_id=folder / "dcp", no_dist=True)
+        assert json.loads(loaded.pop(RUN_STATE_NAME)) == {"step": 7, "state": state}
+        same(loaded, tensors)
         done = dcp.import_checkpoint(folder / "dcp", folder / "back")
         assert (done.left_out, done.has_state) == ([], True)
         same(held(done.path), tensors)
@@ -165,11 +165,11 @@ def copy(good, tmp_path):
 def refused(folder, match, to=None):
     before = sorted(os.listdir(folder))
     target = to or folder.parent / "made"
-    with pytest.raises(UserError, match=match) as caught:
+    with pytest.raises(UserError, match=match) as error:
         dcp.import_checkpoint(folder, target)
     assert sorted(os.listdir(folder)) == before
     assert not list(target.glob("*")) if target.exists() else True
-    return str(caught.value)
+    return str(error.value)
 
 
 def edit(folder, change):
@@ -295,12 +295,12 @@ def test_a_tensor_that_calls_or_expands_is_named_and_not_followed(copy, tmp_path
     torch.save(held_good()["a"], buffer)
     for compressed, where in (("data/0", 1 << 24), ("data.pkl", 1 << 24)):
         bomb = io.BytesIO()
-        with zipfile.ZipFile(buffer) as source, zipfile.ZipFile(bomb, "w") as made:
+        with zipfile.ZipFile(buffer) as source, zipfile.ZipFile(bomb, "w") as bomb_file:
             for entry in source.infolist():
                 content, kind = source.read(entry), zipfile.ZIP_STORED
                 if entry.filename.endswith(compressed):
                     content, kind = bytes(where), zipfile.ZIP_DEFLATED
-                made.writestr(entry.filename, content, kind)
+                bomb_file.writestr(entry.filename, content, kind)
         replaced(bomb.getvalue())
         refused(copy, f"tensor a .*{compressed} is compressed")
     assert not target.exists()
@@ -363,7 +363,7 @@ def test_a_flipped_bit_of_a_tensor_is_noticed(copy):
     extent = stored.chunks[0].extent
     data = bytearray((copy / extent.file).read_bytes())
     with zipfile.ZipFile(io.BytesIO(data[extent.start :][: extent.length])) as archive:
-        entry = next(one for one in archive.infolist() if "/data/" in one.filename)
+        entry = next(info for info in archive.infolist() if "/data/" in info.filename)
     at = extent.start + entry.header_offset
     names, extra = (int.from_bytes(data[at + n : at + n + 2], "little") for n in (26, 28))
     data[at + 30 + names + extra] ^= 1
@@ -388,9 +388,9 @@ def test_a_config_makes_foreign_weights_those_of_a_run(config, tmp_path):
     name, weight = weights.popitem()
     weights["other"] = weights.pop(next(iter(weights)))
     torch_dcp.save(weights, checkpoint_id=tmp_path / "less", no_dist=True)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         dcp.import_checkpoint(tmp_path / "less", tmp_path / "more", config)
-    assert f"{name} {tuple(weight.shape)} is missing" in str(caught.value)
+    assert f"{name} {tuple(weight.shape)} is missing" in str(error.value)
 
 
 @pytest.mark.parametrize("where", ["state", "name"])
@@ -403,11 +403,11 @@ def test_no_secret_of_a_foreign_state_is_copied(where, tmp_path):
         dcp.export_checkpoint(checkpoint, tmp_path / "dcp")
     assert "hunter22" not in str(it.value) and not (tmp_path / "dcp").exists()
 
-    theirs = {
+    foreign_state = {
         name: torch.ones(2, 3),
         dcp.dcp_folder.RUN_STATE_NAME: json.dumps({"step": 1, "state": state}),
     }
-    torch_dcp.save(theirs, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    torch_dcp.save(foreign_state, checkpoint_id=tmp_path / "theirs", no_dist=True)
     with pytest.raises(UserError, match="not copied") as it:
         dcp.import_checkpoint(tmp_path / "theirs", tmp_path / "back")
     assert "hunter22" not in str(it.value) and not (tmp_path / "back").exists()
@@ -415,14 +415,14 @@ def test_no_secret_of_a_foreign_state_is_copied(where, tmp_path):
 
 def test_the_tool_exports_and_imports(tmp_path, capsys, monkeypatch):
     tensors = {"a": torch.randn(6, 4), "optimizer.moment/a": torch.randn(6, 4)}
-    source = save(tmp_path / "ours", [[whole(*one) for one in tensors.items()]], state={"x": 1})
+    source = save(tmp_path / "ours", [[whole(*entry) for entry in tensors.items()]], state={"x": 1})
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
+        with pytest.raises(SystemExit) as exited:
             tool.main()
         printed = capsys.readouterr()
-        return caught.value.code, printed.out + printed.err
+        return exited.value.code, printed.out + printed.err
 
     assert run("export-dcp", tmp_path / "ours", "--to", tmp_path / "dcp")[0] == 0
     status, text = run("import-dcp", tmp_path / "dcp", "--to", tmp_path / "back")
@@ -446,9 +446,9 @@ def test_pieces_of_a_large_chunk_are_read_one_by_one(tmp_path, monkeypatch):
     read = dcp.dcp_folder.DCPDataFile.read
 
     def counted(*arguments):
-        found = read(*arguments)
-        sizes.append(len(found))
-        return found
+        content = read(*arguments)
+        sizes.append(len(content))
+        return content
 
     monkeypatch.setattr(dcp.dcp_folder.DCPDataFile, "read", counted)
     done = dcp.import_checkpoint(tmp_path / "dcp", tmp_path / "ours")

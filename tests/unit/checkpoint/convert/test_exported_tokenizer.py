@@ -70,7 +70,7 @@ def train(path, kind, **settings):
 def random_texts(count, seed=0):
     """Return texts of code, words, runs of blanks, control characters, and any Unicode."""
     draw = random.Random(seed)
-    whole = "\n".join(CORPUS)
+    text = "\n".join(CORPUS)
 
     def any_letter():
         while 0xD800 <= (code := draw.randrange(0x110000)) < 0xE000:
@@ -78,10 +78,10 @@ def random_texts(count, seed=0):
         return chr(code)
 
     def part():
-        start = draw.randrange(len(whole))
+        start = draw.randrange(len(text))
         return draw.choice(
             [
-                whole[start : start + draw.randrange(1, 40)],
+                text[start : start + draw.randrange(1, 40)],
                 draw.choice(BLANKS) * draw.randrange(1, 9),
                 "".join(chr(draw.randrange(32)) for _ in range(3)),
                 "".join(chr(draw.randrange(32, 0x250)) for _ in range(6)),
@@ -98,19 +98,19 @@ def random_texts(count, seed=0):
 
 def exported(name, folder):
     """Export a tokenizer, load its tokenizer.json, and return it with the notes."""
-    found = export_tokenizer(name, 1 << 20, 64)
+    export = export_tokenizer(name, 1 << 20, 64)
     folder.mkdir()
-    for file, content in found.files.items():
+    for file, content in export.files.items():
         (folder / file).write_bytes(content)
     loaded = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     loaded.encode_special_tokens = True  # as a run's tokenizer does: text is never a control token
-    words = json.loads(found.files["tokenizer_config.json"])
-    assert loaded.token_to_id(words["eos_token"]) == found.eod
-    return loaded, found.notes
+    words = json.loads(export.files["tokenizer_config.json"])
+    assert loaded.token_to_id(words["eos_token"]) == export.eod
+    return loaded, export.notes
 
 
 def ids_of(loaded, texts):
-    return [one.ids for one in loaded.encode_batch_fast(texts, add_special_tokens=False)]
+    return [encoding.ids for encoding in loaded.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 TEXTS = random_texts(10_000)
@@ -134,11 +134,11 @@ def test_ids_are_those_of_the_run_for_bytes_and_tokenizer_files(kind, tmp_path):
     native = load_tokenizer(name)
     loaded, notes = exported(name, tmp_path / "out")
     assert notes == []
-    ours = [ids.tolist() for ids in native.encode_batch(TEXTS)]
-    assert ids_of(loaded, TEXTS) == ours
+    native_ids = [ids.tolist() for ids in native.encode_batch(TEXTS)]
+    assert ids_of(loaded, TEXTS) == native_ids
     if kind == "bytes":
-        assert [loaded.decode(ids) for ids in ours] == TEXTS
-        assert ours[1:9] == [list(text.encode()) for text in TEXTS[1:9]]
+        assert [loaded.decode(ids) for ids in native_ids] == TEXTS
+        assert native_ids[1:9] == [list(text.encode()) for text in TEXTS[1:9]]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -149,26 +149,28 @@ def test_ids_are_those_of_sentencepiece(kind, setting, tmp_path):
     name = train(tmp_path / "m", kind, **SETTINGS[setting])
     native = load_tokenizer(name)
     loaded, notes = exported(name, tmp_path / "out")
-    ours = [ids.tolist() for ids in native.encode_batch(TEXTS)]
-    theirs = ids_of(loaded, TEXTS)
+    native_ids = [ids.tolist() for ids in native.encode_batch(TEXTS)]
+    exported_ids = ids_of(loaded, TEXTS)
     if kind == "bpe":
         assert notes == []
-        assert theirs == ours
+        assert exported_ids == native_ids
     else:
         assert notes == [
             "tokenizer.json: ids can differ from tokenizer.model for texts with divisions of equal "
             "score (summed in fp64, not fp32)"
         ]
         pieces = parse_model("m", (tmp_path / "m.model").read_bytes()).pieces
-        different = [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]]
-        for one, other in different:
-            scores = [sum(pieces[token].score for token in ids) for ids in (one, other)]
-            assert abs(scores[0] - scores[1]) < 1e-6 * max(map(abs, scores)) * len(one)
+        different = [
+            pair for pair in zip(native_ids, exported_ids, strict=True) if pair[0] != pair[1]
+        ]
+        for first, other in different:
+            scores = [sum(pieces[token].score for token in ids) for ids in (first, other)]
+            assert abs(scores[0] - scores[1]) < 1e-6 * max(map(abs, scores)) * len(first)
         assert len(different) < len(TEXTS) / 10
     if SETTINGS[setting].get("byte_fallback", True):
-        ids = [ids for ids, text in zip(ours, TEXTS, strict=True) if "▁" not in text]
-        again = [loaded.decode(one, skip_special_tokens=False) for one in ids]
-        assert again == [native.decode(one) for one in ids]
+        ids = [ids for ids, text in zip(native_ids, TEXTS, strict=True) if "▁" not in text]
+        decoded = [loaded.decode(ids_of_text, skip_special_tokens=False) for ids_of_text in ids]
+        assert decoded == [native.decode(ids_of_text) for ids_of_text in ids]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
@@ -199,8 +201,8 @@ def test_the_normalisers_rules_are_exported(tmp_path):
         "marks (the normaliser's rules)"
     ]
     texts = [*CORPUS, "ﬁ ①  Ⅳ\u3000x", " \tab\u00a0 c\r\n", "e\u0301"]
-    ours = [ids.tolist() for ids in load_tokenizer(name).encode_batch(texts)]
-    assert ids_of(loaded, texts) == ours
+    native_ids = [ids.tolist() for ids in load_tokenizer(name).encode_batch(texts)]
+    assert ids_of(loaded, texts) == native_ids
 
 
 def test_models_are_read_as_the_library_reads_them(tmp_path):
@@ -219,15 +221,15 @@ def test_models_are_read_as_the_library_reads_them(tmp_path):
 
 def test_what_cannot_be_exported_is_said(tmp_path):
     name = train(tmp_path / "word", "word", byte_fallback=False)
-    found = export_tokenizer(name, 1 << 20, 64)
-    assert [*found.files] == ["tokenizer.model"]
-    assert found.notes == ["tokenizer.json: not written, because it cannot describe the kind word"]
-    assert found.eod == load_tokenizer(name).eod
+    export = export_tokenizer(name, 1 << 20, 64)
+    assert [*export.files] == ["tokenizer.model"]
+    assert export.notes == ["tokenizer.json: not written, because it cannot describe the kind word"]
+    assert export.eod == load_tokenizer(name).eod
     ranks = (base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256))
     (tmp_path / "r.tiktoken").write_bytes(b"".join(ranks))
-    found = export_tokenizer(f"tiktoken:{tmp_path}/r.tiktoken", 300, 64)
-    assert (found.files, found.eod) == ({}, 256)
-    assert "r.tiktoken is not exported; only its end of document is, as an id" in found.notes[0]
+    export = export_tokenizer(f"tiktoken:{tmp_path}/r.tiktoken", 300, 64)
+    assert (export.files, export.eod) == ({}, 256)
+    assert "r.tiktoken is not exported; only its end of document is, as an id" in export.notes[0]
     (note,) = export_tokenizer(None, 300, 64).notes
     assert note == "tokenizer: the run has none, so bos_token_id and eos_token_id are null"
     with pytest.raises(UserError, match="has 257 ids and the model 200"):
@@ -249,9 +251,9 @@ def imported(tmp_path):
 
 def record(manifest, tokenizer):
     """Make a checkpoint name a tokenizer, with the right checksum."""
-    found = decode_manifest(manifest.read_bytes(), manifest)
-    found.state["config"]["data"]["tokenizer"] = tokenizer
-    manifest.write_bytes(encode_manifest(found))
+    manifest_record = decode_manifest(manifest.read_bytes(), manifest)
+    manifest_record.state["config"]["data"]["tokenizer"] = tokenizer
+    manifest.write_bytes(encode_manifest(manifest_record))
     return manifest.parent
 
 
@@ -269,14 +271,14 @@ def test_an_export_says_what_was_trained(imported, tmp_path):
     assert json.loads((tmp_path / "out/generation_config.json").read_text()) == ends
     words = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
     assert words["eos_token"] == "<|endoftext|>" and words["model_max_length"] == 64
-    saved, theirs = (
+    saved, exported_tensors = (
         load_file(tmp_path / name / "model.safetensors") for name in ("out", "run/theirs")
     )
-    assert saved.keys() == theirs.keys()
-    assert all(torch.equal(saved[name], theirs[name]) for name in theirs)
+    assert saved.keys() == exported_tensors.keys()
+    assert all(torch.equal(saved[name], exported_tensors[name]) for name in exported_tensors)
     export(checkpoint, tmp_path / "half", "bf16")
     half = load_file(tmp_path / "half/model.safetensors")
-    assert {one.dtype for one in half.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -289,10 +291,10 @@ def test_no_file_from_elsewhere_is_copied(name, imported, tmp_path):
     name = name.format(tmp_path)
     checkpoint = imported(name)
     before = sorted(os.listdir(tmp_path))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         export(checkpoint, tmp_path / "out")
-    assert "is not a file in its run folder; confirm one with --tokenizer" in str(caught.value)
-    assert name in str(caught.value) and "\n" not in str(caught.value)
+    assert "is not a file in its run folder; confirm one with --tokenizer" in str(error.value)
+    assert name in str(error.value) and "\n" not in str(error.value)
     assert sorted(os.listdir(tmp_path)) == before
     assert export(checkpoint, tmp_path / "out", None, "none") == [
         "tokenizer: left out, so bos_token_id and eos_token_id are null"
@@ -306,11 +308,11 @@ def test_the_tool_refuses_in_one_line_and_prints_what_is_left_out(
     checkpoint = imported("hf:/etc/passwd")
     command = ["checkpoint.py", "export-hf", str(checkpoint), "--to", str(tmp_path / "out")]
     printed = []
-    for more in ([], ["--tokenizer", "none"]):
-        monkeypatch.setattr(sys, "argv", [*command, *more])
-        with pytest.raises(SystemExit) as caught:
+    for options in ([], ["--tokenizer", "none"]):
+        monkeypatch.setattr(sys, "argv", [*command, *options])
+        with pytest.raises(SystemExit) as exited:
             tool.main()
-        printed.append((caught.value.code, capsys.readouterr()))
+        printed.append((exited.value.code, capsys.readouterr()))
     (status, refused), (done, written) = printed
     assert status == 2 and refused.out == ""
     assert refused.err.startswith("error: ") and refused.err.count("\n") == 1

@@ -36,28 +36,30 @@ FREE = {"dtype", "max_window_layers", "sliding_window", "layer_types", "use_slid
 
 def refusal(folder, to):
     """Return the error of an import, of one folder to a new one, after which nothing is left."""
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         folders.import_model(folder, to)
     assert not to.exists() or not os.listdir(to)
-    return str(caught.value)
+    return str(error.value)
 
 
 def assert_right(folder, to, exported):
     """Assert that an import has the folder's weights and what its config says."""
     with open_checkpoint(to / "step-00000000") as opened:
         folders.export_model(opened, exported, "fp32", "none")
-    ours, theirs = (load_file(one / "model.safetensors") for one in (exported, folder))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    ours, theirs = (json.loads((one / "config.json").read_text()) for one in (exported, folder))
-    for key in ours.keys() & theirs.keys() - FREE:
+    actual, reference = (load_file(path / "model.safetensors") for path in (exported, folder))
+    assert actual.keys() == reference.keys()
+    assert all(torch.equal(actual[name], reference[name]) for name in reference)
+    actual, reference = (
+        json.loads((path / "config.json").read_text()) for path in (exported, folder)
+    )
+    for key in actual.keys() & reference.keys() - FREE:
         if key == "rope_parameters":
-            base = (theirs[key] or {}).get("rope_theta") or theirs.get("rope_theta")
-            default = 1e6 if theirs["model_type"] == "mixtral" else 1e4
-            assert ours[key]["rope_theta"] == float(base or default)
-        elif theirs[key] is not None:
-            kind = type(ours[key])  # 10**30 is read as 1e30
-            assert ours[key] == kind(theirs[key]), key
+            base = (reference[key] or {}).get("rope_theta") or reference.get("rope_theta")
+            default = 1e6 if reference["model_type"] == "mixtral" else 1e4
+            assert actual[key]["rope_theta"] == float(base or default)
+        elif reference[key] is not None:
+            kind = type(actual[key])  # 10**30 is read as 1e30
+            assert actual[key] == kind(reference[key]), key
 
 
 def mutated(config, draw):
@@ -70,10 +72,10 @@ def mutated(config, draw):
             place = inner
         key = draw.choice([*place, *(OTHERS if place is config else ())])
         old = place.get(key)
-        how = draw.randrange(4)
-        if how == 0:
+        mutation = draw.randrange(4)
+        if mutation == 0:
             place.pop(key, None)
-        elif how == 1 and isinstance(old, int | float):
+        elif mutation == 1 and isinstance(old, int | float):
             place[key] = draw.choice((old * 2, old + 1, old - 1, -old, float(old), str(old)))
         else:
             place[key] = draw.choice(VALUES)
@@ -194,9 +196,11 @@ def test_other_floating_point_types_are_read(dtype, tmp_path):
     checkpoint = folders.import_model(folder, tmp_path / "to")
     with open_checkpoint(checkpoint) as opened:
         folders.export_model(opened, tmp_path / "again")
-    again = load_file(tmp_path / "again/model.safetensors")
+    exported_again = load_file(tmp_path / "again/model.safetensors")
     assert json.loads((tmp_path / "again/config.json").read_text())["dtype"] == named
-    assert all(torch.equal(again[name], tensors[name].float().to(dtype)) for name in tensors)
+    assert all(
+        torch.equal(exported_again[name], tensors[name].float().to(dtype)) for name in tensors
+    )
 
 
 def test_numbers_too_large_for_a_type_are_not_exported(tmp_path):
@@ -213,17 +217,17 @@ def test_numbers_too_large_for_a_type_are_not_exported(tmp_path):
 @pytest.mark.parametrize(
     "name", ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"]
 )
-@pytest.mark.parametrize("what", ["pipe", "device", "folder"])
-def test_only_regular_files_are_opened(name, what, tmp_path):
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_only_regular_files_are_opened(name, kind, tmp_path):
     folder = small_folder(tmp_path / "theirs")
     (folder / name).unlink(missing_ok=True)
-    if what == "pipe":
+    if kind == "pipe":
         os.mkfifo(folder / name)
-    elif what == "device":
+    elif kind == "device":
         (folder / name).symlink_to("/dev/zero")
     else:
         (folder / name).mkdir()
-    why = "Is a directory" if what == "folder" else "Not a regular file"
+    why = "Is a directory" if kind == "folder" else "Not a regular file"
     assert refusal(folder, tmp_path / "to") == f"cannot read {folder / name}: {why}"
 
 

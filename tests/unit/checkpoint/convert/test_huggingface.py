@@ -15,8 +15,8 @@ from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.families import (
     ARCHITECTURES,
-    config_from_model,
-    model_from_config,
+    read_model_config,
+    write_model_config,
 )
 from megaframe.checkpoint.inspect import find_damage
 from megaframe.config import ModelConfig
@@ -142,8 +142,8 @@ def exact_logits(folder):
     from transformers import AutoModelForCausalLM
 
     with InFp64():
-        how = {"dtype": torch.float64, "experts_implementation": "eager"}
-        return logits(AutoModelForCausalLM.from_pretrained(folder, **how).eval())
+        options = {"dtype": torch.float64, "experts_implementation": "eager"}
+        return logits(AutoModelForCausalLM.from_pretrained(folder, **options).eval())
 
 
 @torch.no_grad()
@@ -155,14 +155,14 @@ def our_logits(path):
 
 
 def assert_same_logits(checkpoint, folder):
-    wanted = exact_logits(folder)
-    assert wanted.dtype is torch.float64
-    assert_near(our_logits(checkpoint), wanted, SUMS, sums=torch.float64)
+    expected_logits = exact_logits(folder)
+    assert expected_logits.dtype is torch.float64
+    assert_near(our_logits(checkpoint), expected_logits, SUMS, sums=torch.float64)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_same_both_ways(name, tmp_path):
-    wanted = made(name, tmp_path / "theirs")
+    expected_logits = made(name, tmp_path / "theirs")
     checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
     assert list(find_damage(checkpoint)) == []
     assert_same_logits(checkpoint, tmp_path / "theirs")
@@ -170,9 +170,9 @@ def test_logits_are_the_same_both_ways(name, tmp_path):
         folders.export_model(opened, tmp_path / "again", "fp32")
     from transformers import AutoModelForCausalLM
 
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert type(again).__name__ in ARCHITECTURES.values()
-    assert torch.equal(logits(again.eval()), wanted)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert type(reloaded).__name__ in ARCHITECTURES.values()
+    assert torch.equal(logits(reloaded.eval()), expected_logits)
 
 
 @pytest.mark.parametrize(
@@ -189,11 +189,11 @@ def test_logits_are_the_same_both_ways(name, tmp_path):
     ],
 )
 def test_windows_are_the_shortest_pattern_of_their_layers(name, window):
-    model = model_from_config(MODELS[name]().to_dict())
+    model = read_model_config(MODELS[name]().to_dict())
     assert model.window == window
-    assert model_from_config(config_from_model(model, 64)).window == window
-    again = model.model_copy(update={"window": (*windows(model), *windows(model))})
-    assert config_from_model(again, 64) == config_from_model(model, 64)
+    assert read_model_config(write_model_config(model, 64)).window == window
+    repeated_model = model.model_copy(update={"window": (*windows(model), *windows(model))})
+    assert write_model_config(repeated_model, 64) == write_model_config(model, 64)
 
 
 @pytest.mark.parametrize(
@@ -207,11 +207,11 @@ def test_windows_are_the_shortest_pattern_of_their_layers(name, window):
 )
 def test_windows_that_no_family_has_are_refused(keys, message):
     shape = {"layers": 4, "hidden": 32, "heads": 4, "vocab": 61}
-    with pytest.raises(UserError) as caught:
-        config_from_model(
+    with pytest.raises(UserError) as error:
+        write_model_config(
             ModelConfig(**{**shape, "norm": "rmsnorm", "activation": "swiglu", **keys}), 64
         )
-    assert message in str(caught.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -224,13 +224,13 @@ def test_windows_that_no_family_has_are_refused(keys, message):
     ],
 )
 def test_layer_types_that_mean_nothing_here_are_refused(name, keys, message):
-    with pytest.raises(UserError) as caught:
-        model_from_config({**MODELS[name]().to_dict(), **keys})
-    assert message in str(caught.value)
+    with pytest.raises(UserError) as error:
+        read_model_config({**MODELS[name]().to_dict(), **keys})
+    assert message in str(error.value)
 
 
 def test_large_models_are_several_files(tmp_path, monkeypatch):
-    wanted = made("qwen3_moe", tmp_path / "theirs")
+    expected_logits = made("qwen3_moe", tmp_path / "theirs")
     monkeypatch.setattr(folders, "FILE_BYTES", 10_000)
     monkeypatch.setattr(folders, "MAX_ENTRY_BYTES", 600)
     checkpoint = folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
@@ -240,8 +240,8 @@ def test_large_models_are_several_files(tmp_path, monkeypatch):
     assert len(list((tmp_path / "again").glob("*.safetensors"))) > 3
     from transformers import AutoModelForCausalLM
 
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert torch.equal(logits(again.eval()), wanted)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(logits(reloaded.eval()), expected_logits)
     once_more = folders.import_model(tmp_path / "again", tmp_path / "twice")
     assert_same_logits(once_more, tmp_path / "again")
 
@@ -269,9 +269,9 @@ def changed(folder, **keys):
 def test_what_does_not_fit_is_named_and_nothing_written(keys, message, tmp_path):
     made("llama", tmp_path / "theirs")
     changed(tmp_path / "theirs", **keys)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         folders.import_model(tmp_path / "theirs", tmp_path / "checkpoints")
-    assert message in str(caught.value)
+    assert message in str(error.value)
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
@@ -324,7 +324,7 @@ def test_a_run_starts_with_imported_weights_and_its_export_has_the_tokenizer(
     from transformers import AutoTokenizer
 
     # The step is lost in fp32, or moves a logit by less than its rounding.
-    again, first = (exact_logits(tmp_path / name) for name in ("again", "theirs"))
-    assert_near(again, first, 1, dtype=torch.float32)
+    actual, first = (exact_logits(tmp_path / name) for name in ("again", "theirs"))
+    assert_near(actual, first, 1, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "again")
     assert tokenizer.convert_tokens_to_ids(["w7", "w42"]) == [7, 42]

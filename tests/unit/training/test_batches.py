@@ -40,7 +40,7 @@ def path(tmp_path_factory):
 
 def counted(steps):
     """Return the valid tokens in what one rank got."""
-    return [sum(int((m.labels_BS != IGNORE).sum()) for m in one.microbatches) for one in steps]
+    return [sum(int((m.labels_BS != IGNORE).sum()) for m in step.microbatches) for step in steps]
 
 
 def look_and_take(path, masked):
@@ -49,7 +49,7 @@ def look_and_take(path, masked):
     steps, sums = [], []
 
     def take(leaves_out=nothing):
-        step, valid = batches.next(leaves_out)
+        step, valid = batches.take_next(leaves_out)
         steps.append(step)
         sums.append(valid)
 
@@ -73,11 +73,11 @@ def look_and_take(path, masked):
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_every_step_has_the_sum_of_its_own_tokens(masked, path, pool):
-    found = pool.run(2, look_and_take, path, masked)
-    firsts, *_ = found[0]
+    results = pool.run(2, look_and_take, path, masked)
+    firsts, *_ = results[0]
     assert firsts == [0, BATCH, 3 * BATCH, 2 * BATCH, 3 * BATCH]
-    total = [sum(ranks) for ranks in zip(*(mine for _, mine, _, _ in found), strict=True)]
-    for _, _, sums, calls in found:
+    total = [sum(ranks) for ranks in zip(*(counts for _, counts, _, _ in results), strict=True)]
+    for _, _, sums, calls in results:
         assert sums == total
         assert bool(calls) == masked
     assert (min(total) < SEQ * BATCH) == masked
@@ -87,36 +87,36 @@ def take_while_the_other_does_not(path):
     """Rank 0 takes a step that both have looked at; rank 1 does so only when rank 0 has it."""
     mesh, _, batches = make(path)
     batches.look_ahead()
-    told = torch.zeros(1)
+    signal_tensor = torch.zeros(1)
     if mesh.rank:
-        receive(told, mesh.world, source=0).wait()
-    _, valid = batches.next(nothing)
+        receive(signal_tensor, mesh.world, source=0).wait()
+    _, valid = batches.take_next(nothing)
     if not mesh.rank:
-        send(told, mesh.world, to=1).wait()
+        send(signal_tensor, mesh.world, to=1).wait()
     barrier(mesh.world)
     mesh.close()
     return valid
 
 
 def test_no_rank_waits_for_another_to_begin_a_step(path, pool):
-    one, other = pool.run(2, take_while_the_other_does_not, path)
-    assert one == other > 1
+    first, other = pool.run(2, take_while_the_other_does_not, path)
+    assert first == other > 1
 
 
 def fail_when_due(path):
     mesh, loader, batches = make(path, prefetch=0)
     read = loader._dataset.read
 
-    def fails(*given):
+    def fails(*arguments):
         raise OSError("the third step cannot be read")
 
-    batches.next(nothing)
+    batches.take_next(nothing)
     batches.look_ahead()
     loader._dataset.read = fails
-    batches.next(nothing)
+    batches.take_next(nothing)
     batches.look_ahead()
     with pytest.raises(OSError, match="the third step"):
-        batches.next(nothing)
+        batches.take_next(nothing)
     loader._dataset.read = read
     mesh.close()
 

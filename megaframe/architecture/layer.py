@@ -1,0 +1,188 @@
+"""What every kind of layer says about itself, without torch.
+
+A layer is described once. Its torch module is built from the description; the planner, the memory,
+the FLOPs and the checkpoints add descriptions up. All elements are per token and summed over the
+tensor and context ranks, which divide tokens or widths, so that a rank has its share of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
+from megaframe.architecture.spec import ParamSpec
+from megaframe.config.parallel import ParallelConfig
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """What a forward pass keeps per token until its backward pass.
+
+    Attributes:
+        values: Elements in the precision of the model.
+        statistics: Elements in at least fp32.
+        other_bytes: Bytes of integers and masks.
+    """
+
+    values: Number = 0
+    statistics: Number = 0
+    other_bytes: Number = 0
+
+    def __add__(self, other: SavedActivations) -> SavedActivations:
+        return SavedActivations(
+            self.values + other.values,
+            self.statistics + other.statistics,
+            self.other_bytes + other.other_bytes,
+        )
+
+    def count_bytes(self, width: int) -> Number:
+        """Return the bytes per token. width: bytes of a value."""
+        return self.values * width + self.statistics * max(4, width) + self.other_bytes
+
+
+@dataclass(frozen=True)
+class BatchedProduct:
+    """Products of activations with activations, such as queries with keys: in each sample `number`
+    products of [rows, terms] and [terms, outputs], divided over tensor and context ranks.
+
+    Attributes:
+        causal_share: The share of them that a causal kernel with this layer's window computes.
+    """
+
+    number: int
+    rows: int
+    outputs: int
+    terms: int
+    causal_share: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a sample, with all that is masked."""
+        return 2.0 * self.number * self.rows * self.outputs * self.terms
+
+
+class HasParameters(Protocol):
+    """A part of a layer that declares parameters."""
+
+    def parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield their specs; name: the path of the part in the model."""
+        ...
+
+
+class LayerDescription(ABC):
+    """One mixer of tokens, or one feed-forward layer. A frozen dataclass of plain numbers, so that
+    layers of the same kind are equal."""
+
+    name: str
+    """Of the layer within a block."""
+    keeps_normed_input = False
+    """Whether it normalises its input for several uses, so that recompute cannot leave the norm to
+    a linear."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> Mapping[str, HasParameters]:
+        """What has parameters, by name, in the order in which a checkpoint lists them."""
+
+    @abstractmethod
+    def saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return what a forward pass keeps besides the layer's input.
+
+        Args:
+            parallel: The layout.
+            recompute: `none` or `selective`, which recomputes norms and activations. With `full`
+                this is what exists while the block is recomputed, as with `none`.
+        """
+
+    def parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the specs of all parameters. name: the path of the layer in the model."""
+        for part_name, part in self.parts.items():
+            yield from part.parameters(f"{name}.{part_name}")
+
+    @property
+    def linears(self) -> list[LinearSpec]:
+        """All products with weights, in order of use."""
+        linears: list[LinearSpec] = []
+        for part in self.parts.values():
+            if isinstance(part, LinearSpec):
+                linears.append(part)
+            elif isinstance(part, LayerDescription):
+                linears += part.linears
+        return linears
+
+    @property
+    def matrix_elements(self) -> int:
+        """Elements of the matrices that one token is multiplied by."""
+        return sum(linear.elements for linear in self.linears)
+
+    def batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
+        """Return the products of activations with activations in a sample of `seq` tokens."""
+        return ()
+
+    @property
+    def tensor_gathers(self) -> int:
+        """Elements per token that are gathered over tensor ranks besides the inputs of linears, and
+        whose gradients are scattered."""
+        return 0
+
+    def saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return what a backward pass leaves for a separate weight pass."""
+        tensor = parallel.tensor
+        kept = (linear.kept_for_weights(tensor) for linear in self.linears)
+        return SavedActivations(values=sum(kept))
+
+    @property
+    def tensor_traffic(self) -> TensorTraffic:
+        """What the rows of a token move over the tensor axis."""
+        total = TensorTraffic(self.tensor_gathers, self.tensor_gathers, 0)
+        for linear in self.linears:
+            total = total + linear.tensor_traffic
+        return total
+
+
+class FeedForwardDescription(LayerDescription):
+    """A layer that treats every token alone."""
+
+    @property
+    def experts_per_token(self) -> int:
+        """To how many experts the rows of a token are sent; 0 without experts."""
+        return 0
+
+    @property
+    @abstractmethod
+    def inner_elements(self) -> float:
+        """Elements per token between its products, as its elementwise kernels read and write
+        them."""
+
+    @property
+    @abstractmethod
+    def widest(self) -> int:
+        """Elements per token at its widest place."""
+
+
+class MixerDescription(LayerDescription):
+    """A layer in which tokens of a sample see each other, such as attention."""
+
+    @property
+    def rotary_width(self) -> int:
+        """Rotated dims of a head, for which the microbatch has tables; 0 if nothing is rotated."""
+        return 0
+
+    @property
+    def exchanged_elements(self) -> int:
+        """Elements per token that context ranks exchange if they divide heads (all-to-all)."""
+        return 0
+
+    @property
+    def ring_groups(self) -> int:
+        """Key and value heads that go around a ring of context ranks, of `ring_width` elements per
+        token each."""
+        return 0
+
+    @property
+    def ring_width(self) -> int:
+        """Elements per token of what goes around a ring."""
+        return 0

@@ -1,0 +1,188 @@
+"""Products with a weight, as layers declare them.
+
+The parameters of a linear layer, its FLOPs, the time of its products, what it sends over the tensor
+axis and what it keeps for its weight gradient all follow from one `LinearSpec`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from megaframe.architecture.spec import Constant, Normal, ParamSpec
+
+Number = Any
+"""A number, or a numpy array of them."""
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """y = x W^T + b, with a weight of shape (*outputs, *inputs).
+
+    Attributes:
+        inputs: Dims that are summed over.
+        outputs: Dims of the result. Fused parts and heads are separate dims.
+        std: Standard deviation of the initial weight.
+        split: The dim of the weight that tensor ranks divide, one of the outputs (a column linear)
+            or of the inputs (a row linear). With None every rank has the undivided weight and
+            multiplies its own rows, without communication.
+        bias: Whether there is one; it starts at 0.
+        fused: {dim along which the weight is several matrices: their sizes}.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    std: float
+    split: int | None = None
+    bias: bool = False
+    fused: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def terms(self) -> int:
+        """Elements of an input row."""
+        return math.prod(self.inputs)
+
+    @property
+    def results(self) -> int:
+        """Elements of an output row."""
+        return math.prod(self.outputs)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the weight that one token is multiplied by."""
+        return self.terms * self.results
+
+    @property
+    def is_column(self) -> bool:
+        """Whether tensor ranks divide the outputs."""
+        return self.split is not None and self.split < len(self.outputs)
+
+    @property
+    def is_row(self) -> bool:
+        """Whether tensor ranks divide the inputs."""
+        return self.split is not None and not self.is_column
+
+    def parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the specs of the weight and, if there is one, of the bias."""
+        axes = {} if self.split is None else {self.split: "tensor"}
+        yield ParamSpec(
+            f"{name}.weight",
+            (*self.outputs, *self.inputs),
+            Normal(self.std),
+            role="matrix",
+            decay=True,
+            axes=axes,
+            inputs=len(self.inputs),
+            fused=self.fused,
+        )
+        if self.bias:
+            # Only a column linear divides its bias: that of a row linear is added to complete sums.
+            axes = axes if self.is_column else {}
+            yield ParamSpec(f"{name}.bias", self.outputs, Constant(0.0), role="bias", axes=axes)
+
+    def local_sizes(self, tensor: Number) -> tuple[Number, Number]:
+        """Return the results and the terms of one of `tensor` ranks. If there are fewer items than
+        ranks, neighbouring ranks have the same one."""
+        if self.split is None:
+            return self.results, self.terms
+        items = (*self.outputs, *self.inputs)[self.split]
+        local_items = np.maximum(1.0, items / tensor) / items
+        if self.is_column:
+            return self.results * local_items, self.terms
+        return self.results, self.terms * local_items
+
+    def kept_for_weights(self, tensor: int) -> Number:
+        """Return the elements per token, summed over tensor ranks, that a separate weight pass
+        needs: the input, and the gradient of the output."""
+        results, terms = self.local_sizes(tensor)
+        return (results * tensor if self.is_column else results) + (
+            terms * tensor if self.is_row else terms
+        )
+
+    @property
+    def tensor_traffic(self) -> TensorTraffic:
+        """What the rows of a token move over the tensor axis.
+
+        A column linear gathers its input, and again for its weight gradient, and scatters the
+        gradient of the input. A row linear scatters its output and gathers the gradient of it, and
+        once more in a separate weight pass.
+        """
+        if self.is_column:
+            return TensorTraffic(self.terms, 2 * self.terms, 0)
+        if self.is_row:
+            return TensorTraffic(self.results, self.results, self.results)
+        return TensorTraffic(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class TensorTraffic:
+    """Elements per token that are gathered or scattered over the tensor axis.
+
+    Attributes:
+        forward: In a forward pass, which a recomputed block repeats.
+        backward: In a backward pass.
+        weight: What a separate weight pass adds.
+    """
+
+    forward: int
+    backward: int
+    weight: int
+
+    def __add__(self, other: TensorTraffic) -> TensorTraffic:
+        return TensorTraffic(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.weight + other.weight,
+        )
+
+
+@dataclass(frozen=True)
+class GroupedLinearSpec(LinearSpec):
+    """One such product for each of many experts, each over the rows that are routed to it. The
+    weight has the shape (experts, *outputs, *inputs); `split` and `fused` count the dims after the
+    first, and the expert axis divides the experts.
+
+    Attributes:
+        experts: Number of experts.
+        top_k: How many of them a token is routed to.
+    """
+
+    experts: int = 1
+    top_k: int = 1
+
+    def parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the spec of the weight."""
+        assert self.split is not None
+        yield ParamSpec(
+            f"{name}.weight",
+            (self.experts, *self.outputs, *self.inputs),
+            Normal(self.std),
+            role="matrix",
+            decay=True,
+            axes={0: "expert", self.split + 1: "expert_tensor"},
+            inputs=len(self.inputs),
+            fused={
+                0: (1,) * self.experts,  # one matrix per expert
+                **{dim + 1: sizes for dim, sizes in self.fused.items()},
+            },
+            token_share=Fraction(self.top_k, self.experts),
+        )
+
+    @property
+    def elements(self) -> int:
+        """Elements of the weights that one token is multiplied by."""
+        return self.top_k * self.terms * self.results
+
+    def kept_for_weights(self, tensor: int) -> Number:
+        """Rows of experts are kept as dispatch brings them, which their layer knows."""
+        raise NotImplementedError
+
+    @property
+    def tensor_traffic(self) -> TensorTraffic:
+        """Nothing: rows go to experts from the rank that has them."""
+        return TensorTraffic(0, 0, 0)

@@ -1,0 +1,135 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): what a layer is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megaframe.architecture.attention import SoftmaxAttention, exchanging_ranks
+from megaframe.architecture.layer import HasParameters, SavedActivations
+from megaframe.architecture.linear import LinearSpec
+from megaframe.architecture.norm import NormDescription
+from megaframe.config.parallel import ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionDescription(SoftmaxAttention):
+    """Attention whose queries, keys and values are computed from narrow latents.
+
+    One weight `down` maps the stream to a latent of the queries (if there is a `query_rank`), a
+    latent of the keys and values, and the rotated part of the keys, which all heads share. Every
+    tensor rank has it whole and makes the latents of its own rows, so that what is gathered is the
+    latents.
+
+    Attributes:
+        query_rank: Width of the latent of the queries; None if they come from the stream.
+        kv_rank: Width of the latent of keys and values.
+        head_dim: Width of the part of a query or key head that is not rotated.
+        value_dim: Width of a value head.
+    """
+
+    query_rank: int | None
+    kv_rank: int
+    head_dim: int
+    value_dim: int
+
+    @property
+    def query_width(self) -> int:
+        """Width of a query or key head."""
+        return self.rotary_dim + self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of a value head."""
+        return self.value_dim
+
+    @property
+    def latents(self) -> tuple[int, ...]:
+        """The outputs of `down`: latent of the queries (if there is one), latent of keys and
+        values, rotated part of the keys."""
+        rank = (self.query_rank,) if self.query_rank else ()
+        return (*rank, self.kv_rank, self.rotary_dim)
+
+    @property
+    def down(self) -> LinearSpec:
+        """From the stream to the latents."""
+        width = (sum(self.latents),)
+        return LinearSpec((self.hidden,), width, self.init_std, fused={0: self.latents})
+
+    @property
+    def query(self) -> LinearSpec:
+        """The queries of all heads, rotated part first."""
+        inputs = (self.query_rank or self.hidden,)
+        return LinearSpec(inputs, (self.heads, self.query_width), self.init_std, split=0)
+
+    @property
+    def kv(self) -> LinearSpec:
+        """The part of the keys that is not rotated, and the values, of all heads."""
+        return LinearSpec(
+            (self.kv_rank,),
+            (self.heads, self.head_dim + self.value_dim),
+            self.init_std,
+            split=0,
+            fused={1: (self.head_dim, self.value_dim)},
+        )
+
+    @property
+    def query_norm(self) -> NormDescription | None:
+        """Of the latent of the queries."""
+        rank = self.query_rank
+        return None if rank is None else NormDescription(rank, "rmsnorm", self.norm_eps)
+
+    @property
+    def kv_norm(self) -> NormDescription:
+        """Of the latent of keys and values."""
+        return NormDescription(self.kv_rank, "rmsnorm", self.norm_eps)
+
+    @property
+    def parts(self) -> Mapping[str, HasParameters]:
+        """The products, and the norms of the latents."""
+        norm = self.query_norm
+        return {
+            "down": self.down,
+            **({} if norm is None else {"query_norm": norm}),
+            "kv_norm": self.kv_norm,
+            "query": self.query,
+            "kv": self.kv,
+            "output": self.output,
+        }
+
+    @property
+    def tensor_gathers(self) -> int:
+        """The rotated part of the keys, which no product gathers."""
+        return self.rotary_dim
+
+    def saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return the latents, what attention keeps, and unless they are recomputed the normalised
+        latents with a statistic for each."""
+        query, value, sharing = self.query_width, self.value_dim, exchanging_ranks(parallel)
+        elements = sum(self.latents) + 2 * self.heads * (query + value)
+        if sharing > 1:
+            ring = parallel.context > sharing
+            elements += self.heads * (value + (query + value) * ring)
+        kept = SavedActivations(elements, self.heads)
+        if recompute == "selective":
+            return kept
+        norms = [norm.saved for norm in (self.query_norm, self.kv_norm) if norm is not None]
+        return sum(norms, kept)
+
+    def saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return the inputs and output gradients of all products. Queries without a latent use the
+        same normalised rows as `down`, unless each normalises its input again."""
+        kept = super().saved_for_weights(parallel, recompute)
+        if self.query_rank is None and recompute != "selective":
+            kept = kept + SavedActivations(values=-self.hidden)
+        return kept
+
+    @property
+    def exchanged_elements(self) -> int:
+        """Queries, keys, values and outputs."""
+        return 2 * self.heads * (self.query_width + self.value_width)
+
+    @property
+    def ring_groups(self) -> int:
+        """Every head has its own keys and values."""
+        return self.heads

@@ -1,0 +1,204 @@
+"""Mixture of experts: what a layer is made of, which layers have experts, and how the ranks of a
+node share them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import gcd
+
+from megaframe.architecture.layer import FeedForwardDescription, HasParameters, SavedActivations
+from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
+from megaframe.architecture.mlp import GATED, MLPDescription
+from megaframe.architecture.spec import Constant, ParamSpec
+from megaframe.config.model import ModelConfig, MoEConfig
+from megaframe.config.parallel import ParallelConfig
+
+
+def has_experts(moe: MoEConfig, layer: int) -> bool:
+    """Return whether a layer has experts: after `moe.first` dense layers, every `moe.every`-th."""
+    return layer >= moe.first and (layer - moe.first) % moe.every == moe.every - 1
+
+
+def expert_layers(model: ModelConfig) -> int:
+    """Return the number of layers that have experts."""
+    return sum(model.moe is not None and has_experts(model.moe, i) for i in range(model.layers))
+
+
+def near_experts(parallel: ParallelConfig, node_size: int) -> int:
+    """Return how many neighbours on the expert axis share a node."""
+    return gcd(parallel.expert, max(1, node_size // parallel.expert_tensor))
+
+
+@dataclass(frozen=True)
+class RouterDescription:
+    """The router: a matrix [experts, hidden], and what it knows of the load of the experts.
+
+    Attributes:
+        matrix: Its product, in at least fp32, of a rank's own rows.
+        initial_balance: 0 for a bias of the scores, 1 for the load of the last step.
+    """
+
+    matrix: LinearSpec
+    initial_balance: float
+
+    def parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the specs of the matrix and of the balance."""
+        yield from self.matrix.parameters(name)
+        start = Constant(self.initial_balance)
+        yield ParamSpec(f"{name}.balance", self.matrix.outputs, start, role="balance")
+
+
+@dataclass(frozen=True)
+class ExpertsDescription:
+    """The matrices of all experts, of which each has two without biases."""
+
+    up: GroupedLinearSpec
+    down: GroupedLinearSpec
+
+    def parameters(self, name: str) -> Iterator[ParamSpec]:
+        """Yield the specs of both."""
+        yield from self.up.parameters(f"{name}.up")
+        yield from self.down.parameters(f"{name}.down")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEDescription(FeedForwardDescription):
+    """A router, the experts to which it sends tokens, and optionally a shared MLP for every token.
+
+    Attributes:
+        hidden: Width of the stream.
+        width: Inner width of one expert.
+        activation: As in `model.activation`.
+        bias: Whether the shared MLP has biases; experts have none.
+        init_std: Standard deviation of the first matrices.
+        output_std: That of the second ones.
+        moe: The config of the router.
+    """
+
+    hidden: int
+    width: int
+    activation: str
+    bias: bool
+    init_std: float
+    output_std: float
+    moe: MoEConfig
+
+    name = "moe"
+    keeps_normed_input = True
+
+    @property
+    def router(self) -> RouterDescription:
+        """The router."""
+        matrix = LinearSpec((self.hidden,), (self.moe.experts,), self.init_std)
+        return RouterDescription(matrix, 0.0 if self.moe.balance == "bias" else 1.0)
+
+    @property
+    def experts(self) -> ExpertsDescription:
+        """The experts."""
+        gated = self.activation in GATED
+        up = GroupedLinearSpec(
+            (self.hidden,),
+            (2, self.width) if gated else (self.width,),
+            self.init_std,
+            split=1 if gated else 0,
+            fused={0: (1, 1)} if gated else {},
+            experts=self.moe.experts,
+            top_k=self.moe.top_k,
+        )
+        down = GroupedLinearSpec(
+            (self.width,),
+            (self.hidden,),
+            self.output_std,
+            split=1,
+            experts=self.moe.experts,
+            top_k=self.moe.top_k,
+        )
+        return ExpertsDescription(up, down)
+
+    @property
+    def shared(self) -> MLPDescription | None:
+        """The shared experts, which are one MLP."""
+        if not self.moe.shared:
+            return None
+        return MLPDescription(
+            hidden=self.hidden,
+            width=self.moe.shared * self.width,
+            activation=self.activation,
+            bias=self.bias,
+            init_std=self.init_std,
+            output_std=self.output_std,
+        )
+
+    @property
+    def parts(self) -> Mapping[str, HasParameters]:
+        """Router, experts, and the shared MLP if there is one."""
+        shared = self.shared
+        return {
+            "router": self.router,
+            "experts": self.experts,
+            **({} if shared is None else {"shared": shared}),
+        }
+
+    @property
+    def linears(self) -> list[LinearSpec]:
+        """The router's product, those of the experts, those of the shared MLP."""
+        experts, shared = self.experts, self.shared
+        return [
+            self.router.matrix,
+            experts.up,
+            experts.down,
+            *([] if shared is None else shared.linears),
+        ]
+
+    def saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return what experts and their router keep. Experts count as equally loaded, and without
+        their routes."""
+        moe, hidden = self.moe, self.hidden
+        copies = (
+            parallel.expert_tensor
+        )  # each of these ranks has the rows of all, and part of a width
+        arriving = moe.top_k * copies
+        if parallel.expert * copies == 1:
+            arriving = 0  # experts select from the normalised rows
+        elif parallel.dispatch == "all_gather" and copies == 1:
+            arriving = parallel.expert
+        elements = arriving * hidden + moe.top_k * (copies + self.experts.up.results)
+        # Jitter keeps its factors and its result; the normalised rows only where experts use them
+        # here.
+        if moe.jitter:
+            elements += (1 + (arriving == 0 or moe.shared > 0)) * hidden
+        balanced = moe.balance_loss > 0 and moe.balance != "none"
+        scores = moe.experts * (1 + balanced) + balanced
+        scores += (moe.top_k + 2) * moe.normalise + (moe.z_loss > 0)
+        kept = SavedActivations(elements, scores, 8 * moe.top_k + balanced)
+        return kept if self.shared is None else kept + self.shared.saved(parallel, recompute)
+
+    def saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return the rows of the experts and the gradients of their outputs, those of the shared
+        MLP, and in at least fp32 the gradients of the scores."""
+        moe, hidden, copies = self.moe, self.hidden, parallel.expert_tensor
+        experts = self.experts
+        per_choice = 2 * copies * hidden + experts.up.results + self.width
+        elements = hidden + moe.top_k * per_choice
+        shared = self.shared
+        if shared is not None:
+            # Its input is that of the router, unless jitter made another one of it.
+            elements += shared.up.results + shared.width + hidden * (1 + (moe.jitter > 0))
+        return SavedActivations(elements, moe.experts)
+
+    @property
+    def experts_per_token(self) -> int:
+        """The experts that the router chooses."""
+        return self.moe.top_k
+
+    @property
+    def inner_elements(self) -> float:
+        """As of an MLP, for all experts of a token."""
+        width = (self.moe.top_k + self.moe.shared) * self.width
+        return width * (1.5 if self.activation in GATED else 1.0)
+
+    @property
+    def widest(self) -> int:
+        """The outputs of the first products of all experts of a token."""
+        return (self.moe.top_k + self.moe.shared) * self.experts.up.results
