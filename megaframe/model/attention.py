@@ -208,5 +208,5 @@ class _Tiles(torch.autograd.Function):
                 sums, parts, (tile.queries, tile.keys, tile.keys), strict=True
             ):
                 total[:, rows] += part
-        d_query, d_key, d_value = (whole.to(query.dtype) for whole in sums)
+        d_query, d_key, d_value = (total.to(query.dtype) for total in sums)
         return d_query, d_key, d_value, None, None
