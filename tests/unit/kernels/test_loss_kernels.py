@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_exactness import DEVICE, DTYPES, assert_close, check, generator, rand
 from megaframe_kernels import loss
-from megaframe_kernels.loss import IGNORE
+from megaframe_kernels.loss_reference import IGNORE
 from torch.nn import functional
 
 OPTIONS = [
@@ -28,7 +28,7 @@ def test_the_reference_is_the_cross_entropy_of_torch(smoothing):
     options = {"ignore_index": IGNORE, "reduction": "none", "label_smoothing": smoothing}
     expected = functional.cross_entropy(leaf, chosen, **options)
     (truth,) = torch.autograd.grad(expected.sum(), leaf)
-    actual, gradient = loss.reference(logits, chosen, label_smoothing=smoothing)
+    actual, gradient = loss.run_reference(logits, chosen, label_smoothing=smoothing)
     torch.testing.assert_close(actual, expected.detach(), rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(gradient, truth, rtol=1e-13, atol=1e-13)
 
@@ -42,7 +42,7 @@ def test_odd_sizes(shape):
 def test_strided_and_large_logits():
     logits = rand(6, 40, scale=1e4)[:, 3:36]
     check(loss.KERNEL, "triton", (logits, labels(6, 33)), {}, 33)
-    reason = loss.KERNEL.implementations["triton"].why_not(rand(40, 6).t(), labels(6, 40))
+    reason = loss.KERNEL.implementations["triton"].explain_refusal(rand(40, 6).t(), labels(6, 40))
     assert "not contiguous" in reason
 
 
@@ -76,7 +76,7 @@ def on_ranks(compute, vocab, bounds):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_divided_vocabulary_gives_the_losses_and_gradients_of_the_whole(options):
     logits, chosen = rand(6, 29, scale=2.0), labels(6, 29)
-    expected, truth = loss.reference(logits.double(), chosen, **options)
+    expected, truth = loss.run_reference(logits.double(), chosen, **options)
 
     def compute(part, join):
         arguments = logits[:, part].clone(), chosen
@@ -93,7 +93,7 @@ def test_words_that_cannot_be():
     """Some logits of a row are -inf, and all logits of one rank."""
     logits, chosen = rand(6, 29, scale=2.0), torch.arange(6)
     logits[:, 9:25] = -float("inf")
-    expected, truth = loss.reference(logits.double(), chosen)
+    expected, truth = loss.run_reference(logits.double(), chosen)
     actual, gradient = loss.run_triton(logits.clone(), chosen)
     assert_close(loss.KERNEL, actual, expected, 29, "loss")
     assert_close(loss.KERNEL, gradient, truth, 29, "gradient")
