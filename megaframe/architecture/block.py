@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from megaframe.architecture.attention import AttentionDescription, window_of
+from megaframe.architecture.attention import AttentionDescription, get_window
 from megaframe.architecture.layer import (
     FeedForwardDescription,
     HasParameters,
@@ -21,7 +21,7 @@ from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription, has_experts
 from megaframe.architecture.norm import NormDescription
 from megaframe.architecture.rotary import compute_scores_factor, describe_rotary
-from megaframe.architecture.spec import ParamSpec, copies_of
+from megaframe.architecture.spec import ParamSpec, count_copies
 from megaframe.config.blocks import (
     AttentionConfig,
     BlockConfig,
@@ -91,10 +91,10 @@ class BlockDescription:
         """The part whose parameters are used last and whose gradients are complete first."""
         return {self.feed_forward.name: self.feed_forward}
 
-    def parameters(self, name: str) -> Iterator[ParamSpec]:
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of all parameters. name: the path of the block in the model."""
         for part_name, part in (*self.first_half.items(), *self.second_half.items()):
-            yield from part.parameters(f"{name}.{part_name}")
+            yield from part.declare_parameters(f"{name}.{part_name}")
 
     @cached_property
     def linears(self) -> list[LinearSpec]:
@@ -111,31 +111,33 @@ class BlockDescription:
         """The matrices of a block: how many there are of each shape [outputs, inputs]. A fused
         weight is several matrices."""
         shapes: Counter[tuple[int, int]] = Counter()
-        for spec in self.parameters(""):
+        for spec in self.declare_parameters(""):
             if spec.role == "matrix":
                 for box in spec.matrices:
                     outputs = math.prod(box.shape[: -spec.inputs])
                     shapes[outputs, box.size // outputs] += 1
         return shapes
 
-    def attention_flops(self, seq: int, *, causal: bool = True) -> float:
+    def count_attention_flops(self, seq: int, *, causal: bool = True) -> float:
         """Return the forward FLOPs per token of the products of activations with activations.
 
         Args:
             seq: Tokens of a sample.
             causal: Whether what is masked is left out.
         """
-        products = self.mixer.batched_products(seq)
+        products = self.mixer.list_batched_products(seq)
         return sum(p.flops * (p.causal_share if causal else 1.0) for p in products) / seq
 
-    def saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what a block keeps per token besides its input.
 
         It is what the mixer and the feed-forward keep, the stream between them, the outputs of the
         norms before them with their statistics, unless they are recomputed, and the inputs of the
         norms after them with their statistics.
         """
-        kept = self.mixer.saved(parallel, recompute) + self.feed_forward.saved(parallel, recompute)
+        kept = self.mixer.count_saved(parallel, recompute) + self.feed_forward.count_saved(
+            parallel, recompute
+        )
         if self.parallel == "none":
             kept = kept + SavedActivations(values=self.norm.width)
         recomputed = recompute == "selective"
@@ -149,10 +151,10 @@ class BlockDescription:
             kept = kept + self.norm.saved + self.norm.saved
         return kept
 
-    def saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+    def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what the backward pass of a block leaves for its weight pass, per token."""
         parts = (self.mixer, self.feed_forward)
-        kept = (part.saved_for_weights(parallel, recompute) for part in parts)
+        kept = (part.count_saved_for_weights(parallel, recompute) for part in parts)
         return sum(kept, SavedActivations())
 
     @property
@@ -175,23 +177,23 @@ class PredictorDescription:
         """Of the stream and of the token."""
         return self.block.norm
 
-    def parameters(self, name: str, block_name: str) -> Iterator[ParamSpec]:
+    def declare_parameters(self, name: str, block_name: str) -> Iterator[ParamSpec]:
         """Yield the specs of all parameters.
 
         Args:
             name: The path of the predictor in the model.
             block_name: That of its block, which is numbered after the last layer.
         """
-        yield from self.norm.parameters(f"{name}.stream_norm")
-        yield from self.norm.parameters(f"{name}.token_norm")
-        yield from self.join.parameters(f"{name}.join")
-        yield from self.block.parameters(block_name)
+        yield from self.norm.declare_parameters(f"{name}.stream_norm")
+        yield from self.norm.declare_parameters(f"{name}.token_norm")
+        yield from self.join.declare_parameters(f"{name}.join")
+        yield from self.block.declare_parameters(block_name)
 
 
 @lru_cache(maxsize=4096)
 def describe_block(model: ModelConfig, layer: int) -> BlockDescription:
     """Return the block of a layer. Predictors' blocks are numbered after the last layer."""
-    block = block_config(model, layer)
+    block = find_block_config(model, layer)
     # GPT-2's initialisation: outputs into the stream shrink with the number of layers.
     output_std = model.init_std / math.sqrt(2 * model.layers)
     return BlockDescription(
@@ -204,12 +206,12 @@ def describe_block(model: ModelConfig, layer: int) -> BlockDescription:
     )
 
 
-def block_config(model: ModelConfig, layer: int) -> BlockConfig:
+def find_block_config(model: ModelConfig, layer: int) -> BlockConfig:
     """Return what `model.blocks` says of a layer, or what the other keys of `model` mean."""
     if model.blocks is not None:
         pattern = [block for block in model.blocks for _ in range(block.repeat)]
         return pattern[layer % len(pattern)]
-    window, moe = window_of(model, layer), model.moe
+    window, moe = get_window(model, layer), model.moe
     return BlockConfig(
         mixer=AttentionConfig(window=window)
         if model.latent is None
@@ -238,7 +240,7 @@ def list_mixers(model: ModelConfig) -> list[MixerDescription]:
 
 def count_kv_copies(model: ModelConfig, tensor: int) -> int:
     """Return how many tensor ranks share each key and value head: 1 if there are enough heads."""
-    return max(copies_of(mixer.ring_groups, tensor) for mixer in list_mixers(model))
+    return max(count_copies(mixer.ring_groups, tensor) for mixer in list_mixers(model))
 
 
 def _describe_feed_forward(

@@ -68,7 +68,7 @@ class BatchedProduct:
 class HasParameters(Protocol):
     """A part of a layer that declares parameters."""
 
-    def parameters(self, name: str) -> Iterator[ParamSpec]:
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield their specs; name: the path of the part in the model."""
         ...
 
@@ -89,7 +89,7 @@ class LayerDescription(ABC):
         """What has parameters, by name, in the order in which a checkpoint lists them."""
 
     @abstractmethod
-    def saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what a forward pass keeps besides the layer's input.
 
         Args:
@@ -98,10 +98,10 @@ class LayerDescription(ABC):
                 this is what exists while the block is recomputed, as with `none`.
         """
 
-    def parameters(self, name: str) -> Iterator[ParamSpec]:
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of all parameters. name: the path of the layer in the model."""
         for part_name, part in self.parts.items():
-            yield from part.parameters(f"{name}.{part_name}")
+            yield from part.declare_parameters(f"{name}.{part_name}")
 
     @property
     def linears(self) -> list[LinearSpec]:
@@ -119,7 +119,7 @@ class LayerDescription(ABC):
         """Elements of the matrices that one token is multiplied by."""
         return sum(linear.elements for linear in self.linears)
 
-    def batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
+    def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
         """Return the products of activations with activations in a sample of `seq` tokens."""
         return ()
 
@@ -129,10 +129,10 @@ class LayerDescription(ABC):
         whose gradients are scattered."""
         return 0
 
-    def saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+    def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what a backward pass leaves for a separate weight pass."""
         tensor = parallel.tensor
-        kept = (linear.kept_for_weights(tensor) for linear in self.linears)
+        kept = (linear.count_kept_for_weights(tensor) for linear in self.linears)
         return SavedActivations(values=sum(kept))
 
     @property

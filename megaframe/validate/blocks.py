@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megaframe.architecture.spec import copies_of
+from megaframe.architecture.spec import count_copies
 from megaframe.config.blocks import AttentionConfig, BlockConfig, MLPConfig
 from megaframe.config.model import ModelConfig
 
@@ -81,7 +81,7 @@ def _find_copy_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
         for block in model.blocks
         if isinstance(block.mixer, AttentionConfig)
     }
-    fewer = sorted(group for group in groups if copies_of(group, tensor) > 1)
+    fewer = sorted(group for group in groups if count_copies(group, tensor) > 1)
     if len(fewer) > 1:
         yield (
             f"model.blocks has attention with {' and '.join(map(str, fewer))} key and value heads, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.architecture.attention import exchanging_ranks
+from megaframe.architecture.attention import count_exchanging_ranks
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.errors import join_or, list_divisors
@@ -25,7 +25,7 @@ def find_context_mistakes(config: RunConfig) -> Iterator[str]:
     elif neighbours is None or context % neighbours or not 1 < neighbours < context:
         yield _describe_nesting_mistake(config)
         return
-    ranks = exchanging_ranks(parallel)
+    ranks = count_exchanging_ranks(parallel)
     if ranks > 1:
         yield from check_each_block(
             config.model,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.architecture.attention import windows
+from megaframe.architecture.attention import list_windows
 from megaframe.config.model import LatentAttentionConfig, ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.errors import find_nearest_divisors
@@ -137,7 +137,7 @@ def _find_latent_rotary_mistakes(
 
 def find_window_mistakes(model: ModelConfig) -> Iterator[str]:
     """Yield a message if `model.window` is not a pattern for the layers."""
-    pattern = windows(model)
+    pattern = list_windows(model)
     if not pattern:
         yield (
             "model.window=[] has 0 entries to repeat over model.layers="

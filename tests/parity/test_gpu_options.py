@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.pipeline import build_step_schedule
-from megaframe.architecture.stages import stage_plans
+from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.model.rotary import Rotary
@@ -62,7 +62,7 @@ def test_the_memory_plan_knows_what_is_away():
         )
         actions = lower(build_step_schedule(config, 2)).ranks[0]
         return compute_memory(
-            config, RankParameters(0, (1,), ()), 1, stage_plans(config), actions
+            config, RankParameters(0, (1,), ()), 1, plan_stages(config), actions
         ).activations
 
     stream = 32 * 64 * 4

@@ -43,7 +43,7 @@ def test_keys_of_the_model_are_a_shorthand_of_blocks(name):
     written = ModelConfig(layers=6, **keys, blocks=blocks)
     for layer in range(6):
         short, long = describe_block(plain, layer), describe_block(written, layer)
-        assert list(short.parameters("b")) == list(long.parameters("b"))
+        assert list(short.declare_parameters("b")) == list(long.declare_parameters("b"))
         if "moe" not in keys:
             assert short == long
 
