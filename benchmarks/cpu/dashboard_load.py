@@ -23,7 +23,7 @@ _PAINTED = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
 def main() -> None:
     """Measure, print, and write the results if requested."""
     from playwright.sync_api import sync_playwright
-    from run_folders import lines, write
+    from run_folders import make_lines, write
 
     from megaframe.dashboard.page import PAGE_FILE, render_page, write_atomically
     from megaframe.dashboard.panels import build_page_data
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        made = lines(given.steps, ranks=given.ranks, stages=8, ranks_every=given.steps // 100)
+        made = make_lines(given.steps, ranks=given.ranks, stages=8, ranks_every=given.steps // 100)
         folder = write(Path(name) / "run", made, environment={"ranks": given.ranks})
         start = time.perf_counter()
         text = render_page(build_page_data([RunFolder(folder)]))

@@ -15,7 +15,7 @@ sizes = st.sampled_from([1, 1, 2, 3, 4])
 
 
 @st.composite
-def layouts(draw):
+def draw_layout(draw):
     tensor, context, data, pipeline = (draw(sizes) for _ in range(4))
     replicate = draw(st.sampled_from(list_divisors(data)))
     copy = tensor * context * data // replicate
@@ -34,12 +34,12 @@ def layouts(draw):
 SPLIT_DENSE_VIEW = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
 
 
-def subsets(axes):
+def list_subsets(axes):
     return chain.from_iterable(combinations(axes, n) for n in range(len(axes) + 1))
 
 
 @settings(deadline=None, max_examples=50)
-@given(layouts())
+@given(draw_layout())
 def test_each_view_numbers_the_ranks_one_to_one(layout):
     ranks = range(layout.world)
     assert [layout.rank(**layout.coordinate(rank)) for rank in ranks] == list(ranks)
@@ -53,10 +53,10 @@ def test_each_view_numbers_the_ranks_one_to_one(layout):
 
 
 @settings(deadline=None, max_examples=30)
-@given(layouts())
+@given(draw_layout())
 def test_groups_partition_the_world_into_equal_sizes(layout):
     for view in (DENSE_VIEW, SPLIT_DENSE_VIEW, EXPERT_VIEW):
-        for axes in subsets(view):
+        for axes in list_subsets(view):
             groups = layout.groups(*axes)
             assert sorted(chain(*groups)) == list(range(layout.world))
             assert {len(group) for group in groups} == {math.prod(layout.sizes[a] for a in axes)}
@@ -64,14 +64,14 @@ def test_groups_partition_the_world_into_equal_sizes(layout):
 
 
 @settings(deadline=None, max_examples=30)
-@given(layouts(), st.data())
+@given(draw_layout(), st.data())
 def test_members_differ_on_the_given_axes_only(layout, data):
     rank = data.draw(st.integers(0, layout.world - 1))
     for view, place in (
         (DENSE_VIEW, layout.coordinate),
         (EXPERT_VIEW, layout.expert_coordinate),
     ):
-        for axes in subsets(view):
+        for axes in list_subsets(view):
             own_place, others = place(rank), [axis for axis in view if axis not in axes]
             expected = tuple(
                 other
@@ -83,7 +83,7 @@ def test_members_differ_on_the_given_axes_only(layout, data):
 
 
 @settings(deadline=None, max_examples=30)
-@given(layouts())
+@given(draw_layout())
 def test_both_views_cover_the_same_ranks_of_a_stage(layout):
     dense = layout.groups("tensor", "context", "data")
     assert dense == layout.groups("expert_tensor", "expert", "expert_data")

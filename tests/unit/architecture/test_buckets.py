@@ -28,7 +28,7 @@ GPT = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 32000}
 MATRICES = 32 * 12 * 4096**2
 
 
-def config_of(model=None, **parallel):
+def make_config(model=None, **parallel):
     return RunConfig.model_validate(
         {
             "model": model or GPT,
@@ -83,7 +83,7 @@ def test_half_a_block_is_the_least():
 
 
 def count_of(zero=1, latency=None, world=1024, **parallel):
-    config = config_of(zero=zero, **parallel)
+    config = make_config(zero=zero, **parallel)
     layout = Layout.from_parallel(config.parallel, world)
     machine = Machine(config, CLUSTER, cluster_constants(CLUSTER), sizes_of(config, layout))
     return float(num_buckets(machine, MATRICES, 1, 32)), machine
@@ -115,7 +115,7 @@ def test_more_ranks_have_fewer_buckets_between_their_bounds():
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_the_key_is_decided_once_for_runtime_and_planner(zero):
-    config = config_of(zero=zero)
+    config = make_config(zero=zero)
     decided, (line,) = choose_bucket_size(config, 8192)
     size = decided.parallel.bucket_size
     layout = Layout.from_parallel(config.parallel, 8192)
@@ -130,17 +130,17 @@ def test_the_key_is_decided_once_for_runtime_and_planner(zero):
 
 
 def test_alone_or_on_few_ranks_half_a_block_stays_a_bucket():
-    config = config_of()
+    config = make_config()
     assert choose_bucket_size(config, 1) == (config, [])
     decided, lines = choose_bucket_size(config, 8)
     assert lines == [] and decided.parallel.bucket_size < 8 * 4096**2
     # Without ZeRO NCCL has a tree, whose latency grows with the logarithm of the ranks.
-    assert choose_bucket_size(config_of(zero=0), 8192)[1] == []
-    given = config_of(bucket_size=12345)
+    assert choose_bucket_size(make_config(zero=0), 8192)[1] == []
+    given = make_config(bucket_size=12345)
     assert choose_bucket_size(given, 8192) == (given, [])
 
 
-def num_messages(steps):
+def count_messages(steps):
     """Messages that a rank sends in an exchange in these steps."""
     return sum(ranks - 1 for ranks in steps)
 
@@ -150,7 +150,7 @@ def num_messages(steps):
 def test_steps_divide_a_group_and_save_messages(ranks, inside):
     steps = exchange_steps(ranks, inside)
     assert math.prod(steps) == ranks
-    assert num_messages(steps) <= ranks - 1
+    assert count_messages(steps) <= ranks - 1
     node, near_ranks, far = steps
     assert node in (1, inside)
     assert far == 1 or 2 * (near_ranks + far - 2) <= near_ranks * far - 1
@@ -171,7 +171,7 @@ def test_steps_divide_a_group_and_save_messages(ranks, inside):
 )
 def test_messages_of_a_rank(ranks, inside, steps, sent):
     assert exchange_steps(ranks, inside) == steps
-    assert num_messages(steps) == sent
+    assert count_messages(steps) == sent
 
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(24, (2, 3, 4)), (8, (2, 4)), (6, (6,))])
@@ -206,11 +206,11 @@ def test_an_exchange_in_steps_takes_its_messages_and_the_same_bytes():
         moved = size * (ranks - 1) / ranks / bandwidth
         steps = exchange_steps(ranks, 1)
         assert float(stepped_exchange(size, group)) == pytest.approx(
-            num_messages(steps) * alpha + moved
+            count_messages(steps) * alpha + moved
         )
         assert float(pairwise_all_to_all(size, group)) == pytest.approx((ranks - 1) * alpha + moved)
     # Within a node first: the slow links carry an eighth.
     group = [GroupLevel(8.0, 3e-6, 4e11), GroupLevel(np.float64(16.0), alpha, bandwidth)]
-    outer = size / 8 * 15 / 16 / bandwidth + num_messages(exchange_steps(16, 1)) * alpha
+    outer = size / 8 * 15 / 16 / bandwidth + count_messages(exchange_steps(16, 1)) * alpha
     inner = size * 7 / 8 / 4e11 + 7 * 3e-6
     assert float(stepped_exchange(size, group)) == pytest.approx(inner + outer)

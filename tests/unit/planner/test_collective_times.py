@@ -22,7 +22,7 @@ sizes = st.floats(1, 1e12)
 ranks = st.integers(1, 4096)
 
 
-def one_tier(count, reduces=False):
+def make_tier(count, reduces=False):
     return [GroupLevel(float(count), ALPHA, BANDWIDTH, reduces=reduces)]
 
 
@@ -52,25 +52,25 @@ def one_tier(count, reduces=False):
 @pytest.mark.parametrize("count", [2, 8, 64])
 @pytest.mark.parametrize("size", [1e3, 1e6, 1e9])
 def test_closed_forms_on_one_tier(operation, algorithm, form, count, size):
-    seconds = ALGORITHMS[operation][algorithm](size, one_tier(count))
+    seconds = ALGORITHMS[operation][algorithm](size, make_tier(count))
     assert float(seconds) == pytest.approx(form(count, size), rel=1e-12)
 
 
 def test_switches_that_add_send_each_number_once():
-    seconds = ALGORITHMS["all_reduce"]["in_network"](1e9, one_tier(64, reduces=True))
+    seconds = ALGORITHMS["all_reduce"]["in_network"](1e9, make_tier(64, reduces=True))
     assert float(seconds) == pytest.approx(2 * ALPHA + 1e9 / BANDWIDTH)
-    assert np.isinf(ALGORITHMS["all_reduce"]["in_network"](1e9, one_tier(64)))
+    assert np.isinf(ALGORITHMS["all_reduce"]["in_network"](1e9, make_tier(64)))
 
 
 def test_a_number_of_ranks_that_is_no_power_of_two_pays_for_the_rest():
-    five, four = (ALGORITHMS["all_reduce"]["halving_doubling"](1e9, one_tier(n)) for n in (5, 4))
+    five, four = (ALGORITHMS["all_reduce"]["halving_doubling"](1e9, make_tier(n)) for n in (5, 4))
     assert float(five - four) == pytest.approx(2 * (ALPHA + 1e9 / BANDWIDTH))
 
 
 @settings(deadline=None, max_examples=60)
 @given(count=ranks, size=sizes, other=sizes, operation=st.sampled_from(sorted(ALGORITHMS)))
 def test_the_choice_is_the_best_of_all_and_grows_with_the_size(count, size, other, operation):
-    group = one_tier(count)
+    group = make_tier(count)
     best = float(collective_seconds(operation, size, group))
     each = {name: float(f(size, group)) for name, f in ALGORITHMS[operation].items()}
     assert (
@@ -157,7 +157,7 @@ def test_where_a_ring_begins_to_beat_a_tree():
 
 
 def choose_of_two(size):
-    times = {n: float(ALGORITHMS["all_reduce"][n](size, one_tier(64))) for n in ("ring", "tree")}
+    times = {n: float(ALGORITHMS["all_reduce"][n](size, make_tier(64))) for n in ("ring", "tree")}
     return min(times, key=times.get)
 
 

@@ -326,7 +326,7 @@ PIPELINES = [
 TRAIN = ("global_batch", "microbatch", "batch_ramp", "recompute_blocks")
 
 
-def pipeline_refusals(keys):
+def list_pipeline_refusals(keys):
     """Return the refusals of a model with 12 layers on the ranks of a pipeline."""
     named = {("train." if key in TRAIN else "parallel.") + key: keys[key] for key in keys}
     overrides = ["model.layers=12", *(f"{name}={value}" for name, value in named.items())]
@@ -335,10 +335,10 @@ def pipeline_refusals(keys):
 
 @pytest.mark.parametrize(("keys", "message", "mends"), PIPELINES)
 def test_a_pipeline_that_cannot_be_is_refused_and_the_advice_works(keys, message, mends):
-    lines = pipeline_refusals(keys)
+    lines = list_pipeline_refusals(keys)
     assert len(lines) == 1 and message in lines[0]
     for mend in mends:
-        assert pipeline_refusals({**keys, **mend}) == []
+        assert list_pipeline_refusals({**keys, **mend}) == []
 
 
 @pytest.mark.parametrize(
@@ -361,10 +361,10 @@ def test_a_schedule_file_that_cannot_run_is_refused_and_mended(text, message, tm
     keys = {"pipeline": 2, "schedule": f"file:{path}", "global_batch": 2}
     if text is not None:
         path.write_text(text)
-    lines = pipeline_refusals(keys)
+    lines = list_pipeline_refusals(keys)
     assert lines[0].startswith(f"parallel.schedule=file:{path}") and message in lines[0]
     path.write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
-    assert pipeline_refusals(keys) == []
+    assert list_pipeline_refusals(keys) == []
 
 
 # (context and tensor ranks that are refused, the message, changes that it suggests, each of which
@@ -456,7 +456,7 @@ def test_a_schedule_file_fits_every_size_of_a_batch_ramp(tmp_path):
     path.write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
     ramp = "{start: 2, increment: 2, samples: 9}"
     keys = {"pipeline": 2, "schedule": f"file:{path}", "global_batch": 4, "batch_ramp": ramp}
-    (line,) = pipeline_refusals(keys)
+    (line,) = list_pipeline_refusals(keys)
     assert "is made for 2, but the microbatches of a step is 4" in line
 
 
