@@ -158,18 +158,18 @@ def list_divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
-def find_nearest_divisors(number: int, wanted: int) -> str:
-    """Return the divisors of `number` closest to `wanted` on each side, for a message: `4 or 8`."""
+def find_nearest_divisors(number: int, target: int) -> str:
+    """Return the divisors of `number` closest to `target` on each side, for a message: `4 or 8`."""
     valid = list_divisors(number)
-    below = [d for d in valid if d <= wanted][-1:]
-    above = [d for d in valid if d > wanted][:1]
+    below = [d for d in valid if d <= target][-1:]
+    above = [d for d in valid if d > target][:1]
     return join_or(below + above)
 
 
-def find_nearest_multiples(number: int, wanted: int) -> str:
-    """Return the positive multiples of `number` closest to `wanted`, for a message: `6 or 12`."""
-    below = wanted // number * number
-    valid = [below] if below == wanted else [below, below + number]
+def find_nearest_multiples(number: int, target: int) -> str:
+    """Return the positive multiples of `number` closest to `target`, for a message: `6 or 12`."""
+    below = target // number * number
+    valid = [below] if below == target else [below, below + number]
     return join_or(n for n in valid if n > 0)
 
 

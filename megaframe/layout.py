@@ -89,7 +89,7 @@ class Layout:
     data_replicate: int = 1
 
     def __post_init__(self) -> None:
-        _raise_mistakes(layout_mistakes(asdict(self)))
+        _raise_mistakes(find_layout_mistakes(asdict(self)))
 
     @classmethod
     def from_parallel(cls, parallel: AxisSizes, world: int) -> Layout:
@@ -100,7 +100,7 @@ class Layout:
         Raises:
             UserError: If the product of the sizes is not `world`.
         """
-        sizes, mistakes = axis_sizes(parallel, world)
+        sizes, mistakes = resolve_axis_sizes(parallel, world)
         _raise_mistakes(mistakes)
         return cls(**sizes)
 
@@ -127,19 +127,19 @@ class Layout:
     @property
     def sizes(self) -> Mapping[str, int]:
         """Size of every axis of both views."""
-        return {axis: size for axis, (_, size) in self._strides().items()}
+        return {axis: size for axis, (_, size) in self._compute_strides().items()}
 
-    def coordinate(self, rank: int) -> Mapping[str, int]:
+    def get_coordinate(self, rank: int) -> Mapping[str, int]:
         """Return the index of `rank` on each axis of the dense view."""
-        return self._coordinate(rank, DENSE_VIEW)
+        return self._compute_coordinate(rank, DENSE_VIEW)
 
-    def expert_coordinate(self, rank: int) -> Mapping[str, int]:
+    def get_expert_coordinate(self, rank: int) -> Mapping[str, int]:
         """Return the index of `rank` on each axis of the expert view."""
-        return self._coordinate(rank, EXPERT_VIEW)
+        return self._compute_coordinate(rank, EXPERT_VIEW)
 
-    def full_coordinate(self, rank: int) -> Mapping[str, int]:
+    def get_full_coordinate(self, rank: int) -> Mapping[str, int]:
         """Return the index of `rank` on each axis of both views."""
-        return {**self.coordinate(rank), **self.expert_coordinate(rank)}
+        return {**self.get_coordinate(rank), **self.get_expert_coordinate(rank)}
 
     def rank(self, **coordinate: int) -> int:
         """Return the rank at `coordinate`, which is given in one view.
@@ -150,29 +150,29 @@ class Layout:
             ValueError: For an index outside of its axis and for axes of two views.
         """
         _check_view(coordinate)
-        strides = self._strides()
+        strides = self._compute_strides()
         for axis, index in coordinate.items():
             if not 0 <= index < strides[axis][1]:
                 raise ValueError(f"{axis}={index} is outside of 0..{strides[axis][1] - 1}")
         return sum(index * strides[axis][0] for axis, index in coordinate.items())
 
-    def members(self, rank: int, *axes: str) -> tuple[int, ...]:
+    def list_members(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks whose coordinate differs from that of `rank` only on `axes`, including
         `rank`, in ascending order (fastest axis first).
 
         The view is the one that `axes` belong to. `data` is `data_shard` and `data_replicate`.
         """
         self._check_rank(rank)
-        strides = self._strides()
+        strides = self._compute_strides()
         own = [strides[axis] for axis in _check_view(axes)]
         first = rank - sum(rank // stride % size * stride for stride, size in own)
-        return tuple(first + offset for offset in self._offsets(axes))
+        return tuple(first + offset for offset in self._list_offsets(axes))
 
-    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Return the distinct `members(rank, *axes)` of all ranks: a partition of the world."""
-        strides = self._strides()
+    def list_groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """Return the distinct `list_members(rank, *axes)`: a partition of the world."""
+        strides = self._compute_strides()
         own = [strides[axis] for axis in _check_view(axes)]
-        offsets = self._offsets(axes)
+        offsets = self._list_offsets(axes)
         firsts = (
             rank
             for rank in range(self.world)
@@ -192,7 +192,7 @@ class Layout:
             text += "; experts: " + TIMES.join(experts) + " per stage"
         return text
 
-    def _strides(self) -> dict[str, tuple[int, int]]:
+    def _compute_strides(self) -> dict[str, tuple[int, int]]:
         """Return (distance in ranks between neighbours, size) of every axis."""
         context = self.tensor
         data = context * self.context
@@ -210,15 +210,15 @@ class Layout:
             "expert_shard": (self.expert_tensor * self.expert, self.expert_shard),
         }
 
-    def _coordinate(self, rank: int, view: tuple[str, ...]) -> Mapping[str, int]:
+    def _compute_coordinate(self, rank: int, view: tuple[str, ...]) -> Mapping[str, int]:
         self._check_rank(rank)
-        strides = self._strides()
+        strides = self._compute_strides()
         return {axis: rank // strides[axis][0] % strides[axis][1] for axis in view}
 
-    def _offsets(self, axes: tuple[str, ...]) -> list[int]:
+    def _list_offsets(self, axes: tuple[str, ...]) -> list[int]:
         """Return the distance from the first member of a group over `axes` to each member,
         ascending."""
-        strides = self._strides()
+        strides = self._compute_strides()
         steps = [range(0, strides[a][0] * strides[a][1], strides[a][0]) for a in _check_view(axes)]
         return sorted(sum(step) for step in product(*steps))
 
@@ -255,7 +255,7 @@ def exchange_steps(ranks: int, inside: int) -> tuple[int, int, int]:
     return node, near, far
 
 
-def ranks_per_node(groups: Iterable[Sequence[int]], node_size: int) -> int:
+def count_ranks_per_node(groups: Iterable[Sequence[int]], node_size: int) -> int:
     """Return how many ranks of a group are in one node, if that is the same for every node and
     every one of `groups`, and otherwise 1.
 
@@ -303,7 +303,7 @@ def _raise_mistakes(mistakes: list[str]) -> None:
         raise UserError("\n".join(mistakes))
 
 
-def layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
+def find_layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
     """Return why `sizes`, one per axis and `data_replicate`, cannot be a layout; empty if valid."""
     mistakes = [
         f"parallel.{axis}={size} must be a whole number >= 1"
@@ -342,22 +342,22 @@ def layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
     return mistakes
 
 
-def fewest_ranks(parallel: AxisSizes) -> int:
+def count_fewest_ranks(parallel: AxisSizes) -> int:
     """Return the smallest world that the axes can be a layout of."""
     stage, experts = parallel.tensor * parallel.context, parallel.expert * parallel.expert_tensor
     fewest = parallel.data_replicate * (experts // gcd(experts, stage))
     return stage * parallel.pipeline * (parallel.data or fewest)
 
 
-def axis_sizes(parallel: AxisSizes, world: int) -> tuple[dict[str, int], list[str]]:
+def resolve_axis_sizes(parallel: AxisSizes, world: int) -> tuple[dict[str, int], list[str]]:
     """Return the axis sizes of `parallel` for `world` ranks, and everything that is wrong with
     them.
 
     If `parallel.data` is not given, it is the world divided by the other axes, rounded down, and at
     least 1.
     """
-    rest = parallel.tensor * parallel.context * parallel.pipeline
-    data = parallel.data or max(1, world // rest)
+    other_ranks = parallel.tensor * parallel.context * parallel.pipeline
+    data = parallel.data or max(1, world // other_ranks)
     sizes = {
         "tensor": parallel.tensor,
         "context": parallel.context,
@@ -367,24 +367,24 @@ def axis_sizes(parallel: AxisSizes, world: int) -> tuple[dict[str, int], list[st
         "expert_tensor": parallel.expert_tensor,
         "data_replicate": parallel.data_replicate,
     }
-    mistakes = layout_mistakes(sizes)
-    if rest * data != world:
-        mistakes.append(_world_mistake(parallel, data, rest, world))
+    mistakes = find_layout_mistakes(sizes)
+    if other_ranks * data != world:
+        mistakes.append(_describe_world_mistake(parallel, data, other_ranks, world))
     return sizes, mistakes
 
 
-def _world_mistake(parallel: AxisSizes, data: int, rest: int, world: int) -> str:
+def _describe_world_mistake(parallel: AxisSizes, data: int, other_ranks: int, world: int) -> str:
     """Return the message if `data` × `rest` (the product of the other axes) is not the world."""
     axes = TIMES.join(
         f"parallel.{axis}={getattr(parallel, axis)}" for axis in ("tensor", "context", "pipeline")
     )
-    if world % rest:
+    if world % other_ranks:
         return (
-            f"{axes} = {rest} does not divide the world of {world} ranks; start "
-            f"{find_nearest_multiples(rest, world)} ranks or make the product "
-            f"{find_nearest_divisors(world, rest)}"
+            f"{axes} = {other_ranks} does not divide the world of {world} ranks; start "
+            f"{find_nearest_multiples(other_ranks, world)} ranks or make the product "
+            f"{find_nearest_divisors(world, other_ranks)}"
         )
     return (
-        f"parallel.data={data}{TIMES}{axes} = {data * rest} is not the world of {world} ranks; "
-        f"use parallel.data={world // rest} or leave it out"
+        f"parallel.data={data}{TIMES}{axes} = {data * other_ranks} is not the world of {world} "
+        f"ranks; use parallel.data={world // other_ranks} or leave it out"
     )

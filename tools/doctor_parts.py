@@ -232,17 +232,17 @@ def rings(doctor: Doctor) -> None:
     """What goes around a ring of all ranks, in both directions, is that of the right rank."""
     mesh = doctor.mesh(context=doctor.world)
     _, ring = mesh.divide_context(1)
-    for back in (False, True):
-        name = "backwards" if back else "forwards"
+    for reverse in (False, True):
+        name = "backwards" if reverse else "forwards"
         doctor.begin(mesh, name)
         x = torch.full((doctor.large // 16,), float(doctor.rank), device=mesh.device)
         wrong = []
         for step in range(1, doctor.world + 1):
-            x = shift_ring(x, torch.empty_like(x), ring, back=back).wait()
-            source = (doctor.rank + (step if back else -step)) % doctor.world
+            x = shift_ring(x, torch.empty_like(x), ring, reverse=reverse).wait()
+            source = (doctor.rank + (step if reverse else -step)) % doctor.world
             if not bool((x == source).all()):
                 wrong.append(step)
-        turn = partial(shift_ring, x, torch.empty_like(x), ring, back=back)
+        turn = partial(shift_ring, x, torch.empty_like(x), ring, reverse=reverse)
         taken = seconds(mesh, lambda: turn().wait(), 3)  # noqa: B023
         said = f"{x.nbytes / taken / 1e9:.2f} GB/s" if not wrong else f"wrong after steps {wrong}"
         doctor.find(name, not wrong, said, rate=x.nbytes / taken)

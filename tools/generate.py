@@ -41,7 +41,7 @@ def main() -> None:
                 start,
                 tokens=arguments.tokens,
                 context=config.train.seq,
-                how=how,
+                sampling=how,
                 stop=tokenizer.eod,
                 generator=torch.Generator().manual_seed(seed),
             )

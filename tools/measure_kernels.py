@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from megaframe.errors import UserError, report_errors
 from megaframe.hardware.chips import CHIPS, Chip, suggest_chips
-from megaframe.hardware.cluster import Cluster, cluster_for_device, load_cluster, write_cluster
+from megaframe.hardware.cluster import Cluster, find_cluster_for_device, load_cluster, write_cluster
 from megaframe.ops.matmul import multiply
 from megaframe.planner.constants import Constants, constants_of
 from megaframe.planner.kernel_times import kernel_rates, product_seconds
@@ -144,7 +144,7 @@ def measure_constants(
         lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True), device
     )
     flops = 2.0 * heads * length * length * width  # both products, half of them masked
-    sustained = chip.sustained_flops(kind)
+    sustained = chip.get_sustained_flops(kind)
     if sustained is None:
         raise UserError(f"chip {chip.name} has no figure for {kind}; use {', '.join(chip.peaks)}")
     attention = flops / attention_time / sustained
@@ -158,7 +158,7 @@ def detect_cluster(device: torch.device) -> Cluster:
         return load_cluster("cpu")
     properties = torch.cuda.get_device_properties(0)
     name = torch.cuda.get_device_name(0)
-    return cluster_for_device(name, properties.total_memory, properties.multi_processor_count)
+    return find_cluster_for_device(name, properties.total_memory, properties.multi_processor_count)
 
 
 def describe_chip(chip: Chip, values: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ python tools/options.py > docs/reference/options.md
 
 from __future__ import annotations
 
-from megaframe.config.describe import COMMON, ConfigKey, config_keys
+from megaframe.config.describe import COMMON, ConfigKey, get_config_keys
 
 _BEGIN = """\
 # Options
@@ -23,9 +23,9 @@ the description says.
 
 def table() -> str:
     """Return the whole page."""
-    parts = [f"{_BEGIN}\n{_rows([config_keys()[name] for name in COMMON])}"]
-    for name, section in config_keys().items():
-        inner = [key for key in config_keys().values() if key.name.rpartition(".")[0] == name]
+    parts = [f"{_BEGIN}\n{_rows([get_config_keys()[name] for name in COMMON])}"]
+    for name, section in get_config_keys().items():
+        inner = [key for key in get_config_keys().values() if key.name.rpartition(".")[0] == name]
         leaves = [key for key in inner if not key.section or key.nullable]
         if section.section and leaves:
             parts.append(_section(section, leaves))

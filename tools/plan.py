@@ -14,7 +14,7 @@ from rich.table import Table
 
 from megaframe.config import RunConfig, dump, load
 from megaframe.errors import UserError, report_errors
-from megaframe.hardware.cluster import DEFAULT, Cluster, cluster_names, load_cluster
+from megaframe.hardware.cluster import DEFAULT, Cluster, list_cluster_names, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_alternatives, describe_decision, describe_prediction
 from megaframe.planner.candidates import SEARCHED_KEYS, FixedKeys
@@ -259,7 +259,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--cluster",
         metavar="NAME",
-        help=f"{', '.join(cluster_names())}, or the path of a description (default: "
+        help=f"{', '.join(list_cluster_names())}, or the path of a description (default: "
         f"parallel.cluster, or {DEFAULT})",
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="default: as the layout says")

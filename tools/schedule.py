@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.errors import UserError, report_errors
-from megaframe.schedule import SCHEDULE_NAMES, Schedule, generate, lower, schedule_mistakes
+from megaframe.schedule import SCHEDULE_NAMES, Schedule, find_schedule_mistakes, generate, lower
 from megaframe.schedule.check import check
 from megaframe.schedule.costs import ActionCosts, Seconds, parse_costs
 from megaframe.schedule.draw_svg import draw_svg
@@ -134,7 +134,7 @@ def _compare(request: ScheduleRequest, as_json: bool) -> None:
     given one."""
     results, mistakes = [], []
     for name in SCHEDULE_NAMES:
-        chunks = SCHEDULE_LIMITS[name].nearest_chunks(request.chunks)
+        chunks = SCHEDULE_LIMITS[name].find_nearest_chunks(request.chunks)
         group = request.group if name == "interleaved" else None
         variant = ScheduleRequest(
             name,
@@ -145,7 +145,9 @@ def _compare(request: ScheduleRequest, as_json: bool) -> None:
             request.costs,
             request.memory_limit,
         )
-        wrong = schedule_mistakes(name, variant.ranks, chunks, variant.microbatches, group=group)
+        wrong = find_schedule_mistakes(
+            name, variant.ranks, chunks, variant.microbatches, group=group
+        )
         mistakes += wrong
         if not wrong:
             results.append(_simulate_request(variant))

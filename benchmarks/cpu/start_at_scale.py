@@ -328,19 +328,19 @@ def _suffer(
         if fault == "slow":
             one.limit = timeout
         if rank != victim:
-            progress.begin_wait(_EndlessWait(layout.members(rank, "data")))
+            progress.begin_wait(_EndlessWait(layout.list_members(rank, "data")))
         else:
             progress.begin_part("data", None)
 
     def lost(rank: int) -> None:
-        around = [layout.members(rank, *axes) for axes in groups]
+        around = [layout.list_members(rank, *axes) for axes in groups]
         group = next((ranks for ranks in around if victim in ranks), around[1])
         time.sleep(max(0.0, noticed - time.monotonic()))
         others = [other for other in group if other != rank]
         watches[rank][0].leave(LostRanks(f"rank {rank} lost contact", others))
 
     def meets(rank: int) -> bool:
-        return any(victim in layout.members(rank, *axes) for axes in groups)
+        return any(victim in layout.list_members(rank, *axes) for axes in groups)
 
     if fault != "slow":
         _begin(lost, [rank for rank in watches if fault == "hung" or meets(rank)])

@@ -23,7 +23,7 @@ from typing import Any
 from megaframe.architecture.buckets import group_blocks_into_buckets
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
-from megaframe.config.load import config_path
+from megaframe.config.load import resolve_config_path
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import cluster_constants
@@ -223,7 +223,7 @@ def lines(given: argparse.Namespace) -> Iterator[SimulatedStep]:
     cluster = load_cluster(given.cluster)
     inner, *_, outer = cluster.tiers
     for name in given.models:
-        config = load(config_path(name))
+        config = load(resolve_config_path(name))
         for latency in given.latencies:
             slow = replace(cluster, tiers=(inner, replace(outer, latency=latency * 1e-6)))
             for ranks in given.ranks:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from megaframe.architecture.attention import exchanging_ranks
 from megaframe.config.schema import RunConfig
-from megaframe.layout import AXIS_SETS, DATA_PARTS, EXPERT_SETS, axis_sizes
+from megaframe.layout import AXIS_SETS, DATA_PARTS, EXPERT_SETS, resolve_axis_sizes
 
 _COPIES = 2
 """Streams that bring metrics to the host and copy a checkpoint."""
@@ -31,7 +31,7 @@ def count_communicators(config: RunConfig, world: int) -> int:
     """Return how many communicators a rank is in at most. The sizes of the axes need not form a
     layout, because this is asked before a config is checked."""
     parallel, model = config.parallel, config.model
-    sizes = dict(axis_sizes(parallel, world)[0])
+    sizes = dict(resolve_axis_sizes(parallel, world)[0])
     sizes["data_shard"] = sizes["data"] // parallel.data_replicate
     sizes["expert_shard"] = world  # not known without a layout
     axis_sets = _axis_sets_of_many_ranks(AXIS_SETS, sizes)

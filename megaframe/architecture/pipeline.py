@@ -67,7 +67,7 @@ def summarize_pipeline(config: RunConfig, schedule: Schedule) -> Iterator[str]:
     layers = sum(len(plan.blocks) for plan in plans)
     costs = stage_costs(config, plans)
     timeline = simulate(schedule, costs)
-    work = [f + b + w for f, b, w in zip(*costs.per_stage(len(plans)), strict=True)]
+    work = [f + b + w for f, b, w in zip(*costs.list_by_stage(len(plans)), strict=True)]
     yield (
         f"schedule    {config.parallel.schedule}, {schedule.microbatches} microbatches: bubble "
         f"{float(timeline.bubble):.1%} of the step by modelled work, without communication"

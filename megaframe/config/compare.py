@@ -23,7 +23,7 @@ TRAINING_ONLY = frozenset(
 
 
 def find_differences(
-    theirs: object, ours: object, free: Collection[str], name: str = ""
+    old: object, new: object, free: Collection[str], name: str = ""
 ) -> Iterator[str]:
     """Yield a line for each key that differs between two sections, or two values, called `name`.
 
@@ -31,10 +31,8 @@ def find_differences(
     """
     if name in free:
         return
-    if isinstance(theirs, BaseModel) and isinstance(ours, BaseModel):
-        for key in type(ours).model_fields:
-            yield from find_differences(
-                getattr(theirs, key), getattr(ours, key), free, f"{name}.{key}"
-            )
-    elif theirs != ours:
-        yield f"{name}: {format_value(theirs)} there, {format_value(ours)} here"
+    if isinstance(old, BaseModel) and isinstance(new, BaseModel):
+        for key in type(new).model_fields:
+            yield from find_differences(getattr(old, key), getattr(new, key), free, f"{name}.{key}")
+    elif old != new:
+        yield f"{name}: {format_value(old)} there, {format_value(new)} here"

@@ -73,7 +73,7 @@ class ConfigKey:
     @property
     def several(self) -> bool:
         """Whether its values may be of more than one type, not counting null."""
-        return len(_non_null_members(self.field.annotation)) > 1
+        return len(_list_non_null_members(self.field.annotation)) > 1
 
     @property
     def text(self) -> str:
@@ -94,7 +94,7 @@ class ConfigKey:
 
 
 @lru_cache
-def config_keys() -> Mapping[str, ConfigKey]:
+def get_config_keys() -> Mapping[str, ConfigKey]:
     """Return all keys by dotted name, in the order of the schema, each section before its keys."""
     return {key.name: key for key in _collect_keys(RunConfig, "")}
 
@@ -102,28 +102,28 @@ def config_keys() -> Mapping[str, ConfigKey]:
 def _collect_keys(section: type[Section], prefix: str) -> list[ConfigKey]:
     keys = []
     for name, field in section.model_fields.items():
-        inner = _section_class(field.annotation)
+        inner = _find_section_class(field.annotation)
         keys.append(ConfigKey(prefix + name, field, inner))
         if inner:
             keys += _collect_keys(inner, f"{prefix}{name}.")
     return keys
 
 
-def _section_class(annotation: Any) -> type[Section] | None:
+def _find_section_class(annotation: Any) -> type[Section] | None:
     """Return the section class in `annotation`, which may be nullable; None if there is none."""
-    for kind in (annotation, *_union_members(annotation)):
+    for kind in (annotation, *_list_union_members(annotation)):
         if isinstance(kind, type) and issubclass(kind, Section):
             return kind
     return None
 
 
-def _union_members(annotation: Any) -> tuple[Any, ...]:
+def _list_union_members(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
 
 
-def _non_null_members(annotation: Any) -> list[Any]:
+def _list_non_null_members(annotation: Any) -> list[Any]:
     """Return the types of a union except null; none if it is not a union."""
-    return [kind for kind in _union_members(annotation) if kind is not type(None)]
+    return [kind for kind in _list_union_members(annotation) if kind is not type(None)]
 
 
 def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
@@ -132,7 +132,7 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
     if origin is Annotated:
         inner = (item for field in args[1:] for item in getattr(field, "metadata", ()))
         return describe_type(args[0], (*bounds, *inner))
-    if _union_members(annotation):
+    if _list_union_members(annotation):
         # Lists come last: what follows a list would read as one of its items.
         ordered = sorted(args, key=lambda kind: get_origin(kind) is tuple)
         return " or ".join("null" if a is type(None) else describe_type(a, bounds) for a in ordered)
@@ -142,7 +142,7 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
         if args[-1] is Ellipsis:
             return f"a list, each {describe_type(args[0])}"
         return f"a list of {len(args)}, each {describe_type(args[0])}"
-    if _section_class(annotation):
+    if _find_section_class(annotation):
         fields = (
             f"{key.name}: {key.allowed} (default {key.default})"
             if not key.field.is_required()
@@ -157,11 +157,11 @@ def describe_type_at(key: ConfigKey, path: Sequence[int | str]) -> str:
     """Describe in words the values allowed at `path` inside a key's value, e.g. `(0, "weight")`."""
     annotation, bounds = key.field.annotation, tuple(key.field.metadata)
     for part in path:
-        alternatives = _non_null_members(annotation)
+        alternatives = _list_non_null_members(annotation)
         annotation = (
             alternatives[0] if len(alternatives) == 1 else annotation
         )  # null has nothing inside
-        section, items = _section_class(annotation), get_args(annotation)
+        section, items = _find_section_class(annotation), get_args(annotation)
         if section is not None:
             field = section.model_fields[str(part)]
             annotation, bounds = field.annotation, tuple(field.metadata)
@@ -218,14 +218,16 @@ def find_nearest_keys(name: str) -> str:
     several keys if they are equally similar."""
     name = name[:MAX_NAME]
 
-    def likeness(known: str) -> float:
-        whole = SequenceMatcher(None, name, known).ratio()
-        last = SequenceMatcher(None, name.rpartition(".")[2], known.rpartition(".")[2]).ratio()
-        return max(whole, 0.95 * last) + 0.01 * whole
+    def compute_likeness(key: str) -> float:
+        whole_ratio = SequenceMatcher(None, name, key).ratio()
+        last_ratio = SequenceMatcher(None, name.rpartition(".")[2], key.rpartition(".")[2]).ratio()
+        return max(whole_ratio, 0.95 * last_ratio) + 0.01 * whole_ratio
 
     # A section that `name` already starts with is no help.
-    likely = {known: likeness(known) for known in _all_names() if not name.startswith(f"{known}.")}
-    return join_or(known for known, ratio in likely.items() if ratio == max(likely.values()))
+    likely = {
+        key: compute_likeness(key) for key in _list_all_names() if not name.startswith(f"{key}.")
+    }
+    return join_or(key for key, ratio in likely.items() if ratio == max(likely.values()))
 
 
 def suggest_keys(name: str) -> str:
@@ -242,12 +244,12 @@ def describe_unknown_options(arguments: Sequence[str], options: Iterable[str]) -
             repeated.
         options: Those that exist.
     """
-    known = [*options]
+    existing = [*options]
     lines: list[str] = []
     for option in (text.partition("=")[0] for text in arguments):
         name = option.lstrip("-").replace("-", "_")
-        close = get_close_matches(option.replace("_", "-"), known, 1, 0.8)
-        if name in config_keys():
+        close = get_close_matches(option.replace("_", "-"), existing, 1, 0.8)
+        if name in get_config_keys():
             lines.append(f"{option}: write {name}=VALUE")
         else:
             lines.append(
@@ -259,13 +261,13 @@ def describe_unknown_options(arguments: Sequence[str], options: Iterable[str]) -
     )
 
 
-def _all_names() -> list[str]:
+def _list_all_names() -> list[str]:
     """Return all dotted names, including those of items in a list of sections."""
     names = []
-    for key in config_keys().values():
+    for key in get_config_keys().values():
         names.append(key.name)
         items = get_args(key.field.annotation)
-        if get_origin(key.field.annotation) is tuple and _section_class(items[0]):
+        if get_origin(key.field.annotation) is tuple and _find_section_class(items[0]):
             names += [inner.name for inner in _collect_keys(items[0], f"{key.name}.")]
     return names
 
@@ -275,12 +277,12 @@ def explain(name: str) -> str:
 
     If there is no such key, raises `UserError` with a suggestion.
     """
-    key = config_keys().get(name)
+    key = get_config_keys().get(name)
     if key is None:
         raise UserError(f"{name} is not a config key; {suggest_keys(name)}")
     if key.section:
         inner = [
-            k for k in config_keys().values() if k.name.startswith(f"{name}.") and not k.section
+            k for k in get_config_keys().values() if k.name.startswith(f"{name}.") and not k.section
         ]
         parts = [key.text] if key.text else []
         return "\n\n".join(["\n".join([name, *parts]), *(_explain_key(k) for k in inner)])
@@ -296,9 +298,9 @@ def _explain_key(key: ConfigKey) -> str:
 
 def describe_common_keys() -> str:
     """Return what `--help` prints about keys: those of `COMMON`, one line each."""
-    chosen = [config_keys()[name] for name in COMMON]
+    chosen = [get_config_keys()[name] for name in COMMON]
     return "\n".join(
-        head + textwrap.shorten(_first_sentence(key), WIDTH - len(head), placeholder=" ...")
+        head + textwrap.shorten(_take_first_sentence(key), WIDTH - len(head), placeholder=" ...")
         for head, key in zip(_align_heads(chosen), chosen, strict=True)
     )
 
@@ -307,7 +309,7 @@ def describe_all_keys() -> str:
     """Return what `--help all` prints about keys: all of them by section, each with its default,
     the first sentence of its documentation and the values that it takes."""
     blocks: dict[str, list[ConfigKey]] = {}
-    for key in config_keys().values():
+    for key in get_config_keys().values():
         blocks.setdefault(key.name.partition(".")[0], []).append(key)
     return "\n\n".join(_describe_section(*block) for block in blocks.values())
 
@@ -317,7 +319,7 @@ def _describe_section(section: ConfigKey, *inner: ConfigKey) -> str:
     leaves = [key for key in inner if not key.section]
     lines = [f"{section.name}: {section.text}"]
     for head, key in zip(_align_heads(leaves), leaves, strict=True):
-        text = f"{head}{_first_sentence(key)} Takes {key.allowed}."
+        text = f"{head}{_take_first_sentence(key)} Takes {key.allowed}."
         lines.append(textwrap.fill(text, WIDTH, subsequent_indent=" " * len(head)))
     return "\n".join(lines)
 
@@ -330,6 +332,6 @@ def _align_heads(leaves: Sequence[ConfigKey]) -> Iterator[str]:
         yield f"  {key.name:{name_width}}{key.default:{default_width}}"
 
 
-def _first_sentence(key: ConfigKey) -> str:
+def _take_first_sentence(key: ConfigKey) -> str:
     """Return the first sentence of a key's documentation."""
     return re.split(r"(?<=\.)\s", key.text, maxsplit=1)[0]

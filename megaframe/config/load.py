@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from megaframe.config.describe import config_keys, describe_type_at, format_value, suggest_keys
+from megaframe.config.describe import describe_type_at, format_value, get_config_keys, suggest_keys
 from megaframe.config.read import (
     MAX_MISTAKES,
     ConfigMistake,
@@ -46,7 +46,7 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
         UserError: With all mistakes, each with its file and line.
     """
     reader = ConfigReader()
-    table = reader.read_file(config_path(path)) if path is not None else {}
+    table = reader.read_file(resolve_config_path(path)) if path is not None else {}
     table = merge_tables(table, reader.read_overrides(overrides))
     config, mistakes = _validate(table)
     mistakes += reader.mistakes
@@ -57,7 +57,7 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
-def config_path(name: str) -> str:
+def resolve_config_path(name: str) -> str:
     """Return the file that `--config` means: a path is returned unchanged, and a bare name, such as
     llama3-8b, is a shipped config.
 
@@ -106,19 +106,19 @@ def _to_config_mistake(
     if name not in table:
         section = name.rpartition(".")[0]
         first = next(value for key, value in table.items() if key.startswith(f"{section}."))
-        takes = config_keys()[name].allowed
+        takes = get_config_keys()[name].allowed
         text = f"{name}: missing, but other keys of {section} are given; it takes {takes}"
         return ConfigMistake(first.origin, first.line, text)
-    value = table[name].at(path)
+    value = table[name].get_at(path)
     if kind == "extra_forbidden":
         text = f"{full}: unknown key; {suggest_keys(_drop_indices(full))}"
     elif kind == "missing" and isinstance(path[-1], str):
-        text = f"{full}: missing; it takes {describe_type_at(config_keys()[name], path)}"
+        text = f"{full}: missing; it takes {describe_type_at(get_config_keys()[name], path)}"
     elif kind == "missing":
         # A list has too few items: report the whole list.
-        text = f"{name}={_format_shortened(table[name])}: takes {config_keys()[name].allowed}"
+        text = f"{name}={_format_shortened(table[name])}: takes {get_config_keys()[name].allowed}"
     else:
-        takes = describe_type_at(config_keys()[name], path)
+        takes = describe_type_at(get_config_keys()[name], path)
         text = f"{full}={_format_shortened(value)}: takes {takes}"
     return ConfigMistake(value.origin, value.line, text + _suggest_whole_number(value, text))
 
@@ -130,10 +130,10 @@ def _split_location(location: tuple[int | str, ...]) -> tuple[str, tuple[int | s
     end = max(
         end
         for end in range(1, len(location) + 1)
-        if ".".join(map(str, location[:end])) in config_keys()
+        if ".".join(map(str, location[:end])) in get_config_keys()
     )
     name = ".".join(map(str, location[:end]))
-    return name, () if config_keys()[name].several else location[end:]
+    return name, () if get_config_keys()[name].several else location[end:]
 
 
 def _drop_indices(name: str) -> str:

@@ -268,14 +268,17 @@ def translate_setting(name: str) -> str | None:
     """
     parts = name.strip().lstrip("-").lower().replace("-", "_").split(".")
     for start in range(len(parts)):
-        theirs = ".".join(parts[start:])
+        foreign_name = ".".join(parts[start:])
         owners: dict[str, list[str]] = {}
         for program, names in SETTINGS_ELSEWHERE.items():
-            if theirs in names:
-                owners.setdefault(names[theirs], []).append(f"{program}'s")
-        if theirs in RENAMED_KEYS:
-            return f"{RENAMED_KEYS[theirs]} has replaced {theirs}"
+            if foreign_name in names:
+                owners.setdefault(names[foreign_name], []).append(f"{program}'s")
+        if foreign_name in RENAMED_KEYS:
+            return f"{RENAMED_KEYS[foreign_name]} has replaced {foreign_name}"
         if owners:
-            clauses = (f"{' and '.join(of)} {theirs} is {ours}" for ours, of in owners.items())
+            clauses = (
+                f"{' and '.join(programs)} {foreign_name} is {key}"
+                for key, programs in owners.items()
+            )
             return "; ".join(clauses)
     return None

@@ -68,14 +68,14 @@ class MoEConfig(Section):
     """After `first`, every n-th layer has experts; the others are dense."""
     score: Literal["softmax", "sigmoid"] = "sigmoid"
     """Function that turns a router's logits into scores, in fp32."""
-    normalise: bool = Field(default_factory=lambda given: given["top_k"] > 1)
+    normalise: bool = Field(default_factory=lambda values: values["top_k"] > 1)
     """Divide the scores of the chosen experts by their sum. Default: true if `top_k` is more than
     1."""
     scale: Annotated[float, Field(gt=0)] = 1.0
     """Factor on the output of the routed experts."""
     groups: Positive = 1
     """Number of groups of neighbouring experts; a token may use only `top_groups` of them."""
-    top_groups: Positive = Field(default_factory=lambda given: given["groups"])
+    top_groups: Positive = Field(default_factory=lambda values: values["groups"])
     """Number of groups whose experts a token may use. Default: all."""
     group_best: Positive = 1
     """A group's score is the sum of this many of its best scores."""
@@ -87,7 +87,7 @@ class MoEConfig(Section):
     balance_rate: Annotated[float, Field(gt=0)] = 1e-3
     """bias: largest change of the bias in a step."""
     balance_loss: Annotated[float, Field(ge=0)] = Field(
-        default_factory=lambda given: {"bias": 1e-4, "none": 0.0}.get(given["balance"], 1e-2)
+        default_factory=lambda values: {"bias": 1e-4, "none": 0.0}.get(values["balance"], 1e-2)
     )
     """Weight of the balance loss per token. Default: 1e-4 for bias, 1e-2 for sequence and
     global."""
@@ -108,13 +108,15 @@ class ModelConfig(Section):
     """Width of the residual stream."""
     heads: Positive = 12
     """Number of query heads."""
-    kv_heads: Positive = Field(default_factory=lambda given: given["heads"])
+    kv_heads: Positive = Field(default_factory=lambda values: values["heads"])
     """Number of key and value heads; divides `heads`. Default: `heads` (no sharing)."""
     head_dim: Positive = Field(
-        default_factory=lambda given: max(1, given["hidden"] // given["heads"])
+        default_factory=lambda values: max(1, values["hidden"] // values["heads"])
     )
     """Width of one head. Default: hidden / heads."""
-    ffn: Positive = Field(default_factory=lambda given: 4 * given["hidden"], validate_default=True)
+    ffn: Positive = Field(
+        default_factory=lambda values: 4 * values["hidden"], validate_default=True
+    )
     """Inner width of the MLP. Default: 4 * hidden."""
     vocab: Positive | None = None
     """Vocabulary size. Default: that of `data.tokenizer`."""
@@ -136,7 +138,7 @@ class ModelConfig(Section):
     """Activation of the MLP; `relu2` is squared ReLU, `swiglu` is gated with SiLU."""
     bias: bool = False
     """Biases in all linear layers and, with layernorm, in the norms."""
-    qkv_bias: bool = Field(default_factory=lambda given: given["bias"])
+    qkv_bias: bool = Field(default_factory=lambda values: values["bias"])
     """Biases in the query, key and value projections only. Default: `bias`."""
     tie_embeddings: bool = False
     """Use the token embedding as the output head."""

@@ -46,7 +46,7 @@ class OptimConfig(Section):
     """adamw: decay of the running mean of gradients. lion: weight of that mean in the update
     direction."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default_factory=lambda given: 0.99 if given["name"] == "lion" else 0.95
+        default_factory=lambda values: 0.99 if values["name"] == "lion" else 0.95
     )
     """adamw: decay of the running mean of squared gradients. lion: decay of the running mean of
     gradients. Default: 0.99 for lion, 0.95 otherwise."""

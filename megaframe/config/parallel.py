@@ -79,7 +79,7 @@ class ParallelConfig(Section):
     """Ranks per node. Tensor ranks on several nodes give a warning. Default: the number of ranks
     that the launcher starts on this node."""
     schedule: str = Field(
-        default_factory=lambda given: "interleaved" if given["chunks"] > 1 else "1f1b"
+        default_factory=lambda values: "interleaved" if values["chunks"] > 1 else "1f1b"
     )
     """Pipeline schedule, the order of forward and backward passes: gpipe, 1f1b, interleaved,
     breadth-first, zb-h1, zb-h2, zb-v, v-half, dualpipe-v, search (the best order found for the work

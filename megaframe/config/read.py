@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from megaframe.config.describe import config_keys, suggest_keys
+from megaframe.config.describe import get_config_keys, suggest_keys
 from megaframe.config.url import find_text_mistake
 from megaframe.io.untrusted import PlainLoader, open_file, to_plain_data
 
@@ -67,11 +67,11 @@ class ConfigValue:
         """Line of the value, counted from 1."""
         return self.node.start_mark.line + 1
 
-    def at(self, path: Sequence[int | str]) -> ConfigValue:
+    def get_at(self, path: Sequence[int | str]) -> ConfigValue:
         """Return the item at `path` inside this value, or the innermost existing one around it."""
         node = self.node
         for part in path:
-            inside = _children(node).get(part)
+            inside = _get_children(node).get(part)
             if inside is None:
                 break
             node = inside
@@ -241,7 +241,7 @@ class ConfigReader:
 
     def _read_entry(self, name: str, at: yaml.Node, value: yaml.Node, origin: str) -> ConfigTable:
         """Return what a key and its value add to the table: the key, or the keys of a section."""
-        key = config_keys().get(name)
+        key = get_config_keys().get(name)
         if len(self.mistakes) >= MAX_MISTAKES:
             return {}
         if key is None:
@@ -253,7 +253,7 @@ class ConfigReader:
             return self._flatten(value, f"{name}.", origin)
         if not _is_null(value):
             self._add_mistake(
-                origin, value, f"{name}: is a section; give its keys, {_example_key(name)}"
+                origin, value, f"{name}: is a section; give its keys, {_give_example_key(name)}"
             )
             return {}
         return {name: ConfigValue(value, origin)} if key.nullable else {}
@@ -313,22 +313,24 @@ def _join_spaced_overrides(texts: Iterable[str]) -> list[str]:
 def _describe_unknown_key(name: str) -> str:
     """Return the message about an unknown key."""
     parent = name.rpartition(".")[0]
-    while parent and parent not in config_keys():
+    while parent and parent not in get_config_keys():
         parent = parent.rpartition(".")[0]
-    if parent and config_keys()[parent].section is None:
-        return f"{name}: {parent} has no keys beneath it; it takes {config_keys()[parent].allowed}"
+    if parent and get_config_keys()[parent].section is None:
+        return (
+            f"{name}: {parent} has no keys beneath it; it takes {get_config_keys()[parent].allowed}"
+        )
     return f"{name}: unknown key; {suggest_keys(name)}"
 
 
-def _example_key(section: str) -> str:
-    return "such as " + next(name for name in config_keys() if name.startswith(f"{section}."))
+def _give_example_key(section: str) -> str:
+    return "such as " + next(name for name in get_config_keys() if name.startswith(f"{section}."))
 
 
 def _is_null(node: yaml.Node) -> bool:
     return bool(node.tag == _PREFIX + "null")
 
 
-def _children(node: yaml.Node) -> dict[int | str, yaml.Node]:
+def _get_children(node: yaml.Node) -> dict[int | str, yaml.Node]:
     if isinstance(node, yaml.MappingNode):
         return {key.value: value for key, value in node.value}
     return dict(enumerate(node.value)) if isinstance(node, yaml.SequenceNode) else {}

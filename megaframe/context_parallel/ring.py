@@ -120,28 +120,28 @@ class RingMask:
     ) -> tuple[Tensor, Tensor]:
         """Compute a tile like `attention_tiles.attend`, by a kernel if one takes it."""
 
-        def spans() -> Spans:
+        def make_tile_spans() -> Spans:
             return self.get_spans(tile, source, query.shape[0], query.device)
 
-        by_kernel = attend_tile_by_kernel(self.kernels, query, key, value, spans, scale)
+        by_kernel = attend_tile_by_kernel(self.kernels, query, key, value, make_tile_spans, scale)
         if by_kernel is not None:
             return by_kernel
         mask, causal = self.make_dense_tile(tile, source, query.device), tile.kind == "causal"
         return attend(query, key, value, mask, causal=causal, scale=scale)
 
     def attend_backward(
-        self, tile: Tile, source: int, d_out: Tensor, *rest: Tensor, scale: float
+        self, tile: Tile, source: int, d_out: Tensor, *operands: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of a tile like `attention_tiles.attend_backward`, by a kernel if
-        one takes it. rest: query, key, value, out and log-sum-exp."""
+        one takes it. operands: query, key, value, out and log-sum-exp."""
         device = d_out.device
 
-        def spans() -> Spans:
+        def make_tile_spans() -> Spans:
             return self.get_spans(tile, source, d_out.shape[0], device)
 
-        query, key, value, out, lse = rest
+        query, key, value, out, lse = operands
         operands = (d_out, query, key, value, out, lse)
-        by_kernel = attend_tile_backward_by_kernel(self.kernels, *operands, spans, scale)
+        by_kernel = attend_tile_backward_by_kernel(self.kernels, *operands, make_tile_spans, scale)
         if by_kernel is not None:
             return by_kernel
         mask, causal = self.make_dense_tile(tile, source, device), tile.kind == "causal"
@@ -160,18 +160,18 @@ class RingMask:
         if own == source and not self.attention_mask.narrow:
             # Both pieces at once: the order of its own tokens is the order of the sample.
             return [Tile(self._slice_pieces((0, 1)), self._slice_pieces((0, 1)), "causal")]
-        seen = [
+        visibility = [
             [self._find_visibility(query, key) for key in self._list_pieces(source)]
             for query in self._list_pieces(own)
         ]
-        keys = [tuple(k for k in (0, 1) if row[k] != "nothing") for row in seen]
+        keys = [tuple(k for k in (0, 1) if row[k] != "nothing") for row in visibility]
         # One tile where both pieces of queries see the same keys: a larger product, and one merge.
         rows: list[tuple[int, ...]] = [(0, 1)] if keys[0] == keys[1] else [(0,), (1,)]
         return [
             Tile(
                 self._slice_pieces(row),
                 self._slice_pieces(keys[row[0]]),
-                "all" if all(seen[q][k] == "all" for q in row for k in keys[q]) else "masked",
+                "all" if all(visibility[q][k] == "all" for q in row for k in keys[q]) else "masked",
             )
             for row in rows
             if keys[row[0]]
@@ -239,7 +239,7 @@ class _RingAttention(torch.autograd.Function):
         lse = out.new_full((batch, heads, length), -math.inf)
         # Keys travel backwards, first to the ranks before their own, and after these only their
         # first half travels on, because the ranks after see nothing of the second one.
-        for source, _, source_kv in _iterate_ring(kv, mask, back=True):
+        for source, _, source_kv in _iterate_ring(kv, mask, reverse=True):
             for tile in mask.get_tiles(source):
                 rows = tile.queries
                 key, value = _split_kv(source_kv[:, tile.keys], width)
@@ -261,7 +261,7 @@ class _RingAttention(torch.autograd.Function):
         own, arriving = kv.new_empty(0), None
         # Keys travel forwards here, as their gradients do: ranks after r add to the first half of
         # r's gradient before ranks before r add to all of it.
-        for source, step, source_kv in _iterate_ring(kv, mask, back=False):
+        for source, step, source_kv in _iterate_ring(kv, mask, reverse=False):
             d_kv = _allocate_kv(
                 kv,
                 _count_tokens_with_gradient(mask, source, step) if step else mask.length,
@@ -309,14 +309,16 @@ def _split_kv(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return kv[..., :width], kv[..., width:]
 
 
-def _iterate_ring(kv: Tensor, mask: RingMask, *, back: bool) -> Iterator[tuple[int, int, Tensor]]:
+def _iterate_ring(
+    kv: Tensor, mask: RingMask, *, reverse: bool
+) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (ring rank, step, its keys and values) for every rank of the ring, starting with this
-    one. The ranks before this one follow, nearest first, or with `back` the ranks after it."""
-    ring, direction = mask.ring, -1 if back else 1
+    one. The ranks before this one follow, nearest first, or with `reverse` the ranks after it."""
+    ring, direction = mask.ring, -1 if reverse else 1
     size = ring.size
 
     # Only as many tokens as a rank that they still travel to may see.
-    def tokens_to_send(source: int, step: int) -> int:
+    def count_tokens_to_send(source: int, step: int) -> int:
         ahead = ((source + direction * i) % size for i in range(step, size))
         return mask.count_tokens_seen(source, ahead)
 
@@ -326,8 +328,10 @@ def _iterate_ring(kv: Tensor, mask: RingMask, *, back: bool) -> Iterator[tuple[i
         arriving = None
         # The transfer starts before the caller computes with the keys at hand.
         if step + 1 < size:
-            into = _allocate_kv(kv, tokens_to_send(following, step + 1), kv.dtype)
-            arriving = shift_ring(kv[:, : tokens_to_send(source, step + 1)], into, ring, back=back)
+            into = _allocate_kv(kv, count_tokens_to_send(following, step + 1), kv.dtype)
+            arriving = shift_ring(
+                kv[:, : count_tokens_to_send(source, step + 1)], into, ring, reverse=reverse
+            )
         yield source, step, kv
         if arriving is not None:
             kv = arriving.wait()
@@ -345,6 +349,6 @@ def _allocate_kv(kv: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     return kv.new_empty((kv.shape[0], tokens, *kv.shape[2:]), dtype=dtype)
 
 
-def _add_to_start(part: Tensor, whole: Tensor) -> None:
-    """Add `part` to the first tokens of `whole`."""
-    whole[:, : part.shape[1]] += part
+def _add_to_start(part: Tensor, total: Tensor) -> None:
+    """Add `part` to the first tokens of `total`."""
+    total[:, : part.shape[1]] += part

@@ -140,8 +140,8 @@ class CompressedReducer(GradientReducer):
         yield received
         parts = flat.split(len(total))  # the last one may be shorter, and there may be fewer
         # The owner decodes its own message too, so all ranks end with the same bits.
-        for into, message in zip(parts, messages.view(self.group.size, -1), strict=False):
-            into.copy_(self.codec.decode(message, len(total), flat.dtype)[: len(into)])
+        for part, message in zip(parts, messages.view(self.group.size, -1), strict=False):
+            part.copy_(self.codec.decode(message, len(total), flat.dtype)[: len(part)])
 
     def _pad_rows(self, flat: Tensor) -> Tensor:
         """Return the parts [ranks, part] of a span, zero-padded, plus what was not sent before."""

@@ -64,9 +64,9 @@ class BucketPartition:
     def iterate_pieces(self, span: slice) -> Iterator[tuple[int, Box, slice]]:
         """Yield what `span` has of each parameter, in order: the parameter's number, a box, and the
         place of that box within the span."""
-        for number, (box, whole) in enumerate(zip(self.boxes, self.spans, strict=True)):
-            low, high = max(span.start, whole.start), min(span.stop, whole.stop)
+        for number, (box, box_span) in enumerate(zip(self.boxes, self.spans, strict=True)):
+            low, high = max(span.start, box_span.start), min(span.stop, box_span.stop)
             at = low - span.start
-            for piece in row_major_runs(box, low - whole.start, high - whole.start):
+            for piece in row_major_runs(box, low - box_span.start, high - box_span.start):
                 yield number, piece, slice(at, at + piece.size)
                 at += piece.size

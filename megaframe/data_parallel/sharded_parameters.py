@@ -172,12 +172,12 @@ class ShardedParameters:
         second half uses may still be missing."""
         buckets = self._layout.used_by[id(unit)]
         # The values of the second half arrive while the first half is computed.
-        late: Sequence[Bucket] = ()
+        deferred: Sequence[Bucket] = ()
         if not with_second_half and unit.second_half is not None:
-            late = self._layout.used_by[id(unit.second_half)]
+            deferred = self._layout.used_by[id(unit.second_half)]
         self._prefetch(buckets)
         for bucket in buckets:
-            if bucket not in late:
+            if bucket not in deferred:
                 bucket.wait_for_values()
 
     def gather_second_half(self, second_half: Module) -> None:

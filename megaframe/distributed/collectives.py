@@ -297,21 +297,23 @@ def receive(into: Tensor, link: Group, source: int | None = None) -> Pending[Ten
     return start_pending(into, link, start, "receive", timer=messages, size=into.nbytes)
 
 
-def shift_ring(tensor: Tensor, into: Tensor, ring: Ring, *, back: bool = False) -> Pending[Tensor]:
+def shift_ring(
+    tensor: Tensor, into: Tensor, ring: Ring, *, reverse: bool = False
+) -> Pending[Tensor]:
     """Send to the next rank of a ring and receive from the one before, as one operation.
 
     Args:
         tensor: It must not change until the result has been waited for.
         into: Where to receive.
         ring: A ring of at least two ranks. In a serial one both are done when this returns.
-        back: The other way round: send to the rank before and receive from the next.
+        reverse: The other way round: send to the rank before and receive from the next.
 
     Returns:
         `into`.
     """
     group, tensor = ring.group, tensor.contiguous()
-    to, source = (ring.before, ring.next) if back else (ring.next, ring.before)
-    group.check_collective("shift_ring back" if back else "shift_ring", None)
+    to, source = (ring.before, ring.next) if reverse else (ring.next, ring.before)
+    group.check_collective("shift_ring back" if reverse else "shift_ring", None)
     group.check_message(tensor, group.index, to)
     group.check_message(into, source, group.index)
     group.traffic.count(tensor.nbytes)

@@ -52,17 +52,19 @@ class DesyncCheck:
             CollectiveMismatch: A member has started something else.
         """
         # All members are in the same action when they start a collective.
-        what = "any shape" if tensor is None else describe_tensor(tensor.dtype, tensor.shape)
-        terms = [kind, what, self._progress.action]
-        self._compare(group, axes, f"{kind} of {what}", terms, first)
+        description = "any shape" if tensor is None else describe_tensor(tensor.dtype, tensor.shape)
+        terms = [kind, description, self._progress.action]
+        self._compare(group, axes, f"{kind} of {description}", terms, first)
 
-    def check_message(self, group: str, axes: str, what: str, source: int, target: int) -> None:
+    def check_message(
+        self, group: str, axes: str, description: str, source: int, target: int
+    ) -> None:
         """Compare a send or a receive with its other end.
 
         Args:
             group: The name of the group, the same on all members.
             axes: The axes of the group, for messages.
-            what: Type and shape.
+            description: Type and shape.
             source: The sending rank.
             target: The receiving rank; one of the two is this rank.
 
@@ -72,12 +74,12 @@ class DesyncCheck:
         """
         after = self._begun[group]
         sends = self._rank == source
-        call = f"send of {what} to rank {target}"
+        call = f"send of {description} to rank {target}"
         if not sends:
-            call = f"receive of {what} from rank {source}"
+            call = f"receive of {description} from rank {source}"
         if after:
             call += f" after collective {after} of the group"
-        self._compare(f"{group}/{source}-{target}", axes, call, [what, after], sends)
+        self._compare(f"{group}/{source}-{target}", axes, call, [description, after], sends)
 
     def _compare(
         self, channel: str, axes: str, call: str, terms: Sequence[object], first: bool
@@ -95,15 +97,15 @@ class DesyncCheck:
         self._begun[channel] += 1
         action = self._progress.action
         call += f" in action {action}" * bool(action) + f" at {_call_site()}"
-        mine = json.dumps([terms, self._rank, call])
+        own_entry = json.dumps([terms, self._rank, call])
         key = f"order/{channel}/{number}"
         # The first rank to start the call writes it; later ones get its text and compare. No rank
         # waits for another.
-        theirs = self._store.compare_set(key, "", mine).decode()
+        first_entry = self._store.compare_set(key, "", own_entry).decode()
         if first and number >= _STORED_ENTRIES:
             self._store.delete_key(f"order/{channel}/{number - _STORED_ENTRIES}")
-        other, rank, started = json.loads(theirs)
-        if other != list(terms):
+        first_terms, rank, started = json.loads(first_entry)
+        if first_terms != list(terms):
             raise CollectiveMismatch(
                 f"the ranks over {axes} do not start the same thing: rank {self._rank} starts "
                 f"{call}, rank {rank} started {started}",

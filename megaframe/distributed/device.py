@@ -44,31 +44,34 @@ def read_launcher_number(name: str, default: int, least: int = 0) -> int:
     return int(text)
 
 
-def select_device(wanted: str) -> torch.device:
+def select_device(requested: str) -> torch.device:
     """Return the torch device of this process and make it current.
 
-    wanted: `cpu`, `cuda` or `auto` (a GPU for each local rank), or `shared` (the first GPU for all
-    of them). `auto` and `shared` use the CPU of a machine without a GPU.
-    Raises `UserError` if `cuda` is wanted and there is no GPU, if `auto` or `shared` is wanted and
-    there is one that torch cannot use, or if this local rank has none.
+    Args:
+        requested: `cpu`, `cuda` or `auto` (a GPU for each local rank), or `shared` (the first GPU
+            for all of them). `auto` and `shared` use the CPU of a machine without a GPU.
+
+    Raises:
+        UserError: `cuda` is requested and there is no GPU, `auto` or `shared` is requested and
+            there is one that torch cannot use, or this local rank has none.
     """
-    if wanted == "cpu":
+    if requested == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         reason = explain_unusable_gpu()
-        if wanted == "cuda":
+        if requested == "cuda":
             why = f": {reason}" if reason else ""
             raise UserError(
                 f"run.device=cuda, but torch sees no GPU here{why}; use run.device=cpu or auto"
             )
         if reason:
             raise UserError(
-                f"run.device={wanted} finds no GPU that it can use, although this machine has one: "
-                f"{reason}; or use run.device=cpu to train on the CPU"
+                f"run.device={requested} finds no GPU that it can use, although this machine has "
+                f"one: {reason}; or use run.device=cpu to train on the CPU"
             )
         return torch.device("cpu")
     local, count = read_launcher_number("LOCAL_RANK", 0), torch.cuda.device_count()
-    if wanted == "shared":
+    if requested == "shared":
         local = 0
     if local >= count:
         raise UserError(

@@ -171,9 +171,9 @@ class FailureStore:
         text = self._read(_VERDICT)
         return FailureVerdict.decode(text) if text else None
 
-    def publish_verdict(self, mine: FailureVerdict) -> FailureVerdict:
+    def publish_verdict(self, own_verdict: FailureVerdict) -> FailureVerdict:
         """Publish a verdict unless there is one. Returns the one that was published first."""
-        text = mine.encode()
+        text = own_verdict.encode()
         # Atomic: of two judges the first one publishes, and both return its verdict.
         first = self._store.compare_set(_VERDICT, "", text).decode()
         return FailureVerdict.decode(first)

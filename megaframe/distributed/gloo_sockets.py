@@ -91,13 +91,13 @@ def count_files_of_group(size: int) -> int:
     return size - 1 + _PER_GROUP
 
 
-def reserve_open_files(needed: int, what: str, process: int = 0) -> None:
+def reserve_open_files(needed: int, purpose: str, process: int = 0) -> None:
     """Let a process open `needed` more files than it has open, and some for everything else. The
     soft limit is raised to the hard one if it is too low.
 
     Args:
         needed: Number of files.
-        what: What they are for, for the message.
+        purpose: What they are for, for the message.
         process: Id of the process, 0 for this one.
 
     Raises:
@@ -105,7 +105,7 @@ def reserve_open_files(needed: int, what: str, process: int = 0) -> None:
     """
     needed += _count_open_files(process) + _RESERVE
     try:
-        soft, hard = _set_file_limits(process)
+        soft, hard = _read_file_limits(process)
         if resource.RLIM_INFINITY in (soft, hard) or needed <= soft:
             return
         if needed <= hard:
@@ -115,7 +115,7 @@ def reserve_open_files(needed: int, what: str, process: int = 0) -> None:
         return
     enough = 1 << (needed - 1).bit_length()
     raise UserError(
-        f"{what} need up to {needed} open files, and the hard limit of "
+        f"{purpose} need up to {needed} open files, and the hard limit of "
         f"{f'process {process}' if process else 'this process'} is {hard}. Before the launcher "
         f"starts, raise it: `ulimit -Hn {enough}` in a root shell, LimitNOFILE={enough} in the "
         f"systemd unit of the launcher (slurmd, containerd), or --ulimit nofile={enough}:{enough} "
@@ -123,13 +123,19 @@ def reserve_open_files(needed: int, what: str, process: int = 0) -> None:
     )
 
 
-def _set_file_limits(process: int, wanted: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Return the soft and hard limit of a process, after setting them to `wanted`."""
+def _read_file_limits(process: int) -> tuple[int, int]:
+    """Return the soft and the hard limit of a process, 0 for this one."""
     if process:
-        return resource.prlimit(process, resource.RLIMIT_NOFILE, *([wanted] if wanted else []))
-    if wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, wanted)
+        return resource.prlimit(process, resource.RLIMIT_NOFILE)
     return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def _set_file_limits(process: int, limits: tuple[int, int]) -> None:
+    """Set the soft and the hard limit of a process, 0 for this one."""
+    if process:
+        resource.prlimit(process, resource.RLIMIT_NOFILE, limits)
+    else:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def _count_open_files(process: int) -> int:

@@ -100,8 +100,8 @@ class Group:
         """
         if self.desync_check is not None and self.handle is not None:
             ends = self.ranks[source], self.ranks[target]
-            name, what = self.handle.group_name, describe_tensor(tensor.dtype, tensor.shape)
-            self.desync_check.check_message(name, self._over, what, *ends)
+            name, description = self.handle.group_name, describe_tensor(tensor.dtype, tensor.shape)
+            self.desync_check.check_message(name, self._over, description, *ends)
 
     def check_parts(self, tensor: Tensor, leaving: Sequence[int], coming: Sequence[int]) -> None:
         """Call before starting an exchange of parts of any sizes, so that both ends of each part
@@ -121,9 +121,9 @@ class Group:
         for other, out, home in zip(self.ranks, leaving, coming, strict=True):
             # Each part as a message of its own, so that both its ends can be named.
             for rows, ends in ((out, (me, other)), (home, (other, me))):
-                what = describe_tensor(tensor.dtype, (rows, *tensor.shape[1:]))
+                description = describe_tensor(tensor.dtype, (rows, *tensor.shape[1:]))
                 if other != me:
-                    self.desync_check.check_message(name, self._over, what, *ends)
+                    self.desync_check.check_message(name, self._over, description, *ends)
 
     @property
     def _over(self) -> str:

@@ -77,9 +77,9 @@ class HostStagedGroup(dist.ProcessGroup):
         (parts,), (own,) = outs, tensors
         coming, leaving = [part.numel() for part in parts], [own.numel()] * self.size()
         flat = _copy_to_host(own).flatten().repeat(self.size())
-        whole = flat.new_empty(sum(coming))
-        work = dist.all_to_all_single(whole, flat, coming, leaving, self._over, async_op=True)
-        results = zip(parts, whole.split(coming), strict=True)
+        gathered = flat.new_empty(sum(coming))
+        work = dist.all_to_all_single(gathered, flat, coming, leaving, self._over, async_op=True)
+        results = zip(parts, gathered.split(coming), strict=True)
         return HostStagedWork(work, [(part, flat.view_as(part)) for part, flat in results])
 
     def reduce_scatter_single(self, out: Tensor, tensor: Tensor, opts: Any) -> HostStagedWork:

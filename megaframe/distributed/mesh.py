@@ -124,7 +124,9 @@ class Mesh(ProcessGroups):
         if check_collectives:
             self._desync_check = DesyncCheck(self.store, self.rank, self.progress)
         self.add_groups(axis_sets)
-        self.data_control_group = self._make_group(("data",), layout.groups("data"), backend="gloo")
+        self.data_control_group = self._make_group(
+            ("data",), layout.list_groups("data"), backend="gloo"
+        )
         if has_others:
             self._watchdog = self._make_watchdog()
             if self.nccl is not None:
@@ -260,17 +262,17 @@ class Mesh(ProcessGroups):
         rank, the store. to_store: connections of each rank to it. Raises `UserError` if the system
         does not allow it."""
         world = self.layout.world
-        own = {self.layout.members(self.rank, *axes) for axes in axis_sets}
+        own = {self.layout.list_members(self.rank, *axes) for axes in axis_sets}
         sizes = [] if self.nccl is not None else [len(ranks) for ranks in own if len(ranks) > 1]
         files = sum(map(gloo_sockets.count_files_of_group, sizes)) + to_store
-        what = f"rank {self.rank}: the connections to other ranks"
+        purpose = f"rank {self.rank}: the connections to other ranks"
         if self.rank == 0:
-            what_store = f"the connections of {world} ranks to the store ({to_store} each)"
+            store_purpose = f"the connections of {world} ranks to the store ({to_store} each)"
             if is_store_at_agent():
-                gloo_sockets.reserve_open_files(world * to_store, what_store, os.getppid())
+                gloo_sockets.reserve_open_files(world * to_store, store_purpose, os.getppid())
             else:
-                files, what = files + world * to_store, f"{what}, and {what_store},"
-        gloo_sockets.reserve_open_files(files, what)
+                files, purpose = files + world * to_store, f"{purpose}, and {store_purpose},"
+        gloo_sockets.reserve_open_files(files, purpose)
 
     @property
     def ends_with_others(self) -> bool:

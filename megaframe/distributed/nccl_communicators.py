@@ -170,23 +170,23 @@ class NcclCommunicators:
         deadline = time.monotonic() + _ABORT_SECONDS
         results: SimpleQueue[str] = SimpleQueue()
 
-        def report(what: str, end: Callable[[], object]) -> None:
+        def report(subject: str, end: Callable[[], object]) -> None:
             try:
                 end()
             except RuntimeError as error:
-                results.put(f"{what}: {(str(error).splitlines() or [''])[0]}")
+                results.put(f"{subject}: {(str(error).splitlines() or [''])[0]}")
             else:
                 results.put("")
 
-        def run(what: str, *ends: Callable[[], object]) -> str:
+        def run(subject: str, *ends: Callable[[], object]) -> str:
             for end in ends:
-                threading.Thread(target=report, args=(what, end), daemon=True).start()
+                threading.Thread(target=report, args=(subject, end), daemon=True).start()
             failures = []
             try:
                 for _ in ends:
                     failures.append(results.get(timeout=max(0.0, deadline - time.monotonic())))
             except Empty:
-                return f"{what} takes more than {_ABORT_SECONDS:g} s"
+                return f"{subject} takes more than {_ABORT_SECONDS:g} s"
             return next(filter(None, failures), "")
 
         handles = [*self._handles, dist.group.WORLD]  # the default group, from which they are split
@@ -279,8 +279,8 @@ def connect_ring(ring: Ring, device: torch.device) -> None:
     ring must call this."""
     message = torch.zeros(1, device=device)
     if ring.size > 1 and ring.group.should_batch_messages(message):
-        for back in (False, True):
-            shift_ring(message, torch.empty_like(message), ring, back=back).wait()
+        for reverse in (False, True):
+            shift_ring(message, torch.empty_like(message), ring, reverse=reverse).wait()
         ring.group.traffic.take()
 
 

@@ -77,8 +77,8 @@ def configure_nccl(streams: int | None) -> NcclSettings:
     """
     values = {name: _read_variable(name) for name in _RANGES}
     _, most = _RANGES[QUEUES]
-    wanted = most if streams is None else min(most, max(_DEFAULT_QUEUES, streams))
-    queues = values[QUEUES] or wanted
+    default_queues = most if streams is None else min(most, max(_DEFAULT_QUEUES, streams))
+    queues = values[QUEUES] or default_queues
     os.environ[QUEUES] = str(queues)
     chosen = {
         QUEUES: f"{QUEUES}={queues}, as the layout has {streams or 'up to as many'} streams",
@@ -94,15 +94,15 @@ def configure_nccl(streams: int | None) -> NcclSettings:
         high_priority=values[PRIORITY] != 0,
         register=values[REGISTER] == 1,
         lines=tuple(f"nccl: {line}" for line in chosen.values()),
-        warnings=_warn_too_few(queues, wanted, streams),
+        warnings=_warn_too_few(queues, default_queues, streams),
     )
 
 
-def _warn_too_few(queues: int, wanted: int, streams: int | None) -> tuple[str, ...]:
+def _warn_too_few(queues: int, default_queues: int, streams: int | None) -> tuple[str, ...]:
     """Return a warning if there are fewer hardware queues than streams."""
     if streams is None or queues >= streams:
         return ()
-    mend = f"; leave it unset, or use {wanted}" if queues < wanted else ""
+    mend = f"; leave it unset, or use {default_queues}" if queues < default_queues else ""
     return (
         f"warning: {QUEUES}={queues} is less than the {streams} streams of this layout: a transfer "
         "that waits for others holds up what is behind it in its hardware queue, and ranks may "

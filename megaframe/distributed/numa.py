@@ -49,16 +49,16 @@ class NumaBinding:
                     format_ranges(cores) for cores in dict.fromkeys(self.cores[r] for r in ranks)
                 ]
                 more = ", ..." if len(shares) > 2 else ""
-                shown = " and ".join(shares[:2]) if not more else shares[0] + more
+                text = " and ".join(shares[:2]) if not more else shares[0] + more
                 plural = "s" if len(ranks) > 1 else ""
                 parts.append(
-                    f"local rank{plural} {format_ranges(ranks)} on node {node} (cores {shown})"
+                    f"local rank{plural} {format_ranges(ranks)} on node {node} (cores {text})"
                 )
         return ", ".join(parts)
 
 
 def bind_to_numa_node(
-    wanted: Literal["auto", "node", "off"],
+    mode: Literal["auto", "node", "off"],
     device: torch.device,
     *,
     shared: bool = False,
@@ -67,29 +67,29 @@ def bind_to_numa_node(
     """Bind this process as `run.numa_binding` says. Returns lines for the log.
 
     Args:
-        wanted: The key's value.
+        mode: The key's value.
         device: The device of this rank.
         shared: Whether all ranks of the machine use this device.
         root: The root of the file system to read.
     """
-    if wanted == "off" or sys.platform != "linux":
+    if mode == "off" or sys.platform != "linux":
         return []
-    if device.type != "cuda" and wanted == "auto":
+    if device.type != "cuda" and mode == "auto":
         return []
     local_rank, count = read_launcher_number("LOCAL_RANK", 0), read_local_world_size()
     allowed = os.sched_getaffinity(0)
     if allowed != _read_cores_of_parent(allowed):
         return ["run.numa_binding: the launcher has bound this process, so it is left as it is"]
-    known = read_node_cores(root)
+    cores_of_node = read_node_cores(root)
     if device.type == "cuda":
         gpus = [device.index] * count if shared else range(count)
-        nodes = [_find_node_of_gpu(gpu, known, root) for gpu in gpus]
+        nodes = [_find_node_of_gpu(gpu, cores_of_node, root) for gpu in gpus]
     else:
-        nodes = assign_nodes(count, known, allowed)
-    binding = divide_cores(nodes, known, allowed, root)
+        nodes = assign_nodes(count, cores_of_node, allowed)
+    binding = divide_cores(nodes, cores_of_node, allowed, root)
     node = nodes[local_rank] if local_rank < count else None
     if node is None or not binding.cores[local_rank]:
-        why = _explain_unbound(node, known)
+        why = _explain_unbound(node, cores_of_node)
         return [f"run.numa_binding: local rank {local_rank} is not bound: {why}"]
     cores = binding.cores[local_rank]
     try:
@@ -115,10 +115,10 @@ def read_node_cores(root: Path) -> dict[int, frozenset[int]]:
     return cores_of_node
 
 
-def find_node_at(address: str, known: Iterable[int], root: Path) -> int | None:
+def find_node_at(address: str, nodes: Iterable[int], root: Path) -> int | None:
     """Return the NUMA node of the device at a PCI address, such as 0000:3b:00.0; None if the
     system, or what emulates it, does not know (-1). On a machine with one node, it is that one."""
-    only = [*known]
+    only = [*nodes]
     if len(only) == 1:
         return only[0]
     try:
@@ -130,17 +130,17 @@ def find_node_at(address: str, known: Iterable[int], root: Path) -> int | None:
 
 
 def assign_nodes(
-    count: int, known: dict[int, frozenset[int]], allowed: Iterable[int]
+    count: int, cores_of_node: dict[int, frozenset[int]], allowed: Iterable[int]
 ) -> list[int | None]:
     """Return a NUMA node for each of `count` local ranks, in order and as evenly as possible, of
     the nodes that have allowed cores."""
-    nodes = [node for node, cores in sorted(known.items()) if not cores.isdisjoint(allowed)]
+    nodes = [node for node, cores in sorted(cores_of_node.items()) if not cores.isdisjoint(allowed)]
     return [nodes[rank * len(nodes) // count] if nodes else None for rank in range(count)]
 
 
 def divide_cores(
     nodes: Sequence[int | None],
-    known: dict[int, frozenset[int]],
+    cores_of_node: dict[int, frozenset[int]],
     allowed: Iterable[int],
     root: Path,
 ) -> NumaBinding:
@@ -150,7 +150,7 @@ def divide_cores(
     cores_of_rank: list[tuple[int, ...]] = []
     for rank, node in enumerate(nodes):
         ranks = [other for other, of in enumerate(nodes) if of == node]
-        cores = known.get(node, frozenset()) if node is not None else frozenset()
+        cores = cores_of_node.get(node, frozenset()) if node is not None else frozenset()
         threads = _group_by_core(sorted(cores.intersection(allowed)), root)
         if len(threads) >= len(ranks):
             index, count = ranks.index(rank), len(ranks)
@@ -193,24 +193,25 @@ def _group_by_core(numbers: Sequence[int], root: Path) -> list[tuple[int, ...]]:
     return [*cores]
 
 
-def _find_node_of_gpu(gpu: int, known: dict[int, frozenset[int]], root: Path) -> int | None:
+def _find_node_of_gpu(gpu: int, nodes: dict[int, frozenset[int]], root: Path) -> int | None:
     """Return the NUMA node of a GPU; None if torch or the system does not know."""
     try:
         properties = torch.cuda.get_device_properties(gpu)
         # Newer than torch's stubs, and missing in older versions of torch.
         address = [getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device")]
     except (AttributeError, RuntimeError, AssertionError):
-        return find_node_at("", known, root)
-    return find_node_at("{:04x}:{:02x}:{:02x}.0".format(*address), known, root)
+        return find_node_at("", nodes, root)
+    return find_node_at("{:04x}:{:02x}:{:02x}.0".format(*address), nodes, root)
 
 
-def _explain_unbound(node: int | None, known: dict[int, frozenset[int]]) -> str:
+def _explain_unbound(node: int | None, cores_of_node: dict[int, frozenset[int]]) -> str:
     """Return why a local rank with this NUMA node is not bound."""
-    if not known:
+    if not cores_of_node:
         return "the system does not say which cores a NUMA node has"
     if node is None:
         return "the system does not say which NUMA node its GPU is on"
-    return f"none of the cores {format_ranges(known[node])} of NUMA node {node} is allowed here"
+    cores = format_ranges(cores_of_node[node])
+    return f"none of the cores {cores} of NUMA node {node} is allowed here"
 
 
 def _read_cores_of_parent(default: set[int]) -> set[int]:

@@ -74,14 +74,14 @@ def measure_clock_offset(group: Group, device: torch.device) -> int:
         return 0
     best: tuple[int, int] | None = None
     for _ in range(_ROUNDS):
-        asked = time.perf_counter_ns()
+        sent_at = time.perf_counter_ns()
         send(clock, group, to=0).wait()
         receive(clock, group, source=0).wait()
-        theirs = int(clock)
-        answered = time.perf_counter_ns()
-        trip = answered - asked, theirs - (asked + answered) // 2
+        first_rank_time = int(clock)
+        received_at = time.perf_counter_ns()
+        time_and_offset = received_at - sent_at, first_rank_time - (sent_at + received_at) // 2
         # The first round trip also waits for the first rank to reach this rank.
-        best = trip if best is None or trip < best else best
+        best = time_and_offset if best is None or time_and_offset < best else best
     assert best is not None
     return best[1]
 

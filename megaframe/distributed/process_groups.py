@@ -30,7 +30,7 @@ from megaframe.distributed.nccl_communicators import (
 )
 from megaframe.distributed.rank_progress import RankProgress
 from megaframe.errors import LostRanks
-from megaframe.layout import Layout, exchange_groups, exchange_steps, ranks_per_node
+from megaframe.layout import Layout, count_ranks_per_node, exchange_groups, exchange_steps
 
 Ranks = tuple[int, ...]
 WORLD_AXES = ("pipeline", "data", "context", "tensor")
@@ -76,7 +76,7 @@ class ProcessGroups:
         self.layout, self.rank, self.device = layout, rank, device
         self.nccl = nccl
         self.progress = RankProgress()
-        self.coordinate = layout.full_coordinate(rank)
+        self.coordinate = layout.get_full_coordinate(rank)
         self.num_communicators = 0
         self._timeout, self._serial = timeout, serial
         self._host_staged, self._fake = host_staged, fake
@@ -108,7 +108,7 @@ class ProcessGroups:
         call this."""
         for axes in axis_sets:
             if self._make_key(axes) not in self._groups:
-                self._add_group(axes, self.layout.groups(*axes))
+                self._add_group(axes, self.layout.list_groups(*axes))
 
     def _add_group(self, axes: tuple[str, ...], members: Sequence[Ranks]) -> None:
         key = self._make_key(axes)
@@ -130,7 +130,7 @@ class ProcessGroups:
         Args:
             neighbours: The number of ranks of the first group.
         """
-        rows = self.layout.groups("expert")
+        rows = self.layout.list_groups("expert")
         starts = range(0, self.layout.expert, neighbours)
         near = [row[start : start + neighbours] for row in rows for start in starts]
         far = [row[offset::neighbours] for row in rows for offset in range(neighbours)]
@@ -146,7 +146,7 @@ class ProcessGroups:
         Returns:
             This rank's group and ring.
         """
-        rows = self.layout.groups("context")
+        rows = self.layout.list_groups("context")
         starts = range(0, self.layout.context, neighbours)
         near = [row[start : start + neighbours] for row in rows for start in starts]
         group = self._make_group(("context",), near)
@@ -164,8 +164,8 @@ class ProcessGroups:
         the tensor axis, which hold the same piece of a parameter, and the ranks along data_shard
         and context with the same tensor indices. All ranks of the world must call this."""
         members = [
-            tuple(r for r in ranks if self.layout.coordinate(r)["tensor"] // copies == part)
-            for ranks in self.layout.groups("data_shard", "context", "tensor")
+            tuple(r for r in ranks if self.layout.get_coordinate(r)["tensor"] // copies == part)
+            for ranks in self.layout.list_groups("data_shard", "context", "tensor")
             for part in range(self.layout.tensor // copies)
         ]
         self._add_group(("data_shard", "context", "tensor_copies"), members)
@@ -177,7 +177,7 @@ class ProcessGroups:
         for axes in axis_sets:
             key = self._make_key(axes)
             rows, group = self._members[key], self._groups[key]
-            inside = ranks_per_node(rows, node_size)
+            inside = count_ranks_per_node(rows, node_size)
             sizes = [size for size in exchange_steps(group.size, inside) if size > 1]
             if group.steps or len(sizes) < 2:
                 continue
@@ -197,7 +197,7 @@ class ProcessGroups:
         All ranks of the world must call this with the same links. They make and connect them in the
         same order, because in either a rank waits for others.
         """
-        columns = self.layout.groups("pipeline")
+        columns = self.layout.list_groups("pipeline")
         own = self.coordinate["pipeline"]
         # Sorted: making and connecting a link waits for others, so all ranks go through them in one
         # order.
@@ -224,7 +224,7 @@ class ProcessGroups:
     def make_control_group(self) -> Group:
         """Make a new group of all ranks over separate connections between hosts, for work in
         parallel with training. Its bytes are not counted. All ranks of the world must call this."""
-        (ranks,) = self.layout.groups(*WORLD_AXES)
+        (ranks,) = self.layout.list_groups(*WORLD_AXES)
         handle = self._make_handle(ranks, "gloo") if len(ranks) > 1 else None
         return Group(WORLD_AXES, ranks, self.rank, handle, control=True)
 

@@ -384,10 +384,10 @@ def describe_statuses(statuses: Sequence[RankStatus]) -> str:
     ranks_by_text: dict[str, list[int]] = {}
     for status in statuses:
         ranks_by_text.setdefault(str(status), []).append(status.rank)
-    shown = list(ranks_by_text.items())[:_MAX_NAMED]
-    rest = len(statuses) - sum(len(ranks) for _, ranks in shown)
-    texts = [f"{name_ranks(ranks)}: {text}" for text, ranks in shown]
-    return "; ".join(texts) + f"; {rest} ranks elsewhere" * (rest > 0)
+    named = list(ranks_by_text.items())[:_MAX_NAMED]
+    num_unnamed = len(statuses) - sum(len(ranks) for _, ranks in named)
+    texts = [f"{name_ranks(ranks)}: {text}" for text, ranks in named]
+    return "; ".join(texts) + f"; {num_unnamed} ranks elsewhere" * (num_unnamed > 0)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

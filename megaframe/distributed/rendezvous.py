@@ -59,18 +59,18 @@ def find_fresh_store(store: Store, rank: int, world: int, timeout: float) -> Sto
     to the number of ranks.
     Raises `RuntimeError` if not all ranks answer in time; on rank 0 it names those that do not.
     """
-    mine = secrets.token_hex(8)
+    token = secrets.token_hex(8)
     if rank == 0:
-        return _collect_answers(store, mine, world, timeout)
+        return _collect_answers(store, token, world, timeout)
     answered = ""
     for pause in _poll_pauses(timeout, _REQUESTS * world):
         name = store.get("start").decode() if store.check(["start"]) else ""
         if name != answered:
             # Like `multi_set`, not in torch's stubs.
-            store.append(_make_answer_key(name), f"{rank} {mine}\n")  # type: ignore[attr-defined]
+            store.append(_make_answer_key(name), f"{rank} {token}\n")  # type: ignore[attr-defined]
             answered = name
         heard = _make_heard_key(name, rank)
-        if name and store.check([heard]) and store.get(heard).decode() == mine:
+        if name and store.check([heard]) and store.get(heard).decode() == token:
             return PrefixStore(f"start-{name}", store)
         time.sleep(pause)
     raise RuntimeError(f"rank 0 did not answer within {timeout:g} s")

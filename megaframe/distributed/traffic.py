@@ -90,9 +90,9 @@ class Traffic:
 
     def take(self) -> tuple[int, int]:
         """Return (bytes, calls) so far, and start again from zero."""
-        taken = self.bytes, self.calls
+        totals = self.bytes, self.calls
         self.bytes = self.calls = 0
-        return taken
+        return totals
 
 
 @dataclass

@@ -344,15 +344,15 @@ class Watchdog:
         text = self._describe_loss(ranks, bool(ranks) and not silent)
         return FailureVerdict(ranks, f"{text}; {lost}", silent=silent)
 
-    def _publish(self, mine: FailureVerdict) -> FailureVerdict:
+    def _publish(self, own_verdict: FailureVerdict) -> FailureVerdict:
         """Publish this rank's verdict unless there is one, and return the first one published. The
         rank whose verdict it is also writes it to the folder."""
-        published = self._failure_store.publish_verdict(mine)
-        if published == mine and self.folder is not None:
+        published = self._failure_store.publish_verdict(own_verdict)
+        if published == own_verdict and self.folder is not None:
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with open(self.folder / ENDED_FILE, "a", encoding="utf-8") as file:
-                    file.write(json.dumps({"at": time.time(), "text": mine.text}) + "\n")
+                    file.write(json.dumps({"at": time.time(), "text": own_verdict.text}) + "\n")
         return published
 
     def _describe_loss(self, ranks: tuple[int, ...], answering: bool) -> str:
@@ -369,7 +369,7 @@ class Watchdog:
     def _name_rank(self, rank: int) -> str:
         """Name a rank with its coordinate and its stages, as in
         `rank 2 (pipeline 1, data 0: stages 1, 3)`."""
-        where = self._layout.coordinate(rank)
+        where = self._layout.get_coordinate(rank)
         text = ", ".join(
             f"{axis} {where[axis]}"
             for axis in reversed(tuple(where))
@@ -420,7 +420,7 @@ class Watchdog:
         """Announce that this rank is ready to leave. Rank 0, which may hold the store, also waits
         until all others are ready, except ranks at fault that do not answer. If something took too
         long, every rank waits for this."""
-        left = self._failure_store.announce_exit(verdict)
+        num_ready = self._failure_store.announce_exit(verdict)
         # After a hang every rank stays: one that leaves ends the waits of others, whose stacks
         # would then no longer show where they waited.
         stays, last = self._rank == 0 or verdict.late, time.monotonic()
@@ -428,7 +428,7 @@ class Watchdog:
             time.sleep(self._fast_poll)
             # Rank 0 stays longer while others still leave: very many need their time to see the
             # verdict, and without a store they would blame it.
-            if self._rank == 0 and left != (left := self._failure_store.count_ready()):
+            if self._rank == 0 and num_ready != (num_ready := self._failure_store.count_ready()):
                 last = time.monotonic()
             stays = time.monotonic() < last + _EXIT_SECONDS
 

@@ -109,7 +109,7 @@ class _Assignment:
         parallel: Which ranks have them.
         spans: The experts of each rank of the axis.
         owner_E: The rank that has each expert.
-        mine: The experts of this rank.
+        own_experts: The experts of this rank.
     """
 
     chosen_RK: Tensor
@@ -117,14 +117,14 @@ class _Assignment:
     parallel: ExpertParallel
     spans: list[slice] = field(init=False)
     owner_E: Tensor = field(init=False)
-    mine: slice = field(init=False)
+    own_experts: slice = field(init=False)
 
     def __post_init__(self) -> None:
         axis, device = self.parallel.axis, self.chosen_RK.device
         spans = [locate_shard(self.experts, index, axis.size) for index in range(axis.size)]
         self.spans = [slice(start, start + size) for start, size in spans]
         self.owner_E = _list_expert_owners(self.experts, axis.size, device)
-        self.mine = self.spans[axis.index]
+        self.own_experts = self.spans[axis.index]
 
     @property
     def rows(self) -> int:
@@ -166,11 +166,11 @@ def _route_all_to_all(choice: _Assignment) -> TokenRoute:
     # receives.
     loads_XE = all_gather(load_E[None], axis).wait()
     loads = loads_XE.tolist()  # the only time that the host waits
-    own_load, arriving = loads[axis.index], [row[choice.mine] for row in loads]
-    sent = [sum(own_load[span]) for span in choice.spans]
-    exchange = _list_if_divided(AllToAllRows(axis, sent, list(map(sum, arriving))))
+    own_load, arriving = loads[axis.index], [row[choice.own_experts] for row in loads]
+    send_counts = [sum(own_load[span]) for span in choice.spans]
+    exchange = _list_if_divided(AllToAllRows(axis, send_counts, list(map(sum, arriving))))
     rows, gates = _make_first_steps(choice, _drop_unsent(order_P, own_load))
-    arrivals_SL = loads_XE[:, choice.mine]
+    arrivals_SL = loads_XE[:, choice.own_experts]
     return _finish_route(choice, [rows, *exchange], [gates, *exchange], arrivals_SL, arriving)
 
 
@@ -180,9 +180,11 @@ def _route_all_gather(choice: _Assignment) -> TokenRoute:
     sizes = all_gather(_to_device((choice.rows,), chosen.device), axis).wait().tolist()
     all_chosen = all_gather_uneven(chosen, sizes, axis).wait()
     # No message says which rows are for whom: each rank finds its own among the choices of all.
-    is_mine = _is_within(all_chosen, choice.mine)
-    local = torch.where(is_mine, all_chosen - choice.mine.start, DROPPED)
-    order_P, load = _sort_by_expert(local.flatten(), choice.mine.stop - choice.mine.start)
+    is_own = _is_within(all_chosen, choice.own_experts)
+    local = torch.where(is_own, all_chosen - choice.own_experts.start, DROPPED)
+    order_P, load = _sort_by_expert(
+        local.flatten(), choice.own_experts.stop - choice.own_experts.start
+    )
     loads = load.tolist()
     pairs_P = _drop_unsent(order_P, loads)
     gather = _list_if_divided(AllGatherRows(axis, sizes))
@@ -227,11 +229,11 @@ def _route_hierarchical(choice: _Assignment) -> TokenRoute:
     received_loads = grid[far.index].index_select(1, _to_device(experts, loads_XE.device))
     # From neighbour by neighbour to node by node, so that what goes to one node lies together.
     regroup = _transpose_order(received_loads, sum(map(sum, received)))
-    mine = [[row[choice.mine] for row in rows] for rows in by_node]
+    own_rows_by_node = [[row[choice.own_experts] for row in rows] for rows in by_node]
     across = AllToAllRows(
         far,
         [sum(sum(row[span]) for row in neighbours) for span in relayed],
-        [sum(map(sum, rows)) for rows in mine],
+        [sum(map(sum, rows)) for rows in own_rows_by_node],
     )
     rows, gates = _make_first_steps(choice, _drop_unsent(order_P, own_load))
     steps = [
@@ -240,8 +242,8 @@ def _route_hierarchical(choice: _Assignment) -> TokenRoute:
         *_list_if_divided(across),
     ]
     # Node after node, and of each, as regrouped there, expert after expert from all neighbours.
-    arrivals = grid[:, :, choice.mine].sum(1)
-    arriving = [[sum(column) for column in zip(*rows, strict=True)] for rows in mine]
+    arrivals = grid[:, :, choice.own_experts].sum(1)
+    arriving = [[sum(column) for column in zip(*rows, strict=True)] for rows in own_rows_by_node]
     return _finish_route(choice, [rows, *steps], [gates, *steps], arrivals, arriving)
 
 
@@ -268,16 +270,16 @@ def _route_deduplicated(choice: _Assignment) -> TokenRoute:
     order_P, load = _sort_by_expert(local.flatten(), stop - start)
     loads_SL = all_gather(load[None], near).wait()
     loads = loads_SL.tolist()
-    mine = slice(choice.mine.start - start, choice.mine.stop - start)
-    own_load, arriving = loads[near.index], [row[mine] for row in loads]
-    sent = [sum(own_load[span.start - start : span.stop - start]) for span in spans]
-    within = AllToAllRows(near, sent, list(map(sum, arriving)))
+    own_experts = slice(choice.own_experts.start - start, choice.own_experts.stop - start)
+    own_load, arriving = loads[near.index], [row[own_experts] for row in loads]
+    send_counts = [sum(own_load[span.start - start : span.stop - start]) for span in spans]
+    within = AllToAllRows(near, send_counts, list(map(sum, arriving)))
     pairs_P = _drop_unsent(order_P, own_load)
     select_rows = SelectRows(pairs_P // choice.choices, len(arrived))
     select_gates = SelectGates(pairs_P, len(arrived), choice.choices)
     before, after = [first, *_list_if_divided(across)], _list_if_divided(within)
     rows, gates = [*before, select_rows, *after], [*before, select_gates, *after]
-    return _finish_route(choice, rows, gates, loads_SL[:, mine], arriving)
+    return _finish_route(choice, rows, gates, loads_SL[:, own_experts], arriving)
 
 
 _METHODS: Mapping[str, Callable[[_Assignment], TokenRoute]] = {

@@ -157,23 +157,23 @@ class SelectGates:
 
 @dataclass(frozen=True)
 class AllToAllRows:
-    """Exchange rows with every rank of the group. The first sent[0] rows go to rank 0, and so on,
-    and the first received[0] rows of the result come from it."""
+    """Exchange rows with every rank of the group. The first send_counts[0] rows go to rank 0, and
+    so on, and the first receive_counts[0] rows of the result come from it."""
 
     group: Group
-    sent: Sequence[int]
-    received: Sequence[int]
+    send_counts: Sequence[int]
+    receive_counts: Sequence[int]
 
     @property
     def communicates(self) -> bool:
         return self.group.size > 1
 
     def forward(self, x: Tensor) -> Pending[Tensor]:
-        return all_to_all_uneven(x, self.sent, self.received, self.group)
+        return all_to_all_uneven(x, self.send_counts, self.receive_counts, self.group)
 
     def transpose(self, y: Tensor) -> Pending[Tensor]:
         # Back the same way: what was received is sent, and the other way round.
-        return all_to_all_uneven(y, self.received, self.sent, self.group)
+        return all_to_all_uneven(y, self.receive_counts, self.send_counts, self.group)
 
 
 @dataclass(frozen=True)
@@ -275,9 +275,9 @@ class _InFlight:
     does the rest."""
 
     def __init__(self, moves: Sequence[_Move], x: Tensor) -> None:
-        self._rows, self._rest = x, iter(moves)
+        self._rows, self._remaining = x, iter(moves)
         self._pending: Pending[Tensor] | None = None
-        for communicates, move in self._rest:
+        for communicates, move in self._remaining:
             pending = move(self._rows)
             # Stops after the first collective, whatever has arrived, so that all ranks start their
             # collectives in the same order.
@@ -291,7 +291,7 @@ class _InFlight:
         if self._pending is not None:
             self._rows = self._pending.wait()
             self._pending = None
-        for _, move in self._rest:
+        for _, move in self._remaining:
             self._rows = move(self._rows).wait()
         rows = self._rows
         # The transfer lives until backward, and would keep the rows until then.

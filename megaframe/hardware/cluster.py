@@ -1,8 +1,8 @@
 """Cluster: the machine that a run is planned for, as data: chip, tiers of links, failures, price.
 
 `load_cluster("h100-ib")` reads `configs/clusters/h100-ib.yaml`; a path reads any such file.
-`cluster_for_device` is the likely one for a device, and says what it assumes. A tier is a set of
-ranks that reach each other at the same speed. A rank's bandwidth is what it gets while all other
+`find_cluster_for_device` is the likely one for a device, and says what it assumes. A tier is a set
+of ranks that reach each other at the same speed. A rank's bandwidth is what it gets while all other
 ranks use theirs, so no formula needs to know which ranks share an adapter.
 """
 
@@ -107,7 +107,7 @@ class Cluster:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        mistakes = list(_tier_mistakes(self.tiers))
+        mistakes = list(_find_tier_mistakes(self.tiers))
         if mistakes:
             raise UserError("\n  ".join([f"cluster {self.name}", *mistakes]))
 
@@ -122,7 +122,7 @@ class Cluster:
         return self.tiers[0].size
 
 
-def _tier_mistakes(tiers: tuple[Tier, ...]) -> list[str]:
+def _find_tier_mistakes(tiers: tuple[Tier, ...]) -> list[str]:
     """Return a message for each figure of the tiers that is impossible."""
     mistakes = [] if tiers else ["tiers is empty; give at least one"]
     for number, tier in enumerate(tiers):
@@ -189,7 +189,7 @@ class _ClusterFile(Section):
 _FILES = (_ClusterFile, _TierFile, _ConstantsFile)
 
 
-def cluster_for_device(device: str, memory: float | None = None, units: int = 2) -> Cluster:
+def find_cluster_for_device(device: str, memory: float | None = None, units: int = 2) -> Cluster:
     """Return the likely cluster of a device. The device determines chip and memory; `notes` says
     what is only assumed. Of an unknown device nothing but its memory can be planned.
 
@@ -249,7 +249,7 @@ def load_cluster(name: str = DEFAULT) -> Cluster:
     `peaks` (by type) in the file override figures; or another one, which needs them. `constants`
     are what was measured on it. Raises `UserError` with all mistakes.
     """
-    path = _cluster_path(name)
+    path = _resolve_cluster_path(name)
     raw = _read_description(name, path)
     try:
         description = _ClusterFile.model_validate(raw)
@@ -322,18 +322,18 @@ def write_cluster(path: Path, cluster: Cluster, changes: Mapping[str, Any], comm
     load_cluster(str(path if "/" in str(path) else Path(".") / path.name))
 
 
-def cluster_names() -> tuple[str, ...]:
+def list_cluster_names() -> tuple[str, ...]:
     """Return the names that `load_cluster` knows."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 
-def _cluster_path(name: str) -> Path:
+def _resolve_cluster_path(name: str) -> Path:
     """Return the file of a cluster: a path, or the name of a shipped one."""
     is_path = "/" in name or name.endswith((".yaml", ".yml"))
     return Path(name) if is_path else FOLDER / f"{name}.yaml"
 
 
-def _display_name(path: Path) -> str:
+def _get_display_name(path: Path) -> str:
     """Return the name of a shipped file, and the whole path of another one."""
     return path.name if path.parent == FOLDER else str(path)
 
@@ -348,13 +348,13 @@ def _read_description(name: str, path: Path) -> Any:
             ) from None
         if error.errno != errno.ENOENT:
             raise UserError(
-                f"cluster {_display_name(path)} cannot be read: {error.strerror}"
+                f"cluster {_get_display_name(path)} cannot be read: {error.strerror}"
             ) from None
-        names = cluster_names()
+        names = list_cluster_names()
         similar = get_close_matches(name, names, n=2, cutoff=0.4) or names
         raise UserError(
-            f"cluster {name}: there is no file {_display_name(path)}; use {join_or(similar)}, or "
-            "the path of a description"
+            f"cluster {name}: there is no file {_get_display_name(path)}; use {join_or(similar)}, "
+            "or the path of a description"
         ) from None
     try:
         # Scalars stay text: `4e11` is a number to pydantic, and text to YAML.
@@ -369,8 +369,8 @@ def _format_error(error: Any) -> str:
     if error["type"] == "missing":
         return f"{where}: missing; give the figure"
     if error["type"] == "extra_forbidden":
-        known = [key for one in _FILES for key in one.model_fields]
-        near = get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0) or known
+        keys = [key for section in _FILES for key in section.model_fields]
+        near = get_close_matches(str(error["loc"][-1]), keys, n=1, cutoff=0) or keys
         return f"{where}: unknown key; did you mean {near[0]}?"
     value = mask_secrets(str(error["input"]))[:60]
     return f"{where}={value}: {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -23,8 +23,8 @@ def read_start_time(process: int) -> int | None:
         return None
     # Counted from the closing parenthesis, because the name before it may hold spaces; `rest[18]`
     # is field 22 of proc(5), starttime.
-    state, *rest = text.rpartition(")")[2].split()
-    return None if state in "ZX" else int(rest[18])
+    state, *fields = text.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])
 
 
 def has_ended(process: int, start: int) -> bool:

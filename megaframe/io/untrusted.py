@@ -203,22 +203,22 @@ def sanitize_text(text: str) -> str:
 def mask_secrets(text: str, *settings: Any) -> str:
     """Return the text with secrets masked: those that are known by their form, and those in
     settings (mappings and lists, at any depth) whose names suggest one."""
-    known = {secret for table in settings for secret in _find_secrets(table)}
-    for secret in sorted(known, key=len, reverse=True):
+    secrets = {secret for table in settings for secret in _find_secrets(table)}
+    for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
     for pattern, mask in _SECRETS:
         text = pattern.sub(mask, text)
     return text
 
 
-def _find_secrets(settings: Any, known: bool = False) -> Iterator[str]:
-    """Yield the values of settings whose names suggest a secret, at any depth. known: whether an
-    enclosing name does."""
+def _find_secrets(settings: Any, is_secret: bool = False) -> Iterator[str]:
+    """Yield the values of settings whose names suggest a secret, at any depth. is_secret: whether
+    an enclosing name does."""
     if isinstance(settings, dict):
         for name, value in settings.items():
-            yield from _find_secrets(value, known or bool(_SECRET_NAMES.search(str(name))))
+            yield from _find_secrets(value, is_secret or bool(_SECRET_NAMES.search(str(name))))
     elif isinstance(settings, list | tuple):
         for value in settings:
-            yield from _find_secrets(value, known)
-    elif known and isinstance(settings, str) and len(settings) >= _SHORTEST_SECRET:
+            yield from _find_secrets(value, is_secret)
+    elif is_secret and isinstance(settings, str) and len(settings) >= _SHORTEST_SECRET:
         yield settings

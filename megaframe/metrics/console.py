@@ -98,7 +98,7 @@ class ConsoleSink:
     def _format_cells(self, line: Line) -> list[str]:
         # The oldest is left out, because the first step of a run includes warm-up.
         recent = list(self._recent)[1:] or list(self._recent)
-        left = self._config.train.steps - line["step"]
+        steps_left = self._config.train.steps - line["step"]
         return [
             f"{line['step']}/{self._config.train.steps}",
             format_number(line["loss"], ".4f"),
@@ -108,25 +108,29 @@ class ConsoleSink:
             format_number(self._since.compute_mean("tflops_per_second"), ".4g"),
             format_number(self._since.compute_mean("mfu"), ".1%"),
             format_number(self._since.seconds / self._since.steps, ".4g"),
-            format_duration(left * sum(recent) / len(recent)),
+            format_duration(steps_left * sum(recent) / len(recent)),
         ]
 
-    def _print(self, text: str, said: Mapping[str, Any] | None) -> None:
-        """Log `text` and, depending on `meter.console`, print it. said: its JSON form; None for the
-        text of a step."""
+    def _print(self, text: str, json_form: Mapping[str, Any] | None) -> None:
+        """Log `text` and, depending on `meter.console`, print it.
+
+        Args:
+            text: The text.
+            json_form: The same for JSON; None for the text of a step.
+        """
         text, how = escape_unprintable(text), self._config.meter.console
-        if how == "lines" or (how == "quiet" and said is not None):
+        if how == "lines" or (how == "quiet" and json_form is not None):
             print(text, flush=True)
-        elif how == "json" and said is not None:
-            print(json.dumps(said), flush=True)
+        elif how == "json" and json_form is not None:
+            print(json.dumps(json_form), flush=True)
         self.log_detail(text)
 
 
 def print_note(config: RunConfig, text: str) -> None:
     """Print a note of a rank that has no sink, and append it to the run log."""
     text = escape_unprintable(text)
-    said = json.dumps({"note": text}) if config.meter.console == "json" else text
-    print(said, flush=True)
+    output = json.dumps({"note": text}) if config.meter.console == "json" else text
+    print(output, flush=True)
     path = Path(config.run.dir) / LOG_FILE
     try:
         with open(path, "a", encoding="utf-8") as log:
@@ -155,11 +159,11 @@ def format_duration(seconds: float) -> str:
     """Format seconds for people: 45s, 3m 05s, 2h 08m, 3d 04h."""
     if not math.isfinite(seconds):
         return "n/a"
-    whole = round(seconds)
+    rounded = round(seconds)
     for size, unit, smaller, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "m")):
-        if whole >= size:
-            return f"{whole // size}{unit} {whole % size // smaller:02d}{smaller_unit}"
-    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+        if rounded >= size:
+            return f"{rounded // size}{unit} {rounded % size // smaller:02d}{smaller_unit}"
+    return f"{rounded // 60}m {rounded % 60:02d}s" if rounded >= 60 else f"{rounded}s"
 
 
 def format_evaluation(line: Line) -> str:
@@ -183,4 +187,4 @@ def format_table(title: str, rows: list[tuple[str, str]]) -> str:
     # No markup, because a path may contain brackets; wide, so that all can be copied whole.
     width = 1000 + max((len(value) for _, value in rows), default=0)
     Console(file=text, width=width, color_system=None, markup=False, emoji=False).print(grid)
-    return "\n".join(one.rstrip() for one in text.getvalue().splitlines())
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -27,8 +27,8 @@ def write_environment(config: RunConfig, mesh: Mesh, kernels: Mapping[str, Any])
     are used, and why not faster ones."""
     path = Path(config.run.dir) / ENVIRONMENT_FILE
     try:
-        found = {**describe_environment(config, mesh), "kernels": kernels}
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        environment = {**describe_environment(config, mesh), "kernels": kernels}
+        path.write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise make_write_error(path, error) from None
 
@@ -36,7 +36,7 @@ def write_environment(config: RunConfig, mesh: Mesh, kernels: Mapping[str, Any])
 def describe_environment(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     """Return names and values. They include the command as it was typed, with its overrides."""
     device = mesh.device
-    found: dict[str, Any] = {
+    environment: dict[str, Any] = {
         "ranks": mesh.layout.world,
         "layout": str(mesh.layout),
         "ranks on the first node": read_local_world_size(),
@@ -53,13 +53,13 @@ def describe_environment(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     }
     if device.type == "cpu":
         dtype = PRECISIONS[config.train.precision].compute
-        found["instructions"] = torch.backends.cpu.get_cpu_capability()
-        found["matrix products"] = matmul.get_libraries_in_use(dtype)
-        found["attention"] = cpu_attention.get_methods_in_use(dtype)
+        environment["instructions"] = torch.backends.cpu.get_cpu_capability()
+        environment["matrix products"] = matmul.get_libraries_in_use(dtype)
+        environment["attention"] = cpu_attention.get_methods_in_use(dtype)
     if device.type == "cuda":
-        found["cuda"] = torch.version.cuda or torch.version.hip
-        found["memory of the device"] = torch.cuda.get_device_properties(device).total_memory
-    return found
+        environment["cuda"] = torch.version.cuda or torch.version.hip
+        environment["memory of the device"] = torch.cuda.get_device_properties(device).total_memory
+    return environment
 
 
 def _find_commit() -> str | None:
@@ -69,7 +69,7 @@ def _find_commit() -> str | None:
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return process.stdout.strip() or None

@@ -29,9 +29,9 @@ class ExpertLoadMetrics:
         moe = config.model.moe
         assert moe is not None
         self._moe, self._every = moe, config.meter.experts_every
-        self._place = {
-            spec.name: place
-            for place, spec in enumerate(spec for spec in specs if spec.role == "balance")
+        self._layer_index = {
+            spec.name: index
+            for index, spec in enumerate(spec for spec in specs if spec.role == "balance")
         }
         spans = (locate_shard(moe.experts, index, ranks) for index in range(ranks))
         self._spans = [slice(start, start + size) for start, size in spans]
@@ -39,46 +39,46 @@ class ExpertLoadMetrics:
     def make_records(
         self,
         loads: Iterable[tuple[str, Tensor, Tensor]],
-        tallies: Iterable[LayerStatistics],
+        statistics: Iterable[LayerStatistics],
         tokens: int,
         step: int,
     ) -> Iterator[Record]:
         """Yield the records of step `step`, in which `tokens` tokens had a loss. loads: for each
         router on this rank the name of its balance parameter, its load [E] in the whole step, and
-        the parameter's value [E]. tallies: of this rank's stages. Rows are in the order of the
+        the parameter's value [E]. statistics: of this rank's stages. Rows are in the order of the
         layers that have experts."""
-        found = {name: (load_E.double(), kept_E) for name, load_E, kept_E in loads}
-        device = next((load.device for load, _ in found.values()), torch.device("cpu"))
+        loads_and_biases = {name: (load_E.double(), bias_E) for name, load_E, bias_E in loads}
+        device = next((load.device for load, _ in loads_and_biases.values()), torch.device("cpu"))
         rows = {
-            name: torch.zeros(len(self._place), dtype=torch.float64, device=device)
+            name: torch.zeros(len(self._layer_index), dtype=torch.float64, device=device)
             for name in ("max_load", "rank_load", "entropy", "bias_norm")
         }
-        for name, (load_E, kept_E) in found.items():
-            place = self._place[name]
-            rows["max_load"][place] = _compute_peak_over_mean(load_E)
-            rows["rank_load"][place] = _compute_peak_over_mean(
+        for name, (load_E, bias_E) in loads_and_biases.items():
+            index = self._layer_index[name]
+            rows["max_load"][index] = _compute_peak_over_mean(load_E)
+            rows["rank_load"][index] = _compute_peak_over_mean(
                 torch.stack([load_E[span].sum() for span in self._spans])
             )
             if self._moe.balance == "bias":
-                rows["bias_norm"][place] = kept_E.norm()
+                rows["bias_norm"][index] = bias_E.norm()
         dropped, added = torch.zeros(2, dtype=torch.float64, device=device)
-        for tally in tallies:
-            if tally.loss is not None:
-                added += tally.loss
-            for name, value in tally.counts.items():
+        for stage_statistics in statistics:
+            if stage_statistics.loss is not None:
+                added += stage_statistics.loss
+            for name, value in stage_statistics.counts.items():
                 if name == "dropped_choices":
                     dropped += value
                 else:
-                    rows["entropy"][self._place[name]] += value / tokens
+                    rows["entropy"][self._layer_index[name]] += value / tokens
         yield "aux_loss", added / tokens, "sum"
         for name, row in rows.items():
             yield f"experts/{name}", row, "sum" if name == "entropy" else "max"
-        choices = tokens * self._moe.top_k * len(self._place)
+        choices = tokens * self._moe.top_k * len(self._layer_index)
         yield "experts/dropped", dropped / choices, "sum"
         if self._every and step % self._every == 0:
             none = torch.zeros(self._moe.experts, dtype=torch.float64, device=device)
-            for name, place in self._place.items():
-                yield f"experts/tokens/{place}", found.get(name, (none, none))[0], "max"
+            for name, index in self._layer_index.items():
+                yield f"experts/tokens/{index}", loads_and_biases.get(name, (none, none))[0], "max"
 
 
 def _compute_peak_over_mean(load: Tensor) -> Tensor:

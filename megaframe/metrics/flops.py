@@ -65,14 +65,14 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
     matrices = 6 * float(elements["matrix"])
     head = 6 * float(elements["head"]) * (1 + depth)
     layers = [layer for plan in stage_plans(config) for layer in plan.blocks[: plan.recomputed]]
-    again = 0.0
+    recomputed = 0.0
     if config.train.recompute == "full":
         layers += range(model.layers, model.layers + depth)
         joins = (describe_predictor(model, index).join for index in range(depth))
-        again = sum(2.0 * join.elements for join in joins)
-    again += sum(block_work(config, layer).forward for layer in layers)
+        recomputed = sum(2.0 * join.elements for join in joins)
+    recomputed += sum(block_work(config, layer).forward for layer in layers)
     return Flops(
         model=matrices + causal + head,
         full_attention=matrices + full + head,
-        hardware=matrices + causal + head + again,
+        hardware=matrices + causal + head + recomputed,
     )

@@ -27,35 +27,44 @@ def count_message_elements(config: RunConfig, mesh: Mesh) -> int:
 def measure_idle_links(config: RunConfig, mesh: Mesh) -> dict[tuple[int, int], float]:
     """Return the seconds of a message in one direction, by link of this rank: half of the fastest
     round trip. All ranks call it, and measure their links in the same order."""
-    found: dict[tuple[int, int], float] = {}
+    seconds_per_message: dict[tuple[int, int], float] = {}
     message = torch.zeros(
         count_message_elements(config, mesh),
         dtype=PRECISIONS[config.train.precision].compute,
         device=mesh.device,
     )
-    here = mesh.coordinate["pipeline"]
+    own_coordinate = mesh.coordinate["pipeline"]
     for source, target in sorted(mesh.links):
-        back = mesh.links.get((target, source))
-        if source > target or back is None:
+        backward_link = mesh.links.get((target, source))
+        if source > target or backward_link is None:
             continue
-        there = mesh.links[source, target]
-        out, home = (there, back) if here == source else (back, there)
-        rounds = [_time_round_trip(message, out, home, first=here == source) for _ in range(_TIMES)]
+        forward_link = mesh.links[source, target]
+        outgoing, incoming = (
+            (forward_link, backward_link)
+            if own_coordinate == source
+            else (backward_link, forward_link)
+        )
+        rounds = [
+            _time_round_trip(message, outgoing, incoming, first=own_coordinate == source)
+            for _ in range(_TIMES)
+        ]
         seconds = min(rounds[1:])  # in the first one the other rank may be far ahead
-        for link in (there, back):
+        for link in (forward_link, backward_link):
             link.traffic.take()
-        found[source, target] = found[target, source] = seconds / 2
-    return found
+        seconds_per_message[source, target] = seconds_per_message[target, source] = seconds / 2
+    return seconds_per_message
 
 
-def _time_round_trip(message: torch.Tensor, out: Group, home: Group, *, first: bool) -> float:
+def _time_round_trip(
+    message: torch.Tensor, outgoing: Group, incoming: Group, *, first: bool
+) -> float:
     """Run this rank's part of a round trip, and return its seconds."""
     into = torch.empty_like(message)
     start = time.perf_counter()
-    leaving = send(message, out) if first else None
-    receive(into, home).wait()
-    leaving = leaving or send(message, out)
-    leaving.wait()
+    sending = send(message, outgoing) if first else None
+    receive(into, incoming).wait()
+    sending = sending or send(message, outgoing)
+    sending.wait()
     if message.is_cuda:
         torch.cuda.synchronize(message.device)
     return time.perf_counter() - start

@@ -37,27 +37,27 @@ def read_allocator_metrics(device: torch.device) -> dict[str, float]:
     pieces of blocks that it cannot return (fragmentation), both peak values; empty on a CPU."""
     if device.type != "cuda":
         return {}
-    found = torch.cuda.memory_stats(device)
+    stats = torch.cuda.memory_stats(device)
     names = {"reserved_bytes": "reserved_bytes", "fragmented_bytes": "inactive_split_bytes"}
-    return {name: float(found[f"{of}.all.peak"]) for name, of in names.items()}
+    return {name: float(stats[f"{of}.all.peak"]) for name, of in names.items()}
 
 
-def read_memory_metrics(held: Mapping[str, int], device: torch.device) -> dict[str, float]:
+def read_memory_metrics(bytes_by_kind: Mapping[str, int], device: torch.device) -> dict[str, float]:
     """Return what a rank reports about its memory: its peak, and what it holds by kind."""
     return {
         "memory_bytes": measure_peak_memory(device),
-        **{f"held/{k}": v for k, v in held.items()},
+        **{f"held/{k}": v for k, v in bytes_by_kind.items()},
     }
 
 
 def explain_out_of_memory(
-    rank: int, held: Mapping[str, int], device: torch.device, folder: Path
+    rank: int, bytes_by_kind: Mapping[str, int], device: torch.device, folder: Path
 ) -> UserError:
     """Return the error for a device without enough memory: what held it, and how to reduce the two
     largest kinds. On a GPU, also write the allocator's figures and all blocks to files in
     `folder`."""
-    rest = max(0, int(measure_peak_memory(device)) - sum(held.values()))
-    kinds = {**held, "activations": rest}
+    activations = max(0, int(measure_peak_memory(device)) - sum(bytes_by_kind.values()))
+    kinds = {**bytes_by_kind, "activations": activations}
     order = sorted(kinds, key=lambda kind: -kinds[kind])
     sizes = ", ".join(f"{kind} {kinds[kind] / 2**30:.2f} GiB" for kind in order if kinds[kind])
     advice = "; ".join(_ADVICE[kind] for kind in order[:2] if kind in _ADVICE)

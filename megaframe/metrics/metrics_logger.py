@@ -59,7 +59,7 @@ class MetricsLogger:
         timer: StepTimer | None = None,
         *,
         start_step: int = 0,
-        held: CountBytes = dict,
+        count_bytes: CountBytes = dict,
         kernels: Mapping[str, Any] | None = None,
         opening: Sequence[str] = (),
     ) -> None:
@@ -67,7 +67,9 @@ class MetricsLogger:
         self._device = mesh.device
         self._flops = count_flops(specs, config)
         self._timer = timer or StepTimer.make_for_device(mesh.device)
-        self._splits = StepBreakdown(config, mesh, lambda: read_memory_metrics(held(), mesh.device))
+        self._breakdown = StepBreakdown(
+            config, mesh, lambda: read_memory_metrics(count_bytes(), mesh.device)
+        )
         self._trace = Tracer(config, mesh, self._timer, start_step)
         self._profiler = Profiler(config, mesh, start_step)
         self._start = start_step
@@ -77,8 +79,8 @@ class MetricsLogger:
             lambda ends: self._timer.time_messages(ends, free.get(ends, 0.0)),
         )
         self._records = StepRecords()
-        self._due: deque[tuple[int, StepRecords, StepTimeline]] = deque()
-        self._flight: tuple[int, PendingReduction] | None = None
+        self._unreduced: deque[tuple[int, StepRecords, StepTimeline]] = deque()
+        self._in_flight: tuple[int, PendingReduction] | None = None
         self._sinks: list[Sink] = []
         self._console: ConsoleSink | None = None
         if mesh.rank == 0:
@@ -125,19 +127,19 @@ class MetricsLogger:
         self._records.add("at", time.time(), "last")
         for axes, size in self._mesh.take_traffic().items():
             self._records.add(_BYTES + axes, size, "max")
-        self._due.append((step, self._records, split))
+        self._unreduced.append((step, self._records, split))
         self._records = StepRecords()
-        if self._device.type == "cuda" and len(self._due) == 1:
+        if self._device.type == "cuda" and len(self._unreduced) == 1:
             return []  # its times are known only when the GPU has passed its end
         return self._send()
 
     def _send(self) -> list[StepValues]:
         """Start reducing the values of the first due step; write the line of the one before."""
-        step, records, split = self._due.popleft()
-        for name, value, how in self._splits.make_records(split, step):
+        step, records, split = self._unreduced.popleft()
+        for name, value, how in self._breakdown.make_records(split, step):
             records.add(name, value, how)
-        previous = self._flight
-        self._flight = step, records.reduce(self._world, self._device)
+        previous = self._in_flight
+        self._in_flight = step, records.reduce(self._world, self._device)
         return self._write(previous)
 
     def write_pending_steps(self) -> list[StepValues]:
@@ -147,20 +149,20 @@ class MetricsLogger:
         Called before a checkpoint of the last of these steps is published. Otherwise a run that is
         killed and resumed from it would miss the line.
         """
-        known: list[StepValues] = []
-        while self._due:
-            known += self._send()
-        previous, self._flight = self._flight, None
-        known += self._write(previous)
+        written: list[StepValues] = []
+        while self._unreduced:
+            written += self._send()
+        previous, self._in_flight = self._in_flight, None
+        written += self._write(previous)
         for sink in self._sinks:
             sink.flush()
-        return known
+        return written
 
     def rewind(self, step: int) -> None:
         """Forget everything about steps after `step`, from which the run continues."""
         self._start = step
-        self._due.clear()
-        self._flight = None
+        self._unreduced.clear()
+        self._in_flight = None
         self._records = StepRecords()
         self._timer.take()
         for sink in self._sinks:
@@ -213,8 +215,8 @@ class MetricsLogger:
         step, reduction = flight
         values = reduction.wait()
         if self._sinks:
-            shown = {name: values[name] for name in values if not name.startswith(_AGREED)}
-            line = self._make_line(step, shown)
+            written = {name: values[name] for name in values if not name.startswith(_AGREED)}
+            line = self._make_line(step, written)
             for sink in self._sinks:
                 sink.write(line)
         return [values]
@@ -222,8 +224,8 @@ class MetricsLogger:
     def _make_line(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """Return the line of a step. What else was recorded follows the named keys. Raises
         `ValueError` if a recorded name is the same as one of these."""
-        found = self._splits.take_values(values)
-        seconds = found["seconds"]
+        breakdown = self._breakdown.take_values(values)
+        seconds = breakdown["seconds"]
         tokens = int(values.pop("tokens", 0))
         per_device = tokens / seconds / self._world.size / 1e12
         flops = self._flops
@@ -246,12 +248,12 @@ class MetricsLogger:
                 for name in sorted(values)
                 if name.startswith(_BYTES)
             },
-            **found,
+            **breakdown,
             "lost": attribute_losses(
-                found["time"],
+                breakdown["time"],
                 mfu=mfu,
                 recompute=flops.recompute,
-                stragglers=found.get("stragglers", 0.0),
+                stragglers=breakdown.get("stragglers", 0.0),
             ),
         }
         if self._start and step == self._start + 1:

@@ -92,13 +92,13 @@ def _measure_device(device: int, by_kind: dict[str, list[Interval]], gaps: int) 
 
 def merge_intervals(spans: Iterable[Interval]) -> list[Interval]:
     """Return the times in which at least one of the spans runs, in order."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for span in sorted(spans):
-        if found and span.start <= found[-1].end:
-            found[-1] = Interval(found[-1].start, max(found[-1].end, span.end))
+        if merged and span.start <= merged[-1].end:
+            merged[-1] = Interval(merged[-1].start, max(merged[-1].end, span.end))
         else:
-            found.append(Interval(span.start, span.end))
-    return found
+            merged.append(Interval(span.start, span.end))
+    return merged
 
 
 def _sum_lengths(spans: Sequence[Interval]) -> float:
@@ -107,12 +107,12 @@ def _sum_lengths(spans: Sequence[Interval]) -> float:
 
 def _find_longest_gaps(spans: Sequence[Interval], most: int) -> Iterator[IdleGap]:
     """Yield the longest gaps between spans, longest first. spans: sorted by their starts."""
-    found, last = [], spans[0]
+    gaps, last = [], spans[0]
     for span in spans[1:]:
         if span.start > last.end:
-            found.append(IdleGap((span.start - last.end) / 1e6, last.name, span.name))
+            gaps.append(IdleGap((span.start - last.end) / 1e6, last.name, span.name))
         last = max(last, span, key=lambda one: one.end)
-    yield from sorted(found, key=lambda gap: -gap.seconds)[:most]
+    yield from sorted(gaps, key=lambda gap: -gap.seconds)[:most]
 
 
 def _read_device_intervals(
@@ -149,8 +149,8 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
             raise UserError(
                 f"{path} is a trace of over {MOST_BYTES >> 20} MiB; profile fewer steps"
             )
-        found = json.loads(text)
-        events = found["traceEvents"] if isinstance(found, dict) else found
+        document = json.loads(text)
+        events = document["traceEvents"] if isinstance(document, dict) else document
     except (OSError, EOFError, ValueError, KeyError, RecursionError, zlib.error) as error:
         raise UserError(f"{path} is not a trace of torch's profiler: {error}") from None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):

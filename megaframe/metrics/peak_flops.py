@@ -1,8 +1,8 @@
 """The peak that MFU is measured against: dense TFLOP/s of one device in the type of the run.
 
-It is that of the table of chips (`hardware/chips.py`). A chip that is not there has no peak, and no
-MFU is better than a wrong one. A CPU is measured instead, because its peak depends on instructions,
-clocks and cores that its name does not tell.
+It is that of the table of chips (`hardware/chips.csv`). A chip that is not there has no peak, and
+no MFU is better than a wrong one. A CPU is measured instead, because its peak depends on
+instructions, clocks and cores that its name does not tell.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ class DevicePeak:
 def find_device_peak(config: RunConfig, mesh: Mesh) -> DevicePeak:
     """Return the peak of this run's devices. On a CPU all ranks must call it, because they share
     its cores and therefore measure at the same time."""
-    given, precision = config.meter.peak_tflops, config.train.precision
-    if given is not None:
-        return DevicePeak(given, f"mfu against meter.peak_tflops={given:g} TFLOP/s")
+    configured_peak, precision = config.meter.peak_tflops, config.train.precision
+    if configured_peak is not None:
+        return DevicePeak(
+            configured_peak, f"mfu against meter.peak_tflops={configured_peak:g} TFLOP/s"
+        )
     if mesh.device.type == "cpu":
         barrier(mesh.world)
         measured = torch.tensor(
@@ -57,11 +59,13 @@ def find_device_peak(config: RunConfig, mesh: Mesh) -> DevicePeak:
     name = torch.cuda.get_device_name(mesh.device)
     tensor_cores = torch.backends.cuda.matmul.fp32_precision == "tf32"
     kind = "tf32" if precision == "fp32" and tensor_cores else precision
-    known = find_chip_peak(name, kind)
-    if known is None:
-        what = f"no dense {kind} peak of" if find_chip(name) else "unknown chip:"
-        return DevicePeak(None, f"mfu n/a: {what} {name!r}; set meter.peak_tflops")
-    return DevicePeak(known, f"mfu against the dense {kind} peak of {name}, {known:g} TFLOP/s")
+    chip_peak = find_chip_peak(name, kind)
+    if chip_peak is None:
+        problem = f"no dense {kind} peak of" if find_chip(name) else "unknown chip:"
+        return DevicePeak(None, f"mfu n/a: {problem} {name!r}; set meter.peak_tflops")
+    return DevicePeak(
+        chip_peak, f"mfu against the dense {kind} peak of {name}, {chip_peak:g} TFLOP/s"
+    )
 
 
 def find_chip_peak(name: str, kind: str) -> float | None:

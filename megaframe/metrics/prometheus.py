@@ -61,9 +61,9 @@ def to_exposition_format(line: Line, run: str) -> str:
     metrics: dict[str, list[str]] = {}
     label = run.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     for name, value in flatten(line):
-        first, _, rest = name.partition("/")
+        first, _, inner = name.partition("/")
         metric = "megaframe_" + re.sub(r"[^a-zA-Z0-9_]", "_", first)
-        of = f',of="{rest}"' if rest else ""
+        of = f',of="{inner}"' if inner else ""
         metrics.setdefault(metric, []).append(f'{metric}{{run="{label}"{of}}} {float(value)!r}')
     groups = (f"# TYPE {metric} gauge\n" + "\n".join(rows) for metric, rows in metrics.items())
     return "\n".join(groups) + "\n"

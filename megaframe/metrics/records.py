@@ -92,7 +92,7 @@ class PendingReduction:
         infinite = torch.nan_to_num(
             _pack(largest, device), nan=math.inf, posinf=math.inf, neginf=-math.inf
         )
-        self._landed = copy_to_host(
+        self._wait_for_copies = copy_to_host(
             [
                 Pending(_pack(values["last"], device)),
                 all_reduce(_pack([*values["sum"], *values["mean"], *counts], device), group),
@@ -104,9 +104,9 @@ class PendingReduction:
     def wait(self) -> dict[str, float | list[float]]:
         """Return the reduced values by name, rows as lists. Raises `RuntimeError` if ranks recorded
         different names, and `LostRanks` if the transfers were ended meanwhile."""
-        landed = self._landed()
+        vectors = self._wait_for_copies()
         self._progress.check_not_ended()
-        last, sums, largest = (iter(vector.tolist()) for vector in landed)
+        last, sums, largest = (iter(vector.tolist()) for vector in vectors)
         if next(largest) != -next(largest):
             raise RuntimeError(
                 "ranks recorded different metrics in one step; those of rank "
@@ -140,7 +140,7 @@ class PendingReduction:
 
 def _divide(value: float | list[float], by: float) -> float | list[float]:
     """Divide a number, or each number of a row."""
-    return [one / by for one in value] if isinstance(value, list) else value / by
+    return [element / by for element in value] if isinstance(value, list) else value / by
 
 
 def _combine(old: MetricValue, new: MetricValue, how: ReduceType) -> MetricValue:

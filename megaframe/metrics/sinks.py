@@ -79,7 +79,7 @@ def flatten(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
         if prefix + name in _ROWS:
             continue
         if isinstance(value, list):
-            value = {str(place): one for place, one in enumerate(value)}
+            value = {str(index): element for index, element in enumerate(value)}
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{name}/")
         elif value is not None:
@@ -139,22 +139,22 @@ def truncate_metrics(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    kept = path.with_name(path.name + ".partial")
+    partial_path = path.with_name(path.name + ".partial")
     size = path.stat().st_size
-    with open_file(path) as old, open(kept, "wb") as new:
+    with open_file(path) as old, open(partial_path, "wb") as new:
         for number, line in enumerate(iter(lambda: old.readline(_LONGEST_LINE), b""), 1):
-            found = _read_step(line)
-            if found is not None and found <= step:
+            line_step = _read_step(line)
+            if line_step is not None and line_step <= step:
                 new.write(line.rstrip(b"\n") + b"\n")
-            elif found is None and old.tell() < size:
-                kept.unlink()
+            elif line_step is None and old.tell() < size:
+                partial_path.unlink()
                 raise UserError(
                     f"{path}, line {number}, is not a JSON object with an integer `step`: this is "
                     "no metrics file of a run; move it away or set run.dir to another folder"
                 )
         new.flush()
         os.fsync(new.fileno())
-    os.replace(kept, path)
+    os.replace(partial_path, path)
 
 
 def set_metrics_aside(path: Path) -> tuple[Path, int] | None:
@@ -167,11 +167,11 @@ def set_metrics_aside(path: Path) -> tuple[Path, int] | None:
         if not lines:
             return None
         names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
-        kept = next(name for name in names if not name.exists())
-        path.rename(kept)
+        new_path = next(name for name in names if not name.exists())
+        path.rename(new_path)
     except OSError as error:
         raise make_write_error(path, error) from None
-    return kept, lines
+    return new_path, lines
 
 
 class TensorBoardSink:
@@ -251,8 +251,8 @@ def replace_nonfinite(value: Any) -> Any:
 
 def _read_step(line: bytes) -> int | None:
     try:
-        found = json.loads(line)
+        entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    step = found.get("step") if isinstance(found, dict) else None
+    step = entry.get("step") if isinstance(entry, dict) else None
     return step if isinstance(step, int) and not isinstance(step, bool) else None

@@ -66,29 +66,33 @@ class StepBreakdown:
         `work_max` of the slowest. stragglers: seconds that the mean rank waits for slower ranks of
         its own stage. ranks: a row for each part."""
 
-        def taken(prefix: str) -> dict[str, Any]:
+        def take_means(prefix: str) -> dict[str, Any]:
             return {name: values.pop(prefix + name) for name in self._parts}
 
-        parts = taken("time/")
-        found: dict[str, Any] = {"seconds": sum(parts.values()), "time": parts}
+        parts = take_means("time/")
+        breakdown: dict[str, Any] = {"seconds": sum(parts.values()), "time": parts}
         rows = sorted(name for name in values if name.startswith("ranks/"))
         if rows:
-            found["ranks"] = {
+            breakdown["ranks"] = {
                 name.removeprefix("ranks/"): [round(one, 6) for one in values.pop(name)]
                 for name in rows
             }
         if self._world == 1:
-            return found
-        found |= {"time_max": taken("time_max/"), "time_min": taken("time_min/")}
+            return breakdown
+        breakdown |= {"time_max": take_means("time_max/"), "time_min": take_means("time_min/")}
         per_stage = self._world / self._stages
         most = values.pop("stages/work_max")
-        mean = [one / per_stage for one in values.pop("stages/work")]
+        mean = [seconds / per_stage for seconds in values.pop("stages/work")]
         bubble = [one / per_stage for one in values.pop("stages/bubble")]
-        found["stages"] = {"work": mean, "work_max": most, "bubble": bubble}
-        found["stragglers"] = sum(high - middle for high, middle in zip(most, mean, strict=True))
-        found["stragglers"] /= self._stages
-        found["bandwidth"] = {axes: values.pop(f"bandwidth/{axes}") or None for axes in self._axes}
-        return found
+        breakdown["stages"] = {"work": mean, "work_max": most, "bubble": bubble}
+        breakdown["stragglers"] = sum(
+            high - middle for high, middle in zip(most, mean, strict=True)
+        )
+        breakdown["stragglers"] /= self._stages
+        breakdown["bandwidth"] = {
+            axes: values.pop(f"bandwidth/{axes}") or None for axes in self._axes
+        }
+        return breakdown
 
     def _make_row(self, place: int, length: int, value: float) -> torch.Tensor:
         row = torch.zeros(length, dtype=torch.float64)

@@ -97,10 +97,10 @@ class StepTimeline:
 
     def sum_parts(self) -> dict[str, int]:
         """Return the nanoseconds of each part."""
-        found: dict[str, int] = dict.fromkeys(PARTS, 0)
+        nanoseconds: dict[str, int] = dict.fromkeys(PARTS, 0)
         for part, passed in self.list_intervals():
-            found[part] = found.get(part, 0) + passed
-        return found
+            nanoseconds[part] = nanoseconds.get(part, 0) + passed
+        return nanoseconds
 
     def compute_rates(self) -> dict[str, float]:
         """Return bytes per second over each set of axes. Messages count with their time on a free
@@ -110,17 +110,19 @@ class StepTimeline:
         sizes: dict[str, int] = {}
         times: dict[str, int] = {}
         last: dict[str, Any] = {}
-        for one in self.transfers:
-            passed = self.between(one.started, one.ended)
-            if one.axes in last:
-                passed = min(passed, self.between(last[one.axes], one.ended))
-            last[one.axes] = one.ended
-            seen = one.late and 2 * self.between(one.waited, one.ended) > passed
-            if one.part in self.transit:
-                passed, seen = self.transit[one.part], True
-            if seen and passed > 0:
-                sizes[one.axes] = sizes.get(one.axes, 0) + one.size
-                times[one.axes] = times.get(one.axes, 0) + passed
+        for transfer in self.transfers:
+            passed = self.between(transfer.started, transfer.ended)
+            if transfer.axes in last:
+                passed = min(passed, self.between(last[transfer.axes], transfer.ended))
+            last[transfer.axes] = transfer.ended
+            end_is_known = (
+                transfer.late and 2 * self.between(transfer.waited, transfer.ended) > passed
+            )
+            if transfer.part in self.transit:
+                passed, end_is_known = self.transit[transfer.part], True
+            if end_is_known and passed > 0:
+                sizes[transfer.axes] = sizes.get(transfer.axes, 0) + transfer.size
+                times[transfer.axes] = times.get(transfer.axes, 0) + passed
         return {axes: size / (times[axes] / 1e9) for axes, size in sizes.items()}
 
 
@@ -186,9 +188,9 @@ class StepTimer:
         The part that is being timed is charged up to now and continues in the next split.
         """
         self._switch(self._charged)
-        taken = self._split
-        self._split = self._make_timeline(taken.marks[-1][1])
-        return taken
+        timeline = self._split
+        self._split = self._make_timeline(timeline.marks[-1][1])
+        return timeline
 
     def _make_timeline(self, begin: Any) -> StepTimeline:
         return StepTimeline(begin, self._between, self._transit)

@@ -19,7 +19,7 @@ class RunTotals:
         self.seconds = 0.0
         self._work: dict[str, float | None] = dict.fromkeys(_RATES, 0.0)
         self._parts: Counter[str] = Counter()
-        self._sent: Counter[str] = Counter()
+        self._bytes_sent: Counter[str] = Counter()
         self._memory = 0.0
         self._loss: float | None = None
         self._best = math.inf
@@ -31,10 +31,10 @@ class RunTotals:
         self.seconds += line["seconds"]
         for name, work in self._work.items():
             rate = line[name]
-            known = work is not None and rate is not None
-            self._work[name] = work + rate * line["seconds"] if known else None
+            is_known = work is not None and rate is not None
+            self._work[name] = work + rate * line["seconds"] if is_known else None
         self._parts.update(line["time"])
-        self._sent.update(line["bytes"])
+        self._bytes_sent.update(line["bytes"])
         self._memory = max(self._memory, line["memory_bytes"])
         self._loss = line["loss"]
         validation = line.get("eval_loss")
@@ -58,9 +58,9 @@ class RunTotals:
             for part, seconds in self._parts.most_common()
             if seconds
         ]
-        sent = ", ".join(
+        traffic = ", ".join(
             f"{axes} {size / self.steps / 2**20:,.3g} MiB"
-            for axes, size in self._sent.most_common()
+            for axes, size in self._bytes_sent.most_common()
         )
         return [
             ("steps", f"{start_step + 1} to {start_step + self.steps}"),
@@ -73,7 +73,7 @@ class RunTotals:
             ("MFU, full attention", self._share("mfu_full_attention")),
             ("HFU", self._share("hfu")),
             ("time", ", ".join(shares)),
-            ("sent by a rank in a step", sent or "nothing"),
+            ("sent by a rank in a step", traffic or "nothing"),
             ("peak memory of a rank", f"{self._memory / 2**20:,.0f} MiB"),
         ]
 

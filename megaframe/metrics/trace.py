@@ -18,7 +18,7 @@ from megaframe.distributed.object_collectives import gather_bytes, measure_clock
 from megaframe.metrics.sinks import make_write_error
 from megaframe.metrics.timers import StepTimeline, StepTimer
 from megaframe.schedule import ActionKind
-from megaframe.schedule.draw_trace import metadata_event, slice_event
+from megaframe.schedule.draw_trace import make_metadata_event, make_slice_event
 
 TRACE_FILE = "trace.json"
 _LANES = ("compute", "send", "recv", "grad", "parts of the step")
@@ -58,13 +58,15 @@ class Tracer:
         base = self._timer.clock()
         splits[0][1].between(base, base)  # waits until a GPU has come here
         host = time.perf_counter_ns() + offset
-        mine = [one for step, kept in splits for one in _trace_slices(kept, step, base, host)]
-        found = gather_bytes(json.dumps(mine).encode(), world, device)
-        if found:
-            self._write([json.loads(one) for one in found])
+        own_slices = [
+            one for step, timeline in splits for one in _trace_slices(timeline, step, base, host)
+        ]
+        gathered = gather_bytes(json.dumps(own_slices).encode(), world, device)
+        if gathered:
+            self._write([json.loads(data) for data in gathered])
 
     def _write(self, ranks: list[list[Slice]]) -> None:
-        start = min(one[3] for slices in ranks for one in slices)
+        start = min(begin for slices in ranks for _, _, _, begin, _ in slices)
         events = [
             event for rank, slices in enumerate(ranks) for event in _trace_events(rank, slices)
         ]
@@ -81,27 +83,33 @@ class Tracer:
 def _trace_slices(split: StepTimeline, step: int, base: Any, host: int) -> Iterator[Slice]:
     """Yield what a rank traced in one step, in seconds on the first rank's clock."""
 
-    def at(mark: Any) -> float:
+    def to_seconds(mark: Any) -> float:
         return (host - split.between(mark, base)) / 1e9
 
-    before = at(split.begin)
+    before = to_seconds(split.begin)
     for part, mark in split.marks:
-        now = at(mark)
+        now = to_seconds(mark)
         if now > before:
             yield _LANES[_PARTS], part, f"step {step}", before, now
         before = now
     for name, kind, start, end in split.actions:
         lane = ActionKind(kind).lane if kind in ActionKind.__members__ else "compute"
-        yield lane, name, kind, at(start), at(end)
-    for one in split.transfers:
-        yield f"over {one.axes}", f"{one.size:,} bytes", one.axes, at(one.started), at(one.ended)
+        yield lane, name, kind, to_seconds(start), to_seconds(end)
+    for transfer in split.transfers:
+        yield (
+            f"over {transfer.axes}",
+            f"{transfer.size:,} bytes",
+            transfer.axes,
+            to_seconds(transfer.started),
+            to_seconds(transfer.ended),
+        )
 
 
 def _trace_events(rank: int, slices: list[Slice]) -> Iterator[dict[str, Any]]:
     """Yield the events of one rank. Slices of one thread must not overlap, so transfers that are in
     flight at the same time are on several threads."""
-    yield metadata_event(rank, 0, "process_name", name=f"rank {rank}")
-    yield metadata_event(rank, 0, "process_sort_index", sort_index=rank)
+    yield make_metadata_event(rank, 0, "process_name", name=f"rank {rank}")
+    yield make_metadata_event(rank, 0, "process_sort_index", sort_index=rank)
     busy: dict[str, list[float]] = {lane: [] for lane in _LANES}
     placed = []
     for lane, name, category, start, end in sorted(slices, key=lambda one: (one[3], -one[4])):
@@ -118,7 +126,7 @@ def _trace_events(rank: int, slices: list[Slice]) -> Iterator[dict[str, Any]]:
     }
     for (lane, place), number in numbers.items():
         name = lane if not place else f"{lane} ({place + 1})"
-        yield metadata_event(rank, number, "thread_name", name=name)
-        yield metadata_event(rank, number, "thread_sort_index", sort_index=number)
+        yield make_metadata_event(rank, number, "thread_name", name=name)
+        yield make_metadata_event(rank, number, "thread_sort_index", sort_index=number)
     for lane, place, name, category, start, end in placed:
-        yield slice_event(rank, numbers[lane, place], name, category, start, end)
+        yield make_slice_event(rank, numbers[lane, place], name, category, start, end)

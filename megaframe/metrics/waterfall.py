@@ -31,14 +31,16 @@ def attribute_losses(
         return {}
     waiting = sum(spent for part, spent in parts.items() if part.startswith(COMMUNICATION))
     late = min(max(0.0, stragglers), waiting)
-    left = 1.0 - late / waiting if waiting else 1.0
+    share_in_time = 1.0 - late / waiting if waiting else 1.0
     lost = {"recompute": parts.get("compute", 0.0) * recompute}
     for part, spent in parts.items():
         if part.startswith(COMMUNICATION):
-            lost[part] = spent * left
+            lost[part] = spent * share_in_time
         elif part != "compute":
             lost[part] = spent
     lost["stragglers"] = late
     shares = {cause: spent / seconds for cause, spent in lost.items()}
-    rest = 1.0 - sum(shares.values())
-    return {"compute": rest, **shares} if mfu is None else {"kernels": rest - mfu, **shares}
+    remaining = 1.0 - sum(shares.values())
+    return (
+        {"compute": remaining, **shares} if mfu is None else {"kernels": remaining - mfu, **shares}
+    )

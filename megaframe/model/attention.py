@@ -204,9 +204,9 @@ class _Tiles(torch.autograd.Function):
         # is at least fp32, and rounded once.
         sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
         for tile, parts in zip(tiles, by_tile, strict=True):
-            for whole, part, rows in zip(
+            for total, part, rows in zip(
                 sums, parts, (tile.queries, tile.keys, tile.keys), strict=True
             ):
-                whole[:, rows] += part
+                total[:, rows] += part
         d_query, d_key, d_value = (whole.to(query.dtype) for whole in sums)
         return d_query, d_key, d_value, None, None

@@ -134,8 +134,8 @@ def _wait(seconds: float) -> None:
 def _wait_until(end: float) -> None:
     """Return when `time.perf_counter` reaches `end`. Sleeps first and then spins, because sleeping
     until `end` would return late."""
-    rest = end - time.perf_counter() - _WAKE_UP_SECONDS
-    if rest > 0:
-        time.sleep(rest)
+    remaining = end - time.perf_counter() - _WAKE_UP_SECONDS
+    if remaining > 0:
+        time.sleep(remaining)
     while time.perf_counter() < end:
         pass

@@ -153,8 +153,8 @@ def make_microbatch_context(
         positions = run.context.compute_positions(length, microbatch.tokens_BS.device)
         # The number of each token in the run, whatever the layout: dropout masks are a function of
         # it.
-        whole = microbatch.whole or length
-        token_T = (microbatch.samples_B[:, None] * whole + positions).flatten()
+        sample_length = microbatch.whole or length
+        token_T = (microbatch.samples_B[:, None] * sample_length + positions).flatten()
         dropout = Dropout(model.dropout, dropout_keys, rows.select(token_T))
     return MicrobatchContext(
         batch,
@@ -184,18 +184,23 @@ def _make_masks(
     """Return what tokens attend to through each window of the model."""
     batch, length = microbatch.tokens_BS.shape
     context = run.context
-    whole, documents = length * context.size, microbatch.documents_BS
+    sample_length, documents = length * context.size, microbatch.documents_BS
     if documents is not None:
         # Padding after the end of samples is a document of its own, with a number above all others.
-        documents = F.pad(documents, (0, whole - documents.shape[1]), value=_PADDING)
+        documents = F.pad(documents, (0, sample_length - documents.shape[1]), value=_PADDING)
     masks = {
         # A window as long as the sample hides nothing, and no window is the faster case.
-        window: AttentionMask(None if window is None or window >= whole else window, documents)
+        window: AttentionMask(
+            None if window is None or window >= sample_length else window, documents
+        )
         for window in windows(model)
     }
     if context.ring.size == 1:
         device = microbatch.tokens_BS.device
-        return {window: SequenceMask(mask, batch, whole, device) for window, mask in masks.items()}
+        return {
+            window: SequenceMask(mask, batch, sample_length, device)
+            for window, mask in masks.items()
+        }
     # After the exchange of heads a rank has the tokens of all its neighbours.
     per_rank = length * context.heads.size
     # Once for all windows, because the host waits for the device here.

@@ -174,48 +174,50 @@ class PostProcess:
         """
         # A stream is used twice, by the head and by the next predictor. It is cut from its graph as
         # a leaf, in whose `grad` autograd adds up the gradients of both.
-        kept = PostProcessActivations(microbatch, context, state, [x.detach().requires_grad_()])
+        activations = PostProcessActivations(
+            microbatch, context, state, [x.detach().requires_grad_()]
+        )
         for predictor, (tokens, _) in zip(self.predictors, microbatch.ahead, strict=True):
             with values(predictor), torch.set_grad_enabled(not self._recompute):
-                x = predictor(kept.leaves[-1], tokens, context, state)
+                x = predictor(activations.leaves[-1], tokens, context, state)
             # A graph edge instead of the stream itself: only its graph is needed later.
-            kept.outputs.append(None if self._recompute else get_gradient_edge(x))
-            kept.leaves.append(x.detach().requires_grad_())
+            activations.outputs.append(None if self._recompute else get_gradient_edge(x))
+            activations.leaves.append(x.detach().requires_grad_())
         with values(self.head):
             # All depths at once, so that the values of the head are brought to this rank once.
-            loss, *ahead = self._compute_losses(kept, scale)
+            loss, *ahead = self._compute_losses(activations, scale)
         if ahead:
             mean = torch.stack(ahead).mean()
             self._loss_ahead = mean if self._loss_ahead is None else self._loss_ahead + mean
-        return loss, kept
+        return loss, activations
 
-    def _compute_losses(self, kept: PostProcessActivations, scale: Tensor) -> list[Tensor]:
+    def _compute_losses(self, activations: PostProcessActivations, scale: Tensor) -> list[Tensor]:
         """Return the loss sum of each depth, beginning with the next token."""
         labels_by_depth = [
-            kept.microbatch.labels_BS,
-            *(labels for _, labels in kept.microbatch.ahead),
+            activations.microbatch.labels_BS,
+            *(labels for _, labels in activations.microbatch.ahead),
         ]
         losses: list[Tensor] = []
         for norm, leaf, labels_BS in zip(
-            self.head.norms, kept.leaves, labels_by_depth, strict=True
+            self.head.norms, activations.leaves, labels_by_depth, strict=True
         ):
             normed = norm(leaf, self.head.run.kernels)
             # The first loss is that of the next token, whose weight is 1.
             depth_scale = scale * self._loss_weight if losses else scale
-            result = self.head.compute_loss(normed, labels_BS, depth_scale, kept.context)
+            result = self.head.compute_loss(normed, labels_BS, depth_scale, activations.context)
             assert result.d_hidden is not None
-            kept.normed.append(get_gradient_edge(normed))
-            kept.d_normed.append(result.d_hidden)
+            activations.normed.append(get_gradient_edge(normed))
+            activations.d_normed.append(result.d_hidden)
             losses.append(result.loss)
         return losses
 
     def backward(
-        self, kept: PostProcessActivations, values: UnitValues, finish: UnitDone
+        self, activations: PostProcessActivations, values: UnitValues, finish: UnitDone
     ) -> Tensor:
         """Backpropagate all losses of a microbatch.
 
         Args:
-            kept: What `forward` returned; it is used up.
+            activations: What `forward` returned; it is used up.
             values: Provides the values of units.
             finish: Called with each predictor, in reverse order.
 
@@ -225,28 +227,30 @@ class PostProcess:
         for index, predictor in reversed([*enumerate(self.predictors)]):
             # In reverse order of depth. The leaf after this predictor has its whole gradient now:
             # the predictor that follows has already added its part.
-            gradient = self._backward_of_loss(kept)
-            output = kept.outputs.pop()
+            gradient = self._backward_of_loss(activations)
+            output = activations.outputs.pop()
             with values(predictor):
                 if output is None:
-                    tokens, _ = kept.microbatch.ahead[index]
+                    tokens, _ = activations.microbatch.ahead[index]
                     # No name for the stream itself: only its graph is needed from here on.
                     output = get_gradient_edge(
-                        predictor(kept.leaves[-1], tokens, kept.context, kept.state)
+                        predictor(
+                            activations.leaves[-1], tokens, activations.context, activations.state
+                        )
                     )
                 backward(output, gradient)
             # The graph has been used up: do not keep it while the next losses are backpropagated.
             del output
             finish(predictor)
-        return self._backward_of_loss(kept)
+        return self._backward_of_loss(activations)
 
-    def _backward_of_loss(self, kept: PostProcessActivations) -> Tensor:
+    def _backward_of_loss(self, activations: PostProcessActivations) -> Tensor:
         """Backpropagate the last loss, and return the gradient of its leaf. A predictor after the
         leaf has already added its part."""
         # Through the final norm only: the head has computed everything after it in the forward
         # pass.
-        backward(kept.normed.pop(), kept.d_normed.pop())
-        gradient = kept.leaves.pop().grad
+        backward(activations.normed.pop(), activations.d_normed.pop())
+        gradient = activations.leaves.pop().grad
         assert gradient is not None
         return gradient
 
@@ -254,8 +258,8 @@ class PostProcess:
         """Return the loss of the tokens further ahead, and reset it: a sum over valid tokens and
         over all microbatches since the last call, a mean over depths (fp64 scalar). None if no such
         tokens are predicted."""
-        taken, self._loss_ahead = self._loss_ahead, None
-        return taken
+        loss, self._loss_ahead = self._loss_ahead, None
+        return loss
 
     def evaluate(
         self, x: Tensor, microbatch: Microbatch, context: MicrobatchContext, values: UnitValues

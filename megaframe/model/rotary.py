@@ -113,14 +113,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if width == x.shape[-1]:
         return _Rotate.apply(x, cos, sin)
     # Partial rotary: only the leading dims of a head depend on its position.
-    rotated, rest = x.split((width, x.shape[-1] - width), -1)
-    return torch.cat((_Rotate.apply(rotated, cos, sin), rest), -1)
+    rotated, unrotated = x.split((width, x.shape[-1] - width), -1)
+    return torch.cat((_Rotate.apply(rotated, cos, sin), unrotated), -1)
 
 
 def _rotate_for_compiler(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
-    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+    first, second, unrotated = x.split((half, half, x.shape[-1] - 2 * half), -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, unrotated), -1)
 
 
 class _Rotate(torch.autograd.Function):

@@ -22,20 +22,20 @@ class Compiled:
     """A function that is compiled for the first `MAX_KINDS` kinds of arguments that it gets."""
 
     def __init__(
-        self, function: Callable[..., Any], backend: str, tell: Callable[[str], None]
+        self, function: Callable[..., Any], backend: str, notify: Callable[[str], None]
     ) -> None:
         """Prepare to compile; the first call does.
 
         Args:
             function: Takes tensors and plain values.
             backend: A backend of torch.compile.
-            tell: Called with a line to show.
+            notify: Called with a line to show.
         """
-        self._plain, self._tell = function, tell
+        self._plain, self._notify = function, notify
         # Static shapes: each kind of arguments has code of its own, which is why kinds are limited.
         self._fast = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
         self._met: set[tuple[Any, ...]] = set()
-        self._told = False
+        self._warned = False
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the function, compiled unless its limit of kinds is reached."""
@@ -52,10 +52,10 @@ class Compiled:
         return self._fast(*arguments)
 
     def _warn_once(self) -> None:
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             name = self._plain.__name__.strip("_")
-            self._tell(
+            self._notify(
                 f"train.compile: {name} has met {MAX_KINDS} kinds of shapes; of others it runs "
                 "as it is"
             )

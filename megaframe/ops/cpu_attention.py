@@ -93,8 +93,8 @@ def attend(
         key_HDK = _expand_heads(key_BGKD[shared], query_HQD).mT
         value_HKV = _expand_heads(value_BGKV[shared], query_HQD)
         shape = out[block].shape[:2]
-        for rows, seen in _iterate_query_blocks(queries, key_BGKD.shape[2], causal):
-            scores = multiply_batched_wide(query_HQD[:, rows], key_HDK[..., seen]).mul_(
+        for rows, visible in _iterate_query_blocks(queries, key_BGKD.shape[2], causal):
+            scores = multiply_batched_wide(query_HQD[:, rows], key_HDK[..., visible]).mul_(
                 scale * _LOG2_E
             )
             if causal:
@@ -108,7 +108,7 @@ def attend(
             shares = scores.sub_(top).exp2_()
             total = shares.sum(-1, keepdim=True)
             # Divided after the product, whose result has V columns where the weights have K.
-            result = multiply_batched(shares.to(value_HKV.dtype), value_HKV[:, seen]) / total
+            result = multiply_batched(shares.to(value_HKV.dtype), value_HKV[:, visible]) / total
             out[block][:, :, rows] = result.unflatten(0, shape)
             # Back from powers of 2 to natural logarithms.
             lse[block][:, :, rows] = ((top + total.log2()) / _LOG2_E).view(*shape, -1)
@@ -145,9 +145,9 @@ def attend_backward(
         # sum(d_out out) equals sum(p dp) over all keys, of other tiles as well.
         mean_HQ = torch.linalg.vecdot(d_out_HQV.to(wide), out_BNQV[block].flatten(0, 1).to(wide))
         d_key_HKD, d_value_HKV = (torch.zeros_like(x, dtype=wide) for x in (key_HKD, value_HKV))
-        for rows, seen in _iterate_query_blocks(query_BNQD.shape[2], key_BGKD.shape[2], causal):
+        for rows, visible in _iterate_query_blocks(query_BNQD.shape[2], key_BGKD.shape[2], causal):
             # Scores are keys by queries here, so three products need no transposed operand.
-            shares = multiply_batched_wide(key_HKD[:, seen], query_HQD[:, rows].mT).mul_(
+            shares = multiply_batched_wide(key_HKD[:, visible], query_HQD[:, rows].mT).mul_(
                 scale * _LOG2_E
             )
             shares.sub_(lse2_HQ[:, None, rows]).exp2_()
@@ -155,13 +155,13 @@ def attend_backward(
                 # Keys are rows here, so the visible part of the diagonal square is the upper
                 # triangle.
                 shares[:, rows.start - rows.stop :].triu_()
-            d_scores = multiply_batched_wide(value_HKV[:, seen], d_out_HQV[:, rows].mT)
+            d_scores = multiply_batched_wide(value_HKV[:, visible], d_out_HQV[:, rows].mT)
             # Rounded for the products only; they are taken of operands of one type.
             d_scores = d_scores.sub_(mean_HQ[:, None, rows]).mul_(shares).to(dtype)
-            d_value_HKV[:, seen] += multiply_batched(shares.to(dtype), d_out_HQV[:, rows])
-            d_key_HKD[:, seen] += multiply_batched(d_scores, query_HQD[:, rows])
+            d_value_HKV[:, visible] += multiply_batched(shares.to(dtype), d_out_HQV[:, rows])
+            d_key_HKD[:, visible] += multiply_batched(d_scores, query_HQD[:, rows])
             # The scale is applied to the results, which are smaller than the scores.
-            result = multiply_batched(key_HDK[..., seen], d_scores).mT * scale
+            result = multiply_batched(key_HDK[..., visible], d_scores).mT * scale
             d_query[block][:, :, rows] = result.unflatten(0, d_query[block].shape[:2])
         d_key[shared] += _sum_shared_heads(d_key_HKD, d_key[shared]) * scale
         d_value[shared] += _sum_shared_heads(d_value_HKV, d_value[shared])

@@ -238,23 +238,26 @@ def check_fp8(
     scaling = config.train.fp8
     if scaling == "none":
         return None
-    what = f"train.fp8={scaling}"
+    setting = f"train.fp8={scaling}"
     if config.kernels.fp8 == PLAIN_CODE:
-        return f"warning: {what} runs as the reference, slower than without (kernels.fp8=reference)"
+        return (
+            f"warning: {setting} runs as the reference, slower than without (kernels.fp8=reference)"
+        )
     if device.type != "cuda":
         return (
-            f"warning: {what} is emulated on a {device.type}: it rounds as on a GPU, and is slower "
-            "than without"
+            f"warning: {setting} is emulated on a {device.type}: it rounds as on a GPU, and is "
+            "slower than without"
         )
     reason = Fp8Matmul(scaling, kernels).explain_refusal(device, dtype)
     if reason is None:
         return None
-    others = [
+    alternatives = [
         f"train.fp8={other}"
         for other in SCALINGS
         if other != scaling and Fp8Matmul(other, kernels).explain_refusal(device, dtype) is None
     ]
     raise UserError(
-        f"{what} would run as the reference on this GPU, slower than without: {reason}; use "
-        f"{' or '.join([*others, 'train.fp8=none'])}, or kernels.fp8={PLAIN_CODE} to run it so"
+        f"{setting} would run as the reference on this GPU, slower than without: {reason}; use "
+        f"{' or '.join([*alternatives, 'train.fp8=none'])}, or kernels.fp8={PLAIN_CODE} to run it "
+        "so"
     )

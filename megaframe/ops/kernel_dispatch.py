@@ -62,7 +62,7 @@ class Kernels:
         choices: Mapping[str, KernelChoice] | None = None,
         compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         plain: Mapping[str, str] | None = None,
-        tell: Callable[[str], None] = print,
+        notify: Callable[[str], None] = print,
     ) -> None:
         """Take over the choices.
 
@@ -71,14 +71,14 @@ class Kernels:
             compiler: Compiles a function of plain code; None to run plain code as it is.
             plain: Why plain code runs, for each key of `FAMILIES` that the run uses without any
                 choice.
-            tell: Called with a line to show, when an implementation first refuses arguments.
+            notify: Called with a line to show, when an implementation first refuses arguments.
         """
         self._choices = {
             # A copy of the choice, which reports refusals to this run.
             name: replace(choice, on_refusal=partial(self._report_refusal, name))
             for name, choice in (choices or {}).items()
         }
-        self._plain, self._tell = plain or {}, tell
+        self._plain, self._notify = plain or {}, notify
         self._reported: set[tuple[str, str]] = set()
         self._compiler = compiler
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -88,7 +88,7 @@ class Kernels:
         if (name, implementation) not in self._reported:
             self._reported.add((name, implementation))
             slow = "warning: " if instead == PLAIN_CODE else ""
-            self._tell(
+            self._notify(
                 f"{slow}kernel {name}: {instead} in place of {implementation}, which does not take "
                 f"some of this run's inputs: {reason}"
             )
@@ -118,8 +118,8 @@ class Kernels:
             name: {"uses": choice.active, "not": dict(choice.absent)}
             for name, choice in self._choices.items()
         }
-        left = {key: {"uses": PLAIN_CODE, "why": why} for key, why in self._plain.items()}
-        return {**chosen, **left}
+        plain = {key: {"uses": PLAIN_CODE, "why": why} for key, why in self._plain.items()}
+        return {**chosen, **plain}
 
     def has(self, name: str) -> bool:
         """Return whether there is a choice for this kernel; `find` may still refuse arguments."""
@@ -195,7 +195,7 @@ def make_kernels(
     config: RunConfig,
     device: torch.device,
     compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-    tell: Callable[[str], None] = print,
+    notify: Callable[[str], None] = print,
 ) -> Kernels:
     """Return the kernels of a run on a device. With a compiler, elementwise kernels are left to it
     unless the config names an implementation.
@@ -204,7 +204,7 @@ def make_kernels(
         config: The run.
         device: What it runs on.
         compiler: As for `Kernels`.
-        tell: As for `Kernels`.
+        notify: As for `Kernels`.
 
     Raises:
         UserError: a named implementation that this machine does not have; no library on a GPU,
@@ -223,16 +223,17 @@ def make_kernels(
     if config.train.fp8 != "none":
         needing[f"train.fp8={config.train.fp8}"] = "train.fp8=none"
     if not (selected or needing):
-        return Kernels({}, compiler, reasons, tell)
+        return Kernels({}, compiler, reasons, notify)
     try:
         from megaframe_kernels.kernel import KernelError
         from megaframe_kernels.registry import KERNELS
         from megaframe_kernels.selection import select
     except (ImportError, AttributeError, OSError) as error:  # AttributeError: of an old Triton
         if needing:
-            what, instead = next(iter(needing.items()))
+            setting, instead = next(iter(needing.items()))
             raise UserError(
-                f"{what} needs the library of kernels, which needs Triton: {error}; use {instead}"
+                f"{setting} needs the library of kernels, which needs Triton: {error}; use "
+                f"{instead}"
             ) from None
         raise UserError(
             f"the library of kernels cannot be imported: {error}; without it this GPU would run "
@@ -253,7 +254,7 @@ def make_kernels(
             choices |= select(used, overrides)
         except KernelError as error:
             raise UserError(f"kernels.{key}: {error}; use another, or {AUTO}") from None
-    return Kernels(choices, compiler, reasons, tell)
+    return Kernels(choices, compiler, reasons, notify)
 
 
 def _explain_plain(config: RunConfig, device: torch.device, compiled: bool, key: str) -> str | None:

@@ -224,12 +224,12 @@ def _multiply_widened_into(
         return
     by_rows = M >= N
     # The shorter operand is copied once; of the longer one a piece at a time.
-    whole = (right_KN if by_rows else left_MK).float()
+    shorter = (right_KN if by_rows else left_MK).float()
     for piece in _iterate_slices(max(M, N), K + min(M, N)):
         if by_rows:
-            into, left, right, bias = out_MN[piece], left_MK[piece].float(), whole, bias_N
+            into, left, right, bias = out_MN[piece], left_MK[piece].float(), shorter, bias_N
         else:
-            into, left, right = out_MN[:, piece], whole, right_KN[:, piece].float()
+            into, left, right = out_MN[:, piece], shorter, right_KN[:, piece].float()
             bias = None if bias_N is None else bias_N[piece]
         if in_place:
             torch.addmm(into, left, right, beta=1.0 if add else 0.0, out=into)
@@ -237,10 +237,10 @@ def _multiply_widened_into(
             _write(into, _multiply_by(wide, left, right, bias), add)
 
 
-def _iterate_slices(length: int, beside: int) -> Iterator[slice]:
-    """Yield slices of a dim such that each, with `beside` fp32 numbers for each of its elements,
-    has about `PIECE_BYTES`."""
-    step = max(_MIN_SLICE, PIECE_BYTES // (4 * beside))
+def _iterate_slices(length: int, others_per_element: int) -> Iterator[slice]:
+    """Yield slices of a dim such that each, with `others_per_element` fp32 numbers for each of its
+    elements, has about `PIECE_BYTES`."""
+    step = max(_MIN_SLICE, PIECE_BYTES // (4 * others_per_element))
     for start in range(0, length, step):
         yield slice(start, start + step)
 

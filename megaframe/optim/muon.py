@@ -107,7 +107,7 @@ class Muon(UpdateRule):
         """The cost of each matrix; only the ratios matter."""
         # m^2 (2n + m) for sides m <= n: the iteration works on the m x m Gram matrix.
         sizes = [sorted(self._count_sides(matrix)) for matrix in self._matrices]
-        return [float(few * few * (2 * many + few)) for few, many in sizes]
+        return [float(short * short * (2 * long + short)) for short, long in sizes]
 
     def set_owners(self, owners: Sequence[int]) -> None:
         """Set which rank of the group owns each matrix."""
@@ -227,8 +227,8 @@ def group_shards(shards: Sequence[OptimizerShard], group: Group) -> list[list[Op
         # As many buckets as ranks: about one bucket is then in transit on each rank.
         if len(window) == group.size:
             window = []
-    for together in groups:
-        rules = [shard.rule for shard in together if isinstance(shard.rule, Muon)]
+    for group_of_shards in groups:
+        rules = [shard.rule for shard in group_of_shards if isinstance(shard.rule, Muon)]
         # Costs follow from specs alone, so all ranks agree without a transfer.
         owners = iter(assign_owners([cost for rule in rules for cost in rule.costs], group.size))
         for rule in rules:

@@ -145,7 +145,7 @@ class ParameterGroups:
     def _list_owner_partitions(self, bucket: Bucket) -> list[BucketPartition]:
         """Return how the bucket is divided on each rank of `owner_group`."""
         layout, ranks = self._mesh.layout, self.owner_group.ranks
-        places, sizes = map(layout.full_coordinate, ranks), layout.sizes
+        places, sizes = map(layout.get_full_coordinate, ranks), layout.sizes
         # No transfer: a partition follows from layout and specs, for any rank.
         indices = self._mesh.find_indices(ranks, *bucket.sharding.shard.axes)
         return [

@@ -103,8 +103,8 @@ class HostOffload(StateOffload):
         # Sized by the largest chunk so far, so it grows a few times and then never again.
         needed = sum(_round_up(tensor.nbytes) for part in parts.values() for tensor in part)
         if len(buffer.memory) < needed:  # chunks on their way keep their memory
-            for each in self._buffers:
-                each.memory = self._allocate(needed)
+            for staging in self._buffers:
+                staging.memory = self._allocate(needed)
         chunk = StagedChunk(_make_views(buffer.memory, parts), buffer)
         self._copy_in(parts, chunk, after)
         return chunk

@@ -30,16 +30,16 @@ def fill_initial_values(out: Tensor, spec: ParamSpec, box: Box, seed: int) -> No
     # Depends on the whole shape, not on the piece, so blocks are the same on all ranks.
     rows = max(1, _BLOCK_ELEMENTS // width)
     first, count = box.offset[0], box.shape[0]
-    rest = box.slices[1:]
+    columns = box.slices[1:]
     for block in range(first // rows, -(-(first + count) // rows)):
         start, stop = block * rows, min((block + 1) * rows, spec.shape[0])
         # On the CPU and in fp32: a device or another type would draw other numbers.
         values = torch.empty(stop - start, *spec.shape[1:])
         values.normal_(0.0, spec.init.std, generator=_make_generator(seed, spec.name, block))
         low, high = max(start, first), min(stop, first + count)
-        drawn = slice(low - start, high - start), *rest
+        piece = slice(low - start, high - start), *columns
         # The only rounding, to the type of the master weights.
-        out[low - first : high - first].copy_(values[drawn])
+        out[low - first : high - first].copy_(values[piece])
 
 
 def _make_generator(seed: int, name: str, block: int) -> torch.Generator:

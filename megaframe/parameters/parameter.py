@@ -101,32 +101,32 @@ class Parameter:
         # `grad` and leaves the leaf without one.
         return _Use.apply(self.value.detach().requires_grad_(), self)
 
-    def add(self, gradient: Tensor, of: int | None = None) -> None:
+    def add(self, gradient: Tensor, matrix: int | None = None) -> None:
         """Add to the gradient.
 
         Args:
             gradient: What to add, in the shape of `grad`, or of one matrix of it.
-            of: Index along dim 0 of the only matrix to add to; None for all.
+            matrix: Index along dim 0 of the only matrix to add to; None for all.
         """
         if self.frozen:
             return
-        grad, add = self._begin(of)
+        grad, add = self._begin(matrix)
         if add:
             grad.add_(gradient)
         else:
             grad.copy_(gradient)
 
-    def add_product(self, left_TO: Tensor, right_TI: Tensor, of: int | None = None) -> None:
+    def add_product(self, left_TO: Tensor, right_TI: Tensor, matrix: int | None = None) -> None:
         """Add left^T right, the gradient of a matrix [O, I] over T tokens.
 
         Args:
             left_TO: Gradient of the outputs, [T, O].
             right_TI: The inputs, [T, I].
-            of: Index along dim 0 of the only matrix to add to; None for all.
+            matrix: Index along dim 0 of the only matrix to add to; None for all.
         """
         if self.frozen:
             return
-        grad, add = self._begin(of)
+        grad, add = self._begin(matrix)
         grad_OI = grad.view(left_TO.shape[-1], right_TI.shape[-1])
         # Adds into the bucket itself, whose type is that of the master weights.
         multiply_into(grad_OI, left_TO.t(), right_TI, add=add)
@@ -143,7 +143,7 @@ class Parameter:
             kernels: The kernels of the run.
         """
 
-        def into(grad: Tensor, add: bool) -> None:
+        def add_into(grad: Tensor, add: bool) -> None:
             grads_EOI = grad.view(len(ends_E), -1, grad.shape[-1])
             arguments = grads_EOI, left_NO, right_NI, ends_E, add
             if kernel := kernels.find("grouped_gradient", *arguments):
@@ -156,12 +156,13 @@ class Parameter:
             else:
                 grad.copy_(product_EOI)
 
-        self.add_with(into)
+        self.add_with(add_into)
 
-    def add_with(self, into: Callable[[Tensor, bool], None]) -> None:
-        """Call into(grad, add), which adds to `grad` itself, or overwrites it if `add` is false."""
+    def add_with(self, add_into: Callable[[Tensor, bool], None]) -> None:
+        """Call add_into(grad, add), which adds to `grad` itself, or overwrites it if `add` is
+        false."""
         if not self.frozen:
-            into(*self._begin())
+            add_into(*self._begin())
 
     def add_rows(self, index_T: Tensor, gradient_TI: Tensor) -> None:
         """Add to rows of the gradient: grad[index] += gradient, as after a table lookup.
@@ -183,26 +184,26 @@ class Parameter:
         if not add:
             grad.zero_()
 
-    def _begin(self, of: int | None = None) -> tuple[Tensor, bool]:
-        """Prepare an addition to matrix `of`, or to all of `grad` if None. Returns the tensor to
-        add to, and whether to add: false for the first addition, which must overwrite."""
+    def _begin(self, matrix: int | None = None) -> tuple[Tensor, bool]:
+        """Prepare an addition to a matrix by its number, or to all of `grad` if None. Returns the
+        tensor to add to, and whether to add: false for the first addition, which must overwrite."""
         if self.fresh:
             if self._open is not None:
                 # Borrows the buffer of the bucket, and so sets `grad`, if it is not there.
                 self._open()
             self.fresh = False
-            self._missing = set(range(len(self.grad))) if of is not None else set()
-            if of is None:
+            self._missing = set(range(len(self.grad))) if matrix is not None else set()
+            if matrix is None:
                 return self.grad, False
-        if of is None:
+        if matrix is None:
             # What the separate additions have left out still holds an old sum.
             for index in self._missing:
                 self.grad[index].zero_()
             self._missing.clear()
             return self.grad, True
-        add = of not in self._missing
-        self._missing.discard(of)
-        return self.grad[of], add
+        add = matrix not in self._missing
+        self._missing.discard(matrix)
+        return self.grad[matrix], add
 
 
 class _Use(torch.autograd.Function):
@@ -223,10 +224,10 @@ class Module:
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield every parameter below this module once."""
-        seen: set[int] = set()
+        yielded: set[int] = set()
         for parameter in _walk(self):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
+            if id(parameter) not in yielded:
+                yielded.add(id(parameter))
                 yield parameter
 
     @property
@@ -236,12 +237,12 @@ class Module:
         return None
 
 
-def _walk(thing: object) -> Iterator[Parameter]:
-    if isinstance(thing, Parameter):
-        yield thing
-    elif isinstance(thing, Module):
-        for child in vars(thing).values():
+def _walk(node: object) -> Iterator[Parameter]:
+    if isinstance(node, Parameter):
+        yield node
+    elif isinstance(node, Module):
+        for child in vars(node).values():
             yield from _walk(child)
-    elif isinstance(thing, (list, tuple)):
-        for child in thing:
+    elif isinstance(node, (list, tuple)):
+        for child in node:
             yield from _walk(child)

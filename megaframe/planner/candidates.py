@@ -20,9 +20,9 @@ from megaframe.errors import list_divisors
 from megaframe.hardware.cluster import Cluster
 from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, Array, LayoutSizes
 from megaframe.schedule.limits import SCHEDULE_LIMITS
-from megaframe.validate.context_parallel import context_mistakes
-from megaframe.validate.experts import expert_mistakes
-from megaframe.validate.tensor_parallel import tensor_mistakes
+from megaframe.validate.context_parallel import find_context_mistakes
+from megaframe.validate.experts import find_expert_mistakes
+from megaframe.validate.tensor_parallel import find_tensor_mistakes
 
 PARALLEL_KEYS = (
     "tensor",
@@ -210,7 +210,7 @@ def _tensor_sizes(config: RunConfig, gpus: int, cluster: Cluster, fixed: FixedKe
     return [
         t
         for t in sizes
-        if gpus % t == 0 and not any(tensor_mistakes(_with_sizes(config, tensor=t)))
+        if gpus % t == 0 and not any(find_tensor_mistakes(_with_sizes(config, tensor=t)))
     ]
 
 
@@ -225,7 +225,7 @@ def _context_sizes(config: RunConfig, rest: int, tensor: int, fixed: FixedKeys) 
         if rest % context == 0
         and (
             context == 1
-            or not any(context_mistakes(_with_sizes(config, tensor=tensor, context=context)))
+            or not any(find_context_mistakes(_with_sizes(config, tensor=tensor, context=context)))
         )
     ]
 
@@ -257,7 +257,7 @@ def _expert_sizes(
     for inside in inner:
         for expert in outer:
             sized = _with_sizes(config, expert=expert, expert_tensor=inside, expert_overlap=False)
-            if stage % (expert * inside) == 0 and not any(expert_mistakes(sized)):
+            if stage % (expert * inside) == 0 and not any(find_expert_mistakes(sized)):
                 yield expert, inside
 
 
@@ -285,7 +285,7 @@ def _schedules_with_chunks(
             name == "breadth-first" and fewest_microbatches >= pipeline and "schedule" not in fixed
         )
         for chunks in _fixed_or(fixed, "chunks", _CHUNKS[name == "breadth-first" :]):
-            is_possible = limits.nearest_chunks(chunks) == chunks
+            is_possible = limits.find_nearest_chunks(chunks) == chunks
             if is_possible and not is_beaten and pipeline * chunks <= config.model.layers:
                 yield SCHEDULES.index(name), chunks
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megaframe.config.load import load
 from megaframe.errors import UserError
-from megaframe.hardware.cluster import Cluster, cluster_for_device, load_cluster
+from megaframe.hardware.cluster import Cluster, find_cluster_for_device, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.layout_search import LayoutChoice, describe_candidate, search
@@ -103,7 +103,7 @@ def _cluster_of_device(environment: Mapping[str, Any]) -> Cluster:
     """Return the likely cluster of the device that a run's environment names."""
     device, memory = str(environment.get("device", "")), environment.get("memory of the device")
     try:
-        return cluster_for_device(device, memory if isinstance(memory, int) else None)
+        return find_cluster_for_device(device, memory if isinstance(memory, int) else None)
     except UserError:
         raise UserError(
             f"no cluster of {device or 'this device'} is known; name one with --cluster"

@@ -118,7 +118,8 @@ def suggest_changes(
     if gpus > cluster.size:
         return
     has_rates = (
-        cluster.chip.sustained_flops(config.train.precision) is not None and cluster.chip.has_rates
+        cluster.chip.get_sustained_flops(config.train.precision) is not None
+        and cluster.chip.has_rates
     )
     if not has_rates:
         other = load_cluster(DEFAULT)

@@ -47,7 +47,7 @@ def kernel_rates(chip: Chip, constants: Constants, kind: str) -> KernelRates:
     nothing is known of the chip's speed."""
     if not chip.has_rates:
         raise UserError(describe_unknown_chip(chip))
-    sustained = chip.sustained_flops(kind)
+    sustained = chip.get_sustained_flops(kind)
     if sustained is None:
         raise UserError(
             f"train.precision={kind}: chip {chip.name} has no figure for it; use "

@@ -16,7 +16,7 @@ import numpy as np
 
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
-from megaframe.hardware.cluster import Cluster, cluster_names, load_cluster
+from megaframe.hardware.cluster import Cluster, list_cluster_names, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.candidates import (
     Candidates,
@@ -255,7 +255,7 @@ def suggest_alternatives(
         int8_layout = _describe_fastest(with_int8, gpus, cluster, constants, fixed)
         if int8_layout:
             yield f"with optim.state=int8: {int8_layout}"
-    for name in cluster_names():
+    for name in list_cluster_names():
         other = load_cluster(name)
         larger = other.chip.memory > cluster.chip.memory and other.size >= gpus
         if larger and other.chip.family in ("h100", "b200"):

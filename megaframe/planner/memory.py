@@ -29,7 +29,7 @@ from megaframe.layout import Layout
 from megaframe.planner.activations import peak_activations
 from megaframe.planner.parameter_counts import RankParameters, count_parameters
 from megaframe.schedule import Action, Schedule
-from megaframe.schedule.zero_buffers import peak_zero_buffers
+from megaframe.schedule.zero_buffers import compute_peak_zero_buffers
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def compute_memory(
     )
     values, gradients = parameters.total, parameters.total
     if zero >= 2:
-        borrowed_values, borrowed_gradients = peak_zero_buffers(
+        borrowed_values, borrowed_gradients = compute_peak_zero_buffers(
             parameters.make_units(config, plans),
             actions,
             _num_transfers(config.parallel),
@@ -276,7 +276,7 @@ def compute_rank_memory(
         rank: a pipeline coordinate.
         host: as in `compute_memory`.
     """
-    rank_plans = [plans[stage] for stage in schedule.stages(rank)]
+    rank_plans = [plans[stage] for stage in schedule.list_stages(rank)]
     return compute_memory(
         config,
         count_parameters(config, layout, rank_plans),

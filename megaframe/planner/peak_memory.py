@@ -108,7 +108,7 @@ def _min_blocks_of_rank(
     """Return the number for each stage of one rank: first the same for all stages, then fewer on
     single ones."""
     plans = stage_plans(config)
-    blocks = {stage: len(plans[stage].blocks) for stage in schedule.stages(rank)}
+    blocks = {stage: len(plans[stage].blocks) for stage in schedule.list_stages(rank)}
 
     def fits(counts: Mapping[int, int]) -> bool:
         recomputed = tuple(counts.get(stage, 0) for stage in range(len(plans)))

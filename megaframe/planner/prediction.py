@@ -170,7 +170,7 @@ def _breakdown(
     """Return the seconds by part, for the rank that has most work."""
     microbatches = machine.sizes.microbatches
     rank = max(range(len(timeline.work)), key=lambda number: timeline.work[number])
-    stages_of_rank = schedule.stages(rank)
+    stages_of_rank = schedule.list_stages(rank)
     rank_times = CostBreakdown(PassTimes())
     for stage in stages_of_rank:
         rank_times = rank_times + stage_times[stage]
@@ -184,7 +184,7 @@ def _breakdown(
     loads = _map_layers(machine, block_load)
     ends_of_step = []
     for number in range(len(timeline.work)):
-        stages = schedule.stages(number)
+        stages = schedule.list_stages(number)
         rank_plans = [plans[stage] for stage in stages]
         compute = sum((stage_times[stage].compute for stage in stages), PassTimes())
         ends_of_step.append(_end_of_step(machine, rank_plans, loads, compute))

@@ -94,12 +94,12 @@ class DowntimeLedger:
     def summarize(self) -> str:
         """Return a line that says how much of the time since the first start was effective, and
         what the rest was lost to."""
-        whole = max(self._clock() - self._first, 1e-9)
+        elapsed = max(self._clock() - self._first, 1e-9)
         lost = sum(self._totals.values())
-        parts = ", ".join(f"{cause} {self._totals[cause] / whole:.1%}" for cause in CAUSES)
+        parts = ", ".join(f"{cause} {self._totals[cause] / elapsed:.1%}" for cause in CAUSES)
         return (
-            f"effective time {max(0.0, 1 - lost / whole):.1%} of {whole:,.0f} s since the first "
-            f"start; lost: {parts}"
+            f"effective time {max(0.0, 1 - lost / elapsed):.1%} of {elapsed:,.0f} s since the "
+            f"first start; lost: {parts}"
         )
 
     def _read(self) -> None:

@@ -40,22 +40,24 @@ def fit_layout(config: RunConfig, world: int) -> tuple[RunConfig, int]:
 def _list_candidates(parallel: ParallelConfig, world: int) -> Iterator[Mapping[str, int]]:
     """Yield sizes of axes to try, best first: those that divide the model as `parallel` does, with
     the most data ranks first; then those that divide it less and less."""
-    wanted = [getattr(parallel, axis) for axis in _MODEL_AXES]
-    choices = [list_divisors(size) for size in wanted]
-    shapes = sorted(product(*choices), key=lambda sizes: _rank_shape(sizes, wanted))
+    configured = [getattr(parallel, axis) for axis in _MODEL_AXES]
+    choices = [list_divisors(size) for size in configured]
+    shapes = sorted(product(*choices), key=lambda sizes: _rank_shape(sizes, configured))
     for shape in shapes:
         axes = dict(zip(_MODEL_AXES, shape, strict=True))
-        rest = axes["tensor"] * axes["pipeline"] * axes["context"]
-        for data in range(world // rest, 0, -1):
+        ranks_per_replica = axes["tensor"] * axes["pipeline"] * axes["context"]
+        for data in range(world // ranks_per_replica, 0, -1):
             for replicas in reversed(list_divisors(data)):
                 if replicas <= parallel.data_replicate:
                     yield {**axes, "data": data, "data_replicate": replicas}
 
 
-def _rank_shape(shape: tuple[int, ...], wanted: list[int]) -> tuple[float, ...]:
+def _rank_shape(shape: tuple[int, ...], configured: list[int]) -> tuple[float, ...]:
     """Return a sort key: how much less than wanted a shape divides the model in total, and for
     equal totals by axis, where the last axes are reduced first."""
-    shares = [now / then for now, then in zip(shape, wanted, strict=True)]
+    shares = [
+        size / configured_size for size, configured_size in zip(shape, configured, strict=True)
+    ]
     total = 1.0
     for share in shares:
         total *= share

@@ -205,11 +205,11 @@ class FaultHandler:
         for line in self._stragglers.add_step() if self._stragglers else ():
             self._metrics.note(f"step {step}: {line}")
 
-    def judge_steps(self, known: Sequence[StepValues]) -> bool:
+    def judge_steps(self, step_values: Sequence[StepValues]) -> bool:
         """Judge the next steps and act on the result.
 
         Args:
-            known: The reduced metrics of the steps not judged yet, oldest first.
+            step_values: The reduced metrics of the steps not judged yet, oldest first.
 
         Returns:
             Whether the run has gone back to a checkpoint.
@@ -217,23 +217,23 @@ class FaultHandler:
         Raises:
             NotFinite: The run must end.
         """
-        return any(self._judge(metrics) for metrics in known)
+        return any(self._judge(metrics) for metrics in step_values)
 
     def _judge(self, metrics: StepValues) -> bool:
-        done = self._unjudged.popleft()
+        step = self._unjudged.popleft()
         self.exit_signal = self.exit_signal or int(metrics["agreed/told"])
-        finite = done.update.is_finite()
-        text = f"step {done.step}"
+        finite = step.update.is_finite()
+        text = f"step {step.step}"
         if not finite:
-            reason = self._describe_nonfinite(done.update, done.maxima, done.samples)
+            reason = self._describe_nonfinite(step.update, step.maxima, step.samples)
             text += f": {reason}; update skipped"
-        judgement = self.history.judge(done.first, metrics["loss"], finite)
+        judgement = self.history.judge(step.first, metrics["loss"], finite)
         if judgement.choice == "stop":
             self._metrics.note(text)
-            self._metrics.close([("cut short", f"after step {done.step}: {judgement.why}")])
+            self._metrics.close([("cut short", f"after step {step.step}: {judgement.why}")])
             raise NotFinite(f"{text}; {judgement.why}")
         if judgement.choice == "go_back":
-            return self._go_back(done.step, f"{text}: {judgement.why}")
+            return self._go_back(step.step, f"{text}: {judgement.why}")
         if not finite:
             self._metrics.note(text)
         return False
@@ -269,9 +269,11 @@ class FaultHandler:
     ) -> str:
         """Describe which gradients of a step were not finite, and where that began. Collective."""
         names = self._optimizer.find_nonfinite_parameters(update)
-        what = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-        what = f"gradients of {what} are" if names else "the norm of all gradients together is"
-        return f"{what} not finite ({self._locate(maxima, samples)})"
+        subject = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+        subject = (
+            f"gradients of {subject} are" if names else "the norm of all gradients together is"
+        )
+        return f"{subject} not finite ({self._locate(maxima, samples)})"
 
     def _locate(self, maxima: Sequence[PassMaximum], samples: Sequence[Tensor]) -> str:
         world, device = self._mesh.world, self._mesh.device

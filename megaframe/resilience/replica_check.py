@@ -81,8 +81,8 @@ class ReplicaCheck:
             own_hash = hash_bytes(flat)
             hashes = all_gather(self._to_tensor(own_hash), group).wait().tolist()
             if len(set(hashes)) > 1:
-                (majority, most), *rest = Counter(hashes).most_common()
-                clear = most > rest[0][1]
+                (majority, most), *minorities = Counter(hashes).most_common()
+                clear = most > minorities[0][1]
                 differs = differs or not clear or own_hash != majority
                 sure = sure and clear
         ranks = self._gather_ranks_with(differs)

@@ -44,13 +44,13 @@ def find_slow_ranks(times: Mapping[int, Sequence[float]], factor: float) -> Iter
     median above which a rank is slow.
     """
     for column, kind in enumerate(KINDS):
-        for rank, mine in times.items():
-            others = [theirs[column] for other, theirs in times.items() if other != rank]
+        for rank, own_times in times.items():
+            others = [other_times[column] for other, other_times in times.items() if other != rank]
             if not others:
                 continue
             median = statistics.median(others)
-            if mine[column] > max(factor * median, median + _LEAST_SECONDS):
-                yield SlowRank(rank, kind, mine[column], median)
+            if own_times[column] > max(factor * median, median + _LEAST_SECONDS):
+                yield SlowRank(rank, kind, own_times[column], median)
 
 
 class StragglerDetector:
@@ -96,7 +96,7 @@ class StragglerDetector:
     def _describe_slow_ranks(self, rows: Mapping[int, Sequence[float]]) -> Iterator[str]:
         stages: dict[int, dict[int, Sequence[float]]] = {}
         for rank, row in rows.items():
-            stages.setdefault(self._mesh.layout.coordinate(rank)["pipeline"], {})[rank] = row
+            stages.setdefault(self._mesh.layout.get_coordinate(rank)["pipeline"], {})[rank] = row
         for ranks_of_stage in stages.values():
             for slow in find_slow_ranks(ranks_of_stage, self._factor):
                 place = launch = ""

@@ -1,7 +1,7 @@
 """Schedules: a step as lists of actions, which are generated, lowered, printed and executed."""
 
 from megaframe.schedule.actions import Action, ActionKind, parse_action
-from megaframe.schedule.generators import generate, schedule_mistakes
+from megaframe.schedule.generators import find_schedule_mistakes, generate
 from megaframe.schedule.limits import SCHEDULE_NAMES
 from megaframe.schedule.lowering import lower
 from megaframe.schedule.schedule import Schedule
@@ -11,8 +11,8 @@ __all__ = [
     "Action",
     "ActionKind",
     "Schedule",
+    "find_schedule_mistakes",
     "generate",
     "lower",
     "parse_action",
-    "schedule_mistakes",
 ]

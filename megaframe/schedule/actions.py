@@ -95,12 +95,12 @@ def parse_action(text: str) -> Action:
             f"with KIND one of {', '.join(kinds)}"
         )
     kind = kinds[match[2]]
-    for number, needed, what in (
+    for number, needed, name in (
         (match[1], kind is not ActionKind.UPDATE, "stage"),
         (match[3], kind.per_microbatch, "microbatch"),
     ):
         if needed != (number is not None):
             wants = "needs a" if needed else "takes no"
-            raise UserError(f"action {text!r}: {kind.value} {wants} {what} number")
+            raise UserError(f"action {text!r}: {kind.value} {wants} {name} number")
     stage, microbatch = (None if n is None else int(n) for n in (match[1], match[3]))
     return Action(kind, stage, microbatch)

@@ -17,19 +17,19 @@ Placement = Literal["loop", "vee"]
 alternates, so that a rank at either end has two consecutive stages where it turns."""
 
 
-def stage_of(rank: int, chunk: int, ranks: int, placement: Placement) -> int:
+def get_stage_of_chunk(rank: int, chunk: int, ranks: int, placement: Placement) -> int:
     """Return the stage that is chunk `chunk` of `rank`."""
-    back = placement == "vee" and chunk % 2
-    return chunk * ranks + (ranks - 1 - rank if back else rank)
+    reversed_direction = placement == "vee" and chunk % 2
+    return chunk * ranks + (ranks - 1 - rank if reversed_direction else rank)
 
 
-def ranks_of_stages(ranks: int, chunks: int, placement: Placement) -> tuple[int, ...]:
+def list_ranks_by_stage(ranks: int, chunks: int, placement: Placement) -> tuple[int, ...]:
     """Return the rank of every stage, by stage number."""
-    way = range(ranks)
+    direction = range(ranks)
     return tuple(
         rank
         for chunk in range(chunks)
-        for rank in (way[::-1] if placement == "vee" and chunk % 2 else way)
+        for rank in (direction[::-1] if placement == "vee" and chunk % 2 else direction)
     )
 
 
@@ -85,16 +85,16 @@ def split_backwards(
     Args:
         chosen, deferred: Numbers of backwards, counted in the order of the list.
     """
-    weighed: list[Action] = []
+    split_order: list[Action] = []
     queue: list[Action] = []
     number = 0
     for action in order:
-        weighed.append(action)
+        split_order.append(action)
         if action.kind is not ActionKind.B:
             continue
         if chosen is None or number in chosen:
             queue.append(Action(ActionKind.W, action.stage, action.microbatch))
         if queue and number not in deferred:
-            weighed.append(queue.pop(0))
+            split_order.append(queue.pop(0))
         number += 1
-    return weighed + queue
+    return split_order + queue

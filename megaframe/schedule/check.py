@@ -2,10 +2,9 @@
 
 It accepts compute-only and lowered schedules. It proves that there is no deadlock by simulating the
 partial order itself, in which a send needs no posted receive. The proof also holds for the
-executor, where a transfer does need one: both ends of an edge use the same order and a receive
-    comes before
-its consumer, so when a rank reaches a consumer, its receive and all earlier ones of the edge are
-posted.
+executor, where a transfer does need one: both ends of an edge use the same order, and a receive
+comes before its consumer. When a rank reaches a consumer, its receive and all earlier ones of the
+edge are therefore posted.
 """
 
 from __future__ import annotations
@@ -51,7 +50,9 @@ def check(schedule: Schedule) -> None:
     _check_stages(schedule)
     positions = _find_positions(schedule)
     lowered = any(not action.kind.is_compute for actions in schedule.ranks for action in actions)
-    needed = [_required_kinds(schedule, stage, lowered) for stage in range(len(schedule.rank_of))]
+    needed = [
+        _list_required_kinds(schedule, stage, lowered) for stage in range(len(schedule.rank_of))
+    ]
     _check_complete(schedule, positions, needed)
     _check_order(schedule, positions)
     if lowered:
@@ -59,21 +60,21 @@ def check(schedule: Schedule) -> None:
         _check_updates(schedule)
         _check_edges(schedule)
     encoded = encode_schedule(schedule)
-    events = simulate_events(encoded, [0] * len(encoded.links()) * encoded.microbatches, 0)
+    events = simulate_events(encoded, [0] * len(encoded.list_links()) * encoded.microbatches, 0)
     if events.stuck:
-        raise deadlock_error(encoded, events)
+        raise explain_deadlock(encoded, events)
 
 
-def deadlock_error(encoded: EncodedSchedule, events: EventTimes) -> UserError:
+def explain_deadlock(encoded: EncodedSchedule, events: EventTimes) -> UserError:
     """Return the error that says which ranks wait for which in a simulation that got stuck."""
-    circle = find_deadlock_cycle(encoded, events.stuck)
+    cycle = find_deadlock_cycle(encoded, events.stuck)
     waits = "; ".join(
-        f"rank {rank} waits with {encoded.action(code)} for {encoded.action(maker)}"
-        for rank, code, maker in circle
+        f"rank {rank} waits with {encoded.decode_action(code)} for {encoded.decode_action(maker)}"
+        for rank, code, maker in cycle
     )
-    rows = [[str(encoded.action(code)) for code in steps] for steps in encoded.steps]
+    rows = [[str(encoded.decode_action(code)) for code in steps] for steps in encoded.steps]
     centres = [events.stuck.get(rank, len(row)) for rank, row in enumerate(rows)]
-    grid = draw_marked_grid(rows, centres, {rank for rank, _, _ in circle})
+    grid = draw_marked_grid(rows, centres, {rank for rank, _, _ in cycle})
     return UserError(
         f"schedule: deadlock of {len(events.stuck)} of {len(rows)} ranks: {waits}\n{grid}"
     )
@@ -89,9 +90,9 @@ def draw_marked_grid(
         reach: Number of columns shown before the centre, and from the centre on.
     """
     marked = set(marked)
-    shown = [r for r in range(len(rows)) if any(abs(r - m) <= 2 for m in sorted(marked)[:8])]
+    shown_ranks = [r for r in range(len(rows)) if any(abs(r - m) <= 2 for m in sorted(marked)[:8])]
     lines = []
-    for rank in shown:
+    for rank in shown_ranks:
         row, centre = rows[rank], centres[rank]
         cells = [row[i] if 0 <= i < len(row) else "" for i in range(centre - reach, centre + reach)]
         if rank in marked:
@@ -103,15 +104,15 @@ def draw_marked_grid(
     return "\n".join("  " + " ".join(cells).rstrip() for cells in padded)
 
 
-def _cell_error(
-    schedule: Schedule, rank: int, position: int, what: str, missing: Action | None = None
+def _make_cell_error(
+    schedule: Schedule, rank: int, position: int, problem: str, missing: Action | None = None
 ) -> UserError:
     """Return the error for one cell. A `missing` action is shown where it should be."""
     rows = [list(map(str, actions)) for actions in schedule.ranks]
     if missing is not None:
         rows[rank].insert(position, f"{missing}?")
     grid = draw_marked_grid(rows, [position] * len(rows), {rank})
-    return UserError(f"schedule: {what} (rank {rank}, action {position})\n{grid}")
+    return UserError(f"schedule: {problem} (rank {rank}, action {position})\n{grid}")
 
 
 def _check_stages(schedule: Schedule) -> None:
@@ -135,11 +136,11 @@ def _check_stages(schedule: Schedule) -> None:
                 continue
             home = owner[action.stage]
             if home != rank:
-                what = f"{action} is on rank {rank}, but stage {action.stage} is on rank {home}"
-                raise _cell_error(schedule, rank, position, what)
+                problem = f"{action} is on rank {rank}, but stage {action.stage} is on rank {home}"
+                raise _make_cell_error(schedule, rank, position, problem)
             if hole < action.stage == highest:
-                what = f"stage {highest} is there, but stage {hole} has no action"
-                raise _cell_error(schedule, rank, position, what)
+                problem = f"stage {highest} is there, but stage {hole} has no action"
+                raise _make_cell_error(schedule, rank, position, problem)
 
 
 def _find_positions(schedule: Schedule) -> _Positions:
@@ -150,12 +151,12 @@ def _find_positions(schedule: Schedule) -> _Positions:
                 continue
             first = positions.setdefault(action, (rank, position))
             if first != (rank, position):
-                what = f"{action} is repeated; it stands at {first[1]} already"
-                raise _cell_error(schedule, rank, position, what)
+                problem = f"{action} is repeated; it stands at {first[1]} already"
+                raise _make_cell_error(schedule, rank, position, problem)
     return positions
 
 
-def _required_kinds(schedule: Schedule, stage: int, lowered: bool) -> tuple[ActionKind, ...]:
+def _list_required_kinds(schedule: Schedule, stage: int, lowered: bool) -> tuple[ActionKind, ...]:
     """Return the kinds that a stage must have once for each microbatch."""
     ranks = schedule.rank_of
     kinds = [ActionKind.F, ActionKind.B]
@@ -175,16 +176,16 @@ def _check_complete(
         if kind in _PEERS and kind not in needed[stage]:
             peer = stage + _PEERS[kind]
             other = f"stage {peer} is on rank {rank} too" if 0 <= peer < len(needed) else "none"
-            what = f"{action} has no other rank at its other end ({other})"
-            raise _cell_error(schedule, rank, position, what)
+            problem = f"{action} has no other rank at its other end ({other})"
+            raise _make_cell_error(schedule, rank, position, problem)
     for stage, kinds in enumerate(needed):
         for microbatch in range(schedule.microbatches):
             for kind in kinds:
                 if Action(kind, stage, microbatch) not in positions:
-                    raise _missing_error(schedule, positions, Action(kind, stage, microbatch))
+                    raise _make_missing_error(schedule, positions, Action(kind, stage, microbatch))
 
 
-def _missing_error(schedule: Schedule, positions: _Positions, action: Action) -> UserError:
+def _make_missing_error(schedule: Schedule, positions: _Positions, action: Action) -> UserError:
     stage, kind = action.stage, action.kind
     assert stage is not None
     rank = schedule.rank_of[stage]
@@ -197,8 +198,8 @@ def _missing_error(schedule: Schedule, positions: _Positions, action: Action) ->
         default=max((place[1] + 1 for place in before if place), default=len(schedule.ranks[rank])),
     )
     count = sum(a.kind is kind and a.stage == stage for a in schedule.ranks[rank])
-    what = f"{action} is missing: {count} {kind.value} for {schedule.microbatches} microbatches"
-    return _cell_error(schedule, rank, position, what, missing=action)
+    problem = f"{action} is missing: {count} {kind.value} for {schedule.microbatches} microbatches"
+    return _make_cell_error(schedule, rank, position, problem, missing=action)
 
 
 def _check_order(schedule: Schedule, positions: _Positions) -> None:
@@ -208,8 +209,10 @@ def _check_order(schedule: Schedule, positions: _Positions) -> None:
             before = Action(first, action.stage, action.microbatch)
             place = positions.get(before)
             if place is not None and place[1] > position:
-                what = f"{action} stands before {before}, which it needs and which is at {place[1]}"
-                raise _cell_error(schedule, rank, position, what)
+                problem = (
+                    f"{action} stands before {before}, which it needs and which is at {place[1]}"
+                )
+                raise _make_cell_error(schedule, rank, position, problem)
 
 
 def _check_reductions(schedule: Schedule, positions: _Positions) -> None:
@@ -219,23 +222,23 @@ def _check_reductions(schedule: Schedule, positions: _Positions) -> None:
         completing = [
             position
             for position, action in enumerate(schedule.ranks[rank])
-            if action.stage == stage and _completes_gradient(action, schedule)
+            if action.stage == stage and _is_gradient_complete_after(action, schedule)
         ]
         place = positions.get(Action(ActionKind.REDUCE, stage))
         if place is None:
             missing = Action(ActionKind.REDUCE, stage)
-            what = f"{missing} is missing; it stands before the last gradient of its stage"
-            raise _cell_error(schedule, rank, completing[-1], what, missing)
+            problem = f"{missing} is missing; it stands before the last gradient of its stage"
+            raise _make_cell_error(schedule, rank, completing[-1], problem, missing)
         later = sum(position > place[1] for position in completing)
         if later != 1:
-            what = (
+            problem = (
                 f"{stage}REDUCE stands before {later} of the stage's {len(completing)} gradients; "
                 f"it stands before the last one, {schedule.ranks[rank][completing[-1]]}"
             )
-            raise _cell_error(schedule, rank, place[1], what)
+            raise _make_cell_error(schedule, rank, place[1], problem)
 
 
-def _completes_gradient(action: Action, schedule: Schedule) -> bool:
+def _is_gradient_complete_after(action: Action, schedule: Schedule) -> bool:
     """Return whether the weight gradient of the action's microbatch is complete after it."""
     if action.kind is not ActionKind.B or action.stage is None or action.microbatch is None:
         return action.kind is ActionKind.W
@@ -247,33 +250,35 @@ def _check_updates(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.ranks):
         last = len(actions) - 1
         if update not in actions:
-            raise _cell_error(schedule, rank, last + 1, "UPDATE is missing at the end", update)
+            raise _make_cell_error(schedule, rank, last + 1, "UPDATE is missing at the end", update)
         first = actions.index(update)
         if first != last:
-            what = f"UPDATE stands before {last - first} other actions; it stands once, at the end"
-            raise _cell_error(schedule, rank, first, what)
+            problem = (
+                f"UPDATE stands before {last - first} other actions; it stands once, at the end"
+            )
+            raise _make_cell_error(schedule, rank, first, problem)
 
 
 def _check_edges(schedule: Schedule) -> None:
     """Check that both ends of every directed edge between ranks name the same tensors in the same
     order."""
-    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    sends_by_edge: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    receives_by_edge: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     for rank, position, action, peer in _list_transfers(schedule):
         if action.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
-            sent[rank, peer].append(action)
+            sends_by_edge[rank, peer].append(action)
         else:
-            received[peer, rank].append((position, action))
-    for (source, target), sends in sent.items():
+            receives_by_edge[peer, rank].append((position, action))
+    for (source, target), sends in sends_by_edge.items():
         for number, (send, (position, action)) in enumerate(
-            zip(sends, received[source, target], strict=True)
+            zip(sends, receives_by_edge[source, target], strict=True)
         ):
-            if _matching_receive(send) != action:
-                what = (
+            if _find_matching_receive(send) != action:
+                problem = (
                     f"{action} takes tensor {number} from rank {source} to rank {target}, "
                     f"but that is of {send}"
                 )
-                raise _cell_error(schedule, target, position, what)
+                raise _make_cell_error(schedule, target, position, problem)
 
 
 def _list_transfers(schedule: Schedule) -> Iterator[tuple[int, int, Action, int]]:
@@ -284,7 +289,7 @@ def _list_transfers(schedule: Schedule) -> Iterator[tuple[int, int, Action, int]
                 yield rank, position, action, schedule.rank_of[action.stage + _PEERS[action.kind]]
 
 
-def _matching_receive(send: Action) -> Action:
+def _find_matching_receive(send: Action) -> Action:
     kind = ActionKind.RECV_F if send.kind is ActionKind.SEND_F else ActionKind.RECV_B
     assert send.stage is not None
     return Action(kind, send.stage + _PEERS[send.kind], send.microbatch)

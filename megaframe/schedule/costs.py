@@ -43,7 +43,7 @@ class ActionCosts:
                 if not (value >= 0 and math.isfinite(value)):
                     raise UserError(f"costs: {name} takes {value} s; use 0 or more")
 
-    def per_stage(self, stages: int) -> tuple[tuple[Seconds, ...], ...]:
+    def list_by_stage(self, stages: int) -> tuple[tuple[Seconds, ...], ...]:
         """Return the seconds of F, of B and of W, each by stage.
 
         Raises:

@@ -42,13 +42,13 @@ def draw_svg(timeline: Timeline, name: str) -> str:
     """Draw the timeline as the text of an SVG file, titled with the `name` of the schedule."""
     ranks = len(timeline.encoded.steps)
     width = min(30_000, max(860, 24 * max(map(len, timeline.compute))))
-    whole, height = _LEFT + width + _RIGHT, _TOP + ranks * _ROW + 30
+    total_width, height = _LEFT + width + _RIGHT, _TOP + ranks * _ROW + 30
     scale = width / float(timeline.time) if timeline.time else 0.0
     title = escape(f"{name}: {summarize_timeline(timeline)}")
     palette = _choose_palette(timeline)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="{height}" '
-        f'viewBox="0 0 {whole} {height}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total_width}" height="{height}" '
+        f'viewBox="0 0 {total_width} {height}" role="img">',
         f"<title>{title}</title>",
         f"<style>{_STYLE}</style>",
         '<rect class="ground" width="100%" height="100%"/>',
@@ -62,14 +62,14 @@ def draw_svg(timeline: Timeline, name: str) -> str:
             f'<rect class="track" x="{_LEFT}" y="{top}" width="{width}" height="{_ROW - _GAP}"/>'
         )
         lines += [
-            _draw_box(interval, rank, scale, palette[_kind_of(interval), interval.chunk])
+            _draw_box(interval, rank, scale, palette[_name_kind(interval), interval.chunk])
             for interval in intervals
         ]
     lines += [*_draw_axis(float(timeline.time), scale, _TOP + ranks * _ROW), "</svg>"]
     return "\n".join(lines) + "\n"
 
 
-def _kind_of(interval: ActionInterval) -> str:
+def _name_kind(interval: ActionInterval) -> str:
     return "BW" if interval.fused else interval.action.kind.value
 
 
@@ -77,19 +77,19 @@ def _choose_palette(timeline: Timeline) -> _Palette:
     """Return the colours of fill and label for each kind and chunk that occurs. Later chunks are
     lighter."""
     shades = {
-        (_kind_of(interval), interval.chunk)
+        (_name_kind(interval), interval.chunk)
         for intervals in timeline.compute
         for interval in intervals
     }
     last = max(1, *(chunk for _, chunk in shades), 1)
     order = list(_HUES)
     return {
-        (kind, chunk): _colours(_HUES[kind][0], 0.40 + 0.38 * chunk / last)
+        (kind, chunk): _choose_colours(_HUES[kind][0], 0.40 + 0.38 * chunk / last)
         for kind, chunk in sorted(shades, key=lambda shade: (order.index(shade[0]), shade[1]))
     }
 
 
-def _colours(hue: int, lightness: float) -> tuple[str, str]:
+def _choose_colours(hue: int, lightness: float) -> tuple[str, str]:
     parts = colorsys.hls_to_rgb(hue / 360, lightness, 0.62)
     red, green, blue = (part**2.2 for part in parts)
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue

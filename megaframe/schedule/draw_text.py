@@ -57,9 +57,9 @@ def draw_text(timeline: Timeline, width: int = 120) -> str:
     columns = timeline.time / timeline.tick if timeline.tick else math.inf
     if columns > per_band * _MOST_BANDS:
         lines = [f"a column is {format_number(timeline.time / space)} s, {_IDLE} is waiting"]
-        lines += [f"{n:<{margin}}{_scaled(timeline, r, space)}" for r, n in enumerate(names)]
+        lines += [f"{n:<{margin}}{_draw_scaled(timeline, r, space)}" for r, n in enumerate(names)]
         return "\n".join(lines)
-    grid = [list(_cells(timeline, rank, row, cell)) for rank, row in enumerate(rows)]
+    grid = [list(_draw_cells(timeline, rank, row, cell)) for rank, row in enumerate(rows)]
     lines = []
     for start in range(0, max(1, int(columns)), per_band):
         lines.append(f"from {format_number(start * (timeline.tick or 0))} s")
@@ -68,7 +68,7 @@ def draw_text(timeline: Timeline, width: int = 120) -> str:
     return "\n".join(lines)
 
 
-def _cells(timeline: Timeline, rank: int, labels: list[str], width: int) -> Iterator[str]:
+def _draw_cells(timeline: Timeline, rank: int, labels: list[str], width: int) -> Iterator[str]:
     """Yield one cell per tick: the label of an action, then `-` while it continues."""
     tick, at = timeline.tick, 0
     assert tick is not None
@@ -81,7 +81,7 @@ def _cells(timeline: Timeline, rank: int, labels: list[str], width: int) -> Iter
     yield from [_IDLE.ljust(width)] * (int(timeline.time / tick) - at)
 
 
-def _scaled(timeline: Timeline, rank: int, columns: int) -> str:
+def _draw_scaled(timeline: Timeline, rank: int, columns: int) -> str:
     """Return one letter per column: the kind of work, or waiting, that fills most of it."""
     filled: list[dict[str, float]] = [{} for _ in range(columns)]
     scale = columns / float(timeline.time) if timeline.time else 0.0

@@ -59,13 +59,13 @@ class EncodedSchedule:
                     separate[code - start] = True
         return separate
 
-    def action(self, code: int) -> Action:
+    def decode_action(self, code: int) -> Action:
         """Return the action with this code."""
         row, microbatch = divmod(code, self.microbatches)
         kind, stage = divmod(row, len(self.rank_of))
         return Action(KINDS[kind], stage, microbatch)
 
-    def links(self) -> list[tuple[int, tuple[int, int] | None]]:
+    def list_links(self) -> list[tuple[int, tuple[int, int] | None]]:
         """Return, for each code // microbatches, the difference from the code of an action to the
         code of the action that waits for its result (0 if none does), and the (sending, receiving)
         ranks of the transfer in between (None if there is none)."""
@@ -106,19 +106,19 @@ def encode_schedule(schedule: Schedule) -> EncodedSchedule:
     return EncodedSchedule(schedule.rank_of, size, steps, lowered)
 
 
-def live_activations(schedule: Schedule | EncodedSchedule) -> tuple[Fraction, ...]:
+def count_live_activations(schedule: Schedule | EncodedSchedule) -> tuple[Fraction, ...]:
     """Return the maximum number of activations that each rank holds at once, in units of one
     microbatch on all stages of the rank: one stage counts 1 / (stages of the rank). An activation
     lives from its F until its W, or until its B if there is no separate W."""
     encoded = schedule if isinstance(schedule, EncodedSchedule) else encode_schedule(schedule)
     block, split = encoded.block, encoded.split_backwards
     return tuple(
-        Fraction(_peak(steps, block, split), encoded.rank_of.count(rank))
+        Fraction(_count_peak(steps, block, split), encoded.rank_of.count(rank))
         for rank, steps in enumerate(encoded.steps)
     )
 
 
-def _peak(steps: Sequence[int], block: int, split: Sequence[bool]) -> int:
+def _count_peak(steps: Sequence[int], block: int, split: Sequence[bool]) -> int:
     live = peak = 0
     for code in steps:
         if code < block:
@@ -163,7 +163,7 @@ def simulate_events(
         comm: Duration of a transfer between ranks.
     """
     size, ranks = encoded.microbatches, len(encoded.steps)
-    links = encoded.links()
+    links = encoded.list_links()
     free: dict[tuple[int, int] | None, Seconds] = {edge: 0 for _, edge in links}
     codes = len(links) * size
     # Only backwards, and forwards after the first stage, wait for an arrival.
@@ -214,7 +214,9 @@ def find_deadlock_cycle(
         stuck: Where the ranks of a complete schedule are stuck.
     """
     size = encoded.microbatches
-    makers = {row + reach // size: row for row, (reach, _) in enumerate(encoded.links()) if reach}
+    makers = {
+        row + reach // size: row for row, (reach, _) in enumerate(encoded.list_links()) if reach
+    }
     chain: dict[int, tuple[int, int, int]] = {}
     rank = next(iter(stuck))
     while rank not in chain:

@@ -11,7 +11,7 @@ from megaframe.errors import UserError
 from megaframe.schedule.building_blocks import Placement
 from megaframe.schedule.check import check
 from megaframe.schedule.costs import ActionCosts, Seconds
-from megaframe.schedule.limits import FILE_PREFIX, group_mistakes, name_mistakes
+from megaframe.schedule.limits import FILE_PREFIX, find_group_mistakes, find_name_mistakes
 from megaframe.schedule.named import build_named_schedule
 from megaframe.schedule.schedule import Schedule, read_schedule
 from megaframe.schedule.search import search_schedule
@@ -37,7 +37,7 @@ def generate(
     Raises:
         UserError: Naming every limit that is broken, with the nearest valid values.
     """
-    mistakes = schedule_mistakes(name, ranks, chunks, microbatches, group=group)
+    mistakes = find_schedule_mistakes(name, ranks, chunks, microbatches, group=group)
     if mistakes:
         raise UserError("\n  ".join(mistakes))
     if name.startswith(FILE_PREFIX):
@@ -49,7 +49,7 @@ def generate(
     return build_named_schedule(name, ranks, chunks, microbatches, group)
 
 
-def schedule_mistakes(
+def find_schedule_mistakes(
     name: str, ranks: int, chunks: int, microbatches: int, *, group: int | None = None
 ) -> list[str]:
     """Return a message for each reason why `generate` would refuse, an empty list if it would not.
@@ -57,13 +57,13 @@ def schedule_mistakes(
     For `file:PATH`, the file is read and checked.
     """
     if not name.startswith(FILE_PREFIX):
-        return list(name_mistakes(name, ranks, chunks, microbatches, group))
+        return list(find_name_mistakes(name, ranks, chunks, microbatches, group))
     try:
         schedule = read_schedule(Path(name.removeprefix(FILE_PREFIX)))
         check(schedule)
     except UserError as error:
         return [f"parallel.schedule={name}: {error}"]
-    per_rank = [len(schedule.stages(rank)) for rank in range(len(schedule.ranks))]
+    per_rank = [len(schedule.list_stages(rank)) for rank in range(len(schedule.ranks))]
     sizes = {
         "parallel.pipeline": (ranks, [len(schedule.ranks)]),
         "parallel.chunks": (chunks, sorted(set(per_rank))),
@@ -74,4 +74,4 @@ def schedule_mistakes(
         f"{requested}"
         for key, (requested, valid) in sizes.items()
         if valid != [requested]
-    ] + list(group_mistakes(name, ranks, group))
+    ] + list(find_group_mistakes(name, ranks, group))

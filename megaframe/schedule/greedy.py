@@ -26,7 +26,7 @@ class GreedyPolicy:
     Attributes:
         lead: Limits how many forwards a rank may be ahead of its backwards, as a factor of its
             distance from the end of the pipeline; None for as many as fit into memory. See
-            `_GreedyRun._bound`.
+            `_GreedyRun._compute_bound`.
         turns: Chunks take turns, with as many microbatches per turn as there are ranks. Otherwise
             the later stage goes first.
         patience: A weight gradient does not start if another action becomes ready within this
@@ -62,7 +62,7 @@ class SchedulingProblem:
     ) -> SchedulingProblem:
         """Return the problem for `costs`."""
         forward, backward, weight = (
-            [float(value) for value in values] for values in costs.per_stage(len(rank_of))
+            [float(value) for value in values] for values in costs.list_by_stage(len(rank_of))
         )
         seconds = (forward, backward, weight)
         return cls(rank_of, microbatches, seconds, float(costs.comm), capacity)
@@ -113,7 +113,7 @@ class _GreedyRun:
         self.slack = _SLACK * max(map(max, problem.seconds))
         self.stages = [[s for s in range(stages) if rank_of[s] == rank] for rank in range(ranks)]
         self.later = [sum(r == rank_of[s] for r in rank_of[s:]) for s in range(stages)]
-        self.done = [[0] * stages for _ in range(3)]
+        self.num_started = [[0] * stages for _ in range(3)]
         self.arrivals: list[list[list[float]]] = [[[] for _ in range(stages)] for _ in range(2)]
         self.arrivals[_F][0] = [0] * size
         self.free: list[float] = [0] * ranks
@@ -121,9 +121,9 @@ class _GreedyRun:
         self.queue: list[deque[int]] = [deque() for _ in range(ranks)]
         self.steps: list[list[int]] = [[] for _ in range(ranks)]
         self.waking: list[tuple[float, int]] = [(0, rank) for rank in range(ranks)]
-        self.bound = [self._bound(rank, ranks) for rank in range(ranks)]
+        self.bound = [self._compute_bound(rank, ranks) for rank in range(ranks)]
 
-    def _bound(self, rank: int, ranks: int) -> int:
+    def _compute_bound(self, rank: int, ranks: int) -> int:
         """Return the largest number of forwards that a rank may be ahead of its backwards."""
         if self.policy.lead is None:
             return self.problem.capacity
@@ -132,7 +132,7 @@ class _GreedyRun:
 
     def choose(self, rank: int, now: float) -> tuple[int, int] | None:
         """Return kind and stage of the next action of a free rank, None to wait for an arrival."""
-        ready, soonest = self._ready(_B, self.stages[rank], now)
+        ready, soonest = self._find_ready(_B, self.stages[rank], now)
         if ready is not None:
             return _B, ready
         free_slots = self.problem.capacity - self.live[rank]
@@ -140,7 +140,7 @@ class _GreedyRun:
         # Memory must also suffice for the later chunks of the rank, so that what is started can
         # always be finished.
         stages = [stage for stage in self.stages[rank] if self.later[stage] <= free_slots]
-        ready, other = self._ready(_F, stages, now)
+        ready, other = self._find_ready(_F, stages, now)
         if ready is not None:
             return _F, ready
         if not self.queue[rank]:
@@ -151,13 +151,13 @@ class _GreedyRun:
             return None
         return _W, stage
 
-    def _ready(self, kind: int, stages: Sequence[int], now: float) -> tuple[int | None, float]:
+    def _find_ready(self, kind: int, stages: Sequence[int], now: float) -> tuple[int | None, float]:
         """Return the stage whose ready action of this kind goes first (None if none is ready), and
         the earliest known time at which another one becomes ready."""
         best, first, soonest = None, (0, 0), inf
         turn = len(self.free) if self.policy.turns else 1 << 60
         for stage in stages:
-            number, arrivals = self.done[kind][stage], self.arrivals[kind][stage]
+            number, arrivals = self.num_started[kind][stage], self.arrivals[kind][stage]
             if number >= len(arrivals):
                 continue
             if arrivals[number] > now + self.slack:
@@ -171,8 +171,8 @@ class _GreedyRun:
     def start(self, rank: int, now: float, kind: int, stage: int) -> None:
         """Start an action, and record when its result arrives."""
         problem = self.problem
-        number = self.done[kind][stage]
-        self.done[kind][stage] = number + 1
+        number = self.num_started[kind][stage]
+        self.num_started[kind][stage] = number + 1
         stages = len(problem.rank_of)
         self.steps[rank].append((kind * stages + stage) * problem.microbatches + number)
         end = self.free[rank] = now + self.seconds[kind][stage]

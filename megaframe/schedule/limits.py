@@ -22,7 +22,7 @@ class ScheduleLimits:
     max_chunks: int | None = 1
     needs_full_pipeline: bool = False
 
-    def nearest_chunks(self, chunks: int) -> int:
+    def find_nearest_chunks(self, chunks: int) -> int:
         """Return the supported number of chunks that is closest to `chunks`."""
         return max(
             self.min_chunks, chunks if self.max_chunks is None else min(chunks, self.max_chunks)
@@ -45,7 +45,7 @@ SCHEDULE_NAMES = tuple(SCHEDULE_LIMITS)
 FILE_PREFIX = "file:"
 
 
-def name_mistakes(
+def find_name_mistakes(
     name: str, ranks: int, chunks: int, microbatches: int, group: int | None = None
 ) -> Iterator[str]:
     """Yield a message for each reason why there is no schedule `name` of this size."""
@@ -57,14 +57,14 @@ def name_mistakes(
     if name not in SCHEDULE_LIMITS:
         near = get_close_matches(name, SCHEDULE_NAMES, n=2, cutoff=0.5)
         use = f"; did you mean {join_or(near)}?" if near else ""
-        known = ", ".join(SCHEDULE_NAMES)
-        yield f"parallel.schedule={name} is not one of {known} and file:PATH{use}"
+        names = ", ".join(SCHEDULE_NAMES)
+        yield f"parallel.schedule={name} is not one of {names} and file:PATH{use}"
         return
     limits = SCHEDULE_LIMITS[name]
-    near_chunks = limits.nearest_chunks(chunks)
+    near_chunks = limits.find_nearest_chunks(chunks)
     if near_chunks != chunks >= 1:
         fitting = join_or(
-            n for n, other in SCHEDULE_LIMITS.items() if other.nearest_chunks(chunks) == chunks
+            n for n, other in SCHEDULE_LIMITS.items() if other.find_nearest_chunks(chunks) == chunks
         )
         yield (
             f"parallel.schedule={name} does not run parallel.chunks={chunks}; "
@@ -72,17 +72,17 @@ def name_mistakes(
         )
     if limits.needs_full_pipeline and 1 <= microbatches < ranks:
         free = join_or(
-            n for n, other in SCHEDULE_LIMITS.items() if _takes_any_microbatches(other, chunks)
+            n for n, other in SCHEDULE_LIMITS.items() if _allows_any_microbatches(other, chunks)
         )
         yield (
             f"{_describe_count(microbatches)}, but parallel.schedule={name} needs at least "
             f"parallel.pipeline={ranks}; use train.global_batch or train.microbatch for {ranks} "
             f"microbatches, parallel.pipeline={microbatches}, or parallel.schedule={free}"
         )
-    yield from group_mistakes(name, ranks, group)
+    yield from find_group_mistakes(name, ranks, group)
 
 
-def group_mistakes(name: str, ranks: int, group: int | None) -> Iterator[str]:
+def find_group_mistakes(name: str, ranks: int, group: int | None) -> Iterator[str]:
     """Yield a message for each reason why `group` microbatches per turn of a chunk are not
     possible."""
     if group is None:
@@ -99,8 +99,8 @@ def group_mistakes(name: str, ranks: int, group: int | None) -> Iterator[str]:
         )
 
 
-def _takes_any_microbatches(limits: ScheduleLimits, chunks: int) -> bool:
-    return limits.nearest_chunks(chunks) == chunks and not limits.needs_full_pipeline
+def _allows_any_microbatches(limits: ScheduleLimits, chunks: int) -> bool:
+    return limits.find_nearest_chunks(chunks) == chunks and not limits.needs_full_pipeline
 
 
 def _describe_count(microbatches: int) -> str:

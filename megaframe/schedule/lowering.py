@@ -77,8 +77,8 @@ def _place_receives(schedule: Schedule, ahead: int) -> list[Posts]:
                 continue
             _, receive, consumer = passed
             assert consumer.stage is not None
-            to, wanted = schedule.rank_of[consumer.stage], position[consumer]
-            latest[to] = min(max(0, wanted - ahead), latest.get(to, wanted))
+            to, consumer_position = schedule.rank_of[consumer.stage], position[consumer]
+            latest[to] = min(max(0, consumer_position - ahead), latest.get(to, consumer_position))
             posts[to][latest[to]].append(receive)
     return [{at: receives[::-1] for at, receives in rank.items()} for rank in posts]
 

@@ -16,9 +16,9 @@ from megaframe.schedule.building_blocks import (
     alternate,
     divide_into_turns,
     drop_missing_microbatches,
+    get_stage_of_chunk,
     list_passes,
     split_backwards,
-    stage_of,
 )
 from megaframe.schedule.schedule import Schedule
 
@@ -26,7 +26,7 @@ from megaframe.schedule.schedule import Schedule
 def build_named_schedule(
     name: str, ranks: int, chunks: int, microbatches: int, group: int | None = None
 ) -> Schedule:
-    """Return the schedule `name`. The caller must have checked its limits (`name_mistakes`)."""
+    """Return the schedule `name`, whose limits the caller has checked (`find_name_mistakes`)."""
     size = (ranks, chunks, microbatches)
     if name == "interleaved":
         lists = [interleaved(rank, *size, group) for rank in range(ranks)]
@@ -35,7 +35,7 @@ def build_named_schedule(
     return Schedule(tuple(map(tuple, lists)))
 
 
-def min_live_activations(name: str, ranks: int, chunks: int, microbatches: int) -> Fraction:
+def count_min_live_activations(name: str, ranks: int, chunks: int, microbatches: int) -> Fraction:
     """Return a lower bound on the live activations of a named schedule, without making it."""
     bounds = {
         "gpipe": Fraction(microbatches),
@@ -58,7 +58,7 @@ def one_forward_one_backward(rank: int, ranks: int, chunks: int, microbatches: i
 
     With one rank this is gradient accumulation.
     """
-    return _one_stage_order(rank, microbatches, warm_up=ranks - 1 - rank)
+    return _order_one_stage(rank, microbatches, warm_up=ranks - 1 - rank)
 
 
 def interleaved(
@@ -68,7 +68,7 @@ def interleaved(
     (default p), or a few more if m is not divisible. Bubble (p-1)(F+B+W)/v. With turns of at most
     g, live is (2p-1 + (v-1)g)/v, at most m; for g = p this is p + (p-1)/v."""
     turns = divide_into_turns(microbatches, ranks if group is None else group)
-    forwards, backwards = _looped_passes(rank, ranks, chunks, turns)
+    forwards, backwards = _list_looped_passes(rank, ranks, chunks, turns)
     return alternate(forwards, backwards, 2 * (ranks - 1 - rank) + (chunks - 1) * max(turns))
 
 
@@ -77,7 +77,7 @@ def breadth_first(rank: int, ranks: int, chunks: int, microbatches: int) -> list
 
     Bubble (p-1)(F+B+W)/v for m >= p; live m. Each stage needs its weights only twice per step.
     """
-    forwards, backwards = _looped_passes(rank, ranks, chunks, [microbatches])
+    forwards, backwards = _list_looped_passes(rank, ranks, chunks, [microbatches])
     return forwards + backwards
 
 
@@ -86,7 +86,7 @@ def zb_h1(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]
     (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). Bubble (p-1)(F+B-W) for m >= p and
     W <= F, B; live p."""
     return split_backwards(
-        _one_stage_order(rank, microbatches, ranks - 1 - rank), deferred=range(rank)
+        _order_one_stage(rank, microbatches, ranks - 1 - rank), deferred=range(rank)
     )
 
 
@@ -96,7 +96,7 @@ def zb_h2(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]
     Bubble (p-1)(F+B-2W) for m >= 2p-1 and W <= F, B with 2W <= F+B, so 0 at F=B=W; live 2p-1.
     """
     return split_backwards(
-        _one_stage_order(rank, microbatches, 2 * (ranks - 1 - rank)), deferred=range(2 * rank)
+        _order_one_stage(rank, microbatches, 2 * (ranks - 1 - rank)), deferred=range(2 * rank)
     )
 
 
@@ -107,7 +107,7 @@ def zb_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     gradients are deferred until after the backwards that come back through the V, except after the
     first of these backwards.
     """
-    order = _vee_order(rank, ranks, microbatches)
+    order = _order_vee(rank, ranks, microbatches)
     first = 2 * microbatches - _count_trailing_backwards(order) + 1
     return split_backwards(order, deferred=range(first, first + 2 * rank))
 
@@ -115,7 +115,7 @@ def zb_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
 def dualpipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """DualPipe (DeepSeek-AI 2024) cut in half: the order of zb-v, in which only the first p-1-rank
     and the last p backwards of a rank are split. Bubble p/2 at F=B=W=1; live p."""
-    order = _vee_order(rank, ranks, microbatches)
+    order = _order_vee(rank, ranks, microbatches)
     tail = range(max(0, 2 * microbatches - ranks), 2 * microbatches)
     return split_backwards(
         order, chosen={*range(ranks - 1 - rank), *tail}, deferred=tail[: rank + 1]
@@ -136,14 +136,14 @@ def v_half(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action
     }
     # A block has six slots, one for each of F, B and W of both chunks. Each W takes the first one
     # that is free after its B.
-    taken = {slot % 6 for slot in slots.values()}
+    taken_slots = {slot % 6 for slot in slots.values()}
     for chunk in (1, 0):
         slot = slots[ActionKind.B, chunk] + 1
-        while slot % 6 in taken:
+        while slot % 6 in taken_slots:
             slot += 1
         slots[ActionKind.W, chunk] = slot
-        taken.add(slot % 6)
-    stages = [stage_of(rank, chunk, ranks, "vee") for chunk in (0, 1)]
+        taken_slots.add(slot % 6)
+    stages = [get_stage_of_chunk(rank, chunk, ranks, "vee") for chunk in (0, 1)]
     timed = sorted(
         (slot + 6 * microbatch, kind, stages[chunk], microbatch)
         for (kind, chunk), slot in slots.items()
@@ -152,36 +152,36 @@ def v_half(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action
     return [Action(kind, stage, number) for _, kind, stage, number in timed]
 
 
-def _looped_passes(
+def _list_looped_passes(
     rank: int, ranks: int, chunks: int, turns: Sequence[int]
 ) -> tuple[list[Action], list[Action]]:
-    stages = [stage_of(rank, chunk, ranks, "loop") for chunk in range(chunks)]
+    stages = [get_stage_of_chunk(rank, chunk, ranks, "loop") for chunk in range(chunks)]
     return list_passes(ActionKind.F, stages, turns), list_passes(ActionKind.B, stages[::-1], turns)
 
 
-def _one_stage_order(rank: int, microbatches: int, warm_up: int) -> list[Action]:
-    return alternate(*_looped_passes(rank, 1, 1, [microbatches]), warm_up)
+def _order_one_stage(rank: int, microbatches: int, warm_up: int) -> list[Action]:
+    return alternate(*_list_looped_passes(rank, 1, 1, [microbatches]), warm_up)
 
 
-def _vee_order(rank: int, ranks: int, microbatches: int) -> list[Action]:
+def _order_vee(rank: int, ranks: int, microbatches: int) -> list[Action]:
     """Return the forwards and backwards of zb-v and dualpipe-v: 2p-1 forwards, then forwards and
     backwards in turn, then the other backwards."""
-    down, up = (stage_of(rank, chunk, ranks, "vee") for chunk in (0, 1))
+    down, up = (get_stage_of_chunk(rank, chunk, ranks, "vee") for chunk in (0, 1))
     endless = [microbatches + 2 * ranks]
     f_down, f_up, b_down, b_up = (
         list_passes(kind, [stage], endless)
         for kind in (ActionKind.F, ActionKind.B)
         for stage in (down, up)
     )
-    left = ranks - rank
-    ahead = 2 * left - 1
+    ranks_after = ranks - rank
+    ahead = 2 * ranks_after - 1
     forwards = [
         *f_down[:ahead],
         *_interleave(f_up[:rank], f_down[ahead:]),
-        *f_up[rank : rank + left],
-        *_interleave(f_down[ahead + rank :], f_up[rank + left :]),
+        *f_up[rank : rank + ranks_after],
+        *_interleave(f_down[ahead + rank :], f_up[rank + ranks_after :]),
     ]
-    backwards = [*b_up[:left], *_interleave(b_down, b_up[left:])]
+    backwards = [*b_up[:ranks_after], *_interleave(b_down, b_up[ranks_after:])]
     return drop_missing_microbatches(alternate(forwards, backwards, 2 * ranks - 1), microbatches)
 
 

@@ -59,7 +59,7 @@ class Schedule:
             and action.microbatch is not None
         )
 
-    def stages(self, rank: int) -> tuple[int, ...]:
+    def list_stages(self, rank: int) -> tuple[int, ...]:
         """Return the stages of one rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
@@ -82,7 +82,7 @@ def parse_schedule(text: str, name: str = "schedule") -> Schedule:
         if cells:
             where = f"{name}, line {number}"
             ranks.append(
-                tuple(_cell(cell, f"{where}, cell {i}") for i, cell in enumerate(cells, 1))
+                tuple(_parse_cell(cell, f"{where}, cell {i}") for i, cell in enumerate(cells, 1))
             )
     if not ranks:
         raise UserError(f"{name} has no line of actions; write one for each rank, such as 0F0 0B0")
@@ -102,14 +102,14 @@ def read_schedule(path: Path) -> Schedule:
     return parse_schedule(text, str(path))
 
 
-def _cell(cell: str, where: str) -> Action:
+def _parse_cell(cell: str, where: str) -> Action:
     try:
         action = parse_action(cell)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     if not action.kind.is_compute:
         raise UserError(f"{where}: {cell} is added by lowering; write F, B and W only")
-    for what, value in (("stage", action.stage), ("microbatch", action.microbatch)):
+    for name, value in (("stage", action.stage), ("microbatch", action.microbatch)):
         if value is not None and value > MAX_NUMBER:
-            raise UserError(f"{where}: {what} {value} of {cell} is above {MAX_NUMBER}")
+            raise UserError(f"{where}: {name} {value} of {cell} is above {MAX_NUMBER}")
     return action

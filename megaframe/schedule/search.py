@@ -12,12 +12,12 @@ from itertools import chain, cycle, islice
 from random import Random
 
 from megaframe.errors import UserError
-from megaframe.schedule.building_blocks import Placement, ranks_of_stages
+from megaframe.schedule.building_blocks import Placement, list_ranks_by_stage
 from megaframe.schedule.costs import ActionCosts, Seconds
 from megaframe.schedule.event_simulation import EncodedSchedule, encode_schedule
 from megaframe.schedule.greedy import GreedyPolicy, SchedulingProblem, schedule_greedily
-from megaframe.schedule.limits import name_mistakes
-from megaframe.schedule.named import GENERATORS, build_named_schedule, min_live_activations
+from megaframe.schedule.limits import find_name_mistakes
+from megaframe.schedule.named import GENERATORS, build_named_schedule, count_min_live_activations
 from megaframe.schedule.schedule import Schedule
 from megaframe.schedule.simulate import Timeline, simulate
 
@@ -80,13 +80,15 @@ def search_schedule(
         raise UserError(f"a limit of {limit} live activations holds no microbatch; use 1 or more")
     capacity = int(min(limit, microbatches) * chunks)
     choices: Iterable[Placement] = (placement,) if placement else POLICIES
-    placements = {ranks_of_stages(ranks, chunks, choice): choice for choice in reversed([*choices])}
+    placements = {
+        list_ranks_by_stage(ranks, chunks, choice): choice for choice in reversed([*choices])
+    }
     attempts = [
         (SchedulingProblem.from_costs(rank_of, microbatches, costs, capacity), policy)
         for rank_of, choice in placements.items()
         for policy in POLICIES[choice]
     ]
-    candidates = named_candidates(ranks, chunks, microbatches, limit)
+    candidates = generate_named_candidates(ranks, chunks, microbatches, limit)
     encoded_schedules = chain(
         (encoded for encoded in candidates if encoded.rank_of in placements),
         (
@@ -101,16 +103,16 @@ def search_schedule(
             best = timeline
     assert best is not None
     steps = best.encoded.steps
-    return Schedule(tuple(tuple(map(best.encoded.action, rank)) for rank in steps))
+    return Schedule(tuple(tuple(map(best.encoded.decode_action, rank)) for rank in steps))
 
 
-def named_candidates(
+def generate_named_candidates(
     ranks: int, chunks: int, microbatches: int, limit: Seconds
 ) -> Iterator[EncodedSchedule]:
     """Yield the named schedules of this size, except those that are known to exceed the limit."""
     for name in GENERATORS:
-        fits = min_live_activations(name, ranks, chunks, microbatches) <= limit
-        if fits and not any(name_mistakes(name, ranks, chunks, microbatches)):
+        fits = count_min_live_activations(name, ranks, chunks, microbatches) <= limit
+        if fits and not any(find_name_mistakes(name, ranks, chunks, microbatches)):
             yield encode_schedule(build_named_schedule(name, ranks, chunks, microbatches))
 
 

@@ -13,13 +13,13 @@ from fractions import Fraction
 from functools import cached_property
 
 from megaframe.schedule.actions import Action, ActionKind
-from megaframe.schedule.check import deadlock_error
+from megaframe.schedule.check import explain_deadlock
 from megaframe.schedule.costs import ActionCosts, Seconds
 from megaframe.schedule.event_simulation import (
     EncodedSchedule,
     EventTimes,
+    count_live_activations,
     encode_schedule,
-    live_activations,
     simulate_events,
 )
 from megaframe.schedule.schedule import Schedule
@@ -72,20 +72,20 @@ class Timeline:
     comm: Seconds
     tick: Fraction | None
 
-    def _seconds(self, ticks: Seconds) -> Seconds:
+    def _to_seconds(self, ticks: Seconds) -> Seconds:
         return ticks if self.tick is None else ticks * self.tick
 
     @cached_property
     def time(self) -> Seconds:
         """Time from the start of the step to the end of the last action on any rank."""
-        return self._seconds(max(self.events.ends))
+        return self._to_seconds(max(self.events.ends))
 
     @cached_property
     def work(self) -> tuple[Seconds, ...]:
         """Time during which each rank computes."""
         durations = self.durations
         return tuple(
-            self._seconds(sum(durations[code] for code in steps)) for steps in self.encoded.steps
+            self._to_seconds(sum(durations[code] for code in steps)) for steps in self.encoded.steps
         )
 
     @cached_property
@@ -93,7 +93,8 @@ class Timeline:
         """Time from the start of each rank's first action to the end of its last."""
         starts = (self.events.starts[steps[0]] or 0 for steps in self.encoded.steps)
         return tuple(
-            self._seconds(end - start) for end, start in zip(self.events.ends, starts, strict=True)
+            self._to_seconds(end - start)
+            for end, start in zip(self.events.ends, starts, strict=True)
         )
 
     @cached_property
@@ -126,26 +127,30 @@ class Timeline:
 
     @cached_property
     def peak_activations(self) -> tuple[Fraction, ...]:
-        """Maximum number of live activations of each rank, as in `live_activations`."""
-        return live_activations(self.encoded)
+        """Maximum number of live activations of each rank, as in `count_live_activations`."""
+        return count_live_activations(self.encoded)
 
     @cached_property
     def compute(self) -> tuple[tuple[ActionInterval, ...], ...]:
         """The compute actions of each rank, in order."""
-        return tuple(tuple(self._intervals(steps)) for steps in self.encoded.steps)
+        return tuple(tuple(self._list_intervals(steps)) for steps in self.encoded.steps)
 
-    def _intervals(self, steps: Sequence[int]) -> Iterator[ActionInterval]:
+    def _list_intervals(self, steps: Sequence[int]) -> Iterator[ActionInterval]:
         encoded, starts = self.encoded, self.events.starts
         for code in steps:
             if code >= 3 * encoded.block:
                 continue
-            begin, duration, action = starts[code], self.durations[code], encoded.action(code)
+            begin, duration, action = (
+                starts[code],
+                self.durations[code],
+                encoded.decode_action(code),
+            )
             assert begin is not None and action.stage is not None
             rank = encoded.rank_of[action.stage]
             yield ActionInterval(
                 action,
-                self._seconds(begin),
-                self._seconds(begin + duration),
+                self._to_seconds(begin),
+                self._to_seconds(begin + duration),
                 encoded.rank_of[: action.stage].count(rank),
                 action.kind is ActionKind.B and not encoded.split_backwards[code - encoded.block],
             )
@@ -153,20 +158,20 @@ class Timeline:
     @cached_property
     def transfers(self) -> tuple[StageTransfer, ...]:
         """The transfers between ranks, in order of arrival."""
-        transfers = sorted(self._transfers(), key=lambda transfer: transfer.end)
+        transfers = sorted(self._list_transfers(), key=lambda transfer: transfer.end)
         return tuple(transfers)
 
-    def _transfers(self) -> Iterator[StageTransfer]:
+    def _list_transfers(self) -> Iterator[StageTransfer]:
         encoded, size = self.encoded, self.encoded.microbatches
-        for row, (reach, edge) in enumerate(encoded.links()):
+        for row, (reach, edge) in enumerate(encoded.list_links()):
             if edge is None:
                 continue
             for code in range(row * size, (row + 1) * size):
                 end = self.events.arrivals[code + reach]
                 assert end is not None
-                producer = encoded.action(code % (3 * encoded.block))
-                consumer = encoded.action(code + reach)
-                start, stop = self._seconds(end - self.comm), self._seconds(end)
+                producer = encoded.decode_action(code % (3 * encoded.block))
+                consumer = encoded.decode_action(code + reach)
+                start, stop = self._to_seconds(end - self.comm), self._to_seconds(end)
                 yield StageTransfer(producer, consumer, *edge, start, stop)
 
 
@@ -180,30 +185,30 @@ def simulate(schedule: Schedule | EncodedSchedule, costs: ActionCosts) -> Timeli
         UserError: For a deadlock, and for costs of another number of stages.
     """
     encoded = schedule if isinstance(schedule, EncodedSchedule) else encode_schedule(schedule)
-    per_stage = costs.per_stage(len(encoded.rank_of))
-    comm, tick = costs.comm, _common_divisor((*sum(per_stage, ()), costs.comm))
+    per_stage = costs.list_by_stage(len(encoded.rank_of))
+    comm, tick = costs.comm, _find_common_divisor((*sum(per_stage, ()), costs.comm))
     if tick is not None:
         per_stage = tuple(tuple(int(value / tick) for value in values) for values in per_stage)
         comm = int(comm / tick)
-    durations = _durations_by_code(encoded, *per_stage)
+    durations = _list_durations(encoded, *per_stage)
     events = simulate_events(encoded, durations, comm)
     if events.stuck:
-        raise deadlock_error(encoded, events)
+        raise explain_deadlock(encoded, events)
     return Timeline(encoded, events, durations, comm, tick)
 
 
-def _common_divisor(values: Iterable[Seconds]) -> Fraction | None:
+def _find_common_divisor(values: Iterable[Seconds]) -> Fraction | None:
     """Return the greatest common divisor, None if there are floats."""
     distinct = set(values)
     if any(isinstance(value, float) for value in distinct):
         return None
     fractions = [Fraction(value) for value in distinct]
-    whole = math.lcm(*(value.denominator for value in fractions))
-    divisor = math.gcd(*(int(value * whole) for value in fractions))
-    return Fraction(divisor or 1, whole)
+    denominator = math.lcm(*(value.denominator for value in fractions))
+    divisor = math.gcd(*(int(value * denominator) for value in fractions))
+    return Fraction(divisor or 1, denominator)
 
 
-def _durations_by_code(
+def _list_durations(
     encoded: EncodedSchedule,
     forward: Sequence[Seconds],
     backward: Sequence[Seconds],

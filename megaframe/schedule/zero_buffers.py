@@ -78,7 +78,7 @@ class StageBuckets:
     blocks: tuple[UnitBuckets, ...]
     head: UnitBuckets | None
 
-    def units(self, *, backward: bool) -> tuple[UnitBuckets, ...]:
+    def list_units(self, *, backward: bool) -> tuple[UnitBuckets, ...]:
         """Return the units whose values a forward or backward pass needs, in its order."""
         if backward:
             return self.blocks[::-1]
@@ -89,7 +89,7 @@ class StageBuckets:
 BucketsByStage = Mapping[int, StageBuckets]
 
 
-def peak_zero_buffers(
+def compute_peak_zero_buffers(
     stages: BucketsByStage,
     actions: Sequence[Action],
     transfers: int = 1,
@@ -110,7 +110,7 @@ def peak_zero_buffers(
     state = _BufferState((), frozenset(), (), frozenset())
     reached: dict[tuple[_BufferState, _BucketPass], _BufferState] = {}
     most: Counter[tuple[bool, int]] = Counter()
-    for bucket_pass in _passes(stages, actions):
+    for bucket_pass in _list_passes(stages, actions):
         if (state, bucket_pass) not in reached:
             simulation = _BufferSimulation(
                 state, REDUCTIONS_IN_FLIGHT * transfers, values, same_dtype
@@ -120,8 +120,8 @@ def peak_zero_buffers(
             reached[state, bucket_pass] = simulation.state
         state = reached[state, bucket_pass]
     of_values, of_gradients = (
-        sum(size * number for (kind, size), number in most.items() if kind == wanted)
-        for wanted in (True, False)
+        sum(size * number for (kind, size), number in most.items() if kind == is_value)
+        for is_value in (True, False)
     )
     return of_values, of_gradients
 
@@ -138,7 +138,7 @@ class _BucketPass(NamedTuple):
     following: UnitBuckets | None
 
 
-def _passes(stages: BucketsByStage, actions: Sequence[Action]) -> list[_BucketPass]:
+def _list_passes(stages: BucketsByStage, actions: Sequence[Action]) -> list[_BucketPass]:
     """Return the passes of a list of actions, without the actions that compute nothing."""
     later = {(action.stage, action.microbatch) for action in actions if action.kind is ActionKind.W}
     passes: list[_BucketPass] = []
@@ -153,7 +153,7 @@ def _passes(stages: BucketsByStage, actions: Sequence[Action]) -> list[_BucketPa
         open_stages -= {stage} if last else set()
         passes.append(_BucketPass(kind, stage, split, last, following))
         if kind is not ActionKind.W:
-            following = next(iter(stages[stage].units(backward=kind is ActionKind.B)), None)
+            following = next(iter(stages[stage].list_units(backward=kind is ActionKind.B)), None)
     return passes[::-1]
 
 
@@ -194,24 +194,24 @@ class _BufferSimulation:
     def run(self, stage: StageBuckets, bucket_pass: _BucketPass) -> None:
         """Simulate the pass."""
         if bucket_pass.kind is ActionKind.F:
-            self._forward(stage, bucket_pass)
+            self._run_forward(stage, bucket_pass)
         elif bucket_pass.kind is ActionKind.B:
-            self._backward(stage, bucket_pass)
+            self._run_backward(stage, bucket_pass)
         else:
-            self._weights(stage)
+            self._run_weight_backward(stage)
         if bucket_pass.last:
             self._reduce((BucketSize((bucket_pass.stage, _VECTORS), 0),))
 
-    def _forward(self, stage: StageBuckets, bucket_pass: _BucketPass) -> None:
-        for unit in self._visit(stage.units(backward=False), bucket_pass.following):
+    def _run_forward(self, stage: StageBuckets, bucket_pass: _BucketPass) -> None:
+        for unit in self._visit(stage.list_units(backward=False), bucket_pass.following):
             if unit is stage.head:
                 self._add(unit.tables)
         if stage.head is not None:
             self._reduce(stage.head.own)
 
-    def _backward(self, stage: StageBuckets, bucket_pass: _BucketPass) -> None:
+    def _run_backward(self, stage: StageBuckets, bucket_pass: _BucketPass) -> None:
         """Simulate a backward pass; if its weight pass comes later, it adds to tables only."""
-        for unit in self._visit(stage.units(backward=True), bucket_pass.following):
+        for unit in self._visit(stage.list_units(backward=True), bucket_pass.following):
             if not bucket_pass.split:
                 self._add(unit.second_half)
                 self._reduce(unit.second_half)
@@ -224,8 +224,8 @@ class _BufferSimulation:
             if not bucket_pass.split:
                 self._reduce(stage.embedding.own)
 
-    def _weights(self, stage: StageBuckets) -> None:
-        for unit in stage.units(backward=True):
+    def _run_weight_backward(self, stage: StageBuckets) -> None:
+        for unit in stage.list_units(backward=True):
             self._add(unit.second_half + unit.rest)  # all gradients are added before any is reduced
             self._reduce(unit.second_half)
             self._reduce(unit.reduced)
@@ -252,9 +252,9 @@ class _BufferSimulation:
         """Start the reduction of these buckets. By then their previous reduction is done, and so
         are all but the latest reductions of others."""
         if buckets:
-            others = self._in_flight[-self._max_in_flight + 1 :]
-            others = [tuple(b for b in some if b not in buckets) for some in others]
-            self._in_flight = [*others, buckets]
+            in_flight = self._in_flight[-self._max_in_flight + 1 :]
+            in_flight = [tuple(b for b in reduction if b not in buckets) for reduction in in_flight]
+            self._in_flight = [*in_flight, buckets]
             self._accumulating -= {*buckets}
 
     def _fetch(self, unit: UnitBuckets | None) -> None:
@@ -270,7 +270,7 @@ class _BufferSimulation:
         self._count()
 
     def _count(self) -> None:
-        in_flight = [bucket for some in self._in_flight for bucket in some]
+        in_flight = [bucket for reduction in self._in_flight for bucket in reduction]
         gradients = [(False, bucket.size) for bucket in (*in_flight, *self._accumulating)]
         # Values of the same type as gradients take buffers from the same pool.
         values = [(not self._same_dtype, bucket.size) for bucket in self._present]

@@ -55,7 +55,7 @@ class TensorParallel:
     ) -> None:
         """Add dy^T x to the gradient of a weight, or of its matrix `of` along dim 0."""
         if self.fp8 is None or not self.fp8.supports(dy_TO.shape[1], x_TI.shape[1]):
-            weight.add_product(dy_TO, x_TI, of=of)
+            weight.add_product(dy_TO, x_TI, matrix=of)
         elif not weight.frozen:
             # Products in 8 bits return memory of their own, which is added to the gradient after.
             shape = weight.box.shape if of is None else weight.box.shape[1:]

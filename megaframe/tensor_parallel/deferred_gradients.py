@@ -29,7 +29,7 @@ class DeferredGradients:
 
     def __init__(self) -> None:
         self.deferring = False
-        self._kept: list[DeferredGradient] = []
+        self._deferred: list[DeferredGradient] = []
 
     def add(
         self, compute: Callable[..., None], fetch: Callable[[], Pending[Tensor]] | None = None
@@ -37,7 +37,7 @@ class DeferredGradients:
         """Compute a gradient now, or keep it if `deferring` is set. The arguments are those of
         `DeferredGradient`."""
         if self.deferring:
-            self._kept.append(DeferredGradient(compute, fetch))
+            self._deferred.append(DeferredGradient(compute, fetch))
         elif fetch is None:
             compute()
         else:
@@ -46,8 +46,8 @@ class DeferredGradients:
 
     def take(self) -> list[DeferredGradient]:
         """Return the kept gradients, in order, and start a new list."""
-        taken, self._kept = self._kept, []
-        return taken
+        gradients, self._deferred = self._deferred, []
+        return gradients
 
 
 class DeferredGradientQueue:
@@ -55,7 +55,7 @@ class DeferredGradientQueue:
     current one is computed."""
 
     def __init__(self, gradients: Iterable[DeferredGradient]) -> None:
-        self._rest = iter(gradients)
+        self._remaining = iter(gradients)
         self._next = self._start_next()
 
     def compute_next(self) -> None:
@@ -71,7 +71,7 @@ class DeferredGradientQueue:
 
     def _start_next(self) -> tuple[Callable[..., None], Pending[Tensor] | None] | None:
         """Start the transfer for the gradient after the current one, if there is one."""
-        gradient = next(self._rest, None)
+        gradient = next(self._remaining, None)
         if gradient is None:
             return None
         return gradient.compute, None if gradient.fetch is None else gradient.fetch()

@@ -75,12 +75,14 @@ class Linear(Module):
             x, before = before(x, self.tensor.kernels), None
         return _Linear.apply(x, self, deferred, before)
 
+    @property
     def matrix(self) -> Tensor:
-        """Return this rank's part of the weight as a matrix [O, I]."""
+        """This rank's part of the weight as a matrix [O, I]."""
         return self.weight.value.view(math.prod(self.weight.value.shape[: self._outputs]), -1)
 
+    @property
     def flat_bias(self) -> Tensor | None:
-        """Return this rank's part of the bias, [O], or None."""
+        """This rank's part of the bias, [O], or None."""
         return None if self.bias is None else self.bias.value.view(-1)
 
     def add_bias_gradient(self, dy_TO: Tensor) -> None:
@@ -109,7 +111,7 @@ class _Linear(torch.autograd.Function):
         # pass gathers and computes the rest again.
         ctx.save_for_backward(x)
         ctx.linear, ctx.deferred, ctx.before = linear, deferred, before
-        tensor, matrix, bias = linear.tensor, linear.matrix(), linear.flat_bias()
+        tensor, matrix, bias = linear.tensor, linear.matrix, linear.flat_bias
         group = tensor.group
         if linear.undivided:
             return tensor.forward_product(_apply(before, x, tensor), matrix, bias)
@@ -127,11 +129,11 @@ class _Linear(torch.autograd.Function):
             y = symmetric_memory.multiply_and_scatter(_apply(before, x, tensor), matrix.t(), group)
         else:
 
-            def partial_sums(part: Tensor) -> Tensor:
+            def compute_partial_sums(part: Tensor) -> Tensor:
                 return tensor.forward_product(_apply(before, part, tensor), matrix, None)
 
             # The partial sums of one part travel while the product of the next part is computed.
-            y = wait_for_rows(scatter_chunks(x, partial_sums, group, tensor.chunks))
+            y = wait_for_rows(scatter_chunks(x, compute_partial_sums, group, tensor.chunks))
         # Once, after the sum over the ranks, and in place: y is new memory.
         return y if bias is None else y.add_(bias)
 
@@ -182,7 +184,7 @@ def _backward_undivided(
         linear.add_bias_gradient(dy)
 
     deferred.add(add_weight_gradient)
-    return linear.tensor.compute_input_gradient(dy, linear.matrix())
+    return linear.tensor.compute_input_gradient(dy, linear.matrix)
 
 
 def _backward_column(linear: Linear, deferred: DeferredGradients, dy: Tensor, x: Tensor) -> Tensor:
@@ -193,10 +195,10 @@ def _backward_column(linear: Linear, deferred: DeferredGradients, dy: Tensor, x:
     # Started first: the input travels while its gradient is computed.
     gathered = None if deferred.deferring else all_gather(x, group)
 
-    def input_gradient(part: Tensor) -> Tensor:
-        return tensor.compute_input_gradient(part, linear.matrix())
+    def compute_input_gradient(part: Tensor) -> Tensor:
+        return tensor.compute_input_gradient(part, linear.matrix)
 
-    scattered = scatter_chunks(dy, input_gradient, group, tensor.chunks)
+    scattered = scatter_chunks(dy, compute_input_gradient, group, tensor.chunks)
 
     def add_weight_gradient(rows_TI: Tensor) -> None:
         tensor.add_weight_gradient(linear.weight, dy, rows_TI)
@@ -222,7 +224,7 @@ def _backward_row(
     for part in dy_parts:
         # No communication after the product: each rank keeps the gradient of its own inputs, for
         # all rows.
-        dx.add(tensor.compute_input_gradient(part, linear.matrix()))
+        dx.add(tensor.compute_input_gradient(part, linear.matrix))
         if not deferring:
             dy_TO.add(part)
 

@@ -28,12 +28,16 @@ def is_available(group: Group, node_size: int) -> bool:
         return False
     import torch.distributed._symmetric_memory  # defines the operators
 
-    here, ranks = torch.cuda.current_device(), range(torch.cuda.device_count())
+    own_device, ranks = torch.cuda.current_device(), range(torch.cuda.device_count())
     return (
         # One node: GPUs read each other's memory directly.
         len({rank // node_size for rank in group.ranks}) == 1
         and torch.cuda.get_device_capability() >= CAPABILITY
-        and all(torch.cuda.can_device_access_peer(here, other) for other in ranks if other != here)
+        and all(
+            torch.cuda.can_device_access_peer(own_device, other)
+            for other in ranks
+            if other != own_device
+        )
     )
 
 

@@ -19,9 +19,9 @@ from megaframe.data.tokenizer import load_tokenizer
 from megaframe.distributed.device import explain_hidden_gpu, read_host_memory
 from megaframe.distributed.mesh import read_local_world_size
 from megaframe.errors import UserError
-from megaframe.hardware.cluster import DEFAULT, Cluster, cluster_for_device, load_cluster
+from megaframe.hardware.cluster import DEFAULT, Cluster, find_cluster_for_device, load_cluster
 from megaframe.io.run_files import CONFIG_FILE
-from megaframe.layout import Layout, axis_sizes
+from megaframe.layout import Layout, resolve_axis_sizes
 from megaframe.planner.advice import describe_decision
 from megaframe.planner.candidates import SEARCHED_KEYS
 from megaframe.planner.constants import cluster_constants
@@ -40,21 +40,21 @@ def choose_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     `UserError` if no layout fits, or if nothing is known of the speed of this machine's chip."""
     if not config.parallel.auto:
         return config, _describe_machine(config)
-    begun = _load_begun_config(config)
-    if begun is not None and not axis_sizes(begun.parallel, world)[1]:
-        kept = _copy_layout(config, begun)
-        same = f"parallel.auto: the layout that {config.run.dir} started with"
-        return kept, [same, *_describe_machine(config)]
+    saved = _load_saved_config(config)
+    if saved is not None and not resolve_axis_sizes(saved.parallel, world)[1]:
+        resumed = _copy_layout(config, saved)
+        note = f"parallel.auto: the layout that {config.run.dir} started with"
+        return resumed, [note, *_describe_machine(config)]
     cluster = find_cluster(config)
-    given = config.parallel.model_fields_set.intersection(SEARCHED_KEYS)
-    values = {name: getattr(config.parallel, name) for name in given}
+    set_keys = config.parallel.model_fields_set.intersection(SEARCHED_KEYS)
+    values = {name: getattr(config.parallel, name) for name in set_keys}
     fixed = {name: value for name, value in values.items() if value is not None}
     family = cluster_constants(cluster)
-    found = search(config, world, cluster, family, fixed, simulated=_SIMULATED)
-    best = _copy_layout(config, found.best.config)
-    why = [*describe_decision(found, cluster), *found.best.prediction.reasons]
+    result = search(config, world, cluster, family, fixed, simulated=_SIMULATED)
+    best = _copy_layout(config, result.best.config)
+    why = [*describe_decision(result, cluster), *result.best.prediction.reasons]
     notes = [f"parallel.auto: {world} ranks on {cluster.name}. {why[0]}", *why[1:]]
-    if begun is not None:
+    if saved is not None:
         notes.append(f"the layout that {config.run.dir} started with is not one for {world} ranks")
     return best, notes
 
@@ -67,13 +67,13 @@ def choose_recomputed_blocks(config: RunConfig, world: int) -> tuple[RunConfig, 
         return config, []
     cluster = find_cluster(config)
     layout = Layout.from_parallel(config.parallel, world)
-    found = resolve_recompute_blocks(config, layout, cluster.chip)
-    plans = stage_plans(found)
-    again, blocks = sum(p.recomputed for p in plans), sum(len(p.blocks) for p in plans)
+    resolved = resolve_recompute_blocks(config, layout, cluster.chip)
+    plans = stage_plans(resolved)
+    recomputed, blocks = sum(p.recomputed for p in plans), sum(len(p.blocks) for p in plans)
     by_stage = ", ".join(str(plan.recomputed) for plan in plans)
-    note = f"train.recompute_blocks=auto: {again} of {blocks} blocks are recomputed"
+    note = f"train.recompute_blocks=auto: {recomputed} of {blocks} blocks are recomputed"
     note += f" ({by_stage} by stage)" * (len(plans) > 1) + f", to fit {cluster.chip.name}"
-    return found, [note]
+    return resolved, [note]
 
 
 def choose_bucket_size(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
@@ -90,7 +90,7 @@ def choose_bucket_size(config: RunConfig, world: int) -> tuple[RunConfig, list[s
         count_parameters(decided, layout, [plan]).group_blocks(decided, [plan]) for plan in plans
     )
     groups = [*chain.from_iterable(by_stage)]
-    if all(of.halves for of in groups):
+    if all(group.halves for group in groups):
         return decided, []
     blocks, ranks = sum(len(plan.blocks) for plan in plans), layout.data * layout.context
     return decided, [
@@ -104,20 +104,20 @@ def find_cluster(config: RunConfig) -> Cluster:
     and memory are those of the device. `Cluster.notes` says what is only assumed."""
     if config.parallel.cluster is not None:
         return load_cluster(config.parallel.cluster)
-    device, here = config.run.device, torch.cuda.is_available()
-    if device == "cpu" or (device != "cuda" and not here):
+    device, has_gpu = config.run.device, torch.cuda.is_available()
+    if device == "cpu" or (device != "cuda" and not has_gpu):
         cpu = load_cluster("cpu")
         memory = read_host_memory() / read_local_world_size()
         return replace(cpu, chip=replace(cpu.chip, memory=memory))
-    if not here:
+    if not has_gpu:
         text = (
             "there is no GPU here that could be asked for its name and memory: cluster "
             f"{DEFAULT} is assumed; name another with parallel.cluster"
         )
         return replace(load_cluster(DEFAULT), notes=(text,))
-    found = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(0)
     name = torch.cuda.get_device_name(0)
-    return cluster_for_device(name, found.total_memory, found.multi_processor_count)
+    return find_cluster_for_device(name, properties.total_memory, properties.multi_processor_count)
 
 
 def _describe_machine(config: RunConfig) -> list[str]:
@@ -132,23 +132,23 @@ def _describe_machine(config: RunConfig) -> list[str]:
     return notes
 
 
-def _copy_layout(config: RunConfig, of: RunConfig) -> RunConfig:
-    """Return `config` with the layout of `of`, and with `parallel.auto` turned off."""
+def _copy_layout(config: RunConfig, source: RunConfig) -> RunConfig:
+    """Return `config` with the layout of `source`, and with `parallel.auto` turned off."""
     names = [name for name in SEARCHED_KEYS if hasattr(config.parallel, name)]
     names += ["tensor_chunks", "schedule_microbatches", "layers_per_stage"]
-    parallel = {name: getattr(of.parallel, name) for name in (*names, "expert_overlap")}
-    train = {name: getattr(of.train, name) for name in ("microbatch", "recompute")}
+    parallel = {name: getattr(source.parallel, name) for name in (*names, "expert_overlap")}
+    train = {name: getattr(source.train, name) for name in ("microbatch", "recompute")}
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update={**parallel, "auto": False}),
             "train": config.train.model_copy(
-                update={**train, "recompute_blocks": of.train.recompute_blocks}
+                update={**train, "recompute_blocks": source.train.recompute_blocks}
             ),
         }
     )
 
 
-def _load_begun_config(config: RunConfig) -> RunConfig | None:
+def _load_saved_config(config: RunConfig) -> RunConfig | None:
     """Return the config of the run to be resumed, or None if there is none that can be read."""
     path = Path(config.run.dir) / CONFIG_FILE
     if config.checkpoint.resume is None or not path.exists():

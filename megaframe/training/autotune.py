@@ -89,8 +89,11 @@ def tune(
     """Choose the routines of a run, take them into use in this process, and return them with lines
     for the log, none where there is nothing to choose.
 
-    recorded: what the run has used so far, from its checkpoint. mesh: the ranks of the run, which
-    must all call this; None for a program of one process on the CPU, such as generation.
+    Args:
+        config: The run.
+        recorded: What the run has used so far, from its checkpoint.
+        mesh: The ranks of the run, which must all call this; None for a program of one process on
+            the CPU, such as generation.
     """
     dtype = PRECISIONS[config.train.precision].compute
     on_cpu = mesh is None or mesh.device.type == "cpu"
@@ -153,10 +156,10 @@ def load_or_measure(dtype: torch.dtype) -> tuple[CPURoutines, str]:
         return make_named_routines(
             dtype, "torch"
         ), "not measured: other work keeps this machine busy"
-    taken = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     if path is not None:
         measured = _write_cache(path, machine, measured)
-    return measured, f"measured in {taken:.2f} s"
+    return measured, f"measured in {seconds:.2f} s"
 
 
 def describe_machine(dtype: torch.dtype) -> dict[str, str | int]:
@@ -262,16 +265,24 @@ def find_fastest(
     """Return the candidate whose work takes least time, or the first one if it takes at most
     `_TIE` more, or `default` if there is no time left.
 
-    prepare: returns a function that does a candidate's work, on a small problem if its second
-    argument is set. end: time of `time.perf_counter` after which nothing is started. Candidates
-    take turns and the least time of each counts, because other work on the machine only adds to it.
-    Raises `MachineBusyError` if a candidate has no undisturbed call.
+    Candidates take turns and the least time of each counts, because other work on the machine only
+    adds to it.
+
+    Args:
+        candidates: Names of what to compare.
+        prepare: Returns a function that does a candidate's work, on a small problem if its second
+            argument is set.
+        end: Time of `time.perf_counter` after which nothing is started.
+        default: Taken if there is no time left.
+
+    Raises:
+        MachineBusyError: A candidate has no undisturbed call.
     """
     if len(candidates) == 1 or time.perf_counter() >= end:
         return default
     now = time.perf_counter()
-    each = (end - now) / (2 * len(candidates))  # half of the time at most
-    small = {name: _measure_seconds(prepare(name, True), each) for name in candidates}
+    share = (end - now) / (2 * len(candidates))  # half of the time at most
+    small = {name: _measure_seconds(prepare(name, True), share) for name in candidates}
     limit = _HOPELESS * min(small.values())
     runs = {name: prepare(name, False) for name in candidates if small[name] <= limit}
     best = dict.fromkeys(runs, math.inf)
@@ -291,8 +302,8 @@ def _time_call(run: Callable[[], object]) -> float:
     """Return how long a call takes; infinity if its threads had to wait for a processor."""
     start, before = time.perf_counter(), read_waiting_seconds()
     run()
-    lost, taken = read_waiting_seconds() - before, time.perf_counter() - start
-    return taken if lost <= _DISTURBED * taken else math.inf
+    waiting, seconds = read_waiting_seconds() - before, time.perf_counter() - start
+    return seconds if waiting <= _DISTURBED * seconds else math.inf
 
 
 def read_waiting_seconds() -> float:

@@ -20,9 +20,9 @@ class Batches:
     """Takes steps from a loader and sums their valid tokens over the data ranks.
 
     Args:
-        loader: that of this data rank.
-        data: the data ranks, over a group on the host, so that nothing waits for the device.
-        masked: whether some tokens may have no label, so that ranks must count them.
+        loader: That of this data rank.
+        data: The data ranks, over a group on the host, so that nothing waits for the device.
+        masked: Whether some tokens may have no label, so that ranks must count them.
     """
 
     def __init__(self, loader: Loader, data: Group, *, masked: bool) -> None:

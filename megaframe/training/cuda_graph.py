@@ -29,7 +29,7 @@ from megaframe.distributed.traffic import CapturedTransfers
 from megaframe.errors import UserError
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.pipeline_parallel.executor import PipelineOutput
-from megaframe.validate.cuda_graph import graph_reasons
+from megaframe.validate.cuda_graph import find_graph_obstacles
 
 _EAGER = 2
 """Number of steps of each kind that run without a graph first. They create whatever is created only
@@ -128,7 +128,7 @@ class StepGraph:
 
 def check_cuda_graph(config: RunConfig, mesh: Mesh, kernels: Kernels) -> None:
     """Raise `UserError`, with every reason, if the passes of a step cannot be a graph here."""
-    reasons = [*graph_reasons(config, mesh.layout.sizes)]
+    reasons = [*find_graph_obstacles(config, mesh.layout.sizes)]
     if mesh.device.type != "cuda":
         reasons.append(f"CUDA graphs need a GPU, and this runs on a {mesh.device.type}")
     elif mesh.num_communicators > 1 and (reason := launch_order_problem()):

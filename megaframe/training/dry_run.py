@@ -14,7 +14,7 @@ from megaframe.model.model_chunk import list_model_specs
 from megaframe.optim.parameter_groups import format_parameter_groups
 from megaframe.planner.memory import compute_rank_memory
 from megaframe.schedule import Schedule, lower
-from megaframe.validate.invariance import layout_dependence_note
+from megaframe.validate.invariance import describe_layout_dependence
 from megaframe.validate.run import find_warnings
 
 
@@ -27,8 +27,8 @@ def describe_run(config: RunConfig, layout: Layout, cluster: Cluster | None = No
     microbatches = train.global_batch // (train.microbatch * layout.data)
     schedule = build_step_schedule(config, microbatches)
     host = cluster is not None and cluster.chip.is_host
-    there = layout.world if cluster is None or host else cluster.node
-    node = config.parallel.node_size or there
+    default_node = layout.world if cluster is None or host else cluster.node
+    node = config.parallel.node_size or default_node
     lines = [
         dump(config),
         *summarize_model(config, layout, specs),
@@ -36,7 +36,7 @@ def describe_run(config: RunConfig, layout: Layout, cluster: Cluster | None = No
         *summarize_pipeline(config, schedule),
         *_format_memory_table(config, layout, schedule, host),
         *find_warnings(config, layout, node),
-        *layout_dependence_note(config),
+        *describe_layout_dependence(config),
     ]
     return "\n".join(lines)
 

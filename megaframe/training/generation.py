@@ -156,13 +156,20 @@ def sample(
     *,
     tokens: int,
     context: int,
-    how: SamplingOptions,
+    sampling: SamplingOptions,
     stop: int,
     generator: torch.Generator,
 ) -> Iterator[list[int]]:
     """Yield all ids so far after each new token, for at most `tokens` new ones or until `stop`.
 
-    context: number of last ids that the model sees.
+    Args:
+        stage: The whole model.
+        start: The ids to continue.
+        tokens: Number of new ids, at most.
+        context: Number of last ids that the model sees.
+        sampling: How each id is chosen.
+        stop: The id that ends the sample.
+        generator: Draws the choices, on the CPU.
     """
     head = stage.head
     assert head is not None, "the whole model has a head"
@@ -171,7 +178,9 @@ def sample(
         window = torch.tensor([ids[-context:]], device=device)
         microbatch = Microbatch(window, window, window.new_zeros(1))
         ids.append(
-            how.choose(head.compute_logits(stage.compute_hidden(microbatch)[-1]).cpu(), generator)
+            sampling.choose(
+                head.compute_logits(stage.compute_hidden(microbatch)[-1]).cpu(), generator
+            )
         )
         yield ids
         if ids[-1] == stop:
@@ -181,9 +190,13 @@ def sample(
 def encode_prompt(tokenizer: Tokenizer, prompt: str | None, context: int) -> list[int]:
     """Return the ids that a sample begins with.
 
-    prompt: text to continue; None begins a new document.
-    context: number of ids that the model sees.
-    Raises `UserError` for a prompt without a token, or with more tokens than the model sees.
+    Args:
+        tokenizer: Of the run.
+        prompt: Text to continue; None begins a new document.
+        context: Number of ids that the model sees.
+
+    Raises:
+        UserError: The prompt has no token, or more tokens than the model sees.
     """
     if prompt is None:
         return [tokenizer.eod]
@@ -210,13 +223,15 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None, context: int) -> lis
 def stream_text(samples: Iterable[list[int]], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the text of a sample in pieces of whole characters, each as soon as it is known.
 
-    samples: all ids so far, after each new one.
+    Args:
+        samples: All ids so far, after each new one.
+        tokenizer: Of the run.
     """
-    shown = text = ""
+    printed = text = ""
     for ids in samples:
         # Decode the whole text each time, because a token may be a part of a character.
         text = tokenizer.decode(ids)
         if not text.endswith(_PARTIAL):
-            yield text[len(shown) :]
-            shown = text
-    yield text[len(shown) :]
+            yield text[len(printed) :]
+            printed = text
+    yield text[len(printed) :]

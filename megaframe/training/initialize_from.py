@@ -1,4 +1,4 @@
-"""Warm start: a new run begins with the weights of a checkpoint and takes nothing else from it.
+"""Initialization from a checkpoint: a new run takes its weights and nothing else.
 
 If the run has experts and the checkpoint has none, they are upcycled (Komatsuzaki et al. 2022):
 each expert is a copy of the dense MLP of its layer, and narrower experts are copies of its parts in
@@ -35,9 +35,14 @@ def match_weights(
 ) -> list[Slice]:
     """Return what to load from a checkpoint into these pieces of weights.
 
-    weights: (name, spec, box, tensor) of each piece.
-    saved: the config of the checkpoint's run.
-    Raises `UserError` if the two models do not fit.
+    Args:
+        weights: (name, spec, box, tensor) of each piece.
+        checkpoint: What to load from.
+        saved: The config of the checkpoint's run.
+        config: The new run.
+
+    Raises:
+        UserError: The two models do not fit.
     """
     mistakes = list(_find_mismatches(saved.model, config))
     if mistakes:
@@ -57,14 +62,14 @@ def _slice_dense_mlp(spec: ParamSpec, box: Box, tensor: Tensor, ffn: int) -> Ite
     """Yield a slice of the dense matrix [..., ffn, ...] for each expert's piece of `tensor`."""
     (dim,) = (dim for dim, axis in spec.axes.items() if axis == "expert_tensor")
     width = spec.shape[dim]
-    whole = [*spec.shape]
-    whole[dim] = ffn
+    dense_shape = [*spec.shape]
+    dense_shape[dim] = ffn
     for place in range(box.shape[0]):
         part = (box.offset[0] + place) % (ffn // width)
         offset = [*box.offset]
         offset[dim] += part * width
         name = spec.name.replace(_EXPERTS, _DENSE)
-        yield Slice(name, tuple(whole[1:]), tuple(offset[1:]), tensor[place])
+        yield Slice(name, tuple(dense_shape[1:]), tuple(offset[1:]), tensor[place])
 
 
 def _find_mismatches(saved: ModelConfig, config: RunConfig) -> Iterator[str]:

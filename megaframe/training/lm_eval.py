@@ -115,13 +115,13 @@ class HarnessModel(TemplateLM):
         known, text = len(self._tokenizer.decode(start)), ""
         chance = options.get("do_sample", True) and float(options.get("temperature") or 0.0)
         top_k, top_p = int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
-        how = SamplingOptions(chance or 0.0, top_k, top_p)
+        sampling = SamplingOptions(chance or 0.0, top_k, top_p)
         for ids in sample(
             self._stage,
             start,
             tokens=int(options.get("max_gen_toks", _MOST_GENERATED)),
             context=self._context,
-            how=how,
+            sampling=sampling,
             stop=self.eot_token_id,
             generator=torch.Generator().manual_seed(0),
         ):

@@ -1,4 +1,4 @@
-"""Preflight: whether the ranks of a run have the memory that it needs, before anything is built.
+"""Checks whether the ranks of a run have the memory that it needs, before anything is built.
 
 All ranks compute the same from the config and the memory of a GPU, so all of them refuse a run or
 none does. A CPU's memory may be extended by swap and is shared with others: there the user is only
@@ -15,7 +15,7 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import read_world_size
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
-from megaframe.layout import Layout, fewest_ranks
+from megaframe.layout import Layout, count_fewest_ranks
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.fit import MemoryFit, compute_fit, suggest_changes
 from megaframe.training.auto_layout import find_cluster, resolve_vocab
@@ -26,15 +26,21 @@ _TIGHT = "it may not be enough, as plans are good to a few percent"
 def plan_dry_run(config: RunConfig, gpus: int | None) -> tuple[RunConfig, int]:
     """Return the config of a dry run and the number of ranks to plan for.
 
-    gpus: that number; None for what a launcher started, or else the fewest ranks that the layout
-    can have. Raises `UserError` for a number that cannot be planned for. The tokenizer is read only
-    if `model.vocab` is not given.
+    The tokenizer is read only if `model.vocab` is not given.
+
+    Args:
+        config: The run.
+        gpus: That number; None for what a launcher started, or else the fewest ranks that the
+            layout can have.
+
+    Raises:
+        UserError: The number cannot be planned for.
     """
     if config.model.vocab is None:
         config = resolve_vocab(config)
     if gpus is None:
         launched = "WORLD_SIZE" in os.environ
-        return config, read_world_size() if launched else fewest_ranks(config.parallel)
+        return config, read_world_size() if launched else count_fewest_ranks(config.parallel)
     if gpus < 1:
         raise UserError(f"--gpus {gpus} is not a number of GPUs; use 1 or more")
     if config.run.device == "cpu":
@@ -53,38 +59,43 @@ def report_memory_fit(config: RunConfig, layout: Layout, *, force: bool = False)
     `check_memory`, and so is what this raises.
     """
     cluster = find_cluster(config)
-    found = compute_fit(config, layout, cluster.chip)
-    if found.fits:
-        return [f"fits in memory: {found}" + f": {_TIGHT}" * found.is_tight]
+    fit = compute_fit(config, layout, cluster.chip)
+    if fit.fits:
+        return [f"fits in memory: {fit}" + f": {_TIGHT}" * fit.is_tight]
     if cluster.chip.is_host:
-        return [f"does not fit in memory: {found}", *_suggest_layouts(config, layout, cluster)]
-    return _refuse(config, layout, cluster, found, force)
+        return [f"does not fit in memory: {fit}", *_suggest_layouts(config, layout, cluster)]
+    return _refuse(config, layout, cluster, fit, force)
 
 
 def check_memory(config: RunConfig, layout: Layout, *, force: bool = False) -> list[str]:
     """Return warnings about the memory of a run on this machine.
 
-    force: warn of what cannot fit. Raises `UserError` if a GPU has less memory than its rank needs,
-    with the nearest changes that fit.
+    Args:
+        config: The run.
+        layout: Its ranks.
+        force: Warn of what cannot fit.
+
+    Raises:
+        UserError: A GPU has less memory than its rank needs; names the nearest changes that fit.
     """
     cluster = _find_machine(config)
     if cluster is None:
         return []
-    found = compute_fit(config, layout, cluster.chip)
-    if found.fits:
-        return [f"warning: {found}: {_TIGHT}"] if found.is_tight else []
+    fit = compute_fit(config, layout, cluster.chip)
+    if fit.fits:
+        return [f"warning: {fit}: {_TIGHT}"] if fit.is_tight else []
     if cluster.chip.is_host:
-        return [f"warning: does not fit in memory: {found}"]
-    return _refuse(config, layout, cluster, found, force)
+        return [f"warning: does not fit in memory: {fit}"]
+    return _refuse(config, layout, cluster, fit, force)
 
 
 def _refuse(
-    config: RunConfig, layout: Layout, cluster: Cluster, found: MemoryFit, force: bool
+    config: RunConfig, layout: Layout, cluster: Cluster, fit: MemoryFit, force: bool
 ) -> list[str]:
     """Refuse a run that does not fit; with `force`, return a warning."""
     if force:
-        return [f"warning: started by --force without enough memory: {found}"]
-    lines = [f"does not fit in memory: {found}", *_suggest_layouts(config, layout, cluster)]
+        return [f"warning: started by --force without enough memory: {fit}"]
+    lines = [f"does not fit in memory: {fit}", *_suggest_layouts(config, layout, cluster)]
     raise UserError("\n  ".join([*lines, "or run anyway with --force"]))
 
 

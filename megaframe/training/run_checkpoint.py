@@ -52,10 +52,10 @@ class RunCheckpoint:
     """The state of a run on this rank, as checkpoints have it.
 
     Args:
-        config: of the run.
-        checkpointer: the checkpoints of the run.
-        train_step: has the parameters and the optimizer.
-        loader: the training data.
+        config: Of the run.
+        checkpointer: The checkpoints of the run.
+        train_step: Has the parameters and the optimizer.
+        loader: The training data.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, read_local_world_size
 from megaframe.metrics import MetricsLogger
 from megaframe.schedule import Schedule
-from megaframe.validate.invariance import layout_dependence_note
+from megaframe.validate.invariance import describe_layout_dependence
 from megaframe.validate.run import find_warnings
 
 
@@ -29,15 +29,15 @@ def log_start(
     """Log the start of a run.
 
     Args:
-        logger: of the run.
-        config: of the run.
-        mesh: of the run.
-        schedule: of a training step.
-        step: number of steps that the run has already done.
-        notes: lines about choices that were made before.
-        details: lines for the run log only.
-        old_metrics: where the lines of a previous start are, and how many, if it saved nothing.
-        restored_notes: lines about the checkpoint that the run continues from.
+        logger: Of the run.
+        config: Of the run.
+        mesh: Of the run.
+        schedule: Of a training step.
+        step: Number of steps that the run has already done.
+        notes: Lines about choices that were made before.
+        details: Lines for the run log only.
+        old_metrics: Where the lines of a previous start are, and how many, if it saved nothing.
+        restored_notes: Lines about the checkpoint that the run continues from.
     """
     summary = [*summarize_pipeline(config, schedule)]
     for line in (*summary[:1], *notes):
@@ -65,5 +65,5 @@ def log_start(
     if config.train.offload and mesh.device.type == "cpu":
         logger.note("train.offload=true only copies on a CPU")
     node = config.parallel.node_size or read_local_world_size()
-    for line in (*find_warnings(config, mesh.layout, node), *layout_dependence_note(config)):
+    for line in (*find_warnings(config, mesh.layout, node), *describe_layout_dependence(config)):
         logger.note(line)

@@ -72,7 +72,7 @@ class StepMetrics:
             specs,
             timer,
             start_step=start_step,
-            held=self._optimizer.count_memory_bytes,
+            count_bytes=self._optimizer.count_memory_bytes,
             kernels=train_step.kernels.record(),
             opening=[
                 *make_opening_lines(config, mesh, specs, loader.sizes),
@@ -96,8 +96,10 @@ class StepMetrics:
             record("mtp_loss", result.mtp_loss / valid, "sum")
         if self._experts is not None:
             loads = self._sharded_parameters.list_expert_loads()
-            for name, row, how in self._experts.make_records(loads, result.statistics, valid, step):
-                record(name, row, how)
+            for name, row, reduction in self._experts.make_records(
+                loads, result.statistics, valid, step
+            ):
+                record(name, row, reduction)
         record("grad_norm", update.grad_norm, "last")
         record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")
         record("lr", update.lr, "last")

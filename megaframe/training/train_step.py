@@ -261,7 +261,7 @@ def _make_compiler(
     config: RunConfig, tell: Callable[[str], None]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
     backend = config.train.compile
-    return None if backend == "none" else partial(Compiled, backend=backend, tell=tell)
+    return None if backend == "none" else partial(Compiled, backend=backend, notify=tell)
 
 
 def _list_links(rank_of: Sequence[int]) -> Iterator[tuple[int, int]]:

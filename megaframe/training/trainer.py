@@ -44,15 +44,15 @@ class Trainer:
     """One rank's part of one run.
 
     Args:
-        config: of the run, with a known vocabulary and layout.
-        mesh: the process groups of all ranks.
-        notes: lines to log when the run starts.
-        launcher: the launcher of this process, as seen at the start of the process, which may be
+        config: The run, with a known vocabulary and layout.
+        mesh: The process groups of all ranks.
+        notes: Lines to log when the run starts.
+        launcher: The launcher of this process, as seen at the start of the process, which may be
             earlier than the start of this trainer.
-        lock: the locks of the run's folders, held by the first rank.
+        lock: The locks of the run's folders, held by the first rank.
 
     Raises:
-        UserError: for anything in the config that cannot work.
+        UserError: Something in the config cannot work.
     """
 
     def __init__(
@@ -206,10 +206,12 @@ class Trainer:
             with faults.time_save():
                 self._save(writer)
 
-    def _is_due(self, every: int) -> bool:
-        """Return whether something is due that is done every `every` steps and at the end; 0 is
+    def _is_due(self, interval: int) -> bool:
+        """Return whether something is due that is done every `interval` steps and at the end; 0 is
         never."""
-        return bool(every) and (self.step % every == 0 or self.step == self.config.train.steps)
+        return bool(interval) and (
+            self.step % interval == 0 or self.step == self.config.train.steps
+        )
 
     def _train_step(self) -> None:
         """Run the next step on the next batch, and record its metrics."""

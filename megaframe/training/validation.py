@@ -24,10 +24,10 @@ class Validator:
     """Evaluates a run on its validation split. All ranks call it at the same steps.
 
     Args:
-        config: of the run.
-        mesh: of the run.
-        loader: gives the batches of the validation split.
-        compute_nats: runs forward passes; returns the summed loss of each microbatch [M], zero on
+        config: Of the run.
+        mesh: Of the run.
+        loader: Gives the batches of the validation split.
+        compute_nats: Runs forward passes; returns the summed loss of each microbatch [M], zero on
             ranks that do not have the loss.
     """
 

@@ -13,7 +13,7 @@ from megaframe.layout import Layout
 _API_KEY = re.compile("[0-9a-f]{40}")
 
 
-def saving_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
+def find_saving_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
     """Yield a message if `checkpoint.keep_every` is no multiple of `checkpoint.every`."""
     every, keep_every = checkpoint.every, checkpoint.keep_every
     if keep_every and not every:
@@ -28,7 +28,7 @@ def saving_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
         )
 
 
-def checkpoint_url_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
+def find_checkpoint_url_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
     """Yield a message for each URL of a checkpoint that is refused."""
     for key in ("folder", "resume", "weights"):
         value = getattr(checkpoint, key)
@@ -38,7 +38,7 @@ def checkpoint_url_mistakes(checkpoint: CheckpointConfig) -> Iterator[str]:
                 yield f"checkpoint.{key}: {mistake}"
 
 
-def path_mistakes(config: RunConfig) -> Iterator[str]:
+def find_path_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield the keys that take no URL and have one. Its text is not repeated: it may be secret."""
     paths = {
         "run.dir": config.run.dir,
@@ -59,7 +59,7 @@ def path_mistakes(config: RunConfig) -> Iterator[str]:
             yield f"{key}: takes {takes}, not an API key; give that in WANDB_API_KEY"
 
 
-def fault_mistakes(config: RunConfig) -> Iterator[str]:
+def find_fault_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message for each policy of `faults` that cannot work with the rest of the config."""
     faults, precision = config.faults, config.train.precision
     if faults.non_finite != "skip" and precision == "fp16":
@@ -67,20 +67,20 @@ def fault_mistakes(config: RunConfig) -> Iterator[str]:
             f"faults.non_finite={faults.non_finite} would act on every overflow by which "
             "train.precision=fp16 finds its loss scale; use faults.non_finite=skip, or bf16"
         )
-    way_back = {
+    policies = {
         "faults.non_finite=roll_back": faults.non_finite == "roll_back",
         f"faults.spike_factor={faults.spike_factor}": faults.spike_factor is not None,
         f"faults.compare_every={faults.compare_every}": faults.compare_every > 0,
     }
-    for name, wanted in way_back.items():
-        if wanted and not config.checkpoint.every:
+    for name, enabled in policies.items():
+        if enabled and not config.checkpoint.every:
             yield (
                 f"{name} goes back to a checkpoint, and checkpoint.every=0 saves none; use "
                 "checkpoint.every=100 or so"
             )
 
 
-def replica_comparison_warning(config: RunConfig, layout: Layout) -> str | None:
+def find_replica_comparison_warning(config: RunConfig, layout: Layout) -> str | None:
     """Return a warning if `faults.compare_every` has no replicas to compare, else None."""
     every, zero = config.faults.compare_every, config.parallel.zero
     if not every or not zero or layout.data_replicate > 1:

@@ -10,7 +10,7 @@ from megaframe.config.schema import RunConfig
 from megaframe.errors import join_or, list_divisors
 
 
-def context_mistakes(config: RunConfig) -> Iterator[str]:
+def find_context_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message for each mistake in parallel.context_kind and parallel.context_heads."""
     parallel = config.parallel
     context, kind, neighbours = parallel.context, parallel.context_kind, parallel.context_heads
@@ -22,19 +22,19 @@ def context_mistakes(config: RunConfig) -> Iterator[str]:
                 "leave it out, or use parallel.context_kind=nested"
             )
     elif neighbours is None or context % neighbours or not 1 < neighbours < context:
-        yield _nesting_mistake(config)
+        yield _describe_nesting_mistake(config)
         return
     ranks = exchanging_ranks(parallel)
     if ranks > 1 and not _can_share_heads(config.model, parallel.tensor, ranks):
-        yield _sharing_mistake(config, ranks)
+        yield _describe_sharing_mistake(config, ranks)
 
 
-def _nesting_mistake(config: RunConfig) -> str:
+def _describe_nesting_mistake(config: RunConfig) -> str:
     context, neighbours = config.parallel.context, config.parallel.context_heads
-    inner = [d for d in list_divisors(context)[1:-1] if _fits(config, d)]
+    inner = [d for d in list_divisors(context)[1:-1] if _can_share(config, d)]
     value = "left out" if neighbours is None else str(neighbours)
     alternatives = "parallel.context_kind=ring"
-    if _fits(config, context):
+    if _can_share(config, context):
         alternatives += " or all_to_all"
     if inner:
         near = sorted(sorted(inner, key=lambda d: abs(d - (neighbours or d)))[:2])
@@ -47,11 +47,11 @@ def _nesting_mistake(config: RunConfig) -> str:
     )
 
 
-def _sharing_mistake(config: RunConfig, ranks: int) -> str:
+def _describe_sharing_mistake(config: RunConfig, ranks: int) -> str:
     parallel, model = config.parallel, config.model
     nested = parallel.context_kind == "nested"
     name = "parallel.context_heads" if nested else "parallel.context"
-    what = f"{name}={ranks}" if nested else f"{name}={ranks} of parallel.context_kind=all_to_all"
+    setting = f"{name}={ranks}" if nested else f"{name}={ranks} of parallel.context_kind=all_to_all"
     of_a_rank = "" if parallel.tensor == 1 else f" on each of parallel.tensor={parallel.tensor}"
     fits = [d for d in range(2, ranks * 2) if _can_share_heads(model, parallel.tensor, d)]
     if nested:
@@ -59,12 +59,12 @@ def _sharing_mistake(config: RunConfig, ranks: int) -> str:
     near = [d for d in fits if d < ranks][-1:] + [d for d in fits if d > ranks][:1]
     mend = "use " + (f"{join_or(near)}, or " if near else "") + "parallel.context_kind=ring"
     return (
-        f"{what} can neither divide nor evenly share model.kv_heads={model.kv_heads} with "
+        f"{setting} can neither divide nor evenly share model.kv_heads={model.kv_heads} with "
         f"model.heads={model.heads}{of_a_rank}; {mend}"
     )
 
 
-def _fits(config: RunConfig, ranks: int) -> bool:
+def _can_share(config: RunConfig, ranks: int) -> bool:
     return _can_share_heads(config.model, config.parallel.tensor, ranks)
 
 

@@ -17,26 +17,26 @@ from collections.abc import Iterator, Mapping
 from megaframe.config.schema import RunConfig
 
 
-def graph_mistakes(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+def find_graph_mistakes(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
     """Yield a message for each reason why `train.cuda_graph=true` cannot work."""
     if config.train.cuda_graph:
-        for reason in graph_reasons(config, sizes):
+        for reason in find_graph_obstacles(config, sizes):
             yield f"train.cuda_graph=true cannot work here: {reason}"
 
 
-def graph_reasons(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+def find_graph_obstacles(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
     """Yield what in a config cannot be recorded, with what to use instead.
 
     Args:
         sizes: Size of each axis.
     """
-    yield from _transfer_reasons(config, sizes)
-    yield from _expert_reasons(config, sizes)
+    yield from _find_transfer_obstacles(config, sizes)
+    yield from _find_expert_obstacles(config, sizes)
     if config.train.offload:
         yield "train.offload=true copies to memory that the host deals out; use false"
 
 
-def _transfer_reasons(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+def _find_transfer_obstacles(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
     parallel, tensor = config.parallel, sizes["tensor"]
     several = any(sizes[axis] > 1 for axis in ("tensor", "context", "data", "pipeline"))
     for axis in ("context", "pipeline"):
@@ -58,7 +58,7 @@ def _transfer_reasons(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[s
         )
 
 
-def _expert_reasons(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+def _find_expert_obstacles(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
     moe = config.model.moe
     if moe is None:
         return

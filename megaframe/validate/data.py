@@ -13,13 +13,13 @@ NO_SOURCES = (
 )
 
 
-def source_mistakes(config: RunConfig) -> Iterator[str]:
+def find_source_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message if there are no data sources."""
     if not config.data.sources:
         yield NO_SOURCES
 
 
-def split_mistakes(config: RunConfig) -> Iterator[str]:
+def find_split_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message for each split that does not sum to 1 or lacks a part that the run reads."""
     data = config.data
     splits = {"data.split": data.split}

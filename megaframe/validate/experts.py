@@ -11,7 +11,7 @@ from megaframe.config.schema import RunConfig
 from megaframe.errors import find_nearest_divisors
 
 
-def expert_mistakes(config: RunConfig) -> Iterator[str]:
+def find_expert_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message for each mistake in model.moe, parallel.expert, parallel.expert_tensor and
     parallel.expert_overlap."""
     model, parallel = config.model, config.parallel
@@ -24,9 +24,9 @@ def expert_mistakes(config: RunConfig) -> Iterator[str]:
                     f"none; use parallel.{key}=1, or set model.moe.experts"
                 )
         return
-    yield from _router_mistakes(moe)
+    yield from _find_router_mistakes(moe)
     if parallel.expert_overlap:
-        yield from _overlap_mistakes(parallel)
+        yield from _find_overlap_mistakes(parallel)
     width = moe.ffn or model.ffn
     if parallel.expert > moe.experts:
         yield (
@@ -46,7 +46,7 @@ def expert_mistakes(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _overlap_mistakes(parallel: ParallelConfig) -> Iterator[str]:
+def _find_overlap_mistakes(parallel: ParallelConfig) -> Iterator[str]:
     if parallel.expert * parallel.expert_tensor == 1 or parallel.pipeline == 1:
         yield (
             f"parallel.expert_overlap=true has no effect with parallel.expert={parallel.expert} "
@@ -60,7 +60,7 @@ def _overlap_mistakes(parallel: ParallelConfig) -> Iterator[str]:
         )
 
 
-def _router_mistakes(moe: MoEConfig) -> Iterator[str]:
+def _find_router_mistakes(moe: MoEConfig) -> Iterator[str]:
     if moe.experts % moe.groups:
         yield (
             f"model.moe.groups={moe.groups} does not divide model.moe.experts={moe.experts}; "

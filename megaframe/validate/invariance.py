@@ -37,7 +37,7 @@ def find_layout_dependence(config: RunConfig) -> Iterator[str]:
         )
 
 
-def layout_dependence_note(config: RunConfig) -> Iterator[str]:
+def describe_layout_dependence(config: RunConfig) -> Iterator[str]:
     """Yield one line with all such options; nothing if there are none."""
     if options := "; ".join(find_layout_dependence(config)):
         yield f"layout may change the answer: {options}"

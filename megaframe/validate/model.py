@@ -16,29 +16,29 @@ from megaframe.errors import find_nearest_divisors
 TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
 
 
-def model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
+def find_model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
     """Yield a message for each mistake in heads, widths, positions and windows.
 
     Args:
         seq: Tokens per sample.
     """
-    yield from window_mistakes(model)
+    yield from find_window_mistakes(model)
     if model.heads % model.kv_heads and model.latent is None:
         yield (
             f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; "
             f"use {find_nearest_divisors(model.heads, model.kv_heads)}"
         )
     if model.latent is not None:
-        yield from latent_mistakes(model, model.latent)
+        yield from find_latent_mistakes(model, model.latent)
     elif model.hidden % model.heads and "head_dim" not in model.model_fields_set:
         yield (
             f"model.heads={model.heads} does not divide model.hidden={model.hidden}; "
             f"use {find_nearest_divisors(model.hidden, model.heads)}, or set model.head_dim"
         )
     elif model.position == "rotary":
-        yield from _rotary_mistakes(model)
+        yield from _find_rotary_mistakes(model)
     if model.position == "rotary":
-        yield from _rotary_scaling_mistakes(model)
+        yield from _find_rotary_scaling_mistakes(model)
     if model.position == "learned" and model.positions is not None and seq > model.positions:
         yield (
             f"train.seq={seq} is longer than the table of model.positions={model.positions}; "
@@ -51,7 +51,7 @@ def model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
         )
 
 
-def _rotary_mistakes(model: ModelConfig) -> Iterator[str]:
+def _find_rotary_mistakes(model: ModelConfig) -> Iterator[str]:
     width = model.rotary_fraction * model.head_dim
     if abs(width - round(width)) > 1e-6 or round(width) % 2:
         below = int(width) // 2 * 2
@@ -64,7 +64,7 @@ def _rotary_mistakes(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def _rotary_scaling_mistakes(model: ModelConfig) -> Iterator[str]:
+def _find_rotary_scaling_mistakes(model: ModelConfig) -> Iterator[str]:
     scaling = model.rotary_scaling
     if scaling.kind == "none" and scaling.factor != 1:
         yield (
@@ -89,7 +89,7 @@ def _rotary_scaling_mistakes(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def latent_mistakes(model: ModelConfig, latent: LatentAttentionConfig) -> Iterator[str]:
+def find_latent_mistakes(model: ModelConfig, latent: LatentAttentionConfig) -> Iterator[str]:
     """Yield a message for each mistake in model.latent and in keys that it cannot go with."""
     if model.kv_heads != model.heads:
         yield (
@@ -105,10 +105,12 @@ def latent_mistakes(model: ModelConfig, latent: LatentAttentionConfig) -> Iterat
     for name, enabled in (("qk_norm", model.qk_norm), ("qkv_bias", model.qkv_bias)):
         if enabled:
             yield f"model.{name}=true cannot be combined with model.latent; use model.{name}=false"
-    yield from _latent_rotary_mistakes(model, latent)
+    yield from _find_latent_rotary_mistakes(model, latent)
 
 
-def _latent_rotary_mistakes(model: ModelConfig, latent: LatentAttentionConfig) -> Iterator[str]:
+def _find_latent_rotary_mistakes(
+    model: ModelConfig, latent: LatentAttentionConfig
+) -> Iterator[str]:
     if model.position != "rotary":
         yield (
             f"model.latent has model.latent.rotary_dim={latent.rotary_dim} rotated dims, but "
@@ -127,7 +129,7 @@ def _latent_rotary_mistakes(model: ModelConfig, latent: LatentAttentionConfig) -
         )
 
 
-def window_mistakes(model: ModelConfig) -> Iterator[str]:
+def find_window_mistakes(model: ModelConfig) -> Iterator[str]:
     """Yield a message if `model.window` is not a pattern for the layers."""
     pattern = windows(model)
     if not pattern:
@@ -142,7 +144,7 @@ def window_mistakes(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def mtp_mistakes(config: RunConfig) -> Iterator[str]:
+def find_mtp_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message for each mistake in multi-token prediction."""
     depth, train = config.model.mtp_depth, config.train
     if depth and config.model.emulate is not None:
@@ -163,7 +165,7 @@ def mtp_mistakes(config: RunConfig) -> Iterator[str]:
         )
 
 
-def vocabulary_mistakes(config: RunConfig) -> Iterator[str]:
+def find_vocabulary_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message if `model.vocab` and `data.tokenizer` are missing, or the latter is no
     tokenizer."""
     tokenizer = config.data.tokenizer

@@ -9,7 +9,7 @@ from megaframe.config.optim import OptimConfig
 from megaframe.errors import join_or
 
 
-def optimizer_mistakes(optim: OptimConfig) -> Iterator[str]:
+def find_optimizer_mistakes(optim: OptimConfig) -> Iterator[str]:
     """Yield mistakes in keys that only some optimizers have."""
     with_momentum = ("muon", "sgd")
     for key, value in (("momentum", optim.momentum), ("nesterov", optim.nesterov)):
@@ -25,7 +25,7 @@ def optimizer_mistakes(optim: OptimConfig) -> Iterator[str]:
         )
 
 
-def learning_rate_mistakes(optim: OptimConfig, steps: int) -> Iterator[str]:
+def find_learning_rate_mistakes(optim: OptimConfig, steps: int) -> Iterator[str]:
     """Yield a message for each mistake in warm-up, decay and the smallest learning rate.
 
     Args:
@@ -57,7 +57,7 @@ def learning_rate_mistakes(optim: OptimConfig, steps: int) -> Iterator[str]:
         )
 
 
-def warmup_warning(optim: OptimConfig, steps: int) -> str | None:
+def find_warmup_warning(optim: OptimConfig, steps: int) -> str | None:
     """Return a warning if the run of `steps` steps ends within the warm-up, else None."""
     if optim.warmup <= steps:
         return None

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from megaframe.config.describe import format_value
 from megaframe.config.schema import RunConfig
 from megaframe.errors import TIMES, join_or
-from megaframe.schedule import schedule_mistakes
+from megaframe.schedule import find_schedule_mistakes
 
 
-def stage_mistakes(config: RunConfig) -> Iterator[str]:
+def find_stage_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message for each mistake in the number of stages and in what is listed per stage."""
     parallel, layers = config.parallel, config.model.layers
     pipeline, chunks = parallel.pipeline, parallel.chunks
     stages = pipeline * chunks
-    what = f"parallel.pipeline={pipeline}" + f"{TIMES}parallel.chunks={chunks}" * (chunks > 1)
+    size = f"parallel.pipeline={pipeline}" + f"{TIMES}parallel.chunks={chunks}" * (chunks > 1)
     if stages > layers:
         mend = [f"parallel.pipeline={min(pipeline, layers)}"]
         if chunks > 1 and pipeline <= layers:
@@ -24,13 +24,13 @@ def stage_mistakes(config: RunConfig) -> Iterator[str]:
                 f"parallel.pipeline={layers // chunks}",
             ]
         valid = join_or(text for text in mend if not text.endswith("=0"))
-        yield f"{what} is {stages} stages for model.layers={layers}; use {valid}"
+        yield f"{size} is {stages} stages for model.layers={layers}; use {valid}"
         return
     layers_per_stage = parallel.layers_per_stage
     if layers_per_stage is not None and (
         len(layers_per_stage) != stages or sum(layers_per_stage) != layers
     ):
-        wrong = f"has {len(layers_per_stage)} stages, but {what} makes {stages}"
+        wrong = f"has {len(layers_per_stage)} stages, but {size} makes {stages}"
         if len(layers_per_stage) == stages:
             wrong = f"sums to {sum(layers_per_stage)}, not to model.layers={layers}"
         even = tuple((layers + number) // stages for number in reversed(range(stages)))
@@ -42,12 +42,12 @@ def stage_mistakes(config: RunConfig) -> Iterator[str]:
     if isinstance(blocks, tuple) and len(blocks) != stages:
         fitting = (blocks + (blocks[-1:] or (0,)) * stages)[:stages]
         yield (
-            f"train.recompute_blocks={format_value(blocks)} has {len(blocks)} stages, but {what} "
+            f"train.recompute_blocks={format_value(blocks)} has {len(blocks)} stages, but {size} "
             f"makes {stages}; use for example {format_value(fitting)}, or one number for all"
         )
 
 
-def step_schedule_mistakes(config: RunConfig, data: int) -> Iterator[str]:
+def find_step_schedule_mistakes(config: RunConfig, data: int) -> Iterator[str]:
     """Yield a message for each reason why a step has no schedule, for every size of the batch.
 
     Args:
@@ -62,16 +62,16 @@ def step_schedule_mistakes(config: RunConfig, data: int) -> Iterator[str]:
             f"parallel.schedule=interleaved needs; use {int(group)} or {int(group) + 1}"
         )
     sizes = {train.global_batch} | ({train.batch_ramp.start} if train.batch_ramp else set())
-    together = train.microbatch * data
+    batch_unit = train.microbatch * data
     mistakes: dict[str, None] = {}  # ordered; most mistakes are the same for every batch size
     for size in sorted(sizes):
-        if size % together == 0:
+        if size % batch_unit == 0:
             mistakes |= dict.fromkeys(
-                schedule_mistakes(
+                find_schedule_mistakes(
                     parallel.schedule,
                     parallel.pipeline,
                     parallel.chunks,
-                    size // together,
+                    size // batch_unit,
                     group=None if parallel.schedule == "search" or group is None else int(group),
                 )
             )

@@ -7,23 +7,35 @@ from __future__ import annotations
 
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
-from megaframe.layout import Layout, axis_sizes
+from megaframe.layout import Layout, resolve_axis_sizes
 from megaframe.validate.checkpoint import (
-    checkpoint_url_mistakes,
-    fault_mistakes,
-    path_mistakes,
-    replica_comparison_warning,
-    saving_mistakes,
+    find_checkpoint_url_mistakes,
+    find_fault_mistakes,
+    find_path_mistakes,
+    find_replica_comparison_warning,
+    find_saving_mistakes,
 )
-from megaframe.validate.context_parallel import context_mistakes
-from megaframe.validate.cuda_graph import graph_mistakes
-from megaframe.validate.data import source_mistakes, split_mistakes
-from megaframe.validate.experts import expert_mistakes
-from megaframe.validate.model import model_mistakes, mtp_mistakes, vocabulary_mistakes
-from megaframe.validate.optim import learning_rate_mistakes, optimizer_mistakes, warmup_warning
-from megaframe.validate.pipeline import stage_mistakes, step_schedule_mistakes
-from megaframe.validate.tensor_parallel import node_crossing_warning, tensor_mistakes
-from megaframe.validate.train import batch_mistakes, compression_mistakes, precision_mistakes
+from megaframe.validate.context_parallel import find_context_mistakes
+from megaframe.validate.cuda_graph import find_graph_mistakes
+from megaframe.validate.data import find_source_mistakes, find_split_mistakes
+from megaframe.validate.experts import find_expert_mistakes
+from megaframe.validate.model import (
+    find_model_mistakes,
+    find_mtp_mistakes,
+    find_vocabulary_mistakes,
+)
+from megaframe.validate.optim import (
+    find_learning_rate_mistakes,
+    find_optimizer_mistakes,
+    find_warmup_warning,
+)
+from megaframe.validate.pipeline import find_stage_mistakes, find_step_schedule_mistakes
+from megaframe.validate.tensor_parallel import find_node_crossing_warning, find_tensor_mistakes
+from megaframe.validate.train import (
+    find_batch_mistakes,
+    find_compression_mistakes,
+    find_precision_mistakes,
+)
 
 
 def validate_config(config: RunConfig, world: int, *, data: bool = True) -> None:
@@ -49,29 +61,29 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         world: Number of ranks.
         data: Whether the config must name data sources; a dry run needs none.
     """
-    sizes, layout_mistakes = axis_sizes(config.parallel, world)
+    sizes, axis_mistakes = resolve_axis_sizes(config.parallel, world)
     return [
-        *layout_mistakes,
-        *model_mistakes(config.model, config.train.seq),
-        *tensor_mistakes(config),
-        *expert_mistakes(config),
-        *context_mistakes(config),
-        *mtp_mistakes(config),
-        *vocabulary_mistakes(config),
-        *(batch_mistakes(config.train, sizes["data"]) if not layout_mistakes else ()),
-        *stage_mistakes(config),
-        *(step_schedule_mistakes(config, sizes["data"]) if not layout_mistakes else ()),
-        *compression_mistakes(config),
-        *precision_mistakes(config.train),
-        *(graph_mistakes(config, sizes) if not layout_mistakes else ()),
-        *learning_rate_mistakes(config.optim, config.train.steps),
-        *optimizer_mistakes(config.optim),
-        *saving_mistakes(config.checkpoint),
-        *(source_mistakes(config) if data else ()),
-        *split_mistakes(config),
-        *checkpoint_url_mistakes(config.checkpoint),
-        *path_mistakes(config),
-        *fault_mistakes(config),
+        *axis_mistakes,
+        *find_model_mistakes(config.model, config.train.seq),
+        *find_tensor_mistakes(config),
+        *find_expert_mistakes(config),
+        *find_context_mistakes(config),
+        *find_mtp_mistakes(config),
+        *find_vocabulary_mistakes(config),
+        *(find_batch_mistakes(config.train, sizes["data"]) if not axis_mistakes else ()),
+        *find_stage_mistakes(config),
+        *(find_step_schedule_mistakes(config, sizes["data"]) if not axis_mistakes else ()),
+        *find_compression_mistakes(config),
+        *find_precision_mistakes(config.train),
+        *(find_graph_mistakes(config, sizes) if not axis_mistakes else ()),
+        *find_learning_rate_mistakes(config.optim, config.train.steps),
+        *find_optimizer_mistakes(config.optim),
+        *find_saving_mistakes(config.checkpoint),
+        *(find_source_mistakes(config) if data else ()),
+        *find_split_mistakes(config),
+        *find_checkpoint_url_mistakes(config.checkpoint),
+        *find_path_mistakes(config),
+        *find_fault_mistakes(config),
     ]
 
 
@@ -84,8 +96,8 @@ def find_warnings(config: RunConfig, layout: Layout, node_size: int) -> list[str
         node_size: Ranks per node.
     """
     warnings = (
-        node_crossing_warning(config, layout, node_size),
-        replica_comparison_warning(config, layout),
-        warmup_warning(config.optim, config.train.steps),
+        find_node_crossing_warning(config, layout, node_size),
+        find_replica_comparison_warning(config, layout),
+        find_warmup_warning(config.optim, config.train.steps),
     )
     return [f"warning: {warning}" for warning in warnings if warning is not None]

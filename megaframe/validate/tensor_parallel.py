@@ -19,13 +19,13 @@ WITHIN_NODE = 450e9
 """Bytes/s of one rank to ranks of its node: NVLink 4, one direction."""
 
 
-def tensor_mistakes(config: RunConfig) -> Iterator[str]:
+def find_tensor_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message for each mistake in parallel.tensor and parallel.tensor_chunks."""
-    yield from _matrix_mistakes(config.model, config.parallel.tensor)
-    yield from _chunk_mistakes(config)
+    yield from _find_matrix_mistakes(config.model, config.parallel.tensor)
+    yield from _find_chunk_mistakes(config)
 
 
-def _matrix_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
+def _find_matrix_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
     groups, heads = model.kv_heads, model.heads
     if model.latent is not None:
         if heads % tensor:
@@ -45,7 +45,7 @@ def _matrix_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
             yield f"{name}={size} is less than parallel.tensor={tensor}; use {size} or fewer ranks"
 
 
-def _chunk_mistakes(config: RunConfig) -> Iterator[str]:
+def _find_chunk_mistakes(config: RunConfig) -> Iterator[str]:
     parallel, train = config.parallel, config.train
     chunks, tensor = parallel.tensor_chunks, parallel.tensor
     rows = -(-train.microbatch * train.seq // (tensor * parallel.context))
@@ -62,7 +62,7 @@ def _chunk_mistakes(config: RunConfig) -> Iterator[str]:
         )
 
 
-def node_crossing_warning(config: RunConfig, layout: Layout, node_size: int) -> str | None:
+def find_node_crossing_warning(config: RunConfig, layout: Layout, node_size: int) -> str | None:
     """Return a warning with the predicted cost if tensor groups span several nodes of `node_size`
     ranks; None if each group is within one node.
 
@@ -71,7 +71,7 @@ def node_crossing_warning(config: RunConfig, layout: Layout, node_size: int) -> 
     tensor = layout.tensor
     if tensor == 1 or node_size >= layout.world or node_size % tensor == 0:
         return None
-    size = tensor_parallel_bytes(config, layout)
+    size = count_tensor_parallel_bytes(config, layout)
     apart, together = size / BETWEEN_NODES, size / WITHIN_NODE
     return (
         f"parallel.tensor={tensor} crosses nodes of parallel.node_size={node_size} ranks: each "
@@ -81,7 +81,7 @@ def node_crossing_warning(config: RunConfig, layout: Layout, node_size: int) -> 
     )
 
 
-def tensor_parallel_bytes(config: RunConfig, layout: Layout) -> float:
+def count_tensor_parallel_bytes(config: RunConfig, layout: Layout) -> float:
     """Return the bytes of activations that a rank moves over the tensor axis in a step.
 
     Each block moves what its description says; the embedding and the head, also those of each

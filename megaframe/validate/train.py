@@ -12,39 +12,41 @@ _MOST_MICROBATCHES = 1 << 16
 """Microbatches of a step. A schedule lists every pass, and training has hundreds at most."""
 
 
-def batch_mistakes(train: TrainConfig, data: int) -> Iterator[str]:
+def find_batch_mistakes(train: TrainConfig, data: int) -> Iterator[str]:
     """Yield a message for each global batch that does not divide into microbatches.
 
     Args:
         train: The section.
         data: Number of data ranks.
     """
-    together = train.microbatch * data
+    batch_unit = train.microbatch * data
     on_ranks = f"train.microbatch={train.microbatch} on {data} data rank{'s' if data > 1 else ''}"
     top = train.global_batch
-    if top % together:
+    if top % batch_unit:
         yield (
             f"train.global_batch={top} does not divide into microbatches of {on_ranks}; "
-            f"use {find_nearest_multiples(together, top)}"
+            f"use {find_nearest_multiples(batch_unit, top)}"
         )
-        top = max(1, round(top / together)) * together  # what a ramp is to rise to
-    if top // together > _MOST_MICROBATCHES:
+        top = max(1, round(top / batch_unit)) * batch_unit  # what a ramp is to rise to
+    if top // batch_unit > _MOST_MICROBATCHES:
         yield (
-            f"train.global_batch={top} is {top // together} microbatches of {on_ranks}, and a step "
-            f"has at most {_MOST_MICROBATCHES}; use at most "
-            f"{_MOST_MICROBATCHES * together}, or a larger train.microbatch"
+            f"train.global_batch={top} is {top // batch_unit} microbatches of {on_ranks}, and a "
+            f"step has at most {_MOST_MICROBATCHES}; use at most "
+            f"{_MOST_MICROBATCHES * batch_unit}, or a larger train.microbatch"
         )
     if train.batch_ramp is not None:
-        yield from _ramp_mistakes(train.batch_ramp, top, together, on_ranks)
+        yield from _find_ramp_mistakes(train.batch_ramp, top, batch_unit, on_ranks)
 
 
-def _ramp_mistakes(ramp: BatchRampConfig, top: int, together: int, on_ranks: str) -> Iterator[str]:
-    """Yield what is wrong with a ramp to a global batch of `top`, a multiple of `together` samples:
-    every step's batch must be a multiple of it, too."""
+def _find_ramp_mistakes(
+    ramp: BatchRampConfig, top: int, batch_unit: int, on_ranks: str
+) -> Iterator[str]:
+    """Yield what is wrong with a ramp to a global batch of `top`, a multiple of `batch_unit`
+    samples: every step's batch must be a multiple of it, too."""
     name, start, increment = "train.batch_ramp", ramp.start, ramp.increment
     wrong = []
     sizes = {f"{name}.start": start, f"{name}.increment": increment}
-    uneven = [f"{key}={size}" for key, size in sizes.items() if size % together]
+    uneven = [f"{key}={size}" for key, size in sizes.items() if size % batch_unit]
     if uneven:
         do = "does" if len(uneven) == 1 else "do"
         wrong.append(f"{' and '.join(uneven)} {do} not divide into microbatches of {on_ranks}")
@@ -58,15 +60,15 @@ def _ramp_mistakes(ramp: BatchRampConfig, top: int, together: int, on_ranks: str
             f"train.global_batch={top}, {top - start}"
         )
     if wrong:
-        yield f"{'; '.join(wrong)}; use {join_or(_nearest_ramps(ramp, top, together))}"
+        yield f"{'; '.join(wrong)}; use {join_or(_list_nearest_ramps(ramp, top, batch_unit))}"
 
 
-def _nearest_ramps(ramp: BatchRampConfig, top: int, together: int) -> Iterator[str]:
+def _list_nearest_ramps(ramp: BatchRampConfig, top: int, batch_unit: int) -> Iterator[str]:
     """Yield the nearest ramps that divide. If only the start is wrong, these are the start below
     and the one above; otherwise the increment below and the one above, each with its nearest
     start."""
     # Increments divide the start and the rise to `top`, and therefore `top` itself.
-    fitting = [together * number for number in list_divisors(top // together)]
+    fitting = [batch_unit * number for number in list_divisors(top // batch_unit)]
     if ramp.increment in fitting:
         below = min(top, ramp.start) // ramp.increment * ramp.increment
         starts = (size for size in (below, below + ramp.increment) if 0 < size <= top)
@@ -79,7 +81,7 @@ def _nearest_ramps(ramp: BatchRampConfig, top: int, together: int) -> Iterator[s
         yield f"train.batch_ramp.start={start} with train.batch_ramp.increment={increment}"
 
 
-def precision_mistakes(train: TrainConfig) -> Iterator[str]:
+def find_precision_mistakes(train: TrainConfig) -> Iterator[str]:
     """Yield a message for each mistake in 8-bit products and in offloaded activations."""
     if train.fp8 != "none" and train.precision == "fp16":
         yield (
@@ -96,7 +98,7 @@ def precision_mistakes(train: TrainConfig) -> Iterator[str]:
         )
 
 
-def compression_mistakes(config: RunConfig) -> Iterator[str]:
+def find_compression_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message for each mistake in `parallel.compress` and `parallel.compress_keep`."""
     parallel, precision = config.parallel, config.train.precision
     name = f"parallel.compress={parallel.compress}"

@@ -12,7 +12,7 @@ import pytest
 from repo_copy import ROOT, copy_tracked
 
 from megaframe.config import RunConfig, load
-from megaframe.config.describe import COMMON, config_keys
+from megaframe.config.describe import COMMON, get_config_keys
 from megaframe.errors import UserError
 
 NOT_HERE = {
@@ -159,7 +159,7 @@ def test_the_table_of_options_is_what_the_schema_says():
         "run: python tools/options.py > docs/reference/options.md"
     )
     assert all(
-        f"`{name}`" in tool.table() for name, key in config_keys().items() if not key.section
+        f"`{name}`" in tool.table() for name, key in get_config_keys().items() if not key.section
     )
     rows = re.findall(r"^\| `([a-z_.0-9]+)`", tool.table(), re.MULTILINE)
     assert tuple(rows[: len(COMMON)]) == COMMON, "the page begins with what --help shows"
@@ -197,7 +197,7 @@ BESIDE = {
 def explain_mistake(name):
     """Return what is wrong with a key or its value, or None."""
     key, equals, value = name.partition("=")
-    if key not in config_keys():
+    if key not in get_config_keys():
         return "no such key"
     beside = [key_ for part, some in BESIDE.items() if key.startswith(part) for key_ in some]
     try:

@@ -16,7 +16,7 @@ from tolerances import near, promised
 
 from megaframe.checkpoint import locate_checkpoint
 from megaframe.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
-from megaframe.config.describe import config_keys
+from megaframe.config.describe import get_config_keys
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 
 LEARN = {"train__steps": 60, "train__global_batch": 32, "train__microbatch": 16, "optim__lr": 0.03}
@@ -398,7 +398,9 @@ def test_explain_and_help(capsys, monkeypatch):
     for words in ("train.seq", "--dry-run", "--gpus N", "--explain KEY", "configs/demo.yaml"):
         assert words in usual and words in everything
     assert "faults.compare_every" not in usual
-    assert all(f" {name} " in everything for name, key in config_keys().items() if not key.section)
+    assert all(
+        f" {name} " in everything for name, key in get_config_keys().items() if not key.section
+    )
     assert "Takes one of fp32, bf16, fp16, fp64." in " ".join(everything.split())
 
 

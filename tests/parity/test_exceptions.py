@@ -11,7 +11,7 @@ from tolerances import PROMISE
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.training.dry_run import describe_run
-from megaframe.validate.invariance import find_layout_dependence, layout_dependence_note
+from megaframe.validate.invariance import describe_layout_dependence, find_layout_dependence
 
 DESIGN = Path(__file__).resolve().parents[2] / "docs/design.md"
 COLUMNS = [
@@ -93,9 +93,9 @@ def test_each_is_named_when_it_is_used(option):
 def test_all_of_a_run_stand_in_one_line_and_a_run_without_any_says_nothing():
     model = {"vocab": 37, "bias": True}
     config = RunConfig(model=model, optim={"name": "lion"}, parallel={"compress": "topk"})
-    (line,) = layout_dependence_note(config)
+    (line,) = describe_layout_dependence(config)
     assert line.startswith("layout may change the answer: parallel.compress=topk (")
     assert "; optim.name=lion (" in line
     assert describe_run(config, Layout(data=2)).splitlines()[-1] == line
     for calm in ({}, {"state": "bf16"}, {"name": "muon"}):
-        assert not list(layout_dependence_note(RunConfig(model=model, optim=calm)))
+        assert not list(describe_layout_dependence(RunConfig(model=model, optim=calm)))

@@ -23,7 +23,7 @@ from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.training.cuda_graph import _EAGER, StepGraph, record_cuda
 from megaframe.training.train_step import TrainStep
-from megaframe.validate.cuda_graph import graph_reasons
+from megaframe.validate.cuda_graph import find_graph_obstacles
 
 KEPT = _EAGER + 2
 """The step before which weights and state are copied, to return to them later."""
@@ -55,7 +55,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
         kernels=kernels,
     )
     layout = Layout.from_parallel(config.parallel, read_world_size())
-    assert not [*graph_reasons(config, layout.sizes)]
+    assert not [*find_graph_obstacles(config, layout.sizes)]
     mesh = Mesh(layout, device=device, timeout=60)
 
     def mark():

@@ -13,7 +13,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.schedule import generate
-from megaframe.schedule.event_simulation import live_activations
+from megaframe.schedule.event_simulation import count_live_activations
 from megaframe.training.train_step import TrainStep
 
 CHUNKS = {
@@ -145,7 +145,7 @@ def test_activations_and_bytes_are_the_closed_forms(schedule, pool):
         config = RunConfig(**config)
         costs = stage_costs(config, stage_plans(config))
     actions = generate(schedule, 2, chunks, 8, costs=costs, placement="vee")
-    assert [most for most, _, _ in results] == [n * chunks for n in live_activations(actions)]
+    assert [most for most, _, _ in results] == [n * chunks for n in count_live_activations(actions)]
     assert [left for _, left, _ in results] == [0, 0]
     crossings = sum(a != b for a, b in pairwise(actions.rank_of))
     assert sum(sent for _, _, sent in results) == 2 * 1 * 10 * 16 * 8 * crossings * 8

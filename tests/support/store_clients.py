@@ -114,7 +114,7 @@ def lose(world, victim, fault, dead_judge=False):
             if fault == "late":
                 watch.limit = 0.5
         if fault == "lost":
-            group = layout.members(victim, "tensor")
+            group = layout.list_members(victim, "tensor")
 
             def lose_contact(rank):
                 others = [other for other in group if other != rank]

@@ -42,13 +42,16 @@ def list_subsets(axes):
 @given(draw_layout())
 def test_each_view_numbers_the_ranks_one_to_one(layout):
     ranks = range(layout.world)
-    assert [layout.rank(**layout.coordinate(rank)) for rank in ranks] == list(ranks)
-    assert [layout.rank(**layout.expert_coordinate(rank)) for rank in ranks] == list(ranks)
-    dense = {tuple(layout.coordinate(rank).values()) for rank in ranks}
-    expert = {tuple(layout.expert_coordinate(rank).values()) for rank in ranks}
+    assert [layout.rank(**layout.get_coordinate(rank)) for rank in ranks] == list(ranks)
+    assert [layout.rank(**layout.get_expert_coordinate(rank)) for rank in ranks] == list(ranks)
+    dense = {tuple(layout.get_coordinate(rank).values()) for rank in ranks}
+    expert = {tuple(layout.get_expert_coordinate(rank).values()) for rank in ranks}
     assert len(dense) == len(expert) == layout.world
     for rank in ranks:
-        for axis, index in {**layout.coordinate(rank), **layout.expert_coordinate(rank)}.items():
+        for axis, index in {
+            **layout.get_coordinate(rank),
+            **layout.get_expert_coordinate(rank),
+        }.items():
             assert 0 <= index < layout.sizes[axis]
 
 
@@ -57,7 +60,7 @@ def test_each_view_numbers_the_ranks_one_to_one(layout):
 def test_groups_partition_the_world_into_equal_sizes(layout):
     for view in (DENSE_VIEW, SPLIT_DENSE_VIEW, EXPERT_VIEW):
         for axes in list_subsets(view):
-            groups = layout.groups(*axes)
+            groups = layout.list_groups(*axes)
             assert sorted(chain(*groups)) == list(range(layout.world))
             assert {len(group) for group in groups} == {math.prod(layout.sizes[a] for a in axes)}
             assert all(list(group) == sorted(group) for group in groups)
@@ -68,8 +71,8 @@ def test_groups_partition_the_world_into_equal_sizes(layout):
 def test_members_differ_on_the_given_axes_only(layout, data):
     rank = data.draw(st.integers(0, layout.world - 1))
     for view, place in (
-        (DENSE_VIEW, layout.coordinate),
-        (EXPERT_VIEW, layout.expert_coordinate),
+        (DENSE_VIEW, layout.get_coordinate),
+        (EXPERT_VIEW, layout.get_expert_coordinate),
     ):
         for axes in list_subsets(view):
             own_place, others = place(rank), [axis for axis in view if axis not in axes]
@@ -78,36 +81,36 @@ def test_members_differ_on_the_given_axes_only(layout, data):
                 for other in range(layout.world)
                 if all(place(other)[axis] == own_place[axis] for axis in others)
             )
-            assert layout.members(rank, *axes) == expected
-            assert expected in layout.groups(*axes)
+            assert layout.list_members(rank, *axes) == expected
+            assert expected in layout.list_groups(*axes)
 
 
 @settings(deadline=None, max_examples=30)
 @given(draw_layout())
 def test_both_views_cover_the_same_ranks_of_a_stage(layout):
-    dense = layout.groups("tensor", "context", "data")
-    assert dense == layout.groups("expert_tensor", "expert", "expert_data")
+    dense = layout.list_groups("tensor", "context", "data")
+    assert dense == layout.list_groups("expert_tensor", "expert", "expert_data")
     assert len(dense) == layout.pipeline
-    assert layout.groups("data") == layout.groups("data_shard", "data_replicate")
+    assert layout.list_groups("data") == layout.list_groups("data_shard", "data_replicate")
     # Tensor is the fastest axis, and pipeline the slowest: a stage's ranks are consecutive.
-    assert layout.groups("tensor")[0] == tuple(range(layout.tensor))
+    assert layout.list_groups("tensor")[0] == tuple(range(layout.tensor))
     stage = layout.world // layout.pipeline
     assert dense == tuple(tuple(range(p * stage, (p + 1) * stage)) for p in range(layout.pipeline))
 
 
 def test_order_of_the_axes_is_the_documented_one():
     layout = Layout(tensor=2, context=1, data=4, pipeline=2, expert=4, data_replicate=2)
-    assert layout.coordinate(11) == {"tensor": 1, "context": 0, "data": 1, "pipeline": 1}
-    assert layout.expert_coordinate(11) == {
+    assert layout.get_coordinate(11) == {"tensor": 1, "context": 0, "data": 1, "pipeline": 1}
+    assert layout.get_expert_coordinate(11) == {
         "expert_tensor": 0,
         "expert": 3,
         "expert_data": 0,
         "pipeline": 1,
     }
-    assert layout.members(11, "data") == (9, 11, 13, 15)
-    assert layout.members(11, "data_shard") == (9, 11)
-    assert layout.members(11, "data_replicate") == (11, 15)
-    assert layout.members(11, "expert_data") == (11, 15)
+    assert layout.list_members(11, "data") == (9, 11, 13, 15)
+    assert layout.list_members(11, "data_shard") == (9, 11)
+    assert layout.list_members(11, "data_replicate") == (11, 15)
+    assert layout.list_members(11, "expert_data") == (11, 15)
     assert layout.rank(tensor=1, pipeline=1) == 9
     assert layout.rank(data_replicate=1, data_shard=1) == layout.rank(data=3)
 
@@ -151,11 +154,11 @@ def test_sizes_that_do_not_make_the_world_are_refused_with_both_numbers():
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda layout: layout.coordinate(8),
-        lambda layout: layout.members(-1, "data"),
-        lambda layout: layout.members(0, "tensor", "expert"),
-        lambda layout: layout.groups("data", "data_shard"),
-        lambda layout: layout.groups("tenser"),
+        lambda layout: layout.get_coordinate(8),
+        lambda layout: layout.list_members(-1, "data"),
+        lambda layout: layout.list_members(0, "tensor", "expert"),
+        lambda layout: layout.list_groups("data", "data_shard"),
+        lambda layout: layout.list_groups("tenser"),
         lambda layout: layout.rank(data=4),
         lambda layout: layout.rank(tensor=0, expert=0),
     ],
@@ -178,5 +181,5 @@ def test_text():
 def test_a_layout_of_many_ranks_answers_at_once():
     layout = Layout(tensor=8, context=2, data=128, pipeline=16, expert=64, data_replicate=4)
     assert layout.world == 32768
-    assert len(layout.groups("data")) == 256
-    assert len(layout.groups("pipeline", "tensor")[5]) == 128
+    assert len(layout.list_groups("data")) == 256
+    assert len(layout.list_groups("pipeline", "tensor")[5]) == 128

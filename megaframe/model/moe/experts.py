@@ -78,7 +78,7 @@ class _Experts(torch.autograd.Function):
         expert_rows: ExpertRows,
         state: PassState,
     ) -> Tensor:
-        up_EOH, down_EHF = _view_matrices(experts.up), _view_matrices(experts.down)
+        up_EOH, down_EHF = _get_matrices(experts.up), _get_matrices(experts.down)
         slices = _divide(x_AH, up_EOH, down_EHF, expert_rows, experts.tensor)
         # In the workspace: `last.transpose` reads it before another layer asks for this memory.
         y_NH, ups = state.workspace.allocate_rows(len(gates_N), x_AH), []
@@ -99,7 +99,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x_AH, gates_N, *ups), dy_AH = ctx.saved_tensors, gradients[0]
         experts, last, state = ctx.experts, ctx.last, ctx.state
-        up_EOH, down_EHF = _view_matrices(experts.up), _view_matrices(experts.down)
+        up_EOH, down_EHF = _get_matrices(experts.up), _get_matrices(experts.down)
         # Valid until the next layer asks for this memory; `last.transpose` has read it by then.
         dx_NH = state.workspace.allocate_rows(len(gates_N), x_AH)
         dgates_N = torch.empty_like(gates_N)
@@ -124,7 +124,7 @@ class _Experts(torch.autograd.Function):
         return last.transpose(dx_NH).wait(), dgates_N, None, None, None, None
 
 
-def _view_matrices(weight: Parameter) -> Tensor:
+def _get_matrices(weight: Parameter) -> Tensor:
     """Return the value of the weight as [experts, outputs, inputs]."""
     value = weight.value
     return value.view(value.shape[0], -1, value.shape[-1])

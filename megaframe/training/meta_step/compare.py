@@ -54,7 +54,7 @@ def _compare_memory(
 ) -> Iterator[ComparisonRow]:
     count = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(build_step_schedule(config, count))
-    pipeline_rank = layout.coordinate(rank)["pipeline"]
+    pipeline_rank = layout.get_coordinate(rank)["pipeline"]
     plan = compute_rank_memory(config, layout, stage_plans(config), schedule, pipeline_rank)
     buffers = plan.weights + plan.values + plan.gradients
     activations = plan.activations + plan.messages
@@ -81,9 +81,9 @@ def _compare_traffic(
     context and data ranks together, so the plan's "data" is compared with "context+data"."""
     count = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(build_step_schedule(config, count))
-    pipeline_rank = layout.coordinate(rank)["pipeline"]
+    pipeline_rank = layout.get_coordinate(rank)["pipeline"]
     plans = stage_plans(config)
-    own_plans = [plans[stage] for stage in schedule.stages(pipeline_rank)]
+    own_plans = [plans[stage] for stage in schedule.list_stages(pipeline_rank)]
     planned = dict(communication_bytes(config, layout, own_plans, schedule.ranks[pipeline_rank]))
     for axes, size in sorted(measured.traffic.items()):
         planned_axes = {"context+data": "data"}.get(axes, axes)

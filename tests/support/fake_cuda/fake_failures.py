@@ -61,7 +61,7 @@ def fail_device():
 def two_communicators():
     """Return two communicators, in each of which a transfer of the first rank hangs."""
     mesh = Mesh(Layout(data=2), device="cuda", timeout=30)
-    groups = [mesh.group("data"), mesh._make_group(("data",), mesh.layout.groups("data"))]
+    groups = [mesh.group("data"), mesh._make_group(("data",), mesh.layout.list_groups("data"))]
     for group in groups:
         if mesh.rank == 0:
             aborts.hangs["any"] = 1

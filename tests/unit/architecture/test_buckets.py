@@ -15,7 +15,7 @@ from megaframe.architecture.buckets import (
 )
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
-from megaframe.layout import Layout, exchange_groups, exchange_steps, ranks_per_node
+from megaframe.layout import Layout, count_ranks_per_node, exchange_groups, exchange_steps
 from megaframe.planner.collective_times import GroupLevel, pairwise_all_to_all, stepped_exchange
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.data_parallel_times import exchange_times, num_buckets, resolve_bucket_size
@@ -192,11 +192,11 @@ def test_every_pair_of_ranks_is_connected_by_one_path(ranks, sizes):
 
 
 def test_neighbours_of_a_node_are_the_same_in_every_group():
-    assert ranks_per_node([(0, 1, 2, 3), (4, 5, 6, 7)], 2) == 2
-    assert ranks_per_node([(0, 2, 4, 6), (1, 3, 5, 7)], 4) == 2
-    assert ranks_per_node([(0, 8, 16)], 8) == 1
-    assert ranks_per_node([(0, 1, 2)], 2) == 1
-    assert ranks_per_node([(0, 1), (2, 3)], 8) == 2
+    assert count_ranks_per_node([(0, 1, 2, 3), (4, 5, 6, 7)], 2) == 2
+    assert count_ranks_per_node([(0, 2, 4, 6), (1, 3, 5, 7)], 4) == 2
+    assert count_ranks_per_node([(0, 8, 16)], 8) == 1
+    assert count_ranks_per_node([(0, 1, 2)], 2) == 1
+    assert count_ranks_per_node([(0, 1), (2, 3)], 8) == 2
 
 
 def test_an_exchange_in_steps_takes_its_messages_and_the_same_bytes():

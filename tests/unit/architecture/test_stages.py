@@ -118,7 +118,7 @@ def test_work_adds_up_to_the_counted_flops(model, recompute):
     config = make_config(model=model, pipeline=3, train={"recompute": recompute})
     costs = stage_costs(config, stage_plans(config))
     flops = count_flops(list_model_specs(config), config)
-    assert sum(map(sum, costs.per_stage(3))) == pytest.approx(flops.hardware, rel=1e-12)
+    assert sum(map(sum, costs.list_by_stage(3))) == pytest.approx(flops.hardware, rel=1e-12)
     matrices = sum(spec.size for spec in list_model_specs(config) if spec.role == "matrix")
     depth = config.model.mtp_depth
     blocks = sum(describe_block(config.model, layer).matrix_elements for layer in range(6 + depth))

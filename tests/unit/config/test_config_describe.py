@@ -8,13 +8,19 @@ from megaframe.config import (
     describe_unknown_options,
     explain,
 )
-from megaframe.config.describe import COMMON, WIDTH, config_keys, find_nearest_keys, suggest_keys
+from megaframe.config.describe import (
+    COMMON,
+    WIDTH,
+    find_nearest_keys,
+    get_config_keys,
+    suggest_keys,
+)
 from megaframe.errors import UserError
 
 
-@pytest.mark.parametrize("name", list(config_keys()))
+@pytest.mark.parametrize("name", list(get_config_keys()))
 def test_every_key_is_documented(name):
-    key, text = config_keys()[name], explain(name)
+    key, text = get_config_keys()[name], explain(name)
     assert key.text.endswith(".")
     assert text.splitlines()[0] == name
     assert " ".join(text.split()).find(key.text) >= 0
@@ -29,7 +35,7 @@ def test_the_listing_names_every_key_that_holds_a_value_aligned():
     names = [
         line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2] > " "
     ]
-    assert names == [key.name for key in config_keys().values() if key.section is None]
+    assert names == [key.name for key in get_config_keys().values() if key.section is None]
     for block in text.split("\n\n"):
         starts = {
             len(line) - len(line[2:].split(None, 2)[-1])
@@ -41,14 +47,14 @@ def test_the_listing_names_every_key_that_holds_a_value_aligned():
 
 def test_the_listing_says_what_every_key_takes():
     text = " ".join(describe_all_keys().split())
-    for name, key in config_keys().items():
+    for name, key in get_config_keys().items():
         assert key.section or f" Takes {key.allowed}." in text.partition(f" {name} ")[2], name
 
 
 def test_the_keys_that_people_change_have_a_line_each_in_the_order_of_the_schema():
     lines = describe_common_keys().splitlines()
     assert [line.split()[0] for line in lines] == [*COMMON]
-    assert [name for name in config_keys() if name in COMMON] == [*COMMON]
+    assert [name for name in get_config_keys() if name in COMMON] == [*COMMON]
     assert all(len(line) <= WIDTH for line in lines)
     (rate,) = (line.split() for line in lines if " optim.lr " in line)
     assert rate == ["optim.lr", "0.0003", "Peak", "learning", "rate."]
@@ -78,7 +84,7 @@ def test_the_keys_that_people_change_have_a_line_each_in_the_order_of_the_schema
     ],
 )
 def test_what_a_key_takes(name, words):
-    assert config_keys()[name].allowed == words
+    assert get_config_keys()[name].allowed == words
 
 
 def test_a_section_is_explained_key_by_key():

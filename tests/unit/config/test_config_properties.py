@@ -15,7 +15,7 @@ from megaframe.config.parallel import ParallelConfig
 from megaframe.config.section import MOST
 from megaframe.config.url import find_text_mistake
 from megaframe.errors import UserError
-from megaframe.layout import axis_sizes, fewest_ranks
+from megaframe.layout import count_fewest_ranks, resolve_axis_sizes
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12).filter(
     lambda text: find_text_mistake(text) is None
@@ -150,12 +150,14 @@ SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 )}))  # fmt: skip
 def test_no_smaller_world_has_a_layout(sizes):
     parallel = ParallelConfig(**sizes)
-    fewest = fewest_ranks(parallel)
+    fewest = count_fewest_ranks(parallel)
     model_ranks = parallel.tensor * parallel.context * parallel.pipeline
-    assert axis_sizes(parallel, fewest)[1] == []
-    assert all(axis_sizes(parallel, world)[1] for world in range(model_ranks, fewest, model_ranks))
+    assert resolve_axis_sizes(parallel, fewest)[1] == []
+    assert all(
+        resolve_axis_sizes(parallel, world)[1] for world in range(model_ranks, fewest, model_ranks)
+    )
     with_data = parallel.model_copy(update={"data": fewest // model_ranks})
-    assert fewest_ranks(with_data) == fewest
+    assert count_fewest_ranks(with_data) == fewest
 
 
 NAMES = st.from_regex(r"[a-z_]{1,12}(\.[a-z_0-9]{1,12}){0,2}", fullmatch=True)

@@ -52,8 +52,8 @@ def test_all_ranks_and_the_plan_put_the_same_blocks_together(model, parallel, wo
         layout = Layout.from_parallel(config.parallel, world)
         plans, schedule = stage_plans(config), build_step_schedule(config, 2)
         for rank in {0, 1, world - 1}:
-            place = layout.coordinate(rank)["pipeline"]
-            own_plans = [plans[stage] for stage in schedule.stages(place)]
+            place = layout.get_coordinate(rank)["pipeline"]
+            own_plans = [plans[stage] for stage in schedule.list_stages(place)]
             blocks = [layer for plan in own_plans for layer in plan.blocks]
             planned = count_parameters(config, layout, own_plans).group_blocks(config, own_plans)
             expected_groups = sorted(tuple(blocks[of.start : of.stop]) for of in planned)

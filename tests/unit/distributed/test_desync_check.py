@@ -152,16 +152,16 @@ def test_parts_of_another_size_than_their_receiver_expects_are_seen():
 
 
 def test_a_ring_that_turns_the_other_way_and_another_length_are_seen():
-    def around(group, length, *, back=False):
+    def around(group, length, *, reverse=False):
         ring = Ring(group.index, group.size, group)
-        shift_ring(make_tensor(length), make_tensor(length), ring, back=back)
+        shift_ring(make_tensor(length), make_tensor(length), ring, reverse=reverse)
 
     first, second, _ = make_groups(3)
     around(first, 2)
     with pytest.raises(
         CollectiveMismatch, match=r"starts shift_ring back of any shape .* started shift_ring of"
     ):
-        around(second, 2, back=True)
+        around(second, 2, reverse=True)
     first, second, third = make_groups(3)
     around(first, 2)
     around(third, 2)

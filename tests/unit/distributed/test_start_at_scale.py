@@ -108,7 +108,7 @@ def test_ranks_survive_their_runs(ranks):
 @pytest.mark.parametrize("axes", [("data",), ("tensor",), ("data", "tensor"), ("pipeline",)])
 def test_a_report_about_a_group_is_short_however_large_the_group(axes):
     layout = Layout(tensor=8, data=128, pipeline=16)
-    assert len(json.dumps(encode_ranks(layout.members(777, *axes)))) < 20
+    assert len(json.dumps(encode_ranks(layout.list_members(777, *axes)))) < 20
 
 
 def test_a_control_group_connects_only_the_ranks_that_talk(pool):

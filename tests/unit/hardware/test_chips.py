@@ -6,9 +6,9 @@ import pytest
 
 from megaframe.hardware.chips import CHIPS, TYPES, find_chip, identify_chip
 from megaframe.hardware.cluster import (
-    cluster_for_device,
-    cluster_names,
     describe_unknown_chip,
+    find_cluster_for_device,
+    list_cluster_names,
     load_cluster,
 )
 from megaframe.planner.constants import CONSTANTS, cluster_constants
@@ -103,7 +103,7 @@ def test_a_stranger_is_no_chip_and_has_no_rates(device):
     device_chip = identify_chip(device, 20 * GIB, 46)
     assert (device_chip.name, device_chip.memory, device_chip.units) == (device, 20 * GIB, 46)
     assert not device_chip.has_rates and not device_chip.peaks
-    assert cluster_for_device(device, 20 * GIB).notes == (describe_unknown_chip(device_chip),)
+    assert find_cluster_for_device(device, 20 * GIB).notes == (describe_unknown_chip(device_chip),)
     assert (
         "with 20.0 GiB: its memory is planned, its speed is not predicted"
         in describe_unknown_chip(device_chip)
@@ -129,18 +129,18 @@ def test_the_figures_of_a_chip_are_possible_and_have_a_source(chip):
 
 @pytest.mark.parametrize("device", [name for name, _ in DEVICES])
 def test_a_known_device_has_a_cluster_that_says_what_it_assumes(device):
-    cluster, chip = cluster_for_device(device), find_chip(device)
+    cluster, chip = find_cluster_for_device(device), find_chip(device)
     assert cluster.chip == chip
     (note,) = cluster.notes
     assert f"{device} is the chip {chip.name}" in note and "assumed" in note
-    if cluster.name in cluster_names():
+    if cluster.name in list_cluster_names():
         shipped = load_cluster(cluster.name)
         assert cluster.tiers == shipped.tiers and f"cluster {cluster.name} are" in note
     else:
         assert cluster.tiers[0].bandwidth == (chip.link or chip.host_link)
 
 
-@pytest.mark.parametrize("name", cluster_names())
+@pytest.mark.parametrize("name", list_cluster_names())
 def test_a_cluster_of_a_chip_with_links_has_no_faster_ones(name):
     cluster = load_cluster(name)
     if cluster.chip.link is not None:
@@ -150,4 +150,4 @@ def test_a_cluster_of_a_chip_with_links_has_no_faster_ones(name):
 def test_only_what_was_fitted_goes_without_a_word():
     silent = {family for family, constants in CONSTANTS.items() if not constants.unfitted}
     assert silent == {"a100", "h100"}
-    assert cluster_constants(cluster_for_device("NVIDIA GeForce RTX 4090")).unfitted
+    assert cluster_constants(find_cluster_for_device("NVIDIA GeForce RTX 4090")).unfitted

@@ -3,7 +3,7 @@
 import pytest
 
 from megaframe.errors import UserError
-from megaframe.hardware.cluster import cluster_names, load_cluster
+from megaframe.hardware.cluster import list_cluster_names, load_cluster
 
 GOOD = """chip: h100
 tiers:
@@ -24,7 +24,7 @@ def read(tmp_path):
     return read
 
 
-@pytest.mark.parametrize("name", cluster_names())
+@pytest.mark.parametrize("name", list_cluster_names())
 def test_every_description_is_sound(name):
     cluster = load_cluster(name)
     assert cluster.size >= cluster.node >= 1

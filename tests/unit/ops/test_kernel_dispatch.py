@@ -111,7 +111,7 @@ def test_a_cpu_needs_the_library_only_for_what_is_named(no_library):
 @without_gpu
 def test_what_a_kernel_refuses_is_said_once_with_the_reason():
     messages = []
-    kernels = make_kernels(RunConfig(model=MOE), GPU, tell=messages.append)
+    kernels = make_kernels(RunConfig(model=MOE), GPU, notify=messages.append)
     x = torch.ones(2, 8, dtype=torch.float64)
     for _ in range(3):
         kernels.find("norm", x, x[0])

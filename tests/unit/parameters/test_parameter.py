@@ -42,8 +42,8 @@ def test_matrices_one_by_one(operation):
     left, right = torch.randn(6, 4).double(), torch.randn(6, 5).double()
     for step in range(2):  # each step leaves out other matrices
         parameter.fresh = True
-        parameter.add_product(left, right, of=2 * step)
-        parameter.add(torch.ones(4, 5), of=2 * step)
+        parameter.add_product(left, right, matrix=2 * step)
+        parameter.add(torch.ones(4, 5), matrix=2 * step)
         expected = torch.zeros(3, 4, 5).double()
         expected[2 * step] = left.T @ right + 1
         if operation == "add":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaframe.config import load
-from megaframe.config.load import config_path
+from megaframe.config.load import resolve_config_path
 from megaframe.hardware.cluster import DEFAULT, load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import constants_of
@@ -103,7 +103,7 @@ def list_documented_commands():
 def test_a_documented_command_fits_on_the_machine_that_it_names(line):
     command = Command(line)
     config = load(command.config, command.overrides)
-    name = command.cluster or read_machine(Path(config_path(command.config)))[1]
+    name = command.cluster or read_machine(Path(resolve_config_path(command.config)))[1]
     cluster = load_cluster(name)
     if command.searches:
         constants = constants_of(cluster.chip.family)

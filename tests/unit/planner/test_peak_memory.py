@@ -76,7 +76,7 @@ def test_every_rank_fits_and_no_stage_needs_one_fewer(parallel, recompute, part)
     schedule = lower(build_step_schedule(config, 16))
     memory = compute_needed(config, layout, chip, blocks)
     for rank in range(layout.pipeline):
-        stages = schedule.stages(rank)
+        stages = schedule.list_stages(rank)
         if not fits_with_margin(memory[rank], chip):
             assert all(blocks[stage] == all_blocks[stage] for stage in stages)
             continue

@@ -208,7 +208,7 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
     for rank in ranks:
         step = run_meta_step(config, layout, rank)
         plan = compute_rank_memory(
-            config, layout, plans, lowered, layout.coordinate(rank)["pipeline"]
+            config, layout, plans, lowered, layout.get_coordinate(rank)["pipeline"]
         )
         buffers = plan.weights + plan.values + plan.gradients
         assert step.buffers == pytest.approx(buffers, rel=0.01)
@@ -224,8 +224,8 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
         total = step.buffers + step.optimizer + step.activations
         assert total == pytest.approx(buffers + plan.optimizer + kept_bytes, rel=0.01)
         if traffic:
-            place = layout.coordinate(rank)["pipeline"]
-            own_plans = [plans[stage] for stage in schedule.stages(place)]
+            place = layout.get_coordinate(rank)["pipeline"]
+            own_plans = [plans[stage] for stage in schedule.list_stages(place)]
             planned = communication_bytes(config, layout, own_plans, lowered.ranks[place])
             assert_moved(step.traffic, planned, layout, config)
 

@@ -52,7 +52,7 @@ def count_by_specs(config, layout, plans):
     counts = {"vector": 0, "table": 0, "split": 0, "whole": 0, "shared": 0, "experts": 0}
     for parameter in {p: None for chunk in chunks.values() for p in chunk.parameters()}:
         spec = parameter.spec
-        size = spec.local(layout.full_coordinate(0), layout.sizes).size
+        size = spec.local(layout.get_full_coordinate(0), layout.sizes).size
         if spec.role in ("gain", "bias"):
             counts["vector"] += size
         elif spec.role in ("embedding", "head"):

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.errors import UserError
-from megaframe.schedule import SCHEDULE_NAMES, Action, ActionKind, generate, schedule_mistakes
+from megaframe.schedule import SCHEDULE_NAMES, Action, ActionKind, find_schedule_mistakes, generate
 from megaframe.schedule.check import check
 from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.limits import SCHEDULE_LIMITS
-from megaframe.schedule.named import GENERATORS, min_live_activations
+from megaframe.schedule.named import GENERATORS, count_min_live_activations
 from megaframe.schedule.simulate import simulate
 
 RANKS = (2, 4, 8, 16)
@@ -138,15 +138,15 @@ def test_stages_lie_in_loops_or_in_a_v():
 @given(st.sampled_from(list(GENERATORS)), st.integers(1, 9), st.integers(1, 4), st.integers(0, 20))
 def test_every_schedule_passes_the_checker(name, ranks, chunks, additional):
     limits = SCHEDULE_LIMITS[name]
-    chunks = limits.nearest_chunks(chunks)
+    chunks = limits.find_nearest_chunks(chunks)
     microbatches = additional + (ranks if limits.needs_full_pipeline else 1)
-    assert schedule_mistakes(name, ranks, chunks, microbatches) == []
+    assert find_schedule_mistakes(name, ranks, chunks, microbatches) == []
     schedule = generate(name, ranks, chunks, microbatches)
     check(schedule)
     peak = max(simulate(schedule, ActionCosts()).peak_activations)
-    assert min_live_activations(name, ranks, chunks, microbatches) <= peak
+    assert count_min_live_activations(name, ranks, chunks, microbatches) <= peak
     assert schedule.microbatches == microbatches
-    assert [len(schedule.stages(rank)) for rank in range(ranks)] == [chunks] * ranks
+    assert [len(schedule.list_stages(rank)) for rank in range(ranks)] == [chunks] * ranks
 
 
 @settings(deadline=None, max_examples=50)
@@ -174,7 +174,7 @@ def test_interleaved_takes_any_group(ranks, chunks, additional, wider):
     ],
 )
 def test_impossible_sizes_are_refused_with_the_nearest_valid_ones(size, message):
-    assert len(schedule_mistakes(*size)) == 1
+    assert len(find_schedule_mistakes(*size)) == 1
     with pytest.raises(UserError, match=message):
         generate(*size)
 

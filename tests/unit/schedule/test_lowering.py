@@ -12,7 +12,7 @@ ORDERS = [name for name in SCHEDULE_LIMITS if name != "search"]
 
 def find_nearest_size(name, ranks, chunks, additional):
     """Return a size close to the drawn one for which the schedule exists."""
-    return ranks, SCHEDULE_LIMITS[name].nearest_chunks(chunks), ranks + additional
+    return ranks, SCHEDULE_LIMITS[name].find_nearest_chunks(chunks), ranks + additional
 
 
 def test_reduction_is_posted_before_the_last_backward_and_the_update_is_last():

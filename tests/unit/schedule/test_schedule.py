@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.errors import UserError
-from megaframe.schedule import Action, ActionKind, generate, parse_action, schedule_mistakes
+from megaframe.schedule import Action, ActionKind, find_schedule_mistakes, generate, parse_action
 from megaframe.schedule import schedule as text_form
 from megaframe.schedule.schedule import parse_schedule, read_schedule
 
@@ -80,16 +80,18 @@ def test_a_file_that_is_no_text_or_too_large_is_refused(tmp_path, monkeypatch):
 def test_a_file_for_another_pipeline_or_with_a_cycle_is_refused(tmp_path):
     path = tmp_path / "own.txt"
     path.write_text(str(generate("1f1b", 4, 1, 6)))
-    assert schedule_mistakes(f"file:{path}", 4, 1, 6) == []
+    assert find_schedule_mistakes(f"file:{path}", 4, 1, 6) == []
     for size, key in (
         ((2, 1, 6), "parallel.pipeline"),
         ((4, 2, 6), "parallel.chunks"),
         ((4, 1, 5), "microbatches"),
     ):
-        assert [key in mistake for mistake in schedule_mistakes(f"file:{path}", *size)] == [True]
+        assert [key in mistake for mistake in find_schedule_mistakes(f"file:{path}", *size)] == [
+            True
+        ]
     with pytest.raises(UserError, match="group of 4 microbatches has no effect"):
         generate(f"file:{path}", 4, 1, 6, group=4)
     path.write_text("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")
-    assert len(schedule_mistakes(f"file:{path}", 2, 1, 2)) == 1
+    assert len(find_schedule_mistakes(f"file:{path}", 2, 1, 2)) == 1
     with pytest.raises(UserError, match=r"parallel\.schedule=file:"):
         generate(f"file:{path}", 2, 1, 2)

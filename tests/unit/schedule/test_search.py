@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.errors import UserError
-from megaframe.schedule import generate, lower, schedule_mistakes
-from megaframe.schedule.building_blocks import ranks_of_stages
+from megaframe.schedule import find_schedule_mistakes, generate, lower
+from megaframe.schedule.building_blocks import list_ranks_by_stage
 from megaframe.schedule.check import check
 from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.event_simulation import encode_schedule
 from megaframe.schedule.greedy import GreedyPolicy, SchedulingProblem, schedule_greedily
 from megaframe.schedule.named import GENERATORS
-from megaframe.schedule.search import BUDGET, POLICIES, named_candidates
+from megaframe.schedule.search import BUDGET, POLICIES, generate_named_candidates
 from megaframe.schedule.simulate import simulate
 
 seconds = st.integers(1, 12)
@@ -45,9 +45,9 @@ def test_never_worse_than_a_named_schedule_within_the_limits(problem, placement)
     assert max(best.peak_activations) <= most
     assert schedule.microbatches == microbatches
     if placement is not None:
-        assert schedule.rank_of == ranks_of_stages(ranks, chunks, placement)
+        assert schedule.rank_of == list_ranks_by_stage(ranks, chunks, placement)
     for name in GENERATORS:
-        if schedule_mistakes(name, *size):
+        if find_schedule_mistakes(name, *size):
             continue
         other = generate(name, *size)
         timeline = simulate(other, costs)
@@ -70,7 +70,7 @@ def test_never_worse_than_a_named_schedule_within_the_limits(problem, placement)
 def test_no_policy_stops_or_breaks_a_limit_however_tight(problem, placement, policy):
     ranks, chunks, microbatches, costs, limit = problem
     capacity = chunks if limit is None else int(limit * chunks)
-    rank_of = ranks_of_stages(ranks, chunks, placement)
+    rank_of = list_ranks_by_stage(ranks, chunks, placement)
     encoded = schedule_greedily(
         SchedulingProblem.from_costs(rank_of, microbatches, costs, capacity), policy
     )
@@ -82,9 +82,9 @@ def test_no_policy_stops_or_breaks_a_limit_however_tight(problem, placement, pol
 def test_every_named_schedule_that_fits_is_a_candidate():
     for chunks in (1, 2, 3):
         size = (4, chunks, 9)
-        possible = [name for name in GENERATORS if not schedule_mistakes(name, *size)]
+        possible = [name for name in GENERATORS if not find_schedule_mistakes(name, *size)]
         steps = [encode_schedule(generate(name, *size)).steps for name in possible]
-        assert [encoded.steps for encoded in named_candidates(*size, 9)] == steps
+        assert [encoded.steps for encoded in generate_named_candidates(*size, 9)] == steps
 
 
 def test_a_slow_head_costs_no_more_than_its_own_work_and_the_way_to_it():
@@ -108,7 +108,7 @@ def test_more_chunks_leave_only_the_way_to_the_last_rank_at_the_memory_of_1f1b()
 def test_large_sizes_try_the_policies_on_fewer_microbatches():
     costs = ActionCosts((0.5,) * 31 + (0.7,), 0.6, 0.4, 0.01)
     size = (16, 2, 256)
-    rank_of = ranks_of_stages(16, 2, "loop")
+    rank_of = list_ranks_by_stage(16, 2, "loop")
     assert (
         SchedulingProblem.from_costs(rank_of, 256, costs, 32).actions * len(POLICIES["loop"])
         > BUDGET

@@ -18,7 +18,7 @@ from random_schedules import (
 from megaframe.errors import UserError
 from megaframe.schedule import lower
 from megaframe.schedule.costs import ActionCosts, parse_costs
-from megaframe.schedule.event_simulation import live_activations
+from megaframe.schedule.event_simulation import count_live_activations
 from megaframe.schedule.simulate import simulate
 
 ONE_F_ONE_B = "0F0 0F1 0B0 0F2 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2"
@@ -118,8 +118,12 @@ def test_live_activations_equal_a_count(schedule):
             ends_here = fused or action.kind not in (F, B)
             counts.append(counts[-1] + (action.kind is F) - ends_here)
         assert counts[-1] == 0
-        expected.append(Fraction(max(counts), len(schedule.stages(rank))))
-    assert live_activations(schedule) == live_activations(lower(schedule)) == tuple(expected)
+        expected.append(Fraction(max(counts), len(schedule.list_stages(rank))))
+    assert (
+        count_live_activations(schedule)
+        == count_live_activations(lower(schedule))
+        == tuple(expected)
+    )
 
 
 def test_a_deadlock_is_found_in_the_same_pass():

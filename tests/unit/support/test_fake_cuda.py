@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[3]
 MAY_WAIT = {
     "initialize_weights": "initial weights are drawn on the host",
     "begin": "optimizer state is made at the start",
-    "_frequencies_on": "rotary frequencies are computed on the host, once",
+    "_get_frequencies_on": "rotary frequencies are computed on the host, once",
     "_can_accumulate_wide": "tries a product, once",
     "_check_size": "the ranks of a communicator, when it is made",
     "_sum_totals": "the totals of an evaluation",

@@ -14,7 +14,7 @@ import pytest
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.chips import CHIPS
-from megaframe.hardware.cluster import cluster_for_device, load_cluster, write_cluster
+from megaframe.hardware.cluster import find_cluster_for_device, load_cluster, write_cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import cluster_constants, constants_of
 from megaframe.planner.kernel_times import kernel_rates, product_seconds
@@ -90,7 +90,7 @@ def test_an_unknown_chip_is_planned_by_what_is_measured_on_it(monkeypatch, tmp_p
     path = tmp_path / "mine.yaml"
     options = ("--write", str(path), "--device", "cpu", "--largest", "256", "--precision", "fp32")
     module, arguments = load_tool("measure_kernels", *options)
-    unknown = cluster_for_device("Abacus", 8 * 2.0**30, 46)
+    unknown = find_cluster_for_device("Abacus", 8 * 2.0**30, 46)
     monkeypatch.setattr(module, "detect_cluster", lambda device: unknown)
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(UserError, match=r"unknown chip Abacus with 8\.0 GiB: .* not predicted"):
@@ -108,7 +108,7 @@ def test_an_unknown_chip_is_planned_by_what_is_measured_on_it(monkeypatch, tmp_p
 
 def test_links_are_added_to_a_description_and_the_chip_stays(tmp_path):
     path = tmp_path / "mine.yaml"
-    unknown = cluster_for_device("Abacus", 8 * 2.0**30)
+    unknown = find_cluster_for_device("Abacus", 8 * 2.0**30)
     figures = {"bandwidth": 1e11, "peaks": {"fp32": 1e12}, "memory": 2**33}
     write_cluster(path, unknown, {**figures, "constants": {"product": 0.5}}, "by hand")
     module, _ = load_tool("measure_links")

@@ -209,7 +209,7 @@ def test_a_job_loses_nothing_to_a_kill_and_to_its_time_limit(cluster, pool, over
     ranks = cluster.ranks(number)
     nodes = {int(variables["RANK"]): variables["SLURMD_NODENAME"] for variables in ranks.values()}
     assert sorted(nodes) == [0, 1, 2, 3]
-    for group in Layout(tensor=2, data=2).groups("tensor"):
+    for group in Layout(tensor=2, data=2).list_groups("tensor"):
         assert len({nodes[rank] for rank in group}) == 1, nodes
     assert set(nodes.values()) == {"n1", "n2"}
 

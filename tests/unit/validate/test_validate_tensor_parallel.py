@@ -4,7 +4,10 @@ import pytest
 
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
-from megaframe.validate.tensor_parallel import node_crossing_warning, tensor_parallel_bytes
+from megaframe.validate.tensor_parallel import (
+    count_tensor_parallel_bytes,
+    find_node_crossing_warning,
+)
 
 
 def make_config(tensor):
@@ -20,7 +23,10 @@ def test_bytes_are_the_closed_form():
     each of two stages has half of that."""
     layout = Layout(tensor=4, pipeline=2, data=2)
     stream, microbatches = 2 * 32 * 64 * 2, 2
-    assert tensor_parallel_bytes(make_config(4), layout) == (84 / 2) * stream * microbatches * 3 / 4
+    assert (
+        count_tensor_parallel_bytes(make_config(4), layout)
+        == (84 / 2) * stream * microbatches * 3 / 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -28,7 +34,7 @@ def test_bytes_are_the_closed_form():
 )
 def test_only_groups_that_cross_are_warned_of(tensor, node, fits):
     layout = Layout(tensor=tensor, pipeline=2)
-    text = node_crossing_warning(make_config(tensor), layout, node)
+    text = find_node_crossing_warning(make_config(tensor), layout, node)
     assert (text is None) == (fits is None or node >= layout.world)
     if text:
         assert f"parallel.tensor={tensor} crosses" in text
