@@ -21,7 +21,8 @@ PROMISE = 1e-10
 """What docs/design.md promises of layouts in fp64, relative to a loss or norm, and to a weight of
 size one. A published limit and not a tolerance of rounding, which is a hundred times smaller."""
 CERTAINTY = 8.0
-"""The lambda of `estimate_growth`: a sum of n terms exceeds it with a probability of at most 2n e^-32."""
+"""The lambda of `estimate_growth`: a sum of n terms exceeds it with a probability of at most
+2n e^-32."""
 Numbers = float | Sequence[float] | Mapping[Any, float]
 
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megaframe.config import DataSourceConfig, RunConfig, dump, explain, load
-from megaframe.config.describe import config_keys
+from megaframe.config.describe import get_config_keys
 from megaframe.config.migration import translate_setting
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.section import MOST
@@ -57,7 +57,7 @@ WHOLE = ("train.batch_ramp.", "model.latent.", "model.moe.")
 """Sections that are given whole or not at all."""
 EVERY_LEAF = {
     name: make_strategy(key.field.annotation, key.field.metadata)
-    for name, key in config_keys().items()
+    for name, key in get_config_keys().items()
     if key.section is None
 }
 LEAVES = {name: value for name, value in EVERY_LEAF.items() if not name.startswith(WHOLE)}
@@ -161,13 +161,13 @@ def test_no_smaller_world_has_a_layout(sizes):
 
 
 NAMES = st.from_regex(r"[a-z_]{1,12}(\.[a-z_0-9]{1,12}){0,2}", fullmatch=True)
-EDITED = st.tuples(st.sampled_from(sorted(config_keys())), st.integers(0, 30)).map(
+EDITED = st.tuples(st.sampled_from(sorted(get_config_keys())), st.integers(0, 30)).map(
     lambda pair: pair[0][: pair[1]] + pair[0][pair[1] + 1 :]
 )
 
 
 @settings(deadline=None, max_examples=60)
-@given((NAMES | EDITED).filter(lambda name: name not in config_keys() and name.strip(".")))
+@given((NAMES | EDITED).filter(lambda name: name not in get_config_keys() and name.strip(".")))
 def test_an_unknown_key_always_suggests_a_known_one(name):
     for ask in (lambda: explain(name), lambda: load(None, [f"{name}=1"])):
         with pytest.raises(UserError) as refusal:
@@ -176,18 +176,18 @@ def test_an_unknown_key_always_suggests_a_known_one(name):
         if "has no keys beneath it" not in text and translate_setting(name) is None:
             suggested = text.rpartition("did you mean ")[2].rstrip("?").replace(" or ", ", ")
             known = {
-                *config_keys(),
+                *get_config_keys(),
                 *(f"data.sources.{field}" for field in DataSourceConfig.model_fields),
             }
             assert known.issuperset(suggested.split(", "))
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.sampled_from(sorted(k for k in config_keys() if len(k) > 8)), st.integers(0, 40))
+@given(st.sampled_from(sorted(k for k in get_config_keys() if len(k) > 8)), st.integers(0, 40))
 def test_one_lost_letter_in_a_key_is_found(name, place):
     place = name.index(".") + 1 + place % (len(name) - name.index(".") - 1) if "." in name else 0
     wrong = name[:place] + name[place + 1 :]
-    if wrong not in config_keys():
+    if wrong not in get_config_keys():
         with pytest.raises(UserError, match=rf"did you mean (.* or )?{name}( or .*)?\?"):
             explain(wrong)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megaframe.config import explain, load
-from megaframe.config.describe import config_keys
+from megaframe.config.describe import get_config_keys
 from megaframe.config.migration import (
     RENAMED_KEYS,
     SETTINGS_ELSEWHERE,
@@ -44,11 +44,11 @@ def test_there_are_enough_of_every_program():
 @pytest.mark.parametrize(("program", "name"), EVERY)
 def test_what_a_name_is_here_exists_and_takes_its_value(program, name):
     replacement = SETTINGS_ELSEWHERE[program][name]
-    assert name not in config_keys()
+    assert name not in get_config_keys()
     assert list_keys(replacement) or replacement == "always on"
     for text in list_keys(replacement):
         key, _, value = text.partition("=")
-        assert key in config_keys(), replacement
+        assert key in get_config_keys(), replacement
         if value:
             load(None, [text])
     message = translate_setting(name)
@@ -112,7 +112,7 @@ def test_it_is_known_in_a_file_and_inside_a_list_too(tmp_path):
 
 @pytest.mark.parametrize("name", RENAMED_KEYS)
 def test_a_former_key_is_refused_with_its_successor(name):
-    assert RENAMED_KEYS[name] in config_keys() and f"parallel.{name}" not in config_keys()
+    assert RENAMED_KEYS[name] in get_config_keys() and f"parallel.{name}" not in get_config_keys()
     message = f"parallel.{name}: unknown key; {RENAMED_KEYS[name]} has replaced {name}"
     with pytest.raises(UserError, match=re.escape(message)):
         load(None, [f"parallel.{name}=1"])
