@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, describe_machine, describe_processor, machine_file_name
+from harness import ROOT, describe_machine, describe_processor, make_machine_file_name
 
 RESULTS = ROOT / "benchmarks/results"
 PAGE, PICTURE = ROOT / "docs/reference/peers.md", ROOT / "docs/images/peers.svg"
@@ -40,11 +40,11 @@ class Comparison:
     options: tuple[str, ...] = ()
     hosts: bool = False
 
-    def command(self, given: argparse.Namespace) -> list[str]:
+    def make_command(self, arguments: argparse.Namespace) -> list[str]:
         """Return the command line, with the peers that were given."""
-        found = {peer: getattr(given, peer) for peer in self.peers}
+        found = {peer: getattr(arguments, peer) for peer in self.peers}
         places = [f"--{peer.replace('_', '-')}={path}" for peer, path in found.items() if path]
-        counts = [f"--rounds={given.rounds}", f"--steps={given.steps}"]
+        counts = [f"--rounds={arguments.rounds}", f"--steps={arguments.steps}"]
         script = str(ROOT / "benchmarks" / self.script)
         return [sys.executable, script, *self.options, *places, *counts, "--write", str(self.file)]
 
@@ -59,7 +59,7 @@ NANOGPT, HUGGINGFACE = "nanogpt", "huggingface_python"
 TRAINING = Comparison(
     "One process, two threads",
     "cpu/train_cpu.py",
-    f"train_cpu_{machine_file_name(describe_machine())}.json",
+    f"train_cpu_{make_machine_file_name(describe_machine())}.json",
     "../../README.md",
     (NANOGPT, MEGATRON, HUGGINGFACE),
 )
@@ -239,14 +239,14 @@ def main() -> None:
     parser.add_argument("--deepspeed-python", type=Path, help="an interpreter with DeepSpeed")
     parser.add_argument("--huggingface-python", type=Path, help="one with transformers, accelerate")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
-    given = parser.parse_args()
-    for comparison in () if given.page else COMPARISONS:
-        if comparison.script in given.only:
+    arguments = parser.parse_args()
+    for comparison in () if arguments.page else COMPARISONS:
+        if comparison.script in arguments.only:
             print(f"\n{comparison.title}", flush=True)
             if comparison.hosts and os.geteuid():
                 print("skipped: emulated hosts need root")
                 continue
-            subprocess.run(comparison.command(given), cwd=ROOT, check=True)
+            subprocess.run(comparison.make_command(arguments), cwd=ROOT, check=True)
     PAGE.write_text(format_page(), encoding="utf-8")
     draw(PICTURE)
     print(f"wrote {PAGE} and {PICTURE}")

@@ -99,7 +99,7 @@ def add_common_arguments(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def alternate(
+def run_alternately(
     contenders: Sequence[Contender], rounds: int, threads: int
 ) -> dict[str, list[ContenderRun]]:
     """Run each contender once per round, one at a time, in the order given.
@@ -224,7 +224,7 @@ def describe_processor(document: Mapping[str, Any]) -> str:
     return " ".join([*words, *(["with", *settings] if settings else ())])
 
 
-def machine_file_name(here: Mapping[str, Any]) -> str:
+def make_machine_file_name(here: Mapping[str, Any]) -> str:
     """Return a part of a file's name for a machine: its processor, the widest of its matrix
     instructions, and what was left out of them."""
     parts = [here["cpu"], *here["instructions"][-1:], *here["settings"].values()]

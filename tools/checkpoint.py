@@ -42,7 +42,7 @@ _STATE = "optimizer."
 
 def main() -> None:
     """Run the subcommand."""
-    arguments = _arguments()
+    arguments = _parse_arguments()
     with report_errors():
         sys.exit(arguments.run(arguments))
 
@@ -53,13 +53,13 @@ def inspect(arguments: argparse.Namespace) -> int:
         tensors = checkpoint.tensors.values()
         files = {piece.file for tensor in tensors for piece in tensor.slices}
         print(f"{checkpoint.path}: step {checkpoint.step}, {len(files)} files")
-        _print(_summary(checkpoint))
+        _print(_make_summary_table(checkpoint))
         if arguments.tensors:
-            _print(_tensors(checkpoint))
+            _print(_make_tensor_table(checkpoint))
     return 0
 
 
-def _summary(checkpoint: Checkpoint) -> Table:
+def _make_summary_table(checkpoint: Checkpoint) -> Table:
     kinds: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for name, tensor in checkpoint.tensors.items():
         kind = "weights"
@@ -83,7 +83,7 @@ def _summary(checkpoint: Checkpoint) -> Table:
     return table
 
 
-def _tensors(checkpoint: Checkpoint) -> Table:
+def _make_tensor_table(checkpoint: Checkpoint) -> Table:
     table = Table(box=None)
     for title in ("tensor", "shape", "type", "slices"):
         table.add_column(title, no_wrap=True)
@@ -204,7 +204,7 @@ _FOLDERS = {import_hf: "a model's folder", import_dcp: "a folder of torch.distri
 """Help for the argument of commands that do not read a checkpoint."""
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for run in (

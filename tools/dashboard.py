@@ -30,7 +30,7 @@ def main() -> None:
         if arguments.wandb:
             print(save_workspace(arguments.wandb, project(runs[0])))
             return
-        prediction = predicted(runs, arguments)
+        prediction = find_prediction(runs, arguments)
         if arguments.serve:
             serve(runs, arguments, prediction)
             return
@@ -47,7 +47,7 @@ def main() -> None:
         print(f"wrote {path}")
 
 
-def predicted(runs: list[RunFolder], arguments: argparse.Namespace) -> dict | None:
+def find_prediction(runs: list[RunFolder], arguments: argparse.Namespace) -> dict | None:
     """Return the prediction that was given, or for a single run that of the planner; None if there
     is none."""
     if arguments.prediction or len(runs) > 1:

@@ -41,7 +41,7 @@ def write(library: Path, output: Path, limit: int) -> tuple[int, int]:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("w", encoding="utf-8") as file:
-            for name, text in _sources(library):
+            for name, text in _read_sources(library):
                 size += len(text.encode())
                 if size > limit:
                     size -= len(text.encode())
@@ -58,7 +58,7 @@ def write(library: Path, output: Path, limit: int) -> tuple[int, int]:
     return documents, size
 
 
-def _sources(library: Path) -> Iterator[tuple[str, str]]:
+def _read_sources(library: Path) -> Iterator[tuple[str, str]]:
     """Yield the name and text of each source that is UTF-8 and not empty."""
     for path in sorted(library.rglob("*.py")):
         name = path.relative_to(library)

@@ -63,24 +63,26 @@ def read_gpus(text: str) -> list[dict[str, str]]:
 
 def judge_gpu(gpu: Mapping[str, str]) -> Iterator[HostFinding]:
     """Yield findings on the state of one GPU: clocks, memory in use, memory errors."""
-    what = f"GPU {gpu['index']}"
+    subject = f"GPU {gpu['index']}"
     clocks = f"{gpu['clocks.sm']} of {gpu['clocks.max.sm']} MHz, {gpu['temperature.gpu']} C"
-    yield HostFinding(what, f"{gpu['name']}, driver {gpu['driver_version']}, {clocks}")
-    bits = _number(gpu["clocks_throttle_reasons.active"])
+    yield HostFinding(subject, f"{gpu['name']}, driver {gpu['driver_version']}, {clocks}")
+    bits = _parse_number(gpu["clocks_throttle_reasons.active"])
     slowed = [reason for bit, reason in _SLOWED.items() if bits & bit]
     if slowed:
-        yield HostFinding(what, f"slowed: {', '.join(slowed)}", "warning")
-    used, total = _number(gpu["memory.used"]), _number(gpu["memory.total"])
+        yield HostFinding(subject, f"slowed: {', '.join(slowed)}", "warning")
+    used, total = _parse_number(gpu["memory.used"]), _parse_number(gpu["memory.total"])
     if total and used > 0.1 * total:
-        yield HostFinding(what, f"{used} of {total} MiB are in use by others", "warning")
-    errors = _number(gpu["ecc.errors.uncorrected.volatile.total"])
+        yield HostFinding(subject, f"{used} of {total} MiB are in use by others", "warning")
+    errors = _parse_number(gpu["ecc.errors.uncorrected.volatile.total"])
     if errors:
-        yield HostFinding(what, f"{errors} uncorrected memory errors: replace or reset it", "error")
+        yield HostFinding(
+            subject, f"{errors} uncorrected memory errors: replace or reset it", "error"
+        )
     elif gpu["ecc.mode.current"] == "Disabled":
-        yield HostFinding(what, "ECC is off: flipped bits go unnoticed", "warning")
+        yield HostFinding(subject, "ECC is off: flipped bits go unnoticed", "warning")
 
 
-def _number(text: str) -> int:
+def _parse_number(text: str) -> int:
     try:
         return int(text, 0)
     except ValueError:  # [N/A]: not every GPU reports every field
@@ -103,32 +105,34 @@ def judge_software() -> Iterator[HostFinding]:
 
     from megaframe.distributed.device import explain_hidden_gpu, explain_unusable_gpu
 
-    found = ", ".join(f"{name} {version}" for name, version in versions().items())
-    yield HostFinding("software", f"Python {platform.python_version()}, {found}")
-    known, seen = read_smi(), torch.cuda.device_count()
+    installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+    yield HostFinding("software", f"Python {platform.python_version()}, {installed}")
+    known, num_visible = read_smi(), torch.cuda.device_count()
     for gpu in known:
         yield from judge_gpu(gpu)
-    if len(known) > seen:
+    if len(known) > num_visible:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         if hidden is not None:
-            said = f"torch sees {seen} of {len(known)} GPUs: CUDA_VISIBLE_DEVICES={hidden}"
-            yield HostFinding("torch", said, "warning")
+            text = f"torch sees {num_visible} of {len(known)} GPUs: CUDA_VISIBLE_DEVICES={hidden}"
+            yield HostFinding("torch", text, "warning")
         else:
-            said = f"torch {torch.__version__} sees {seen} of {len(known)} GPUs"
-            yield HostFinding("torch", said, "error" if seen else "warning")
-    if not seen:
+            text = f"torch {torch.__version__} sees {num_visible} of {len(known)} GPUs"
+            yield HostFinding("torch", text, "error" if num_visible else "warning")
+    if not num_visible:
         if reason := explain_unusable_gpu():
             yield HostFinding("torch", f"no GPU that a run can use: {reason}", "error")
             return
         hidden = f" ({reason})" if (reason := explain_hidden_gpu()) else ""
         yield HostFinding("torch", f"no GPU: a run uses the CPU, {os.cpu_count()} cores{hidden}")
         return
-    for index in range(seen):
+    for index in range(num_visible):
         yield _check_gpu(index)
     if torch.distributed.is_nccl_available():
         yield HostFinding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
     else:
-        yield HostFinding("NCCL", "torch was built without it", "error" if seen > 1 else "warning")
+        yield HostFinding(
+            "NCCL", "torch was built without it", "error" if num_visible > 1 else "warning"
+        )
 
 
 def _check_gpu(index: int) -> HostFinding:
@@ -140,10 +144,12 @@ def _check_gpu(index: int) -> HostFinding:
             right = bool(((ones @ ones) == 64).all())
     except RuntimeError as error:
         return HostFinding(f"GPU {index}", f"cannot compute: {str(error).splitlines()[0]}", "error")
-    return HostFinding(f"GPU {index}", "computes" if right else "computes wrong", _severity(right))
+    return HostFinding(
+        f"GPU {index}", "computes" if right else "computes wrong", _choose_level(right)
+    )
 
 
-def _severity(right: bool) -> str:
+def _choose_level(right: bool) -> str:
     return "ok" if right else "error"
 
 
@@ -164,8 +170,8 @@ def judge_links() -> Iterator[HostFinding]:
             torch.cuda.synchronize(0)
             seconds.append(time.perf_counter() - begun)
         how = "directly" if peer else "through the host: no peer access"
-        said = f"{_TRIAL / min(seconds) / 1e9:.0f} GB/s {how}"
-        yield HostFinding(f"link 0 to {other}", said, "ok" if peer else "warning")
+        text = f"{_TRIAL / min(seconds) / 1e9:.0f} GB/s {how}"
+        yield HostFinding(f"link 0 to {other}", text, "ok" if peer else "warning")
 
 
 def judge_kernels() -> Iterator[HostFinding]:
@@ -201,8 +207,8 @@ def judge_disk(folder: Path) -> Iterator[HostFinding]:
     except OSError as error:
         yield HostFinding("disk", f"{folder} cannot be written: {error.strerror}", "error")
         return
-    said = f"{folder}: {speed / 1e6:,.0f} MB/s durable, {free / 1e9:,.0f} GB free"
-    yield HostFinding("disk", said, "ok" if speed > 50e6 else "warning")
+    text = f"{folder}: {speed / 1e6:,.0f} MB/s durable, {free / 1e9:,.0f} GB free"
+    yield HostFinding("disk", text, "ok" if speed > 50e6 else "warning")
 
 
 def run_checks(checks: Sequence[Callable[[], Iterator[HostFinding]]]) -> Iterator[HostFinding]:
@@ -235,32 +241,40 @@ def main() -> int:
     parser.add_argument(
         "--report", type=Path, default=Path("runs/doctor/report"), help="files to write"
     )
-    given = parser.parse_args()
-    folder = given.folder
+    arguments = parser.parse_args()
+    folder = arguments.folder
     if (ROOT / "kernels").is_dir():
         sys.path.insert(0, str(ROOT / "kernels"))
-    if given.ranks is not None:
-        if given.ranks == 0 and "WORLD_SIZE" not in os.environ:
+    if arguments.ranks is not None:
+        if arguments.ranks == 0 and "WORLD_SIZE" not in os.environ:
             parser.error("--ranks needs a number, such as --ranks 2, unless torchrun starts this")
-        if given.ranks == 1 or os.environ.get("WORLD_SIZE") == "1":
+        if arguments.ranks == 1 or os.environ.get("WORLD_SIZE") == "1":
             parser.error("--ranks needs 2 or more ranks")
-        from doctor_ranks import examine_ranks
+        from doctor_ranks import check_ranks
 
-        chosen = [one for one in given.parts.split(",") if one]
-        return examine_ranks(
-            given.ranks, given.report, timeout=given.timeout, device=given.device, chosen=chosen
+        chosen = [prefix for prefix in arguments.parts.split(",") if prefix]
+        return check_ranks(
+            arguments.ranks,
+            arguments.report,
+            timeout=arguments.timeout,
+            device=arguments.device,
+            chosen=chosen,
         )
 
     def judge_folder() -> Iterator[HostFinding]:
         return judge_disk(folder)
 
-    worst = 0
+    num_errors = 0
     for finding in run_checks((judge_software, judge_links, judge_kernels, judge_folder)):
         mark = {"ok": " ", "warning": "!", "error": "X"}[finding.level]
         print(f"{mark} {finding.what:<28} {finding.said}", flush=True)
-        worst += finding.level == "error"
-    print("a run can start" if not worst else f"a run cannot start: {worst} errors above (X)")
-    return 1 if worst else 0
+        num_errors += finding.level == "error"
+    print(
+        "a run can start"
+        if not num_errors
+        else f"a run cannot start: {num_errors} errors above (X)"
+    )
+    return 1 if num_errors else 0
 
 
 if __name__ == "__main__":

@@ -38,40 +38,40 @@ _SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-half": 2}
 """Schedules to compare with one rank, with their chunks."""
 
 
-def largest_axis(world: int) -> int:
+def choose_axis_size(world: int) -> int:
     """Return the number of ranks on an axis of a layout that is compared with one rank."""
     return next(size for size in (4, 2, 1) if world % size == 0)
 
 
-def layouts(world: int) -> dict[str, tuple[str, ...]]:
+def list_layouts(world: int) -> dict[str, tuple[str, ...]]:
     """Return the layouts to compare with one rank, by name: overrides of the config. There are
-    `largest_axis` ranks on one of the axes, and the other ranks are data ranks."""
-    ways = largest_axis(world)
-    found: dict[str, tuple[str, ...]] = {
+    `choose_axis_size` ranks on one of the axes, and the other ranks are data ranks."""
+    axis_size = choose_axis_size(world)
+    layouts: dict[str, tuple[str, ...]] = {
         f"data, zero={zero}": (f"parallel.zero={zero}",) for zero in range(4)
     }
-    if ways > 1:
-        found["tensor"] = (f"parallel.tensor={ways}",)
+    if axis_size > 1:
+        layouts["tensor"] = (f"parallel.tensor={axis_size}",)
         for kind in ("ring", "all_to_all"):
-            found[f"context, {kind}"] = (
-                f"parallel.context={ways}",
+            layouts[f"context, {kind}"] = (
+                f"parallel.context={axis_size}",
                 f"parallel.context_kind={kind}",
             )
         for schedule, chunks in _SCHEDULES.items():
-            found[f"pipeline, {schedule}"] = (
-                f"parallel.pipeline={ways}",
+            layouts[f"pipeline, {schedule}"] = (
+                f"parallel.pipeline={axis_size}",
                 f"parallel.schedule={schedule}",
                 f"parallel.chunks={chunks}",
             )
-        found["experts"] = (f"parallel.expert={ways}",)
+        layouts["experts"] = (f"parallel.expert={axis_size}",)
     if world % 4 == 0:
-        found["tensor and pipeline"] = ("parallel.tensor=2", "parallel.pipeline=2")
-    return {f"layout: {name}": overrides for name, overrides in found.items()}
+        layouts["tensor and pipeline"] = ("parallel.tensor=2", "parallel.pipeline=2")
+    return {f"layout: {name}": overrides for name, overrides in layouts.items()}
 
 
-def part_names(world: int) -> list[str]:
+def list_part_names(world: int) -> list[str]:
     """Return the names of all parts for this many ranks, in order."""
-    return ["settings", "links", "rings", "collectives", *layouts(world), "abort"]
+    return ["settings", "links", "rings", "collectives", *list_layouts(world), "abort"]
 
 
 @dataclass
@@ -112,21 +112,21 @@ class RankProcesses:
         self._ranks, self._environment = ranks, environment
         self._timeout, self._device, self._command = timeout, device, command
 
-    def examine(self, names: Sequence[str], tell: Callable[[str], None]) -> Lines:
+    def run_parts(self, names: Sequence[str], tell: Callable[[str], None]) -> Lines:
         """Do all parts; return what the ranks have written. A part that fails is a finding of the
         rank that says why. tell: called with the name of each part."""
         lines: Lines = {rank: [] for rank in self._ranks}
         first = 0
         while first < len(names):
             with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-                said = self._run(names, first, Path(folder), tell)
+                errors = self._run(names, first, Path(folder), tell)
                 for rank in self._ranks:
                     lines[rank] += _read(Path(folder) / f"rank-{rank}.jsonl")
-            open_parts = [_unfinished(lines[rank], names, first) for rank in self._ranks]
+            open_parts = [_find_unfinished(lines[rank], names, first) for rank in self._ranks]
             failed = min(open_parts)
             for rank, at in zip(self._ranks, open_parts, strict=True):
                 if at == failed < len(names):
-                    text = said[rank] or "ended without a message"
+                    text = errors[rank] or "ended without a message"
                     finding = RankFinding(names[failed], "", False, text)
                     lines[rank].append(asdict(finding))
             first = failed + 1
@@ -159,7 +159,7 @@ class RankProcesses:
         texts = {
             rank: (folder / f"rank-{rank}.err").read_text("utf-8", "replace") for rank in started
         }
-        return {rank: _last_words(text, folder) for rank, text in texts.items()}
+        return {rank: _extract_error(text, folder) for rank, text in texts.items()}
 
     def _wait(
         self,
@@ -186,63 +186,67 @@ class RankProcesses:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file that a rank writes; the last may not be whole."""
-    found = []
+    lines = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                found.append(json.loads(line))
+                lines.append(json.loads(line))
             except ValueError:
                 break
-    return found
+    return lines
 
 
-def _unfinished(lines: Iterable[Mapping[str, Any]], names: Sequence[str], first: int) -> int:
+def _find_unfinished(lines: Iterable[Mapping[str, Any]], names: Sequence[str], first: int) -> int:
     """Return the number of the first part from `first` on that has not ended."""
     ended = {line["end"] for line in lines if "end" in line}
     return next((n for n in range(first, len(names)) if names[n] not in ended), len(names))
 
 
-def _last_words(text: str, folder: Path) -> str:
+def _extract_error(text: str, folder: Path) -> str:
     """Return the message with which a process ended, without paths and addresses."""
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
-    found = (errors or lines or [""])[0 if errors else -1]
-    found = re.sub(r"^(\[rank\d+\]: )+", "", found)  # torch names the rank of a traceback
+    message = (errors or lines or [""])[0 if errors else -1]
+    message = re.sub(r"^(\[rank\d+\]: )+", "", message)  # torch names the rank of a traceback
     for path in (str(folder), str(ROOT), str(Path.home())):
-        found = found.replace(path, ".")
-    found = found.replace("faults.step_timeout=", "--timeout ")
-    return sanitize_text(_ADDRESS.sub("(address)", found))[:_SHOWN]
+        message = message.replace(path, ".")
+    message = message.replace("faults.step_timeout=", "--timeout ")
+    return sanitize_text(_ADDRESS.sub("(address)", message))[:_SHOWN]
 
 
 def merge_findings(lines: Lines) -> list[RankFinding]:
     """Return the findings of all ranks together, in order: right if they are on every rank."""
-    found: dict[tuple[str, str], RankFinding] = {}
+    merged: dict[tuple[str, str], RankFinding] = {}
     for rank in sorted(lines):
         for line in lines[rank]:
             if "what" not in line:
                 continue
             key = line["part"], line["what"]
-            mine = RankFinding(*key, line["right"], line["said"], line["numbers"])
-            whole = found.setdefault(key, mine)
-            if mine.right is False:
-                if whole.right is not False:
-                    whole.right, whole.said = False, mine.said
-                whole.wrong.append(rank)
-            elif whole.right is None:
-                whole.right, whole.said, whole.numbers = mine.right, mine.said, mine.numbers
+            finding = RankFinding(*key, line["right"], line["said"], line["numbers"])
+            merged_finding = merged.setdefault(key, finding)
+            if finding.right is False:
+                if merged_finding.right is not False:
+                    merged_finding.right, merged_finding.said = False, finding.said
+                merged_finding.wrong.append(rank)
+            elif merged_finding.right is None:
+                merged_finding.right, merged_finding.said, merged_finding.numbers = (
+                    finding.right,
+                    finding.said,
+                    finding.numbers,
+                )
     order: dict[str, int] = {}
-    for finding in found.values():
+    for finding in merged.values():
         order.setdefault(finding.part, len(order))
-    return sorted(found.values(), key=lambda finding: order[finding.part])
+    return sorted(merged.values(), key=lambda finding: order[finding.part])
 
 
 def run_alone(ranks: int) -> Callable[[], Callable[[int], Mapping[str, str]]]:
     """Return the environments for ranks of this machine, as torchrun sets them."""
 
     def start() -> Callable[[int], Mapping[str, str]]:
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            port = str(one.getsockname()[1])
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
         common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         return lambda rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -263,13 +267,13 @@ def gather_lines(lines: Lines, rank: int, world: int, timeout: float) -> Lines:
         try:
             lines[other] = json.loads(store.get(f"doctor/{other}"))
         except RuntimeError:
-            said = f"rank {other} has not reported"
-            lines[other] = [asdict(RankFinding("report", f"rank {other}", False, said))]
+            text = f"rank {other} has not reported"
+            lines[other] = [asdict(RankFinding("report", f"rank {other}", False, text))]
     store.set("doctor/done", "")
     return lines
 
 
-def write(
+def write_report(
     findings: Sequence[RankFinding], report: Path, ranks: int, names: Sequence[str]
 ) -> list[Path]:
     """Write the report as JSON and as text; return both files."""
@@ -278,27 +282,27 @@ def write(
     texts.write_text(
         "\n".join([*map(str, findings), describe_verdict(findings)]) + "\n", encoding="utf-8"
     )
-    whole = {
+    report_fields = {
         "at": time.strftime("%Y-%m-%d"),
         "ranks": ranks,
         "parts": list(names),
-        "right": all(one.right is not False for one in findings),
-        "findings": [asdict(one) for one in findings],
+        "right": all(finding.right is not False for finding in findings),
+        "findings": [asdict(finding) for finding in findings],
     }
-    table.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    table.write_text(json.dumps(report_fields, indent=1) + "\n", encoding="utf-8")
     return [texts, table]
 
 
 def describe_verdict(findings: Sequence[RankFinding]) -> str:
     """Return the last line of the report."""
-    wrong = [one for one in findings if one.right is False]
+    wrong = [finding for finding in findings if finding.right is False]
     if not wrong:
         return "the ranks work together"
-    names = ", ".join(dict.fromkeys(one.part for one in wrong))
+    names = ", ".join(dict.fromkeys(finding.part for finding in wrong))
     return f"{len(wrong)} findings are wrong (X), in {names}"
 
 
-def examine_ranks(
+def check_ranks(
     ranks: int,
     report: Path,
     *,
@@ -322,24 +326,24 @@ def examine_ranks(
     me = 0 if ranks else int(os.environ["RANK"])
     names = [
         name
-        for name in part_names(world)
-        if not chosen or any(name.startswith(one) for one in chosen)
+        for name in list_part_names(world)
+        if not chosen or any(name.startswith(prefix) for prefix in chosen)
     ]
-    mine = range(ranks) if ranks else [me]
+    local_ranks = range(ranks) if ranks else [me]
     environment = run_alone(ranks) if ranks else lambda: lambda rank: {}
-    started = RankProcesses(mine, environment, timeout, device, command)
+    processes = RankProcesses(local_ranks, environment, timeout, device, command)
 
     def tell(part: str) -> None:
         if not me:
             print(f"... {part}", file=sys.stderr, flush=True)
 
-    lines = started.examine(names, tell)
+    lines = processes.run_parts(names, tell)
     if not ranks:
         lines = gather_lines(lines, me, world, timeout)
     if me:
         return 0
     findings = merge_findings(lines)
-    files = write(findings, report, world, names)
+    files = write_report(findings, report, world, names)
     print(*findings, describe_verdict(findings), sep="\n")
     print(f"report to send back: {files[0]} and {files[1]}")
-    return 0 if all(one.right is not False for one in findings) else 1
+    return 0 if all(finding.right is not False for finding in findings) else 1

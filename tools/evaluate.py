@@ -36,7 +36,7 @@ machine. A task file can name Python code to run: only run task files from sourc
 
 def main() -> None:
     """Load the model, score the texts and tasks, and print the results."""
-    arguments = _arguments()
+    arguments = _parse_arguments()
     with report_errors():
         if not (arguments.text or arguments.split or arguments.tasks):
             raise UserError(
@@ -79,18 +79,18 @@ def _on_texts(
             stride=context if arguments.stride is None else arguments.stride,
             batch=arguments.batch,
             data=config.data,
-            token_bytes=None if tokenizer is None else tokenizer.token_bytes(),
+            token_bytes=None if tokenizer is None else tokenizer.count_token_bytes(),
         )
         if not found.tokens:
             raise UserError(f"{name}: data.mask_eod of the run leaves no token that counts")
         total += found
-        shown[name] = _numbers(found)
+        shown[name] = _to_json(found)
         if not arguments.json:
-            print(_line(name, found))
+            print(_format_line(name, found))
     if len(shown) > 1:
-        shown["all"] = _numbers(total)
+        shown["all"] = _to_json(total)
         if not arguments.json:
-            print(_line("all", total))
+            print(_format_line("all", total))
     return shown
 
 
@@ -116,23 +116,23 @@ def _on_tasks(
     return results
 
 
-def _numbers(found: Score) -> dict[str, Any]:
+def _to_json(score: Score) -> dict[str, Any]:
     return {
-        "tokens": found.tokens,
-        "loss": found.loss,
-        "perplexity": found.perplexity,
-        "bits_per_byte": found.bits_per_byte,
+        "tokens": score.tokens,
+        "loss": score.loss,
+        "perplexity": score.perplexity,
+        "bits_per_byte": score.bits_per_byte,
     }
 
 
-def _line(name: str, found: Score) -> str:
-    line = f"{name}  tokens {found.tokens:,}  loss {found.loss:.4f}"
-    line += f"  perplexity {found.perplexity:.4g}"
-    bits = found.bits_per_byte
+def _format_line(name: str, score: Score) -> str:
+    line = f"{name}  tokens {score.tokens:,}  loss {score.loss:.4f}"
+    line += f"  perplexity {score.perplexity:.4g}"
+    bits = score.bits_per_byte
     return line if bits is None else f"{line}  bits per byte {bits:.4f}"
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Evaluate a checkpoint on held-out text and on tasks.",
         epilog=_EPILOG,
@@ -142,15 +142,17 @@ def _arguments() -> argparse.Namespace:
     add("--checkpoint", required=True, help=ACCEPTED_PATHS)
     add("--text", nargs="+", default=(), metavar="FILE", help="held-out text, or token files")
     add("--split", choices=SPLITS[1:], help="the run's own documents of this part of data.split")
-    add("--context", type=_positive, help="tokens of a window (default: train.seq of the run)")
-    add("--stride", type=_positive, help="new tokens that each window scores, 1 to the "
+    add(
+        "--context", type=_parse_positive, help="tokens of a window (default: train.seq of the run)"
+    )
+    add("--stride", type=_parse_positive, help="new tokens that each window scores, 1 to the "
         "context (default: the context); fewer have more context and cost more")  # fmt: skip
     add(
         "--precision",
         choices=("fp32", "bf16", "fp64"),
         help="of matrix products (default: the run's)",
     )
-    add("--batch", type=_positive, default=8, help="windows at a time (default: %(default)s)")
+    add("--batch", type=_parse_positive, default=8, help="windows at a time (default: %(default)s)")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu; cuda is untested")
     add("--ema", action="store_true", help="use the average of the weights (optim.ema)")
     add("--tokenizer", help="KIND:PATH; default: the tokenizer of the run")
@@ -160,12 +162,12 @@ def _arguments() -> argparse.Namespace:
     add("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness")
     add("--include", metavar="FOLDER", help="YAML files of tasks, in place of the harness's own")
     add("--shots", type=int, help="examples before each question (default: as the task says)")
-    add("--limit", type=_positive, help="questions of each task (default: all)")
+    add("--limit", type=_parse_positive, help="questions of each task (default: all)")
     add("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
 
-def _positive(text: str) -> int:
+def _parse_positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is too few; use 1 or more")

@@ -26,59 +26,69 @@ from megaframe.metrics.overlap_report import DeviceOverlap, measure_overlap
 
 def main() -> None:
     """Print a summary, the table and the longest gaps, or the numbers as JSON."""
-    given = parse_arguments()
+    arguments = parse_arguments()
     with report_errors():
-        found = [
-            (path, one)
-            for path in traces(given.traces)
-            for one in measure_overlap(path, given.gaps)
+        overlaps = [
+            (path, overlap)
+            for path in find_traces(arguments.traces)
+            for overlap in measure_overlap(path, arguments.gaps)
         ]
-        if given.json:
-            print(json.dumps([{"trace": str(path), **asdict(one)} for path, one in found]))
+        if arguments.json:
+            print(
+                json.dumps([{"trace": str(path), **asdict(overlap)} for path, overlap in overlaps])
+            )
             return
         console = Console()
-        console.print(worst(found), highlight=False)
-        console.print(table(found))
-        for path, one in found:
-            for gap in one.gaps:
+        console.print(describe_least_busy_gpu(overlaps), highlight=False)
+        console.print(make_table(overlaps))
+        for path, overlap in overlaps:
+            for gap in overlap.gaps:
                 print(f"{path.stem}: idle {1e6 * gap.seconds:,.0f} us: {gap.before} | {gap.after}")
 
 
-def traces(paths: Iterable[Path]) -> Iterator[Path]:
+def find_traces(paths: Iterable[Path]) -> Iterator[Path]:
     """Yield each file, and each trace of a folder. Raises `UserError` if a folder has none."""
     for path in paths:
         if not path.is_dir():
             yield path
             continue
-        here = sorted((*path.glob("*.json"), *path.glob("*.json.gz")))
-        if not here:
+        files = sorted((*path.glob("*.json"), *path.glob("*.json.gz")))
+        if not files:
             raise UserError(
                 f"{path} has no trace: a run writes them for the steps of meter.profile"
             )
-        yield from here
+        yield from files
 
 
-def worst(found: Sequence[tuple[Path, DeviceOverlap]]) -> str:
+def describe_least_busy_gpu(overlaps: Sequence[tuple[Path, DeviceOverlap]]) -> str:
     """Return a sentence about the GPU that computes for the smallest share of its time."""
-    path, one = max(found, key=lambda each: 1 - each[1].compute / each[1].span)
+    path, overlap = max(overlaps, key=lambda each: 1 - each[1].compute / each[1].span)
+    span = overlap.span
     return (
-        f"{path.stem}, GPU {one.device}, computes least: {one.compute / one.span:.1%} of its time; "
-        f"{one.exposed_communication / one.span:.1%} are exposed communication (of "
-        f"{one.communication / one.span:.1%}), {one.exposed_copies / one.span:.1%} exposed copies, "
-        f"{one.idle / one.span:.1%} nothing."
+        f"{path.stem}, GPU {overlap.device}, computes least: {overlap.compute / span:.1%} of its "
+        f"time; {overlap.exposed_communication / span:.1%} are exposed communication (of "
+        f"{overlap.communication / span:.1%}), {overlap.exposed_copies / span:.1%} exposed copies, "
+        f"{overlap.idle / span:.1%} nothing."
     )
 
 
-def table(found: Iterable[tuple[Path, DeviceOverlap]]) -> Table:
+def make_table(overlaps: Iterable[tuple[Path, DeviceOverlap]]) -> Table:
     """Return the table of milliseconds for each trace and GPU."""
-    made = Table("trace", "GPU", box=None, header_style="bold")
+    table = Table("trace", "GPU", box=None, header_style="bold")
     for name in ("span ms", "compute", "communication", "exposed", "copies", "exposed", "idle"):
-        made.add_column(name, justify="right")
-    for path, one in found:
-        communication = one.communication, one.exposed_communication
-        seconds = (one.span, one.compute, *communication, one.copies, one.exposed_copies, one.idle)
-        made.add_row(path.stem, str(one.device), *(f"{1e3 * each:,.2f}" for each in seconds))
-    return made
+        table.add_column(name, justify="right")
+    for path, overlap in overlaps:
+        communication = overlap.communication, overlap.exposed_communication
+        seconds = (
+            overlap.span,
+            overlap.compute,
+            *communication,
+            overlap.copies,
+            overlap.exposed_copies,
+            overlap.idle,
+        )
+        table.add_row(path.stem, str(overlap.device), *(f"{1e3 * each:,.2f}" for each in seconds))
+    return table
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -25,7 +25,7 @@ _LARGEST_SEED = 2**63 - 1
 
 def main() -> None:
     """Load the model, sample from it, and print the text as it is sampled."""
-    arguments = _arguments()
+    arguments = _parse_arguments()
     with report_errors():
         how = SamplingOptions(arguments.temperature, arguments.top_k, arguments.top_p)
         check(arguments)
@@ -65,7 +65,7 @@ def check(arguments: argparse.Namespace) -> None:
         )
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.")
     parser.add_argument("--checkpoint", required=True, help=ACCEPTED_PATHS)
     parser.add_argument("--prompt", help="text to continue; default: a new document")

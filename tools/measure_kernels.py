@@ -47,7 +47,7 @@ class MeasuredConstants:
     errors: tuple[float, ...]
 
 
-def median_seconds(kernel: Callable[[], object], device: torch.device) -> float:
+def measure_median_seconds(kernel: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of one call of `kernel`."""
     kernel()
     samples: list[float] = []
@@ -61,7 +61,7 @@ def median_seconds(kernel: Callable[[], object], device: torch.device) -> float:
     return statistics.median(samples)
 
 
-def product_times(
+def measure_products(
     sizes: list[tuple[int, int, int]], kind: torch.dtype, device: torch.device
 ) -> list[float]:
     """Return the seconds of a product for each size (rows, outputs, terms)."""
@@ -69,7 +69,7 @@ def product_times(
     for rows, outputs, terms in sizes:
         left = torch.randn(rows, terms, device=device).to(kind)
         right = torch.randn(terms, outputs, device=device).to(kind)
-        seconds.append(median_seconds(partial(multiply, left, right), device))
+        seconds.append(measure_median_seconds(partial(multiply, left, right), device))
     return seconds
 
 
@@ -102,7 +102,7 @@ def fit_constants(
     return best
 
 
-def widths_up_to(largest: int) -> list[int]:
+def list_widths(largest: int) -> list[int]:
     """Return the widths of the square products that are measured."""
     return [size for size in (256, 512, 1024, 2048, 4096, 8192) if size <= largest]
 
@@ -110,7 +110,7 @@ def widths_up_to(largest: int) -> list[int]:
 def measure_bandwidth(device: torch.device, largest: int) -> float:
     """Return the bytes/s at which a large addition reads and writes memory."""
     large = torch.randn(largest * largest, device=device)
-    return 2 * large.nbytes / median_seconds(lambda: large.add(1.0), device)
+    return 2 * large.nbytes / measure_median_seconds(lambda: large.add(1.0), device)
 
 
 def measure_unknown_chip(chip: Chip, device: torch.device, largest: int) -> Chip:
@@ -119,9 +119,9 @@ def measure_unknown_chip(chip: Chip, device: torch.device, largest: int) -> Chip
     rate."""
     peaks: dict[str, float] = {}
     for kind, dtype in TYPES.items():
-        sizes = [(width, width, width) for width in widths_up_to(largest)[-3:]]
+        sizes = [(width, width, width) for width in list_widths(largest)[-3:]]
         try:
-            measured = product_times(sizes, dtype, device)
+            measured = measure_products(sizes, dtype, device)
         except RuntimeError:
             continue
         peaks[kind] = max(2.0 * n**3 / t for (n, _, _), t in zip(sizes, measured, strict=True))
@@ -134,13 +134,13 @@ def measure_constants(
     """Measure all constants of this chip that one process can measure; the others are those already
     known. largest: width of the largest product."""
     known = constants_of(chip.family)
-    sizes = [(width, width, width) for width in widths_up_to(largest)] + [(largest, largest, 64)]
+    sizes = [(width, width, width) for width in list_widths(largest)] + [(largest, largest, 64)]
     memory = min(1.0, measure_bandwidth(device, largest) / chip.bandwidth)
     small = torch.zeros(1, device=device)
-    launch = median_seconds(lambda: small.add_(1.0), device)
+    launch = measure_median_seconds(lambda: small.add_(1.0), device)
     heads, length, width = 8, min(2048, largest), 64
     query = torch.randn(1, heads, length, width, device=device).to(TYPES[kind])
-    attention_time = median_seconds(
+    attention_time = measure_median_seconds(
         lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True), device
     )
     flops = 2.0 * heads * length * length * width  # both products, half of them masked
@@ -149,7 +149,7 @@ def measure_constants(
         raise UserError(f"chip {chip.name} has no figure for {kind}; use {', '.join(chip.peaks)}")
     attention = flops / attention_time / sustained
     constants = replace(known, memory=memory, launch=launch, attention=attention)
-    return fit_constants(chip, kind, sizes, product_times(sizes, TYPES[kind], device), constants)
+    return fit_constants(chip, kind, sizes, measure_products(sizes, TYPES[kind], device), constants)
 
 
 def detect_cluster(device: torch.device) -> Cluster:

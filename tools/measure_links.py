@@ -176,7 +176,7 @@ def write_description(
     write_cluster(path, cluster, changes, "Measured by tools/measure_links.py.")
 
 
-def cluster_to_describe(arguments: argparse.Namespace, mesh: Mesh) -> Cluster:
+def choose_cluster(arguments: argparse.Namespace, mesh: Mesh) -> Cluster:
     """Return the cluster of the file that is to be written if it is there, else one of the chip
     that the command line names, else the likely one for the device."""
     if arguments.write.exists():
@@ -265,7 +265,7 @@ def run(arguments: argparse.Namespace) -> None:
             print(*group_fits, sep="\n")
         if arguments.write:
             tier_sizes = {"node": layout.tensor, "cluster": world}
-            cluster = cluster_to_describe(arguments, mesh)
+            cluster = choose_cluster(arguments, mesh)
             write_description(
                 arguments.write,
                 cluster,

@@ -91,7 +91,7 @@ class TreeCounts:
     imports: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
 
-def source_files(package: Path) -> list[Path]:
+def list_source_files(package: Path) -> list[Path]:
     """Return the Python files of a package, without those of tests and experiments."""
     files = (path for path in package.rglob("*.py"))
     return sorted(f for f in files if not LEFT_OUT & set(f.relative_to(package).parts[:-1]))
@@ -100,11 +100,11 @@ def source_files(package: Path) -> list[Path]:
 def measure_tree(package: Path) -> dict[str, Any]:
     """Return the measures of a package by name, as plain numbers."""
     counts = TreeCounts()
-    for path in source_files(package):
+    for path in list_source_files(package):
         count_file(counts, package, path)
     functions = counts.function_lines
     share = 100 / max(len(functions), 1)
-    rooms = {path.relative_to(package).parts[0] for path in source_files(package)}
+    rooms = {path.relative_to(package).parts[0] for path in list_source_files(package)}
     loose = {room for room in rooms if room.endswith(".py")} - {"__init__.py"}
     depth, cyclic = measure_imports(counts.imports)
     return {
@@ -114,7 +114,7 @@ def measure_tree(package: Path) -> dict[str, Any]:
         "file_max": max(counts.file_lines, default=0),
         "functions": len(functions),
         "function_median": round(statistics.median(functions or [0])),
-        "function_p90": percentile(functions, 0.9),
+        "function_p90": compute_percentile(functions, 0.9),
         "function_max": max(functions, default=0),
         "long_functions": share * sum(lines > LONG for lines in functions),
         "short_functions": share * sum(lines <= SHORT for lines in functions),
@@ -129,7 +129,7 @@ def measure_tree(package: Path) -> dict[str, Any]:
     }
 
 
-def percentile(values: Sequence[int], share: float) -> int:
+def compute_percentile(values: Sequence[int], share: float) -> int:
     """Return the least value that is at least as large as this share of the values; 0 of none."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0
@@ -152,7 +152,7 @@ def count_file(counts: TreeCounts, package: Path, path: Path) -> None:
                 counts.functions.append(node.name)
     room = path.relative_to(package).parts[0]
     if room != "__init__.py":
-        counts.imports[room.removesuffix(".py")] |= set(imported_rooms(tree, package, path))
+        counts.imports[room.removesuffix(".py")] |= set(find_imported_rooms(tree, package, path))
 
 
 def count_comments(text: str, tree: ast.Module) -> tuple[int, int]:
@@ -198,12 +198,12 @@ def begins_with_verb(name: str) -> bool:
     return first in VERBS or first in PREFIXES
 
 
-def imported_rooms(tree: ast.Module, package: Path, path: Path) -> Iterator[str]:
+def find_imported_rooms(tree: ast.Module, package: Path, path: Path) -> Iterator[str]:
     """Yield the folders and modules directly under the package that a file imports from others of
     them, also within functions."""
     parts = path.relative_to(package).parts
     own, folder = parts[0].removesuffix(".py"), list(parts[:-1])
-    prefix = dotted_name(package)
+    prefix = find_import_name(package)
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -221,7 +221,7 @@ def imported_rooms(tree: ast.Module, package: Path, path: Path) -> Iterator[str]
                 yield room
 
 
-def dotted_name(package: Path) -> str:
+def find_import_name(package: Path) -> str:
     """Return the name under which a package is imported."""
     names, folder = [package.name], package.parent
     while (folder / "__init__.py").exists() or folder.name in ("megatron",):  # a namespace package
@@ -233,31 +233,31 @@ def dotted_name(package: Path) -> str:
 def measure_imports(imports: Mapping[str, Iterable[str]]) -> tuple[int, int]:
     """Return the length of the longest chain of imports between rooms, where rooms that import each
     other count as one, and how many rooms import each other."""
-    reached = {room: reach(imports, room) for room in imports}
+    reached = {room: find_reachable_rooms(imports, room) for room in imports}
     cycle = {room: frozenset({room, *(o for o in reached[room] if room in reached.get(o, ()))})
              for room in imports}  # fmt: skip
     depths: dict[frozenset[str], int] = {}
 
-    def depth(rooms: frozenset[str]) -> int:
+    def count_layers(rooms: frozenset[str]) -> int:
         if rooms not in depths:
             below = {cycle[o] for r in rooms for o in imports[r] if o in cycle and o not in rooms}
-            depths[rooms] = 1 + max((depth(other) for other in below), default=0)
+            depths[rooms] = 1 + max((count_layers(other) for other in below), default=0)
         return depths[rooms]
 
-    longest = max((depth(rooms) for rooms in set(cycle.values())), default=0)
+    longest = max((count_layers(rooms) for rooms in set(cycle.values())), default=0)
     return longest, sum(len(rooms) > 1 for rooms in cycle.values())
 
 
-def reach(imports: Mapping[str, Iterable[str]], start: str) -> set[str]:
+def find_reachable_rooms(imports: Mapping[str, Iterable[str]], start: str) -> set[str]:
     """Return the rooms that one imports, also through others."""
-    seen: set[str] = set()
+    reached: set[str] = set()
     waiting = [start]
     while waiting:
         for room in imports.get(waiting.pop(), ()):
-            if room not in seen:
-                seen.add(room)
+            if room not in reached:
+                reached.add(room)
                 waiting.append(room)
-    return seen
+    return reached
 
 
 def count_contract_layers(checkout: Path) -> int | None:
@@ -281,12 +281,12 @@ def measure(path: Path) -> dict[str, Any]:
 def describe_commit(package: Path) -> dict[str, str]:
     """Return the commit of a package and its date; `+` marks files that differ from it."""
 
-    def ask(*arguments: str) -> str:
+    def run_git(*arguments: str) -> str:
         command = ["git", "-C", str(package), *arguments]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
-    changed = "+" if ask("status", "--porcelain", "-uno", "--", ".") else ""
-    commit, _, date = ask("log", "-1", "--format=%h %cs", "--abbrev=8").partition(" ")
+    changed = "+" if run_git("status", "--porcelain", "-uno", "--", ".") else ""
+    commit, _, date = run_git("log", "-1", "--format=%h %cs", "--abbrev=8").partition(" ")
     return {"commit": commit + changed if commit else "unknown", "date": date}
 
 
@@ -401,18 +401,18 @@ def main() -> None:
         "--write", action="store_true", help="keep the numbers, make docs/reference/tree.md"
     )
     parser.add_argument("--page", action="store_true", help="only make docs/reference/tree.md")
-    given = parser.parse_args()
-    if not given.trees and not given.page:
+    arguments = parser.parse_args()
+    if not arguments.trees and not arguments.page:
         parser.error("nothing to measure: give NAME=PATH, or --page")
     trees = {}
-    for tree in given.trees:
+    for tree in arguments.trees:
         name, _, path = tree.partition("=")
         if not (name and path and Path(path).is_dir()):
             parser.error(f"{tree}: is not NAME=PATH of a folder")
         trees[name] = measure(Path(path))
-    if given.trees:
+    if arguments.trees:
         print(format_table(trees))
-    if given.write or given.page:
+    if arguments.write or arguments.page:
         known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
         trees = {**known, **trees}
         RESULTS.write_text(json.dumps(trees, indent=2) + "\n", encoding="utf-8")

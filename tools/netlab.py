@@ -144,19 +144,19 @@ def summarize_steps(run: Path, since: float) -> dict[str, Any]:
     if not len(recent):
         return {}
 
-    def median(name: str) -> float:
+    def compute_median(name: str) -> float:
         return float(np.median(metrics.column(name)[recent]))
 
-    def medians(prefix: str) -> dict[str, float]:
+    def compute_medians(prefix: str) -> dict[str, float]:
         names = [name for name in metrics.names() if name.startswith(prefix)]
-        return {name.removeprefix(prefix): median(name) for name in names}
+        return {name.removeprefix(prefix): compute_median(name) for name in names}
 
     return {
         "steps": len(recent),
-        "step_seconds": median("seconds"),
-        "tokens_per_second": median("tokens_per_second"),
-        "time": medians("time/"),
-        "bytes": medians("bytes/"),
+        "step_seconds": compute_median("seconds"),
+        "tokens_per_second": compute_median("tokens_per_second"),
+        "time": compute_medians("time/"),
+        "bytes": compute_medians("bytes/"),
     }
 
 

@@ -21,29 +21,29 @@ the description says.
 """
 
 
-def table() -> str:
+def format_page() -> str:
     """Return the whole page."""
-    parts = [f"{_BEGIN}\n{_rows([get_config_keys()[name] for name in COMMON])}"]
+    parts = [f"{_BEGIN}\n{_format_rows([get_config_keys()[name] for name in COMMON])}"]
     for name, section in get_config_keys().items():
         inner = [key for key in get_config_keys().values() if key.name.rpartition(".")[0] == name]
         leaves = [key for key in inner if not key.section or key.nullable]
         if section.section and leaves:
-            parts.append(_section(section, leaves))
+            parts.append(_format_section(section, leaves))
     return "\n\n".join(parts) + "\n"
 
 
-def _section(section: ConfigKey, leaves: list[ConfigKey]) -> str:
+def _format_section(section: ConfigKey, leaves: list[ConfigKey]) -> str:
     lines = [f"## {section.name}", "", section.text, ""] if section.text else [section.name, ""]
-    return "\n".join([*lines, _rows(leaves)])
+    return "\n".join([*lines, _format_rows(leaves)])
 
 
-def _rows(leaves: list[ConfigKey]) -> str:
+def _format_rows(leaves: list[ConfigKey]) -> str:
     lines = ["| key | takes | default | |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(_cells(key))} |" for key in leaves]
+    lines += [f"| {' | '.join(_format_cells(key))} |" for key in leaves]
     return "\n".join(lines)
 
 
-def _cells(key: ConfigKey) -> list[str]:
+def _format_cells(key: ConfigKey) -> list[str]:
     takes = f"keys of {key.name}, or null" if key.section else key.allowed
     cells = [f"`{key.name}`", takes, f"`{key.default}`", key.text]
     return [cell.replace("|", "\\|") for cell in cells]
@@ -51,7 +51,7 @@ def _cells(key: ConfigKey) -> list[str]:
 
 def main() -> None:
     """Print the page."""
-    print(table(), end="")
+    print(format_page(), end="")
 
 
 if __name__ == "__main__":

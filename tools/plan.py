@@ -68,7 +68,7 @@ def main() -> None:
         else:
             choice = predict_layout(request)
         if arguments.dry_run:
-            dry_run(choice, arguments.rank, as_json=arguments.json)
+            run_dry_run(choice, arguments.rank, as_json=arguments.json)
             return
         if arguments.json:
             print(json.dumps(plan_record(request, choice, result), indent=1))
@@ -135,15 +135,15 @@ def print_plan(request: PlanRequest, choice: LayoutChoice, result: SearchResult 
                 console.print(f"  {line}")
     for line in choice.prediction.reasons:
         console.print(f"  - {line}")
-    console.print(_table(choice))
+    console.print(_make_table(choice))
     if result is not None:
         console.print("[bold]Other choices, each with the best values of everything else[/bold]")
         for line in describe_alternatives(result, cluster):
             console.print(f"  {line}")
-        console.print(_choices_table(result))
+        console.print(_make_choices_table(result))
 
 
-def _table(choice: LayoutChoice) -> Table:
+def _make_table(choice: LayoutChoice) -> Table:
     prediction = choice.prediction
     table = Table("seconds of a step", "", "GiB on the fullest GPU", "", box=None, pad_edge=False)
     times = [(name, f"{value:.4g}") for name, value in prediction.breakdown.items() if value > 1e-9]
@@ -157,7 +157,7 @@ def _table(choice: LayoutChoice) -> Table:
     return table
 
 
-def _choices_table(result: SearchResult) -> Table:
+def _make_choices_table(result: SearchResult) -> Table:
     table = Table("seconds", "MFU", "GiB", "layout", box=None, pad_edge=False)
     for choice in result.choices[:_ROWS]:
         prediction = choice.prediction
@@ -178,7 +178,7 @@ def plan_record(
     record: dict[str, object] = {
         "cluster": request.cluster.name,
         "gpus": request.gpus,
-        "layout": layout_keys(choice),
+        "layout": select_layout_keys(choice),
         "memory_bytes": dict(prediction.memory_bytes),
         "host_bytes": prediction.host_bytes,
         "step_seconds": prediction.step_seconds,
@@ -197,7 +197,7 @@ def plan_record(
         record["alternatives"] = list(describe_alternatives(result, request.cluster))
         record["choices"] = [
             {
-                "layout": layout_keys(one),
+                "layout": select_layout_keys(one),
                 "step_seconds": one.prediction.step_seconds,
                 "memory_bytes": sum(one.prediction.memory_bytes.values()),
             }
@@ -206,7 +206,7 @@ def plan_record(
     return record
 
 
-def layout_keys(choice: LayoutChoice) -> dict[str, object]:
+def select_layout_keys(choice: LayoutChoice) -> dict[str, object]:
     """Return the keys of the config that determine its layout, with their values."""
     parallel = {
         name: getattr(choice.config.parallel, name)
@@ -224,7 +224,7 @@ def write_config(path: Path, choice: LayoutChoice) -> None:
     path.write_text(head + dump(choice.config), encoding="utf-8")
 
 
-def dry_run(choice: LayoutChoice, rank: int, *, as_json: bool) -> None:
+def run_dry_run(choice: LayoutChoice, rank: int, *, as_json: bool) -> None:
     """Rehearse one rank alone, and print what it counts next to the plan."""
     from megaframe.training.meta_step import run_meta_step
     from megaframe.training.meta_step.compare import compare_with_plan
@@ -248,8 +248,8 @@ def dry_run(choice: LayoutChoice, rank: int, *, as_json: bool) -> None:
     console.print(table)
 
 
-def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. given: its words; None for those of the process."""
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line. argv: its words; None for those of the process."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -274,7 +274,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="which one (default: 0)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ example: python tools/preprocess_data.py --input wiki/*.jsonl.zst \\
 
 
 def main() -> None:
-    options = _options()
+    options = _parse_arguments()
     if options.workers < 1:
         raise UserError(f"--workers {options.workers} is too few; use 1 or more")
     reading = CorpusFormat(options.key, options.format, options.split_blank_lines)
@@ -44,10 +44,10 @@ def main() -> None:
             progress.update(task, description=shown, total=disk_bytes, completed=done.disk_bytes)
 
         result = preprocess(job, options.workers, options.overwrite, report)
-    print(_summary(job, result, time.monotonic() - begin))
+    print(_format_summary(job, result, time.monotonic() - begin))
 
 
-def _summary(job: PreprocessJob, result: PreprocessResult, seconds: float) -> str:
+def _format_summary(job: PreprocessJob, result: PreprocessResult, seconds: float) -> str:
     total, resumed = result.total, result.resumed
     megabytes = (total.size - resumed.size) / 1e6
     line = (
@@ -62,7 +62,7 @@ def _summary(job: PreprocessJob, result: PreprocessResult, seconds: float) -> st
     return line
 
 
-def _options() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Tokenize a corpus into OUTPUT.bin and OUTPUT.idx, Megatron's token file.",
         epilog=_EPILOG,
@@ -73,7 +73,7 @@ def _options() -> argparse.Namespace:
     add("--tokenizer", required=True, metavar="KIND:PATH", help="sentencepiece:, hf:, tiktoken: "
         "and a path, or just bytes")  # fmt: skip
     add("--output", required=True, metavar="PREFIX", help="token file without its suffix")
-    add("--workers", type=int, default=_cores(), help="processes (default: %(default)s)")
+    add("--workers", type=int, default=_count_cores(), help="processes (default: %(default)s)")
     add("--key", default="text", help="jsonl key or Parquet column of the text (default: text)")
     add("--format", choices=FORMATS, default="auto", help="of all files (default: by suffix)")
     add("--split-blank-lines", action="store_true", help="plain text: a document per paragraph")
@@ -82,7 +82,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _cores() -> int:
+def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -107,7 +107,7 @@ class LocalSweep:
                 for slot, (trial, process) in list(running.items()):
                     if process.poll() is not None:
                         del running[slot]
-                        results[trial.name] = self._result(trial, process.returncode)
+                        results[trial.name] = self._make_result(trial, process.returncode)
                         self._print_result(results[trial.name], f"{len(results)} of {len(trials)}")
                         self._sweep.write_results(
                             [results[one.name] for one in trials if one.name in results]
@@ -122,7 +122,7 @@ class LocalSweep:
                 process.wait()
         return [results[trial.name] for trial in trials]
 
-    def _trial_run(self, trial: Trial) -> TrialRun:
+    def _make_trial_run(self, trial: Trial) -> TrialRun:
         folder = self._sweep.folder / trial.name
         return TrialRun(folder, self._words, trial.keys, self._ranks)
 
@@ -138,11 +138,11 @@ class LocalSweep:
         if self._gpus:
             devices = self._gpus[slot * self._ranks : (slot + 1) * self._ranks]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        return self._trial_run(trial).start(env=environment, start_new_session=True)
+        return self._make_trial_run(trial).start(env=environment, start_new_session=True)
 
-    def _result(self, trial: Trial, status: int) -> Result:
+    def _make_result(self, trial: Trial, status: int) -> Result:
         """Return what a trial has come to. status: exit status of its run."""
-        run = self._trial_run(trial)
+        run = self._make_trial_run(trial)
         values = run.read_metric(self._sweep.metric)
         step, value = values[-1] if values else (None, None)
         return {
@@ -174,7 +174,9 @@ class LocalSweep:
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             raise UserError(f"{path} is not the result of a sweep; move it away") from None
-        results = {trial.name: self._result(trial, 0) for trial in trials if trial.name in finished}
+        results = {
+            trial.name: self._make_result(trial, 0) for trial in trials if trial.name in finished
+        }
         return {name: result for name, result in results.items() if result["step"] is not None}
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MARKED = "numeric"
+MARKER = "numeric"
 """Marker of the test files whose numbers depend on the processor."""
 _AVX2 = ("avx2", "fma")
 _AVX512 = ("avx512f", "avx512dq", "avx512bw", "avx512vl")
@@ -37,12 +37,12 @@ NEEDED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """The flags of /proc/cpuinfo, or the vendor, that each value of a variable needs. The threads are
 those of `tests/conftest.py`."""
-_ASK = """
+_PROBE = """
 import torch
 torch.nn.functional.gelu(torch.ones(64, 64))
 print("torch uses " + torch.backends.cpu.get_cpu_capability())
 """
-_SHOWN = {
+_REPORTED = {
     "ATEN_CPU_CAPABILITY": (
         "torch uses ",
         {"default": "DEFAULT", "avx2": "AVX2", "avx512": "AVX512"},
@@ -52,7 +52,7 @@ _SHOWN = {
         {"SSE41": "SSE4.1", "AVX2": "AVX2", "AVX512_CORE": "AVX-512"},
     ),
 }
-"""How the lines begin in which `_ASK`, with oneDNN verbose, shows what is used, and how they name
+"""How the lines begin in which `_PROBE`, with oneDNN verbose, shows what is used, and how they name
 the values of the variable."""
 SETTINGS: tuple[Mapping[str, str], ...] = (
     {},  # what torch, oneDNN and MKL choose here, with one thread
@@ -86,8 +86,9 @@ SETTINGS: tuple[Mapping[str, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a setting. note: why it was skipped, or pytest's summary."""
+class SettingResult:
+    """The result of the tests under a setting. verdict: passed, failed or skipped. note: why it was
+    skipped, or pytest's summary."""
 
     setting: str
     verdict: str
@@ -95,7 +96,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-def processor(text: str | None = None) -> frozenset[str]:
+def read_processor_flags(text: str | None = None) -> frozenset[str]:
     """Return the flags and the vendor of this processor.
 
     Args:
@@ -109,93 +110,94 @@ def processor(text: str | None = None) -> frozenset[str]:
     return frozenset(word for line in lines for word in line.split())
 
 
-def model() -> str:
+def read_processor_name() -> str:
     """Return the processor's name."""
     path = Path("/proc/cpuinfo")
     text = path.read_text() if path.exists() else ""
-    found = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
-    return found[1] if found else platform.machine()
+    match = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+    return match[1] if match else platform.machine()
 
 
-def name_of(setting: Mapping[str, str]) -> str:
+def format_setting(setting: Mapping[str, str]) -> str:
     """Return the setting as one would type it before a command."""
     return " ".join(f"{key}={value}" for key, value in setting.items()) or "as this processor is"
 
 
-def lacking(setting: Mapping[str, str], has: frozenset[str]) -> str | None:
+def find_missing_instructions(setting: Mapping[str, str], flags: frozenset[str]) -> str | None:
     """Return which instructions of a setting the processor lacks, by name, or None.
 
     Args:
         setting: Values of environment variables, by name.
-        has: What `processor` returned.
+        flags: What `read_processor_flags` returned.
     """
     for variable, value in setting.items():
-        if missing := [flag for flag in NEEDED[variable][value] if flag not in has]:
+        if missing := [flag for flag in NEEDED[variable][value] if flag not in flags]:
             return f"{variable}={value}: this processor has no {', '.join(missing)}"
     return None
 
 
-def environment(setting: Mapping[str, str], base: Mapping[str, str]) -> dict[str, str]:
+def make_environment(setting: Mapping[str, str], base: Mapping[str, str]) -> dict[str, str]:
     """Return `base` with the variables of a setting, and without the others of `NEEDED`. Threads
     that wait do not spin, because ranks and settings share the cores."""
-    kept = {key: value for key, value in base.items() if key not in NEEDED}
-    return {**kept, "OMP_WAIT_POLICY": "PASSIVE", "TEST_THREADS": "1", **setting}
+    unrelated = {key: value for key, value in base.items() if key not in NEEDED}
+    return {**unrelated, "OMP_WAIT_POLICY": "PASSIVE", "TEST_THREADS": "1", **setting}
 
 
-def unheeded(setting: Mapping[str, str], given: Mapping[str, str]) -> str | None:
+def find_ignored_setting(setting: Mapping[str, str], environment: Mapping[str, str]) -> str | None:
     """Return what torch and oneDNN use instead of a setting, or None if they follow it.
 
     Args:
         setting: Values of environment variables, by name.
-        given: The whole environment of the new process that is asked.
+        environment: All variables of the new process.
     """
-    command, asked = [sys.executable, "-c", _ASK], {**given, "ONEDNN_VERBOSE": "1"}
-    done = subprocess.run(command, env=asked, capture_output=True, text=True, check=True)
+    command, verbose = [sys.executable, "-c", _PROBE], {**environment, "ONEDNN_VERBOSE": "1"}
+    done = subprocess.run(command, env=verbose, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    for variable, (start, names) in _SHOWN.items():
-        used = next((one.removeprefix(start) for one in lines if one.startswith(start)), "unknown")
+    for variable, (start, names) in _REPORTED.items():
+        values = (line.removeprefix(start) for line in lines if line.startswith(start))
+        used = next(values, "unknown")
         value = setting.get(variable)
         if value is not None and not used.startswith(names[value]):
             return f"{variable}={value}: what is used is {used}"
     return None
 
 
-def run(setting: Mapping[str, str], has: frozenset[str], command: Sequence[str]) -> Outcome:
+def run(setting: Mapping[str, str], flags: frozenset[str], command: Sequence[str]) -> SettingResult:
     """Run a command under a setting, in a new process, or say why it cannot.
 
     Args:
         setting: Values of environment variables, by name.
-        has: What `processor` returned.
+        flags: What `read_processor_flags` returned.
         command: The command of the tests. Its last line of output is the note.
     """
-    name = name_of(setting)
-    if reason := lacking(setting, has):
-        return Outcome(name, "skipped", reason)
-    given = environment(setting, os.environ)
-    if reason := unheeded(setting, given):
-        return Outcome(name, "skipped", reason)
+    name = format_setting(setting)
+    if reason := find_missing_instructions(setting, flags):
+        return SettingResult(name, "skipped", reason)
+    environment = make_environment(setting, os.environ)
+    if reason := find_ignored_setting(setting, environment):
+        return SettingResult(name, "skipped", reason)
     start = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     seconds = time.monotonic() - start
     lines = done.stdout.splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     note = "\n".join([*failed, *lines[-1:]]) or done.stderr.strip()[-500:]
-    return Outcome(name, "failed" if done.returncode else "passed", note, seconds)
+    return SettingResult(name, "failed" if done.returncode else "passed", note, seconds)
 
 
-def report(outcomes: Iterable[Outcome], model: str) -> str:
-    """Return a table of what became of each setting."""
-    rows = [f"{model}\n", "| setting | verdict | seconds | |", "|---|---|---|---|"]
-    for one in outcomes:
-        note = one.note.replace("\n", "<br>").replace("|", "\\|")
-        seconds = f"{one.seconds:.0f}" if one.seconds else ""
-        rows.append(f"| `{one.setting}` | {one.verdict} | {seconds} | {note} |")
+def format_report(results: Iterable[SettingResult], processor_name: str) -> str:
+    """Return a table of the results of all settings."""
+    rows = [f"{processor_name}\n", "| setting | verdict | seconds | |", "|---|---|---|---|"]
+    for result in results:
+        note = result.note.replace("\n", "<br>").replace("|", "\\|")
+        seconds = f"{result.seconds:.0f}" if result.seconds else ""
+        rows.append(f"| `{result.setting}` | {result.verdict} | {seconds} | {note} |")
     return "\n".join(rows)
 
 
-def status(outcomes: Sequence[Outcome]) -> int:
+def compute_exit_status(results: Sequence[SettingResult]) -> int:
     """Return 1 if a test failed, or if no setting ran."""
-    verdicts = {one.verdict for one in outcomes}
+    verdicts = {result.verdict for result in results}
     return int("failed" in verdicts or "passed" not in verdicts)
 
 
@@ -203,29 +205,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run all settings and print the table; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
-        "tests", nargs="*", help=f"files or options for pytest; by default all marked {MARKED}"
+        "tests", nargs="*", help=f"files or options for pytest; by default all marked {MARKER}"
     )
     parser.add_argument("--slow", action="store_true", help="run also those that are marked slow")
     parser.add_argument("--workers", type=int, default=2, help="settings that run at a time")
-    given = parser.parse_args(arguments)
-    chosen = MARKED if given.slow else f"{MARKED} and not slow"
-    command = [sys.executable, "-m", "pytest", "-m", chosen, *(given.tests or files(ROOT))]
-    has = processor()
+    options = parser.parse_args(arguments)
+    marker_expression = MARKER if options.slow else f"{MARKER} and not slow"
+    tests = options.tests or find_marked_files(ROOT)
+    command = [sys.executable, "-m", "pytest", "-m", marker_expression, *tests]
+    flags = read_processor_flags()
 
-    def told(setting: Mapping[str, str]) -> Outcome:
-        outcome = run(setting, has, command)
-        print(f"{outcome.verdict}: {outcome.setting}", file=sys.stderr, flush=True)
-        return outcome
+    def run_and_print(setting: Mapping[str, str]) -> SettingResult:
+        result = run(setting, flags, command)
+        print(f"{result.verdict}: {result.setting}", file=sys.stderr, flush=True)
+        return result
 
-    with ThreadPoolExecutor(given.workers) as pool:  # each waits for a process of its own
-        outcomes = list(pool.map(told, SETTINGS))
-    print(report(outcomes, model()))
-    return status(outcomes)
+    with ThreadPoolExecutor(options.workers) as pool:  # each waits for a process of its own
+        results = list(pool.map(run_and_print, SETTINGS))
+    print(format_report(results, read_processor_name()))
+    return compute_exit_status(results)
 
 
-def files(root: Path) -> list[str]:
+def find_marked_files(root: Path) -> list[str]:
     """Return the test files that have the marker, so that no other is imported."""
-    marked = re.compile(rf"^pytestmark = .*\bmark\.{MARKED}\b", re.MULTILINE)
+    marked = re.compile(rf"^pytestmark = .*\bmark\.{MARKER}\b", re.MULTILINE)
     tests = sorted((root / "tests").rglob("test_*.py"))
     return [str(path.relative_to(root)) for path in tests if marked.search(path.read_text())]
 

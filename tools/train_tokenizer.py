@@ -18,7 +18,7 @@ example: python tools/train_tokenizer.py --input wiki/*.jsonl.zst --vocab 32000 
 
 
 def main() -> None:
-    options = _options()
+    options = _parse_arguments()
     path = f"{options.output}.model"
     if os.path.exists(path) and not options.overwrite:
         raise UserError(f"{path} already exists; replace it with --overwrite")
@@ -38,7 +38,7 @@ def main() -> None:
     )
 
 
-def _options() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a SentencePiece model on a corpus and write it to OUTPUT.model.",
         epilog=_EPILOG,

@@ -254,11 +254,11 @@ class MegaframeCheckpoint(CheckpointedState):
 
     def save(self) -> dict[str, float]:
         from megaframe.checkpoint.folder import read_pointer
-        from megaframe.checkpoint.stores.store import checkpoint_name
+        from megaframe.checkpoint.stores.store import format_checkpoint_name
 
         began = time.perf_counter()
         self.begin()
-        while read_pointer(self.folder) != checkpoint_name(self.number):
+        while read_pointer(self.folder) != format_checkpoint_name(self.number):
             time.sleep(0.002)
         named = time.perf_counter()
         self.writer.wait()

@@ -22,9 +22,9 @@ from harness import (
     PEERS,
     Contender,
     add_common_arguments,
-    alternate,
     check_losses,
     format_table,
+    run_alternately,
     summarise,
     write_results,
 )
@@ -68,7 +68,7 @@ def main() -> None:
         ranks, seq = case.split("x")
         print(f"\n{ranks} ranks, {seq} tokens")
         chosen = make_contenders(given, ranks, seq)
-        outcomes = alternate(chosen, given.rounds, given.threads)
+        outcomes = run_alternately(chosen, given.rounds, given.threads)
         expected = statistics.median(run.loss for runs in outcomes.values() for run in runs)
         check_losses(outcomes, expected, TOLERANCE * expected)
         lines = summarise(chosen, outcomes)

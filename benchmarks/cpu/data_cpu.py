@@ -20,9 +20,9 @@ from harness import (
     PEERS,
     Contender,
     add_common_arguments,
-    alternate,
     check_losses,
     format_table,
+    run_alternately,
     summarise,
     write_results,
 )
@@ -83,7 +83,7 @@ def main() -> None:
         ranks, precision = case.split("x")
         print(f"\n{ranks} ranks, {precision}")
         chosen = make_contenders(given, int(ranks), precision)
-        outcomes = alternate(chosen, given.rounds, given.threads)
+        outcomes = run_alternately(chosen, given.rounds, given.threads)
         check_losses(outcomes, math.log(WORKLOAD.vocab))
         lines = summarise(chosen, outcomes)
         print(format_table(lines))

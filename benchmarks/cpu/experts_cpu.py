@@ -23,9 +23,9 @@ from harness import (
     PEERS,
     Contender,
     add_common_arguments,
-    alternate,
     check_losses,
     format_table,
+    run_alternately,
     summarise,
     write_results,
 )
@@ -70,7 +70,7 @@ def main() -> None:
         shape, _, precision = case.rpartition("-")
         print(f"\n{shape}, {precision}: {SHAPES[shape]}")
         chosen = make_contenders(given, shape, precision)
-        outcomes = alternate(chosen, given.rounds, given.threads)
+        outcomes = run_alternately(chosen, given.rounds, given.threads)
         expected = statistics.median(run.loss for runs in outcomes.values() for run in runs)
         check_losses(outcomes, expected, TOLERANCE * expected)
         lines = summarise(chosen, outcomes)

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import PEERS, ROOT, Spread, describe_machine, read_commit
 
 from megaframe.data.gpt_dataset import GPTDataset
-from megaframe.data.indexed_dataset import HEADER, MAGIC, VERSION, dtype_code
+from megaframe.data.indexed_dataset import HEADER, MAGIC, VERSION, get_dtype_code
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
-from megaframe.data.shuffle import sample_indices, source_key
+from megaframe.data.shuffle import derive_source_key, sample_indices
 
 SEQ, VOCAB = 256, 50304
 HUGE_TOKENS, HUGE_DOCUMENT = 10_000_000_000, 2_000
@@ -60,7 +60,7 @@ def write_sparse(prefix: str) -> None:
     with open(f"{prefix}.bin", "wb") as file:
         os.truncate(file.fileno(), HUGE_TOKENS * dtype.itemsize)
     with open(f"{prefix}.idx", "wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, dtype_code(dtype), documents, documents + 1))
+        file.write(HEADER.pack(MAGIC, VERSION, get_dtype_code(dtype), documents, documents + 1))
         file.write(np.full(documents, HUGE_DOCUMENT, "<i4").data)
         file.write((np.arange(documents) * HUGE_DOCUMENT * dtype.itemsize).astype("<i8").data)
         file.write(np.arange(documents + 1).astype("<i8").data)
@@ -76,7 +76,7 @@ def measure_order(folder: str) -> dict[str, Any]:
     numbers = np.arange(512)
 
     def order() -> None:
-        sample_indices(numbers, windows, source_key(1, prefix))
+        sample_indices(numbers, windows, derive_source_key(1, prefix))
 
     def file_and_order() -> None:
         GPTDataset(prefix, "train", (0.98, 0.02, 0.0), SEQ, VOCAB)

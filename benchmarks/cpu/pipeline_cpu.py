@@ -23,9 +23,9 @@ from harness import (
     PEERS,
     Contender,
     add_common_arguments,
-    alternate,
     check_losses,
     format_table,
+    run_alternately,
     summarise,
     write_results,
 )
@@ -91,7 +91,7 @@ def main() -> None:
         stages, vocab = map(int, case.split("x"))
         print(f"\n{stages} stages, vocabulary {vocab}")
         chosen = make_contenders(given, stages, vocab)
-        outcomes = alternate(chosen, given.rounds, given.threads)
+        outcomes = run_alternately(chosen, given.rounds, given.threads)
         check_losses(outcomes, math.log(vocab), FIRST_LOSS_TOLERANCE)
         lines = summarise(chosen, outcomes)
         print(format_table(lines))

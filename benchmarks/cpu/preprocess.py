@@ -165,12 +165,12 @@ def compare_with_megatron(python: Path, folder: Path, prefix: str) -> dict[str, 
 def compare_one(
     python: Path, folder: Path, tokens: np.ndarray, lengths: np.ndarray, vocab: int
 ) -> dict[str, Any]:
-    from megaframe.data.indexed_dataset import token_dtype
+    from megaframe.data.indexed_dataset import choose_token_dtype
     from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 
     our_prefix, their_prefix = str(folder / f"ours{vocab}"), str(folder / f"theirs{vocab}")
     start = time.perf_counter()
-    with IndexedDatasetWriter(our_prefix, token_dtype(vocab)) as writer:
+    with IndexedDatasetWriter(our_prefix, choose_token_dtype(vocab)) as writer:
         writer.append_batch(tokens, lengths)
     seconds = time.perf_counter() - start
     arrays = folder / "arrays.npz"

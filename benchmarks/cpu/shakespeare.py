@@ -19,8 +19,8 @@ from harness import (
     PEERS,
     Contender,
     add_common_arguments,
-    alternate,
     format_table,
+    run_alternately,
     summarise,
     write_results,
 )
@@ -66,7 +66,7 @@ def main() -> None:
     chosen = make_contenders(given)
     if not chosen:
         sys.exit("nothing to run: give --nanogpt PATH, or leave out --without-ours")
-    outcomes = alternate(chosen, given.rounds, given.threads)
+    outcomes = run_alternately(chosen, given.rounds, given.threads)
     lines = summarise(chosen, outcomes)
     print(format_table(lines))
     print(f"nanoGPT's README reports a validation loss of {PUBLISHED_LOSS}")

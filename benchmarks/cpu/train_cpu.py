@@ -29,10 +29,10 @@ from harness import (
     ContenderSummary,
     Spread,
     add_common_arguments,
-    alternate,
     check_losses,
     describe_processor,
     format_table,
+    run_alternately,
     summarise,
     write_results,
 )
@@ -132,7 +132,7 @@ def main() -> None:
     for precision in ("fp32", "bf16") if given.precision == "both" else (given.precision,):
         print(f"\n{precision}")
         chosen = make_contenders(given, precision)
-        outcomes = alternate(chosen, given.rounds, given.threads)
+        outcomes = run_alternately(chosen, given.rounds, given.threads)
         check_losses(outcomes, math.log(WORKLOAD.vocab))
         limit = [run.tokens_per_second for run in outcomes.pop(chosen.pop().name)]
         lines = summarise(chosen, outcomes)

@@ -73,50 +73,50 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank is not None:
-        print(json.dumps(measure(given)))
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        print(json.dumps(measure(arguments)))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that hosts are removed
     results = {}
-    for rate in given.rates:
+    for rate in arguments.rates:
         with open_hosts(RANKS, rate) as both:
-            results[rate] = run_in_world(both, given)
+            results[rate] = run_in_world(both, arguments)
         show(rate, results[rate])
-    if given.write:
+    if arguments.write:
         document = {
             "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": describe_machine(),
-            "config": {**asdict(make_shape(given)), "ranks": RANKS, "precision": "fp32"}
-            | {"threads of a rank": 1, "steps": given.steps, "rounds": given.rounds}
-            | {"blocks": given.blocks, "compute core": given.compute_core}
-            | ({**WAITS.model_dump(), "late": LATE} if given.blocks == "wait" else {}),
+            "config": {**asdict(make_shape(arguments)), "ranks": RANKS, "precision": "fp32"}
+            | {"threads of a rank": 1, "steps": arguments.steps, "rounds": arguments.rounds}
+            | {"blocks": arguments.blocks, "compute core": arguments.compute_core}
+            | ({**WAITS.model_dump(), "late": LATE} if arguments.blocks == "wait" else {}),
             "summary": {rate: summarize(measured) for rate, measured in results.items()},
             "seconds": results,
         }
-        given.write.parent.mkdir(parents=True, exist_ok=True)
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
-        print(f"wrote {given.write}")
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {arguments.write}")
 
 
-def make_shape(given: argparse.Namespace) -> Workload:
+def make_shape(arguments: argparse.Namespace) -> Workload:
     """Return the workload that is trained."""
-    return replace(SHAPE, layers=given.layers, batch=given.batch)
+    return replace(SHAPE, layers=arguments.layers, batch=arguments.batch)
 
 
-def run_in_world(both: Sequence[Host], given: argparse.Namespace) -> Measured:
+def run_in_world(both: Sequence[Host], arguments: argparse.Namespace) -> Measured:
     """Run one rank on each host and return what they measured: in each round, the slower one's
     time."""
     options = ("blocks", "layers", "batch", "beside", "steps", "rounds")
-    command = [__file__, *(f"--{name}={getattr(given, name)}" for name in options)]
-    if given.compute_core is not None:
-        command.append(f"--compute-core={given.compute_core}")
+    command = [__file__, *(f"--{name}={getattr(arguments, name)}" for name in options)]
+    if arguments.compute_core is not None:
+        command.append(f"--compute-core={arguments.compute_core}")
     one, other = (json.loads(answer) for answer in start_ranks(both, command))
     return {name: [*map(max, one[name], other[name])] for name in one}
 
 
-def measure(given: argparse.Namespace) -> Measured:
+def measure(arguments: argparse.Namespace) -> Measured:
     """Measure everything on one rank, once per round after an uncounted one."""
     import torch
     from data_torch import step_of
@@ -129,22 +129,24 @@ def measure(given: argparse.Namespace) -> Measured:
     mesh = Mesh(Layout(data=RANKS), device="cpu", timeout=LIMIT)
     turns: list[list[Callable[[], dict[str, float]]]] = []
     for stage in STAGES:
-        ours = MegaframeRank(mesh, stage, make_shape(given))
-        if given.blocks == "wait":
+        ours = MegaframeRank(mesh, stage, make_shape(arguments))
+        if arguments.blocks == "wait":
             ours.let_blocks_wait()
         turns.append([ours.step, ours.compute, ours.communicate])
-    peers = given.beside == "fsdp2" and given.blocks == "compute"
+    peers = arguments.beside == "fsdp2" and arguments.blocks == "compute"
     for way in ("fsdp2", "fsdp3") if peers else ():
-        turns.append([timed(f"FSDP2 {way[-1]}", step_of(make_shape(given), way, "fp32", RANKS))])
-    if given.compute_core is not None:  # only this thread: those that send were started before
-        os.sched_setaffinity(0, {given.compute_core})
+        turns.append(
+            [make_timed(f"FSDP2 {way[-1]}", step_of(make_shape(arguments), way, "fp32", RANKS))]
+        )
+    if arguments.compute_core is not None:  # only this thread: those that send were started before
+        os.sched_setaffinity(0, {arguments.compute_core})
     seconds: Measured = {}
-    for number in range(1 + given.rounds):
+    for number in range(1 + arguments.rounds):
         first = number % len(turns)  # the first one is slower, so they rotate
         for turn in chain(*turns[first:], *turns[:first]):
             barrier(mesh.world)
             turn()  # uncounted, because a step finishes transfers of the one before
-            taken = [turn() for _ in range(given.steps)]
+            taken = [turn() for _ in range(arguments.steps)]
             for name in taken[0] if number else ():
                 median = statistics.median(one[name] for one in taken)
                 seconds.setdefault(name, []).append(median)
@@ -153,7 +155,7 @@ def measure(given: argparse.Namespace) -> Measured:
     return seconds
 
 
-def timed(name: str, work: Callable[[], object]) -> Callable[[], dict[str, float]]:
+def make_timed(name: str, work: Callable[[], object]) -> Callable[[], dict[str, float]]:
     """Return a function that does the work and returns its duration under `name`."""
 
     def run() -> dict[str, float]:
@@ -194,13 +196,13 @@ class MegaframeRank:
         torch.manual_seed(shape.seed + 1 + mesh.rank)
         backward = self.stage.backward
 
-        def watched(*given: Any, **named: Any) -> Any:
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
-            made = backward(*given, **named)
+            made = backward(*args, **kwargs)
             self._backward = time.perf_counter() - start
             return made
 
-        setattr(self.stage, "backward", watched)  # noqa: B010
+        setattr(self.stage, "backward", run_backward)  # noqa: B010
 
     def let_blocks_wait(self) -> None:
         """Make blocks wait instead of compute; they keep their weights."""

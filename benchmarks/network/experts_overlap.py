@@ -45,15 +45,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank is not None:
-        print(json.dumps(measure(given)))
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        print(json.dumps(measure(arguments)))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that hosts are removed
     results: dict[str, dict[str, Any]] = {}
-    for rate in given.rates:
+    for rate in arguments.rates:
         with open_hosts(RANKS, rate) as all_hosts:
-            answers = start_ranks(all_hosts, (__file__, f"--rounds={given.rounds}"))
+            answers = start_ranks(all_hosts, (__file__, f"--rounds={arguments.rounds}"))
         found = [json.loads(answer.splitlines()[-1]) for answer in answers]
         seconds = {way: [*map(max, *(one[way] for one in found))] for way in WAYS}
         results[rate] = {"seconds": seconds, "summary": summarize(seconds)}
@@ -64,18 +64,18 @@ def main() -> None:
             f"{before / now:.3f} times as fast ({speedup['low']:.3f}-{speedup['high']:.3f})",
             flush=True,
         )
-    if given.write:
+    if arguments.write:
         document = {
             "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": describe_machine(),
             "config": {"model": {**SHAPE, "moe": MOE}, "schedule": SCHEDULE, "seq": SEQ}
-            | {"microbatches": MICROBATCHES, "threads of a rank": 1, "rounds": given.rounds},
+            | {"microbatches": MICROBATCHES, "threads of a rank": 1, "rounds": arguments.rounds},
             "results": results,
         }
-        given.write.parent.mkdir(parents=True, exist_ok=True)
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
-        print(f"wrote {given.write}")
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {arguments.write}")
 
 
 def summarize(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
@@ -86,7 +86,7 @@ def summarize(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return {**found, "speedup in rounds": asdict(Spread.of(speedups))}
 
 
-def measure(given: argparse.Namespace) -> dict[str, list[float]]:
+def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Measure on one rank: a step of each variant per round, after an uncounted one."""
     import torch
 
@@ -121,7 +121,7 @@ def measure(given: argparse.Namespace) -> dict[str, list[float]]:
         tokens = torch.randint(0, SHAPE["vocab"], (1, SEQ), generator=generator)
         microbatches.append(Microbatch(tokens, tokens, torch.tensor([number])))
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    for number in range(1 + given.rounds):
+    for number in range(1 + arguments.rounds):
         norms = set()
         for way, train_step in train_steps.items():
             barrier(mesh.world)

@@ -28,9 +28,9 @@ from harness import (
     PEERS,
     Contender,
     add_common_arguments,
-    alternate,
     check_losses,
     format_table,
+    run_alternately,
     summarise,
     write_results,
 )
@@ -43,12 +43,19 @@ REPLICATED = (1, 3)
 """Stages at which ours also runs sharded within a host only."""
 
 
-def make_contenders(given: argparse.Namespace) -> list[Contender]:
+def make_contenders(arguments: argparse.Namespace) -> list[Contender]:
     """Return the contenders of `data_cpu.py`, and ours with replicas."""
-    chosen = contenders_of(given, RANKS, given.precision)
+    chosen = contenders_of(arguments, RANKS, arguments.precision)
     for stage in REPLICATED:
         settings = (*OURS, f"parallel.zero={stage}", "parallel.data_replicate=2")
-        size = ("--ranks", str(RANKS), "--precision", given.precision, "--steps", str(given.steps))
+        size = (
+            "--ranks",
+            str(RANKS),
+            "--precision",
+            arguments.precision,
+            "--steps",
+            str(arguments.steps),
+        )
         command = (sys.executable, str(PEERS / "data_ours.py"), *size, *settings)
         chosen.append(Contender(f"megaframe {stage}, 2x2", command, ours=True))
     return chosen
@@ -62,23 +69,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each run")
     parser.add_argument("--megatron-python", type=Path, help="an interpreter with megatron-core")
     parser.add_argument("--deepspeed-python", type=Path, help="an interpreter with DeepSpeed")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that hosts are removed
     results = {}
-    for rate in given.rates:
+    for rate in arguments.rates:
         print(f"\n{HOSTS} hosts of {RANKS // HOSTS} ranks, links of {rate}")
-        chosen = make_contenders(given)
+        chosen = make_contenders(arguments)
         with open_hosts(HOSTS, rate) as made:
             os.environ[PLACES] = json.dumps([made[0].address, [host.command for host in made]])
-            outcomes = alternate(chosen, given.rounds, given.threads)
+            outcomes = run_alternately(chosen, arguments.rounds, arguments.threads)
             del os.environ[PLACES]
         check_losses(outcomes, math.log(WORKLOAD.vocab))
         lines = summarise(chosen, outcomes)
         print(format_table(lines))
         results[f"{HOSTS}x{RANKS // HOSTS}, {rate}"] = (lines, outcomes)
-    if given.write:
-        config = {**asdict(WORKLOAD), "steps": given.steps, "rounds": given.rounds}
-        write_results(given.write, config, given.threads, results)
+    if arguments.write:
+        config = {**asdict(WORKLOAD), "steps": arguments.steps, "rounds": arguments.rounds}
+        write_results(arguments.write, config, arguments.threads, results)
 
 
 if __name__ == "__main__":

@@ -61,35 +61,35 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank is not None:
-        print(json.dumps(measure(given)))
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        print(json.dumps(measure(arguments)))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that hosts are removed
     results = {}
-    for rate in given.rates:
+    for rate in arguments.rates:
         with open_hosts(RANKS, rate) as both:
-            results[rate] = run_in_world(both, given)
+            results[rate] = run_in_world(both, arguments)
         show(rate, results[rate])
-    if given.write:
+    if arguments.write:
         document = {
             "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": describe_machine(),
             "config": {"ranks": RANKS, "precision": "fp32", "threads of a rank": 1}
-            | {name: getattr(given, name) for name in ("rows", "hidden", "ffn", "rounds")},
+            | {name: getattr(arguments, name) for name in ("rows", "hidden", "ffn", "rounds")},
             "summary": {rate: summarize(seconds) for rate, seconds in results.items()},
             "seconds": results,
         }
-        given.write.parent.mkdir(parents=True, exist_ok=True)
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
-        print(f"wrote {given.write}")
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {arguments.write}")
 
 
-def run_in_world(both: Sequence[Host], given: argparse.Namespace) -> Seconds:
+def run_in_world(both: Sequence[Host], arguments: argparse.Namespace) -> Seconds:
     """Run one rank on each host and return what they measured: in each round, the slower one's
     time."""
-    shape = [f"--{name}={getattr(given, name)}" for name in ("rows", "hidden", "ffn", "rounds")]
+    shape = [f"--{name}={getattr(arguments, name)}" for name in ("rows", "hidden", "ffn", "rounds")]
     answers = start_ranks(both, (__file__, *shape))
     one, other = (json.loads(answer) for answer in answers)
     return {
@@ -98,7 +98,7 @@ def run_in_world(both: Sequence[Host], given: argparse.Namespace) -> Seconds:
     }
 
 
-def measure(given: argparse.Namespace) -> Seconds:
+def measure(arguments: argparse.Namespace) -> Seconds:
     """Measure both linears on one rank, each way once per round, after an uncounted round."""
     import torch
     import torch.distributed as dist
@@ -110,7 +110,7 @@ def measure(given: argparse.Namespace) -> Seconds:
     from megaframe.tensor_parallel.context import TensorParallel
 
     torch.set_num_threads(1)
-    torch.manual_seed(given.rank)
+    torch.manual_seed(arguments.rank)
     mesh = Mesh(Layout(tensor=RANKS), device="cpu", timeout=LIMIT)
     group = mesh.group("tensor")
     fake = dist.new_group(backend="fake")
@@ -118,16 +118,19 @@ def measure(given: argparse.Namespace) -> Seconds:
     ways[SERIAL] = replace(ways[SERIAL], group=replace(group, serial=True))
     ways[ALONE] = replace(ways[ALONE], group=replace(group, handle=fake))
     linears = (
-        ("column", linear("column", given.hidden, given.ffn, 0, mesh.rank, ways[ALONE])),
-        ("row", linear("row", given.ffn, given.hidden, 1, mesh.rank, ways[ALONE])),
+        (
+            "column",
+            make_linear("column", arguments.hidden, arguments.ffn, 0, mesh.rank, ways[ALONE]),
+        ),
+        ("row", make_linear("row", arguments.ffn, arguments.hidden, 1, mesh.rank, ways[ALONE])),
     )
     seconds: Seconds = {way: {name: [] for name in PASSES} for way in WAYS}
-    for number in range(1 + given.rounds):
+    for number in range(1 + arguments.rounds):
         for way, tensor in ways.items():
             for kind, module in linears:
                 module.tensor = tensor
                 barrier(group)
-                forward, backward = passes(module, given, group)
+                forward, backward = measure_passes(module, arguments, group)
                 if number:
                     seconds[way][f"{kind} forward"].append(forward)
                     seconds[way][f"{kind} backward"].append(backward)
@@ -136,7 +139,7 @@ def measure(given: argparse.Namespace) -> Seconds:
     return seconds
 
 
-def linear(
+def make_linear(
     name: str, inputs: int, outputs: int, split: int, rank: int, tensor: TensorParallel
 ) -> Linear:
     """Return a linear with random weights and with the storage that it has in a run."""
@@ -153,7 +156,9 @@ def linear(
     return made
 
 
-def passes(module: Linear, given: argparse.Namespace, group: Any) -> tuple[float, float]:
+def measure_passes(
+    module: Linear, arguments: argparse.Namespace, group: Any
+) -> tuple[float, float]:
     """Return the seconds of one forward and of one backward, started on all ranks together."""
     import torch
 
@@ -161,8 +166,8 @@ def passes(module: Linear, given: argparse.Namespace, group: Any) -> tuple[float
     from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 
     module.weight.fresh = True
-    rows = given.rows // RANKS if module.column else given.rows
-    width = given.hidden if module.column else given.ffn // RANKS
+    rows = arguments.rows // RANKS if module.column else arguments.rows
+    width = arguments.hidden if module.column else arguments.ffn // RANKS
     x = torch.randn(rows, width, requires_grad=True)
     barrier(group)
     start = time.perf_counter()

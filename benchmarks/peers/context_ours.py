@@ -19,22 +19,22 @@ from megaframe.layout import Layout
 from megaframe.ops.attention_mask import AttentionMask
 
 
-def train(given: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> None:
     """Run one rank."""
-    mesh = Mesh(Layout(context=given.ranks), device="cpu")
+    mesh = Mesh(Layout(context=arguments.ranks), device="cpu")
     _, ring = mesh.divide_context(1)
-    ring_mask = RingMask(ring, given.seq // given.ranks, AttentionMask(None, None), None)
-    *qkv, d_out = draw_own_parts(given, torch.distributed.get_rank())
+    ring_mask = RingMask(ring, arguments.seq // arguments.ranks, AttentionMask(None, None), None)
+    *qkv, d_out = draw_own_parts(arguments, torch.distributed.get_rank())
     query, key, value = leaves = [part.requires_grad_() for part in qkv]
 
     def step() -> float:
         out = ring_attention(query, key, value, ring_mask)
         return answer(out.detach(), *torch.autograd.grad(out, leaves, d_out))
 
-    measure(step, given.steps, given.seq, {"torch": version("torch")})
+    measure(step, arguments.steps, arguments.seq, {"torch": version("torch")})
     mesh.close()
 
 
 if __name__ == "__main__":
-    given = make_parser(__doc__).parse_args()
-    run(train, given, given.ranks)
+    arguments = make_parser(__doc__).parse_args()
+    run(train, arguments, arguments.ranks)

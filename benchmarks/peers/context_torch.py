@@ -28,17 +28,17 @@ SEQ = 2
 """The dim of the tokens, [1, heads, S, width]."""
 
 
-def forward_on_cpu(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    """Return one tile's output and log-sum-exp. given: is_causal."""
+def forward_on_cpu(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Return one tile's output and log-sum-exp. kwargs: is_causal."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return attend(query, key, value, 0.0, given["is_causal"])
+    return attend(query, key, value, 0.0, kwargs["is_causal"])
 
 
-def backward_on_cpu(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    """Return one tile's gradients. given: grad_out, out, logsumexp, is_causal."""
+def backward_on_cpu(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Return one tile's gradients. kwargs: grad_out, out, logsumexp, is_causal."""
     attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    forward = (query, key, value, given["out"], given["logsumexp"])
-    return attend_backward(given["grad_out"], *forward, 0.0, given["is_causal"])
+    forward = (query, key, value, kwargs["out"], kwargs["logsumexp"])
+    return attend_backward(kwargs["grad_out"], *forward, 0.0, kwargs["is_causal"])
 
 
 class TorchRing(torch.autograd.Function):
@@ -74,34 +74,34 @@ class TorchRing(torch.autograd.Function):
         )
 
 
-def train(given: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> None:
     """Run one rank."""
     torch.distributed.init_process_group("gloo")
-    parts = draw_own_parts(given, torch.distributed.get_rank())
+    parts = draw_own_parts(arguments, torch.distributed.get_rank())
     *qkv, d_out = (part.transpose(1, SEQ).contiguous() for part in parts)
     leaves = [part.requires_grad_() for part in qkv]
-    if given.as_is:
-        whole = [torch.randn_like(part).repeat(1, 1, given.ranks, 1) for part in parts]
-        mesh = init_device_mesh("cpu", (given.ranks,))
+    if arguments.as_is:
+        whole = [torch.randn_like(part).repeat(1, 1, arguments.ranks, 1) for part in parts]
+        mesh = init_device_mesh("cpu", (arguments.ranks,))
         with context_parallel(mesh, buffers=whole, buffer_seq_dims=[SEQ] * len(whole)):
             query, key, value, _ = whole
             functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    _attention.set_rotate_method(given.rotate)
+    _attention.set_rotate_method(arguments.rotate)
 
     def step() -> float:
         out = TorchRing.apply(*leaves)
         return answer(out.detach(), *torch.autograd.grad(out, leaves, d_out))
 
-    measure(step, given.steps, given.seq, {"torch": torch.__version__})
+    measure(step, arguments.steps, arguments.seq, {"torch": torch.__version__})
     torch.distributed.destroy_process_group()
 
 
 def main() -> None:
-    arguments = make_parser(__doc__)
-    arguments.add_argument("--rotate", choices=("allgather", "alltoall"), default="allgather")
-    arguments.add_argument("--as-is", action="store_true", help="show what it says on a CPU")
-    given = arguments.parse_args()
-    run(train, given, given.ranks)
+    parser = make_parser(__doc__)
+    parser.add_argument("--rotate", choices=("allgather", "alltoall"), default="allgather")
+    parser.add_argument("--as-is", action="store_true", help="show what it says on a CPU")
+    arguments = parser.parse_args()
+    run(train, arguments, arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -30,25 +30,25 @@ ATTENTION = AttentionShape()
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that every contender takes; a contender may add its own."""
-    arguments = argparse.ArgumentParser(description=description)
-    arguments.add_argument("--ranks", type=int, required=True, help="context ranks")
-    arguments.add_argument("--seq", type=int, required=True, help="tokens of the sample")
-    arguments.add_argument("--precision", choices=("fp32", "bf16"), required=True)
-    arguments.add_argument("--steps", type=int, required=True, help="timed passes")
-    return arguments
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--ranks", type=int, required=True, help="context ranks")
+    parser.add_argument("--seq", type=int, required=True, help="tokens of the sample")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), required=True)
+    parser.add_argument("--steps", type=int, required=True, help="timed passes")
+    return parser
 
 
-def draw_own_parts(given: argparse.Namespace, rank: int) -> list[Tensor]:
+def draw_own_parts(arguments: argparse.Namespace, rank: int) -> list[Tensor]:
     """Return the queries, keys, values and output gradient of a rank's tokens, [1, S, heads,
     width]."""
     import torch
 
     generator = torch.Generator().manual_seed(ATTENTION.seed)
-    dtype = torch.bfloat16 if given.precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
     parts = []
     for _ in range(4):
-        shape = (1, given.seq, ATTENTION.heads, ATTENTION.width)
-        pieces = torch.randn(shape, generator=generator).chunk(2 * given.ranks, 1)
+        shape = (1, arguments.seq, ATTENTION.heads, ATTENTION.width)
+        pieces = torch.randn(shape, generator=generator).chunk(2 * arguments.ranks, 1)
         parts.append(torch.cat((pieces[rank], pieces[-1 - rank]), 1).to(dtype))
     return parts
 

@@ -29,15 +29,15 @@ def pose_as_cuda() -> None:
     """Make `Tensor.type()` report a CUDA type."""
     type_of = Tensor.type
 
-    def name(self: Tensor, *given: Any, **named: Any) -> Any:
-        if given or named:
-            return type_of(self, *given, **named)
+    def name(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return type_of(self, *args, **kwargs)
         return type_of(self).replace("torch.", "torch.cuda.")
 
     setattr(Tensor, "type", name)  # noqa: B010
 
 
-def train(given: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> None:
     """Run one rank."""
     warnings.filterwarnings("ignore")
     replace_cuda()
@@ -45,7 +45,7 @@ def train(given: argparse.Namespace) -> None:
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
     torch.manual_seed(WORKLOAD.seed)
-    low = given.precision == "bf16"
+    low = arguments.precision == "bf16"
     module = build(WORKLOAD, torch.bfloat16 if low else torch.float32)
     buffers = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -67,12 +67,12 @@ def train(given: argparse.Namespace) -> None:
     for group in optimizer.param_groups:
         group["fused"] = True
     torch.manual_seed(WORKLOAD.seed + 1 + torch.distributed.get_rank())
-    positions = torch.arange(WORKLOAD.seq).expand(WORKLOAD.batch // given.ranks, -1)
+    positions = torch.arange(WORKLOAD.seq).expand(WORKLOAD.batch // arguments.ranks, -1)
 
     def step() -> float:
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        tokens, targets = draw(WORKLOAD, given.ranks)
+        tokens, targets = draw(WORKLOAD, arguments.ranks)
         loss = model(tokens, positions, None, labels=targets).float().mean()
         loss.backward()
         model.finish_grad_sync()
@@ -80,13 +80,13 @@ def train(given: argparse.Namespace) -> None:
         return loss.item()
 
     versions = {"torch": torch.__version__, "megatron-core": version("megatron-core")}
-    measure(step, given.steps, WORKLOAD.tokens_per_step, versions)
+    measure(step, arguments.steps, WORKLOAD.tokens_per_step, versions)
     torch.distributed.destroy_process_group()
 
 
 def main() -> None:
-    given = make_parser(__doc__).parse_args()
-    run(train, given, given.ranks)
+    arguments = make_parser(__doc__).parse_args()
+    run(train, arguments, arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -46,14 +46,14 @@ def step_of(shape: Workload, way: str, precision: str, ranks: int) -> Callable[[
     optimizer = make_optimizer(model, shape)
     torch.manual_seed(shape.seed + 1 + torch.distributed.get_rank())
 
-    def lowered() -> AbstractContextManager[object]:
+    def make_autocast() -> AbstractContextManager[object]:
         if way == "ddp":
             return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
         return nullcontext()
 
     def step() -> float:
         tokens, targets = draw(shape, ranks)
-        with lowered():
+        with make_autocast():
             loss = model(tokens, targets)
         loss.backward()
         clip(model, shape.clip)
@@ -73,19 +73,19 @@ def clip(model: nn.Module, largest: float) -> None:
     nn.utils.clip_grads_with_norm_(parameters, largest, norm)
 
 
-def train(given: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> None:
     """Run one rank."""
     torch.distributed.init_process_group("gloo")
-    step = step_of(WORKLOAD, given.way, given.precision, given.ranks)
-    measure(step, given.steps, WORKLOAD.tokens_per_step, {"torch": torch.__version__})
+    step = step_of(WORKLOAD, arguments.way, arguments.precision, arguments.ranks)
+    measure(step, arguments.steps, WORKLOAD.tokens_per_step, {"torch": torch.__version__})
     torch.distributed.destroy_process_group()
 
 
 def main() -> None:
-    arguments = make_parser(__doc__)
-    arguments.add_argument("--way", choices=WAYS, required=True)
-    given = arguments.parse_args()
-    run(train, given, given.ranks)
+    parser = make_parser(__doc__)
+    parser.add_argument("--way", choices=WAYS, required=True)
+    arguments = parser.parse_args()
+    run(train, arguments, arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -5,26 +5,34 @@ from __future__ import annotations
 from importlib.metadata import version
 
 import torch
-from experts_workload import SHAPES, answer, make_parser, measure_seconds, peak, report, tensors
+from experts_workload import (
+    SHAPES,
+    answer,
+    draw_tensors,
+    make_parser,
+    measure_seconds,
+    read_peak_bytes,
+    report,
+)
 from torch import Tensor
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 
 def main() -> None:
-    arguments = make_parser(__doc__)
-    arguments.add_argument("--implementation", help="of the experts: eager, batched_mm, grouped_mm")
-    given = arguments.parse_args()
-    shape = SHAPES[given.shape]
-    numbers = tensors(shape, given.precision)
+    parser = make_parser(__doc__)
+    parser.add_argument("--implementation", help="of the experts: eager, batched_mm, grouped_mm")
+    arguments = parser.parse_args()
+    shape = SHAPES[arguments.shape]
+    numbers = draw_tensors(shape, arguments.precision)
     config = MixtralConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.width,
         num_local_experts=shape.experts,
         num_experts_per_tok=shape.top_k,
     )
-    if given.implementation:
-        config._experts_implementation = given.implementation
+    if arguments.implementation:
+        config._experts_implementation = arguments.implementation
     layer = MixtralSparseMoeBlock(config).to(numbers.x.dtype)
     with torch.no_grad():
         layer.gate.weight.copy_(numbers.router)
@@ -39,8 +47,8 @@ def main() -> None:
         out.backward(numbers.d_out[None])
         return out.detach()
 
-    seconds = measure_seconds(step, given.steps)
-    peak_bytes = peak()
+    seconds = measure_seconds(step, arguments.steps)
+    peak_bytes = read_peak_bytes()
     out = step()
     experts = layer.experts
     gradients = (layer.gate.weight.grad, experts.gate_up_proj.grad, experts.down_proj.grad)

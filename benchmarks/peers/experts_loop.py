@@ -6,7 +6,15 @@ from importlib.metadata import version
 
 import torch
 import torch.nn.functional as F
-from experts_workload import SHAPES, answer, make_parser, measure_seconds, peak, report, tensors
+from experts_workload import (
+    SHAPES,
+    answer,
+    draw_tensors,
+    make_parser,
+    measure_seconds,
+    read_peak_bytes,
+    report,
+)
 from torch import Tensor, nn
 
 
@@ -45,9 +53,9 @@ class Layer(nn.Module):
 
 
 def main() -> None:
-    given = make_parser(__doc__).parse_args()
-    shape = SHAPES[given.shape]
-    numbers = tensors(shape, given.precision)
+    arguments = make_parser(__doc__).parse_args()
+    shape = SHAPES[arguments.shape]
+    numbers = draw_tensors(shape, arguments.precision)
     layer = Layer(shape.hidden, shape.width, shape.experts, shape.top_k).to(numbers.x.dtype)
     with torch.no_grad():
         layer.router.weight.copy_(numbers.router)
@@ -66,8 +74,8 @@ def main() -> None:
         out.backward(numbers.d_out)
         return out.detach()
 
-    seconds = measure_seconds(step, given.steps)
-    peak_bytes = peak()
+    seconds = measure_seconds(step, arguments.steps)
+    peak_bytes = read_peak_bytes()
     out = step()
     gate, up, down = (
         torch.stack([getattr(expert, name).weight.grad for expert in layer.experts])

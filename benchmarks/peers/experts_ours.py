@@ -10,7 +10,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from experts_workload import SHAPES, answer, make_parser, measure_seconds, peak, report, tensors
+from experts_workload import (
+    SHAPES,
+    answer,
+    draw_tensors,
+    make_parser,
+    measure_seconds,
+    read_peak_bytes,
+    report,
+)
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -46,9 +54,9 @@ def bind(module: Module, precision: str) -> None:
 
 def main() -> None:
     tune_host_allocator()  # as at the start of a run
-    given = make_parser(__doc__).parse_args()
-    shape = SHAPES[given.shape]
-    numbers = tensors(shape, given.precision)
+    arguments = make_parser(__doc__).parse_args()
+    shape = SHAPES[arguments.shape]
+    numbers = draw_tensors(shape, arguments.precision)
     moe = MoEConfig(
         experts=shape.experts,
         top_k=shape.top_k,
@@ -66,7 +74,7 @@ def main() -> None:
             activation="swiglu",
             moe=moe,
         ),
-        train=TrainConfig(seq=shape.tokens, global_batch=1, precision=given.precision),
+        train=TrainConfig(seq=shape.tokens, global_batch=1, precision=arguments.precision),
     )
     tune(config, None)
     stage = build_whole_model(config)
@@ -74,7 +82,7 @@ def main() -> None:
     assert isinstance(block, TransformerBlock)
     layer = block.mlp
     assert isinstance(layer, MixtureOfExperts)
-    bind(layer, given.precision)
+    bind(layer, arguments.precision)
     experts = layer.experts
     trained = (layer.router.weight, experts.up, experts.down)
     for parameter, value in zip(trained, (numbers.router, numbers.up, numbers.down), strict=True):
@@ -97,8 +105,8 @@ def main() -> None:
             parameter.finish()
         return out.detach()
 
-    whole = measure_seconds(step, given.steps)
-    peak_bytes = peak()
+    whole = measure_seconds(step, arguments.steps)
+    peak_bytes = read_peak_bytes()
 
     chosen, _ = layer.router(x.detach(), context, state)
     loads = torch.bincount(chosen.flatten(), minlength=shape.experts)
@@ -108,15 +116,15 @@ def main() -> None:
     gates = torch.rand(len(rows)).to(x.dtype).requires_grad_()
     d_rows = torch.randn_like(rows)
 
-    def alone() -> None:
+    def run_experts_alone() -> None:
         start_step()
         rows.grad = gates.grad = None
         experts(rows, gates, order, expert_rows, state).backward(d_rows)
 
-    bare = measure_seconds(alone, given.steps)
+    bare = measure_seconds(run_experts_alone, arguments.steps)
     for _ in range(_ROUNDS - 1):
-        whole += measure_seconds(step, given.steps)
-        bare += measure_seconds(alone, given.steps)
+        whole += measure_seconds(step, arguments.steps)
+        bare += measure_seconds(run_experts_alone, arguments.steps)
     overhead = statistics.median(whole) / statistics.median(bare) - 1
     out = step()
     loss = answer(out, x.grad, *(parameter.grad for parameter in trained))

@@ -41,11 +41,11 @@ _STD = 0.03
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that every contender takes."""
-    arguments = argparse.ArgumentParser(description=description)
-    arguments.add_argument("--shape", choices=SHAPES, required=True)
-    arguments.add_argument("--precision", choices=("fp32", "bf16"), required=True)
-    arguments.add_argument("--steps", type=int, required=True, help="timed passes")
-    return arguments
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), required=True)
+    parser.add_argument("--steps", type=int, required=True, help="timed passes")
+    return parser
 
 
 @dataclass(frozen=True)
@@ -60,27 +60,27 @@ class ExpertsInputs:
     down: Tensor
 
 
-def tensors(shape: ExpertsShape, precision: str) -> ExpertsInputs:
+def draw_tensors(shape: ExpertsShape, precision: str) -> ExpertsInputs:
     """Return the numbers, which are the same for all contenders."""
     import torch
 
     generator = torch.Generator().manual_seed(1234)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
 
-    def normal(*size: int, std: float = 1.0) -> Tensor:
+    def draw_normal(*size: int, std: float = 1.0) -> Tensor:
         return (torch.randn(size, generator=generator) * std).to(dtype)
 
     rows, matrices = (shape.tokens, shape.hidden), (shape.experts, 2 * shape.width, shape.hidden)
     return ExpertsInputs(
-        normal(*rows),
-        normal(*rows),
-        normal(shape.experts, shape.hidden, std=_STD),
-        normal(*matrices, std=_STD),
-        normal(shape.experts, shape.hidden, shape.width, std=_STD),
+        draw_normal(*rows),
+        draw_normal(*rows),
+        draw_normal(shape.experts, shape.hidden, std=_STD),
+        draw_normal(*matrices, std=_STD),
+        draw_normal(shape.experts, shape.hidden, shape.width, std=_STD),
     )
 
 
-def peak() -> int:
+def read_peak_bytes() -> int:
     """Return the largest memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from gpu_ours import Training
-from gpu_workload import WARMUP, host_seconds, read
+from gpu_workload import WARMUP, measure_host_seconds, read
 
 from megaframe.config import RunConfig
 
@@ -20,7 +20,7 @@ _LAYERS = 2, 6
 _SEQ = 256
 
 
-def host_time(config: RunConfig, device: torch.device, layers: int) -> float:
+def measure_host_time(config: RunConfig, device: torch.device, layers: int) -> float:
     """Return the host seconds of a step with this many layers."""
     sections = config.model_dump()
     sections["model"]["layers"] = layers
@@ -28,7 +28,7 @@ def host_time(config: RunConfig, device: torch.device, layers: int) -> float:
     training = Training(RunConfig(**sections), device)
     for _ in range(WARMUP):
         training.step()
-    seconds = host_seconds(training.step, device)
+    seconds = measure_host_seconds(training.step, device)
     training.mesh.close()
     del training
     gc.collect()
@@ -39,7 +39,7 @@ def host_time(config: RunConfig, device: torch.device, layers: int) -> float:
 
 def main() -> None:
     config, device, _ = read()
-    few, many = (host_time(config, device, layers) for layers in _LAYERS)
+    few, many = (measure_host_time(config, device, layers) for layers in _LAYERS)
     per_block = (many - few) / (_LAYERS[1] - _LAYERS[0])
     found: dict[str, Any] = {"host_seconds_per_block": per_block, "host_seconds": [few, many]}
     print(json.dumps(found))

@@ -51,8 +51,8 @@ class Training:
     def step(self) -> Tensor:
         """Train one step and return the mean loss of a token."""
         with self._timer.time("data"):
-            given = [self._make() for _ in range(self._microbatches)]
-            microbatches = [Microbatch(*pair, self._samples) for pair in given]
+            batch = [self._make() for _ in range(self._microbatches)]
+            microbatches = [Microbatch(*pair, self._samples) for pair in batch]
         with self._timer.time("compute"):
             result = self.train_step.train(microbatches, self._count, 1.0 / self._tokens)
         self._count += 1

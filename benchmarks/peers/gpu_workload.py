@@ -45,9 +45,9 @@ def read() -> tuple[RunConfig, torch.device, Path | None]:
     parser.add_argument("--config", required=True)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return load(given.config, given.overrides), device, given.trace
+    return load(arguments.config, arguments.overrides), device, arguments.trace
 
 
 def make_batches(config: RunConfig, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -74,7 +74,7 @@ def run(
     step: Callable[[], Tensor], config: RunConfig, device: torch.device, made_of: Sequence[str]
 ) -> dict[str, Any]:
     """Measure steps. step: trains one and returns the mean loss of a token."""
-    wait = waiting(device)
+    wait = make_wait(device)
     first = float(step())
     for _ in range(WARMUP - 1):
         step()
@@ -86,7 +86,7 @@ def run(
         wait()
         seconds.append(time.perf_counter() - begun)
     tokens = config.train.global_batch * config.train.seq
-    host = host_seconds(step, device)
+    host = measure_host_seconds(step, device)
     memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     return {
         "tokens_per_second": tokens / statistics.median(seconds),
@@ -99,9 +99,9 @@ def run(
     }
 
 
-def host_seconds(step: Callable[[], Tensor], device: torch.device) -> float:
+def measure_host_seconds(step: Callable[[], Tensor], device: torch.device) -> float:
     """Return the median time until the call of a step returns that starts on an idle device."""
-    wait, hosts = waiting(device), []
+    wait, hosts = make_wait(device), []
     for _ in range(_HOST_STEPS):
         wait()
         begun = time.perf_counter()
@@ -111,7 +111,7 @@ def host_seconds(step: Callable[[], Tensor], device: torch.device) -> float:
     return statistics.median(hosts)
 
 
-def waiting(device: torch.device) -> Callable[[], None]:
+def make_wait(device: torch.device) -> Callable[[], None]:
     """Return a function that waits for the device; a CPU is done when a call returns."""
     return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
@@ -140,11 +140,11 @@ def profile_steps(
             "gpu_idle": found.idle / found.span,
             "gpu_exposed_communication": found.exposed_communication / found.span,
             "gpu_gaps": [asdict(gap) for gap in found.gaps],
-            "gpu_kernels": longest_kernels(path),
+            "gpu_kernels": find_longest_kernels(path),
         }
 
 
-def longest_kernels(trace: Path, count: int = 15) -> list[dict[str, Any]]:
+def find_longest_kernels(trace: Path, count: int = 15) -> list[dict[str, Any]]:
     """Return the kernels with the most time, each with its share of the time of all kernels and its
     number of calls."""
     with (gzip.open if trace.suffix == ".gz" else open)(trace, "rb") as file:

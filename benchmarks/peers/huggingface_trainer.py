@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils.data import Dataset
-from workload import WARMUP_STEPS, WORKLOAD, Workload, emit, make_parser, peak_rss_bytes
+from workload import WARMUP_STEPS, WORKLOAD, Workload, emit, make_parser, read_peak_rss_bytes
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
@@ -40,10 +40,10 @@ class StepClock(transformers.TrainerCallback):
         self.ends: list[float] = []
         self.losses: list[float] = []
 
-    def on_step_end(self, *given: Any, **named: Any) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.ends.append(time.perf_counter())
 
-    def on_log(self, *given: Any, logs: dict[str, float] | None = None, **named: Any) -> None:
+    def on_log(self, *args: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs is not None and "loss" in logs:
             self.losses.append(logs["loss"])
 
@@ -68,13 +68,13 @@ def make_model(shape: Workload) -> torch.nn.Module:
 
 
 def main() -> None:
-    given = make_parser(__doc__).parse_args()
-    shape, steps = WORKLOAD, WARMUP_STEPS + given.steps
+    arguments = make_parser(__doc__).parse_args()
+    shape, steps = WORKLOAD, WARMUP_STEPS + arguments.steps
     torch.manual_seed(shape.seed)
     clock = StepClock()
-    arguments = transformers.TrainingArguments(
+    training_arguments = transformers.TrainingArguments(
         use_cpu=True,
-        bf16=given.precision == "bf16",
+        bf16=arguments.precision == "bf16",
         per_device_train_batch_size=shape.batch,
         max_steps=steps,
         learning_rate=shape.learning_rate,
@@ -92,17 +92,17 @@ def main() -> None:
     )
     transformers.Trainer(
         make_model(shape),
-        arguments,
+        training_arguments,
         train_dataset=Tokens(shape, steps * shape.batch),
         callbacks=[clock],
     ).train()
     taken = [end - start for start, end in zip(clock.ends, clock.ends[1:], strict=False)]
     taken = taken[WARMUP_STEPS - 1 :]
-    assert len(taken) == given.steps and math.isfinite(clock.losses[0])
+    assert len(taken) == arguments.steps and math.isfinite(clock.losses[0])
     emit(
         tokens_per_second=shape.tokens_per_step / statistics.median(taken),
         best_tokens_per_second=shape.tokens_per_step / min(taken),
-        peak_rss_bytes=peak_rss_bytes(resource.RUSAGE_SELF),
+        peak_rss_bytes=read_peak_rss_bytes(resource.RUSAGE_SELF),
         loss=clock.losses[0],
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
     )

@@ -33,7 +33,7 @@ class TokenizerStub:
         return {"class": "benchmark"}
 
 
-def dataset(prefix: str, seq: int, samples: int, cache: str) -> GPTDataset:
+def make_dataset(prefix: str, seq: int, samples: int, cache: str) -> GPTDataset:
     """Return the training samples of one token file."""
     file = IndexedDataset(prefix, mmap=True)
     config = GPTDatasetConfig(
@@ -59,15 +59,15 @@ def main() -> None:
     parser.add_argument("--seq", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--samples", type=int, required=True)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         start = time.perf_counter()
-        samples = dataset(given.prefix, given.seq, given.samples, cache)
+        samples = make_dataset(arguments.prefix, arguments.seq, arguments.samples, cache)
         opened = time.perf_counter() - start
         for number in range(2000):
             samples[number]
         begin, read = time.perf_counter(), 0
-        while (passed := time.perf_counter() - begin) < given.seconds:
+        while (passed := time.perf_counter() - begin) < arguments.seconds:
             for number in range(2000 + read, 2500 + read):
                 samples[number % len(samples)]
             read += 500

@@ -21,27 +21,27 @@ def main() -> None:
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--prefetch", type=int, default=0)
     parser.add_argument("--documents", action="store_true", help="reset and mask at documents")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     config = RunConfig(
         model=ModelConfig(vocab=50304),
-        train=TrainConfig(seq=given.seq, global_batch=given.batch, microbatch=8),
+        train=TrainConfig(seq=arguments.seq, global_batch=arguments.batch, microbatch=8),
         data=DataConfig(
-            sources=(DataSourceConfig(path=given.prefix),),
+            sources=(DataSourceConfig(path=arguments.prefix),),
             split=(1.0, 0.0, 0.0),
-            prefetch=given.prefetch,
-            reset_positions=given.documents,
-            reset_attention=given.documents,
-            mask_eod=given.documents,
+            prefetch=arguments.prefetch,
+            reset_positions=arguments.documents,
+            reset_attention=arguments.documents,
+            mask_eod=arguments.documents,
         ),
     )
     start = time.perf_counter()
     loader = Loader(config, 0, 1)
     loader.next()
     opened = time.perf_counter() - start
-    for _ in range(2000 // given.batch):
+    for _ in range(2000 // arguments.batch):
         loader.next()
     begin, samples = time.perf_counter(), 0
-    while (passed := time.perf_counter() - begin) < given.seconds:
+    while (passed := time.perf_counter() - begin) < arguments.seconds:
         samples += loader.next().samples
     loader.close()
     print(

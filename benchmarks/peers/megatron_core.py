@@ -107,12 +107,12 @@ def replace_cuda() -> None:
     device, or using its random numbers, do nothing. A model without dropout draws none."""
 
     def on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def made(*given: Any, **named: Any) -> Tensor:
-            if named.get("device") == "cuda":
-                named["device"] = "cpu"
-            return make(*given, **named)
+        def make_on_cpu(*args: Any, **kwargs: Any) -> Tensor:
+            if kwargs.get("device") == "cuda":
+                kwargs["device"] = "cpu"
+            return make(*args, **kwargs)
 
-        return made
+        return make_on_cpu
 
     for name in ("zeros", "empty", "tensor"):
         setattr(torch, name, on_cpu(getattr(torch, name)))

@@ -32,12 +32,12 @@ def build(checkout: Path) -> Any:
 
 
 def main() -> None:
-    arguments = make_parser(__doc__)
-    arguments.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
-    given = arguments.parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
+    arguments = parser.parse_args()
     shape = WORKLOAD
     torch.manual_seed(shape.seed)
-    model = build(given.nanogpt)
+    model = build(arguments.nanogpt)
     betas = (shape.beta1, shape.beta2)
     optimizer = model.configure_optimizers(shape.weight_decay, shape.learning_rate, betas, "cpu")
     compiled = torch.compile(model)
@@ -45,7 +45,7 @@ def main() -> None:
     def step() -> float:
         ids = torch.randint(shape.vocab, (shape.batch, shape.seq + 1))
         tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-        with torch.autocast("cpu", torch.bfloat16, enabled=given.precision == "bf16"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=arguments.precision == "bf16"):
             _, loss = compiled(tokens, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), shape.clip)
@@ -53,7 +53,11 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
-    run(step, given.steps, {"torch": torch.__version__, "nanogpt": read_revision(given.nanogpt)})
+    run(
+        step,
+        arguments.steps,
+        {"torch": torch.__version__, "nanogpt": read_revision(arguments.nanogpt)},
+    )
 
 
 if __name__ == "__main__":

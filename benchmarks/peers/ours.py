@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from workload import WARMUP_STEPS, WORKLOAD, emit, make_parser, peak_rss_bytes
+from workload import WARMUP_STEPS, WORKLOAD, emit, make_parser, read_peak_rss_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megaframe.data.indexed_dataset import token_dtype  # noqa: E402
+from megaframe.data.indexed_dataset import choose_token_dtype  # noqa: E402
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter  # noqa: E402
 
 
 def write_documents(prefix: Path, documents: Iterable[NDArray[np.integer]], vocab: int) -> None:
     """Write a token file with one sequence per document."""
-    with IndexedDatasetWriter(str(prefix), token_dtype(vocab)) as writer:
+    with IndexedDatasetWriter(str(prefix), choose_token_dtype(vocab)) as writer:
         for document in documents:
             writer.append(document)
 
@@ -102,7 +102,7 @@ def main() -> None:
     emit(
         tokens_per_second=statistics.median(speeds),
         best_tokens_per_second=max(speeds),
-        peak_rss_bytes=peak_rss_bytes(resource.RUSAGE_CHILDREN),
+        peak_rss_bytes=read_peak_rss_bytes(resource.RUSAGE_CHILDREN),
         loss=metrics[0]["loss"],
         versions={"torch": version("torch")},
         overhead=1 - math / sum(line["seconds"] for line in timed),

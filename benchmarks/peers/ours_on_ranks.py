@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from ours import ROOT, make_overrides, write_documents
 from ranks import WARMUP_STEPS, start_ranks
-from workload import Workload, emit, peak_rss_bytes
+from workload import Workload, emit, read_peak_rss_bytes
 
 
 def train(
@@ -38,7 +38,7 @@ def train(
     emit(
         tokens_per_second=statistics.median(speeds),
         best_tokens_per_second=max(speeds),
-        peak_rss_bytes=peak_rss_bytes(resource.RUSAGE_CHILDREN),
+        peak_rss_bytes=read_peak_rss_bytes(resource.RUSAGE_CHILDREN),
         loss=metrics[0]["loss"],
         versions={"torch": version("torch")},
     )

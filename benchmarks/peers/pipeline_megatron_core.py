@@ -49,7 +49,7 @@ def build_stage(shape: Workload, stages: int) -> nn.Module:
     )
 
 
-def mean_of(losses: list[float], output: Tensor) -> tuple[Tensor, dict[str, Any]]:
+def compute_mean_loss(losses: list[float], output: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """Return the loss of one microbatch in the form that its schedule expects, and a record of
     it."""
     loss = output.float().mean()
@@ -57,15 +57,15 @@ def mean_of(losses: list[float], output: Tensor) -> tuple[Tensor, dict[str, Any]
     return loss, {}
 
 
-def train(given: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> None:
     """Run one rank."""
     warnings.filterwarnings("ignore", module="megatron")
     replace_cuda()
     torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=given.stages)
-    shape = make_shape(given)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=arguments.stages)
+    shape = make_shape(arguments)
     torch.manual_seed(shape.seed)
-    model = build_stage(shape, given.stages)
+    model = build_stage(shape, arguments.stages)
     optimizer = make_optimizer(model, shape)
     generator = torch.Generator().manual_seed(shape.seed)
     samples = shape.batch // MICROBATCHES
@@ -78,7 +78,9 @@ def train(given: argparse.Namespace) -> None:
         def forward_step(batch: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
             ids = next(batch)
             tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-            return model(tokens, positions, None, labels=targets), partial(mean_of, losses)
+            return model(tokens, positions, None, labels=targets), partial(
+                compute_mean_loss, losses
+            )
 
         forward_backward_pipelining_without_interleaving(
             forward_step_func=forward_step,
@@ -94,10 +96,10 @@ def train(given: argparse.Namespace) -> None:
         return sum(losses) / len(losses) if losses else None
 
     versions = {"torch": torch.__version__, "megatron-core": version("megatron-core")}
-    measure(step, given.steps, shape.tokens_per_step, versions)
+    measure(step, arguments.steps, shape.tokens_per_step, versions)
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    given = make_parser(__doc__).parse_args()
-    run(train, given, given.stages)
+    arguments = make_parser(__doc__).parse_args()
+    run(train, arguments, arguments.stages)

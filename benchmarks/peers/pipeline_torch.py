@@ -69,15 +69,15 @@ def compute_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def train(given: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> None:
     """Run one rank."""
     torch.distributed.init_process_group("gloo")
-    rank, ranks = torch.distributed.get_rank(), given.stages
-    shape = make_shape(given)
-    chunks = CHUNKS[given.schedule]
+    rank, ranks = torch.distributed.get_rank(), arguments.stages
+    shape = make_shape(arguments)
+    chunks = CHUNKS[arguments.schedule]
     total = ranks * chunks
     numbers = [rank + ranks * chunk for chunk in range(chunks)]
-    if given.schedule in IN_A_V:
+    if arguments.schedule in IN_A_V:
         numbers = [rank, total - 1 - rank]
     torch.manual_seed(shape.seed + rank)
     parts = nn.ModuleList(StageModule(shape, number, total) for number in numbers)
@@ -86,7 +86,7 @@ def train(given: argparse.Namespace) -> None:
         PipelineStage(part, number, total, device)
         for part, number in zip(parts, numbers, strict=True)
     ]
-    kind = getattr(schedules, f"Schedule{given.schedule}")
+    kind = getattr(schedules, f"Schedule{arguments.schedule}")
     schedule = kind(stages if chunks > 1 else stages[0], MICROBATCHES, loss_fn=compute_loss)
     optimizer = make_optimizer(parts, shape)
     generator = torch.Generator().manual_seed(shape.seed)
@@ -104,15 +104,15 @@ def train(given: argparse.Namespace) -> None:
         optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).mean().item() if losses else None
 
-    measure(step, given.steps, shape.tokens_per_step, {"torch": torch.__version__})
+    measure(step, arguments.steps, shape.tokens_per_step, {"torch": torch.__version__})
     torch.distributed.destroy_process_group()
 
 
 def main() -> None:
-    arguments = make_parser(__doc__)
-    arguments.add_argument("--schedule", choices=tuple(CHUNKS), required=True)
-    given = arguments.parse_args()
-    run(train, given, given.stages)
+    parser = make_parser(__doc__)
+    parser.add_argument("--schedule", choices=tuple(CHUNKS), required=True)
+    arguments = parser.parse_args()
+    run(train, arguments, arguments.stages)
 
 
 if __name__ == "__main__":

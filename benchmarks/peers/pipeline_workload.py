@@ -16,16 +16,16 @@ MICROBATCHES = 4
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that every contender takes; a contender may add its own."""
-    arguments = argparse.ArgumentParser(description=description)
-    arguments.add_argument("--stages", type=int, required=True, help="pipeline ranks")
-    arguments.add_argument("--vocab", type=int, required=True, help="vocabulary size")
-    arguments.add_argument("--steps", type=int, required=True, help="timed optimizer steps")
-    return arguments
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--stages", type=int, required=True, help="pipeline ranks")
+    parser.add_argument("--vocab", type=int, required=True, help="vocabulary size")
+    parser.add_argument("--steps", type=int, required=True, help="timed optimizer steps")
+    return parser
 
 
-def make_shape(given: argparse.Namespace) -> Workload:
+def make_shape(arguments: argparse.Namespace) -> Workload:
     """Return the model with the requested vocabulary."""
-    return replace(WORKLOAD, vocab=given.vocab)
+    return replace(WORKLOAD, vocab=arguments.vocab)
 
 
 def clip(model: nn.Module, largest: float) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from workload import WORKLOAD, Workload, emit, make_parser, peak_rss_bytes
+from workload import WORKLOAD, Workload, emit, make_parser, read_peak_rss_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -26,7 +26,7 @@ from megaframe.ops import matmul
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def shapes(work: Workload) -> Iterator[tuple[int, int, int, int, float]]:
+def list_products(work: Workload) -> Iterator[tuple[int, int, int, int, float]]:
     """Yield matrices, rows, inner, columns and how often a step multiplies them. Those of attention
     count half, because half of the scores of a causal mask are not needed."""
     rows, wide, heads = work.tokens_per_step, work.hidden, work.batch * work.heads
@@ -40,7 +40,7 @@ def shapes(work: Workload) -> Iterator[tuple[int, int, int, int, float]]:
     yield heads, length, length, width, 4 * work.layers / 2
 
 
-def candidates(left: Tensor, right: Tensor) -> Iterator[Callable[[], object]]:
+def list_candidates(left: Tensor, right: Tensor) -> Iterator[Callable[[], object]]:
     """Yield the routines that multiply [H, M, K] by [H, K, N]."""
     if len(left) > 1:
         yield lambda: torch.bmm(left, right)
@@ -58,7 +58,7 @@ def candidates(left: Tensor, right: Tensor) -> Iterator[Callable[[], object]]:
 def measure_seconds(left: Tensor, right: Tensor, rounds: int) -> float:
     """Return the median seconds of the fastest routine."""
     every: list[float] = []
-    for run in candidates(left, right):
+    for run in list_candidates(left, right):
         run()
         times = []
         for _ in range(rounds):
@@ -72,17 +72,17 @@ def measure_seconds(left: Tensor, right: Tensor, rounds: int) -> float:
 
 
 def main() -> None:
-    given = make_parser(__doc__).parse_args()
-    dtype, total = _TYPES[given.precision], 0.0
-    for heads, rows, inner, columns, times in shapes(WORKLOAD):
+    arguments = make_parser(__doc__).parse_args()
+    dtype, total = _TYPES[arguments.precision], 0.0
+    for heads, rows, inner, columns, times in list_products(WORKLOAD):
         left = torch.randn(heads, rows, inner).to(dtype)
         right = torch.randn(heads, columns, inner).to(dtype).mT
-        total += times * measure_seconds(left, right, given.steps)
+        total += times * measure_seconds(left, right, arguments.steps)
     speed = WORKLOAD.tokens_per_step / total
     emit(
         tokens_per_second=speed,
         best_tokens_per_second=speed,
-        peak_rss_bytes=peak_rss_bytes(resource.RUSAGE_SELF),
+        peak_rss_bytes=read_peak_rss_bytes(resource.RUSAGE_SELF),
         loss=math.log(WORKLOAD.vocab),  # nothing is trained, and nothing can be wrong with it
         versions={"torch": torch.__version__},
     )

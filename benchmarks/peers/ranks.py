@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from workload import emit, peak_rss_bytes
+from workload import emit, read_peak_rss_bytes
 
 PLACES = "RANK_PLACES"
 """Environment variable with the hosts of the ranks, as JSON: the address of the first host, and for
@@ -34,9 +34,9 @@ WARMUP_STEPS = 1
 def start_ranks(command: Sequence[str], ranks: int) -> list[str]:
     """Run a command once per rank, all at the same time, and return what each printed. Ends the
     program with the error output of the first rank that fails."""
-    with closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     address, hosts = json.loads(os.environ.get(PLACES, '["127.0.0.1", [[]]]'))
     world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     with ExitStack() as stack:
@@ -73,16 +73,16 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], errors: Sequence[Any]) -
 
 
 def run(
-    rank_main: Callable[[argparse.Namespace], None], given: argparse.Namespace, ranks: int
+    rank_main: Callable[[argparse.Namespace], None], arguments: argparse.Namespace, ranks: int
 ) -> None:
     """On a rank, run its part; otherwise start the ranks and print their measurement."""
     if "RANK" in os.environ:
-        rank_main(given)
+        rank_main(arguments)
         return
     outputs = start_ranks((sys.executable, *sys.argv), ranks)
     lines = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
     measured = next(line for line in lines if line["loss"] is not None)
-    emit(**measured, peak_rss_bytes=peak_rss_bytes(resource.RUSAGE_CHILDREN))
+    emit(**measured, peak_rss_bytes=read_peak_rss_bytes(resource.RUSAGE_CHILDREN))
 
 
 def measure(

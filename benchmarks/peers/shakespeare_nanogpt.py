@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from nanogpt_checkout import import_model, read_revision
 from shakespeare_settings import SETTINGS, Text, make_parser, read_text
-from workload import emit, peak_rss_bytes
+from workload import emit, read_peak_rss_bytes
 
 ITERATION = re.compile(r"^iter (\d+): loss [\d.]+, time ([\d.]+)ms", re.MULTILINE)
 
@@ -36,7 +36,7 @@ def prepare(folder: Path, checkout: Path, text: Text) -> None:
     shutil.copy(checkout / "configurator.py", folder)
 
 
-def command(checkout: Path, steps: int) -> list[str]:
+def make_command(checkout: Path, steps: int) -> list[str]:
     """Return the README's command line for config/train_shakespeare_char.py."""
     shape = SETTINGS
     return [
@@ -63,7 +63,7 @@ def command(checkout: Path, steps: int) -> list[str]:
 def train(folder: Path, checkout: Path, steps: int) -> list[float]:
     """Run train.py and return the seconds of its iterations, without the two that evaluate."""
     result = subprocess.run(
-        command(checkout, steps), cwd=folder, capture_output=True, text=True, check=False
+        make_command(checkout, steps), cwd=folder, capture_output=True, text=True, check=False
     )
     if result.returncode != 0:
         sys.exit(f"train.py ended with {result.returncode}:\n{result.stderr[-4000:]}")
@@ -71,7 +71,7 @@ def train(folder: Path, checkout: Path, steps: int) -> list[float]:
     return [timed[number] for number in range(1, steps)]
 
 
-def validation_loss(checkpoint: Path, checkout: Path, text: Text) -> float:
+def compute_validation_loss(checkpoint: Path, checkout: Path, text: Text) -> float:
     """Return the mean cross entropy in nats over all windows of the validation text."""
     import torch
 
@@ -91,23 +91,23 @@ def validation_loss(checkpoint: Path, checkout: Path, text: Text) -> float:
 
 
 def main() -> None:
-    arguments = make_parser(__doc__)
-    arguments.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
-    given = arguments.parse_args()
-    text = read_text(given.text)
+    parser = make_parser(__doc__)
+    parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
+    arguments = parser.parse_args()
+    text = read_text(arguments.text)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare(folder, given.nanogpt, text)
-        seconds = train(folder, given.nanogpt, given.steps)
-        peak = peak_rss_bytes(resource.RUSAGE_CHILDREN)
+        prepare(folder, arguments.nanogpt, text)
+        seconds = train(folder, arguments.nanogpt, arguments.steps)
+        peak = read_peak_rss_bytes(resource.RUSAGE_CHILDREN)
         checkpoint = folder / "out-shakespeare-char" / "ckpt.pt"
-        loss = validation_loss(checkpoint, given.nanogpt, text)
+        loss = compute_validation_loss(checkpoint, arguments.nanogpt, text)
     emit(
         tokens_per_second=SETTINGS.tokens_per_step * len(seconds) / sum(seconds),
         best_tokens_per_second=SETTINGS.tokens_per_step / min(seconds),
         peak_rss_bytes=peak,
         loss=loss,
-        versions={"torch": version("torch"), "nanogpt": read_revision(given.nanogpt)},
+        versions={"torch": version("torch"), "nanogpt": read_revision(arguments.nanogpt)},
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ours import pretrain, write_documents
 from shakespeare_settings import SETTINGS, Text, make_parser, read_text
-from workload import emit, peak_rss_bytes
+from workload import emit, read_peak_rss_bytes
 
 
 def make_overrides(prefix: Path, text: Text, steps: int, position: str) -> list[str]:
@@ -52,20 +52,20 @@ def make_overrides(prefix: Path, text: Text, steps: int, position: str) -> list[
 
 
 def main() -> None:
-    arguments = make_parser(__doc__)
-    arguments.add_argument("--position", choices=("learned", "rotary"), default="learned")
-    given = arguments.parse_args()
-    text = read_text(given.text)
+    parser = make_parser(__doc__)
+    parser.add_argument("--position", choices=("learned", "rotary"), default="learned")
+    arguments = parser.parse_args()
+    text = read_text(arguments.text)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_documents(folder / "tokens", [text.training, text.validation], text.vocab)
-        overrides = make_overrides(folder / "tokens", text, given.steps, given.position)
+        overrides = make_overrides(folder / "tokens", text, arguments.steps, arguments.position)
         metrics = pretrain(folder, overrides)
     seconds = [line["seconds"] for line in metrics[1:-1]]
     emit(
         tokens_per_second=SETTINGS.tokens_per_step * len(seconds) / sum(seconds),
         best_tokens_per_second=SETTINGS.tokens_per_step / min(seconds),
-        peak_rss_bytes=peak_rss_bytes(resource.RUSAGE_CHILDREN),
+        peak_rss_bytes=read_peak_rss_bytes(resource.RUSAGE_CHILDREN),
         loss=metrics[-1]["eval_loss"],
         versions={"torch": version("torch")},
     )

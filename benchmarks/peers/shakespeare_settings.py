@@ -72,7 +72,7 @@ def read_text(path: Path) -> Text:
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the arguments of both contenders."""
-    arguments = argparse.ArgumentParser(description=description)
-    arguments.add_argument("--text", type=Path, required=True, help="tinyshakespeare's input.txt")
-    arguments.add_argument("--steps", type=int, default=SETTINGS.steps, help="training steps")
-    return arguments
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--text", type=Path, required=True, help="tinyshakespeare's input.txt")
+    parser.add_argument("--steps", type=int, default=SETTINGS.steps, help="training steps")
+    return parser

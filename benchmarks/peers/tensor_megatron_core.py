@@ -46,19 +46,19 @@ class DividedWeights(MainWeights):
         clip(divided, whole, self.clip)
 
 
-def train(given: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> None:
     """Run one rank."""
     warnings.filterwarnings("ignore", module="megatron")
     replace_cuda()
     torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=given.ranks)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=arguments.ranks)
     torch.manual_seed(WORKLOAD.seed)
-    dtype = torch.bfloat16 if given.precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
     model = build(
         WORKLOAD,
         dtype,
-        tensor_model_parallel_size=given.ranks,
-        sequence_parallel=given.sequence,
+        tensor_model_parallel_size=arguments.ranks,
+        sequence_parallel=arguments.sequence,
     )
     optimizer = DividedWeights(model, WORKLOAD)
     positions = torch.arange(WORKLOAD.seq).expand(WORKLOAD.batch, -1)
@@ -72,15 +72,15 @@ def train(given: argparse.Namespace) -> None:
         return loss.item()
 
     versions = {"torch": torch.__version__, "megatron-core": version("megatron-core")}
-    measure(step, given.steps, WORKLOAD.tokens_per_step, versions)
+    measure(step, arguments.steps, WORKLOAD.tokens_per_step, versions)
     torch.distributed.destroy_process_group()
 
 
 def main() -> None:
-    arguments = make_parser(__doc__)
-    arguments.add_argument("--sequence", action="store_true", help="sequence parallel")
-    given = arguments.parse_args()
-    run(train, given, given.ranks)
+    parser = make_parser(__doc__)
+    parser.add_argument("--sequence", action="store_true", help="sequence parallel")
+    arguments = parser.parse_args()
+    run(train, arguments, arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from workload import WORKLOAD
 
 
 def main() -> None:
-    arguments = make_parser(__doc__)
-    arguments.add_argument("settings", nargs="*", metavar="section.key=value")
-    given = arguments.parse_args()
-    settings = [f"parallel.tensor={given.ranks}", *given.settings]
-    train(WORKLOAD, given.precision, given.steps, given.ranks, settings)
+    parser = make_parser(__doc__)
+    parser.add_argument("settings", nargs="*", metavar="section.key=value")
+    arguments = parser.parse_args()
+    settings = [f"parallel.tensor={arguments.ranks}", *arguments.settings]
+    train(WORKLOAD, arguments.precision, arguments.steps, arguments.ranks, settings)
 
 
 if __name__ == "__main__":

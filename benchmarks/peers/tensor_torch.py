@@ -56,7 +56,7 @@ class DividedGPT(PlainGPT):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy of next tokens; `tokens` and `targets` are [batch, seq]
         ids."""
-        stream = self.tokens(tokens) + local(self.positions.weight)
+        stream = self.tokens(tokens) + to_local(self.positions.weight)
         for block in self.blocks:
             stream = block(stream)
         normed = self.norm(stream)
@@ -67,7 +67,7 @@ class DividedGPT(PlainGPT):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -78,7 +78,7 @@ class OwnParts(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.weights = list(model.parameters())
-        self.parts = nn.ParameterList(nn.Parameter(local(p.detach())) for p in self.weights)
+        self.parts = nn.ParameterList(nn.Parameter(to_local(p.detach())) for p in self.weights)
 
     def take_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """Move the gradients to the parts, summed over ranks if each rank has only a partial sum.
@@ -91,41 +91,41 @@ class OwnParts(nn.Module):
             if isinstance(weight, DTensor):
                 assert isinstance(gradient, DTensor)
                 gradient = gradient.redistribute(placements=weight.placements)
-            part.grad = local(gradient)
+            part.grad = to_local(gradient)
             split = isinstance(weight, DTensor) and weight.placements[0].is_shard()
             (divided if split else whole).append(part.grad)
         return divided, whole
 
 
-def train(given: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> None:
     """Run one rank."""
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(WORKLOAD.seed)
     model = DividedGPT(WORKLOAD)
-    model.divide(init_device_mesh("cpu", (given.ranks,)), given.sequence)
+    model.divide(init_device_mesh("cpu", (arguments.ranks,)), arguments.sequence)
     parts = OwnParts(model)
     optimizer = make_optimizer(parts, WORKLOAD)
 
     def step() -> float:
         ids = torch.randint(WORKLOAD.vocab, (WORKLOAD.batch, WORKLOAD.seq + 1))
         with loss_parallel():
-            with torch.autocast("cpu", torch.bfloat16, enabled=given.precision == "bf16"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=arguments.precision == "bf16"):
                 loss = model(ids[:, :-1], ids[:, 1:])
             loss.backward()
         clip(*parts.take_gradients(), WORKLOAD.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return local(loss).item()
+        return to_local(loss).item()
 
-    measure(step, given.steps, WORKLOAD.tokens_per_step, {"torch": torch.__version__})
+    measure(step, arguments.steps, WORKLOAD.tokens_per_step, {"torch": torch.__version__})
     torch.distributed.destroy_process_group()
 
 
 def main() -> None:
-    arguments = make_parser(__doc__)
-    arguments.add_argument("--sequence", action="store_true", help="sequence parallel")
-    given = arguments.parse_args()
-    run(train, given, given.ranks)
+    parser = make_parser(__doc__)
+    parser.add_argument("--sequence", action="store_true", help="sequence parallel")
+    arguments = parser.parse_args()
+    run(train, arguments, arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that every contender takes; a contender may add its own."""
-    arguments = argparse.ArgumentParser(description=description)
-    arguments.add_argument("--ranks", type=int, required=True, help="tensor ranks")
-    arguments.add_argument("--precision", choices=("fp32", "bf16"), required=True)
-    arguments.add_argument("--steps", type=int, required=True, help="timed optimizer steps")
-    return arguments
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--ranks", type=int, required=True, help="tensor ranks")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), required=True)
+    parser.add_argument("--steps", type=int, required=True, help="timed optimizer steps")
+    return parser
 
 
 def clip(divided: Sequence[Tensor], whole: Sequence[Tensor], largest: float) -> None:

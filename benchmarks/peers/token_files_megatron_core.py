@@ -43,12 +43,12 @@ def main() -> None:
     parser.add_argument("--prefix", required=True)
     parser.add_argument("--arrays", required=True, help=".npz file: in for write, out for read")
     parser.add_argument("--vocab", type=int, default=0)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     start = time.perf_counter()
-    if given.action == "write":
-        write(dict(np.load(given.arrays)), given.prefix, given.vocab)
+    if arguments.action == "write":
+        write(dict(np.load(arguments.arrays)), arguments.prefix, arguments.vocab)
     else:
-        np.savez(given.arrays, **read(given.prefix))
+        np.savez(arguments.arrays, **read(arguments.prefix))
     print(json.dumps({"seconds": time.perf_counter() - start}))
 
 

@@ -50,10 +50,10 @@ WORKLOAD = Workload()
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that every contender takes; a contender may add its own."""
-    arguments = argparse.ArgumentParser(description=description)
-    arguments.add_argument("--precision", choices=("fp32", "bf16"), required=True)
-    arguments.add_argument("--steps", type=int, required=True, help="timed optimizer steps")
-    return arguments
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), required=True)
+    parser.add_argument("--steps", type=int, required=True, help="timed optimizer steps")
+    return parser
 
 
 def run(step: Callable[[], float], steps: int, versions: Mapping[str, str]) -> None:
@@ -73,13 +73,13 @@ def run(step: Callable[[], float], steps: int, versions: Mapping[str, str]) -> N
     emit(
         tokens_per_second=WORKLOAD.tokens_per_step / statistics.median(seconds),
         best_tokens_per_second=WORKLOAD.tokens_per_step / min(seconds),
-        peak_rss_bytes=peak_rss_bytes(resource.RUSAGE_SELF),
+        peak_rss_bytes=read_peak_rss_bytes(resource.RUSAGE_SELF),
         loss=first_loss,
         versions=versions,
     )
 
 
-def peak_rss_bytes(who: int) -> int:
+def read_peak_rss_bytes(who: int) -> int:
     """Return the largest resident memory of this process (RUSAGE_SELF) or of its largest finished
     child (RUSAGE_CHILDREN), as counted by the kernel.
 

@@ -60,8 +60,8 @@ class StagePass(NamedTuple):
     live: int
 
 
-def run_in_world(task: Callable[..., Any], config: RunConfig, *given: Any) -> list[Any]:
-    """Run task(mesh, train_step, config, *given) on every rank of a new world and return the
+def run_in_world(task: Callable[..., Any], config: RunConfig, *args: Any) -> list[Any]:
+    """Run task(mesh, train_step, config, *args) on every rank of a new world and return the
     results by rank. Ends the program if a rank fails."""
     ranks = make_world(config)
     context = multiprocessing.get_context("forkserver")
@@ -72,8 +72,8 @@ def run_in_world(task: Callable[..., Any], config: RunConfig, *given: Any) -> li
     ends: list[Connection] = []
     for rank in range(ranks):
         mine, theirs = context.Pipe()
-        given_all = (theirs, rank, port, task, config, *given)
-        context.Process(target=_play, args=given_all, daemon=True).start()
+        worker_args = (theirs, rank, port, task, config, *args)
+        context.Process(target=_run_rank, args=worker_args, daemon=True).start()
         theirs.close()
         ends.append(mine)
     results = []
@@ -92,8 +92,8 @@ def make_world(config: RunConfig) -> int:
     return config.parallel.pipeline * (config.parallel.data or 1)
 
 
-def _play(
-    end: Connection, rank: int, port: int, task: Callable[..., Any], config: RunConfig, *given: Any
+def _run_rank(
+    end: Connection, rank: int, port: int, task: Callable[..., Any], config: RunConfig, *args: Any
 ) -> None:
     """Run one rank: meet the others, do the task, send its result."""
     import torch
@@ -113,7 +113,7 @@ def _play(
     mesh = Mesh(Layout.from_parallel(config.parallel, world), device="cpu", timeout=LIMIT)
     train_step = TrainStep(config, mesh, StepTimer().time)
     train_step.optimizer.initialize(config.run.seed)
-    result = task(mesh, train_step, config, *given)
+    result = task(mesh, train_step, config, *args)
     barrier(mesh.world)  # so that no rank closes a connection that another still uses
     mesh.close()
     end.send(result)
@@ -138,7 +138,7 @@ def run_steps(mesh: Mesh, train_step: TrainStep, config: RunConfig, steps: int) 
     stages = tuple(train_step.stages.values())
     for stage in stages:
         for name in ("forward", "backward", "compute_weight_gradients"):
-            setattr(stage, name, _noted(getattr(stage, name), stages, passes))
+            setattr(stage, name, _record_passes(getattr(stage, name), stages, passes))
     tokens = torch.zeros((1, config.train.seq), dtype=torch.int64)
     microbatches = [
         Microbatch(tokens, tokens, torch.tensor([number]))
@@ -162,20 +162,20 @@ def run_steps(mesh: Mesh, train_step: TrainStep, config: RunConfig, steps: int) 
     return seen
 
 
-def _noted(
+def _record_passes(
     function: Callable[..., Any], stages: Sequence[Stage], into: list[StagePass]
 ) -> Callable[..., Any]:
     """Return `function`, wrapped to record every pass that it runs."""
 
     @wraps(function)
-    def noted(*given: Any, **named: Any) -> Any:
+    def run_and_record(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
-        result = function(*given, **named)
+        result = function(*args, **kwargs)
         end = time.perf_counter()
         into.append(StagePass(start, end, sum(stage.live for stage in stages)))
         return result
 
-    return noted
+    return run_and_record
 
 
 def transfer_seconds(mesh: Mesh, train_step: TrainStep, config: RunConfig) -> float:

@@ -121,7 +121,7 @@ def simulate_schedule(config: RunConfig, comm: float) -> tuple[Schedule, Timelin
     return schedule, simulate(schedule, costs)
 
 
-def play(config: RunConfig, schedule: Schedule, steps: int) -> list[Steps]:
+def run_schedule(config: RunConfig, schedule: Schedule, steps: int) -> list[Steps]:
     """Run steps of `schedule`, and return what every rank measured."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.txt"
@@ -131,17 +131,17 @@ def play(config: RunConfig, schedule: Schedule, steps: int) -> list[Steps]:
 
 
 def measure(
-    name: str, chunks: int, microbatches: int, given: argparse.Namespace, comm: float
+    name: str, chunks: int, microbatches: int, arguments: argparse.Namespace, comm: float
 ) -> EmulatedSchedule:
     """Measure and simulate one schedule."""
-    config = make_config(name, given.ranks, chunks, microbatches, given.milliseconds / 1e3)
+    config = make_config(name, arguments.ranks, chunks, microbatches, arguments.milliseconds / 1e3)
     schedule, expected = simulate_schedule(config, comm)
-    seen = play(config, schedule, given.steps)
-    times = [max(ends) - min(starts) for starts, ends in zip(*_across(seen), strict=True)]
+    seen = run_schedule(config, schedule, arguments.steps)
+    times = [max(ends) - min(starts) for starts, ends in zip(*_collect_steps(seen), strict=True)]
     step, predicted = statistics.median(times), float(expected.time)
     work = [float(value) for value in expected.work]
     live = max(max(rank.live) for rank in seen) / chunks
-    usual = generate("1f1b", given.ranks, 1, microbatches)
+    usual = generate("1f1b", arguments.ranks, 1, microbatches)
     limit = float(max(simulate(usual, ActionCosts()).peak_activations))
     spans = [
         statistics.median(
@@ -170,7 +170,9 @@ def measure(
     )
 
 
-def _across(seen: Sequence[Steps]) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+def _collect_steps(
+    seen: Sequence[Steps],
+) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
     """Return, for each step, the starts and the ends of all ranks."""
     starts = zip(*(rank.starts for rank in seen), strict=True)
     return list(starts), list(zip(*(rank.ends for rank in seen), strict=True))
@@ -202,7 +204,9 @@ def measure_overheads() -> Iterator[dict[str, Any]]:
         actions = [len(rank) for rank in lower(schedule).ranks]
         each = [
             1e6 * min(rank.busy) / count
-            for rank, count in zip(play(config, schedule, OVERHEAD_STEPS), actions, strict=True)
+            for rank, count in zip(
+                run_schedule(config, schedule, OVERHEAD_STEPS), actions, strict=True
+            )
         ]
         ends = {schedule.rank_of[0], schedule.rank_of[-1]}
         inner = statistics.mean(one for rank, one in enumerate(each) if rank not in ends)
@@ -236,31 +240,34 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = parse_arguments()
-    idle = make_config("1f1b", given.ranks, 1, given.ranks, 0.0)
+    arguments = parse_arguments()
+    idle = make_config("1f1b", arguments.ranks, 1, arguments.ranks, 0.0)
     comm = max(run_in_world(transfer_seconds, idle))
-    print(f"{given.ranks} ranks, passes of {given.milliseconds:g} ms, transfer {comm * 1e6:.0f} us")
+    print(
+        f"{arguments.ranks} ranks, passes of {arguments.milliseconds:g} ms, "
+        f"transfer {comm * 1e6:.0f} us"
+    )
     print(HEAD)
     lines = []
     for name, chunks, each in RUNS:
-        if name in given.schedules:
-            lines.append(measure(name, chunks, each * given.ranks, given, comm))
+        if name in arguments.schedules:
+            lines.append(measure(name, chunks, each * arguments.ranks, arguments, comm))
             print(format_row(lines[-1]), flush=True)
     found = list(measure_overheads())
-    if given.write:
+    if arguments.write:
         settings = ("ranks", "milliseconds", "steps")
         document = {
             "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": describe_machine(),
-            "config": {name: getattr(given, name) for name in settings},
+            "config": {name: getattr(arguments, name) for name in settings},
             "transfer_seconds": comm,
             "schedules": [asdict(line) for line in lines],
             "overhead": found,
         }
-        given.write.parent.mkdir(parents=True, exist_ok=True)
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
-        print(f"wrote {given.write}")
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {arguments.write}")
 
 
 if __name__ == "__main__":

@@ -88,12 +88,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--steps", type=int, default=1, help="timed steps, after one that is not")
     parser.add_argument("--write", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     cluster = describe_cluster()
     lines = []
     for run in RUNS:
-        if run[1] in given.ranks:
-            lines.append(measure(run, given.steps, cluster))
+        if run[1] in arguments.ranks:
+            lines.append(measure(run, arguments.steps, cluster))
             line = lines[-1]
             print(
                 f"{line.schedule:<12}{line.ranks:>4} ranks{line.chunks:>3} chunks"
@@ -101,14 +101,14 @@ def main() -> None:
                 f"{line.predicted:.3f} predicted, {line.deviation:+.2%}",
                 flush=True,
             )
-    if given.write:
+    if arguments.write:
         result = {
             "commit": read_commit(),
             "machine": describe_machine(),
             "transfer_seconds": cluster.tiers[0].latency,
             "lines": [{**asdict(line), "deviation": line.deviation} for line in lines],
         }
-        given.write.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        arguments.write.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -85,19 +85,19 @@ def predict_run(
     cluster = find_cluster(row.cluster)
     constants = known[cluster.chip.family] if known else constants_of(cluster.chip.family)
     constants = replace(constants, software=row.software)
-    made = []
+    predictions = []
     for config in row.configs:
         layout = Layout.from_parallel(config.parallel, row.world)
-        made.append((predict(config, layout, cluster, constants), config))
-    made = [one for one in made if one[0].fits] or made
-    made.sort(key=lambda one: one[0].step_seconds)
-    prediction, config = made[0]
+        predictions.append((predict(config, layout, cluster, constants), config))
+    predictions = [predicted for predicted in predictions if predicted[0].fits] or predictions
+    predictions.sort(key=lambda predicted: predicted[0].step_seconds)
+    prediction, config = predictions[0]
     near = [
-        one
-        for one in made
-        if one[0].step_seconds <= (1 + INDISTINGUISHABLE) * prediction.step_seconds
+        predicted
+        for predicted in predictions
+        if predicted[0].step_seconds <= (1 + INDISTINGUISHABLE) * prediction.step_seconds
     ]
-    seconds = float(np.mean([one.step_seconds for one, _ in near]))
+    seconds = float(np.mean([predicted.step_seconds for predicted, _ in near]))
     return PublishedPrediction(
         row, config, prediction, tuple(config for _, config in near), seconds
     )
@@ -113,30 +113,35 @@ def compute_null_errors(rows: Sequence[PublishedRun]) -> list[float]:
     """Return the errors of a null model, which every planner must beat: the best constant rate for
     each chip, with whichever count of operations gives the smallest errors (causal attention as
     half or whole, with or without recompute)."""
-    counts = [_counts(row) for row in rows]
-    found = [_constant_rate(rows, [count[n] for count in counts]) for n in range(len(counts[0]))]
-    return min(found, key=lambda errors: sum(map(abs, errors)))
+    counts = [_count_flops(row) for row in rows]
+    errors_by_count = [
+        _compute_constant_rate_errors(rows, [count[n] for count in counts])
+        for n in range(len(counts[0]))
+    ]
+    return min(errors_by_count, key=lambda errors: sum(map(abs, errors)))
 
 
-def _counts(row: PublishedRun) -> tuple[float, ...]:
+def _count_flops(row: PublishedRun) -> tuple[float, ...]:
     """Return a rank's operations in a step, counted in different ways."""
     config = row.configs[0]
     tokens = config.train.global_batch * config.train.seq / row.world
     model, hardware = model_flops(config)
     m = config.model
     masked = 6.0 * m.layers * m.heads * m.head_dim * config.train.seq
-    again = masked / 3 if config.train.recompute == "full" else 0.0
-    counts = (model, hardware, model + masked, hardware + masked + again)
+    recomputed = masked / 3 if config.train.recompute == "full" else 0.0
+    counts = (model, hardware, model + masked, hardware + masked + recomputed)
     return tuple(tokens * count for count in counts)
 
 
-def _constant_rate(rows: Sequence[PublishedRun], flops: Sequence[float]) -> list[float]:
+def _compute_constant_rate_errors(
+    rows: Sequence[PublishedRun], flops: Sequence[float]
+) -> list[float]:
     errors = [0.0] * len(rows)
     for cluster in dict.fromkeys(row.cluster for row in rows):
         own = [n for n, row in enumerate(rows) if row.cluster == cluster]
         rates = [flops[n] / rows[n].seconds for n in own]
         tried = [[flops[n] / rate / rows[n].seconds - 1 for n in own] for rate in rates]
-        best = min(tried, key=lambda one: sum(map(abs, one)))
+        best = min(tried, key=lambda errors_of_rate: sum(map(abs, errors_of_rate)))
         for n, error in zip(own, best, strict=True):
             errors[n] = error
     return errors
@@ -207,11 +212,11 @@ def fit(family: str, rounds: int = 6) -> Constants:
         begin + np.log([move.get(name, 1.0) for name in names])
         for move in ({}, {"memory": 0.8, "product": 1.05}, {"start": 0.6, "contention": 0.4})
     ]
-    found = [_descend(family, start, rows, names, at, rounds) for at in others]
-    return min(found, key=lambda one: one[1])[0]
+    fits = [_run_gauss_newton(family, start, rows, names, at, rounds) for at in others]
+    return min(fits, key=lambda fitted: fitted[1])[0]
 
 
-def _descend(
+def _run_gauss_newton(
     family: str,
     start: Constants,
     rows: Sequence[tuple[PublishedRun, float]],
@@ -224,32 +229,32 @@ def _descend(
     low, high = np.log(np.array([FITTED[name] for name in names])).T
     at = np.clip(at, low, high)
 
-    def constants(logs: np.ndarray) -> Constants:
-        made: dict[str, Any] = dict(zip(names, map(float, np.exp(logs)), strict=True))
-        return replace(start, **made)
+    def make_constants(logs: np.ndarray) -> Constants:
+        values: dict[str, Any] = dict(zip(names, map(float, np.exp(logs)), strict=True))
+        return replace(start, **values)
 
-    def errors(logs: np.ndarray) -> np.ndarray:
-        known = {family: constants(logs)}
+    def compute_errors(logs: np.ndarray) -> np.ndarray:
+        known = {family: make_constants(logs)}
         return np.array([w * np.log1p(predict_run(row, known).error) for row, w in rows])
 
-    now, damping = errors(at), 1e-2
+    now, damping = compute_errors(at), 1e-2
     for _ in range(rounds):
         steps = 0.05 * np.eye(len(at))
-        slopes = np.stack([(errors(at + one) - now) / 0.05 for one in steps], axis=1)
+        slopes = np.stack([(compute_errors(at + one) - now) / 0.05 for one in steps], axis=1)
         weights = 1 / np.maximum(np.abs(now), 5e-4)
         square = slopes.T @ (weights[:, None] * slopes)
         for _ in range(4):
             damped = square + damping * np.diag(np.diag(square) + 1e-3)
             move = np.clip(np.linalg.solve(damped, -slopes.T @ (weights * now)), -0.5, 0.5)
-            there = np.clip(at + move, low, high)
-            found = errors(there)
-            if np.abs(found).sum() < np.abs(now).sum():
-                at, now, damping = there, found, damping / 4
+            candidate = np.clip(at + move, low, high)
+            candidate_errors = compute_errors(candidate)
+            if np.abs(candidate_errors).sum() < np.abs(now).sum():
+                at, now, damping = candidate, candidate_errors, damping / 4
                 break
             damping *= 6
         else:
             break
-    return constants(at), float(np.abs(now).sum())
+    return make_constants(at), float(np.abs(now).sum())
 
 
 def main() -> None:
@@ -259,28 +264,28 @@ def main() -> None:
     parser.add_argument("--fit", metavar="FAMILY", choices=("a100", "h100"))
     pages = "make docs/reference/prediction.md and its plot"
     parser.add_argument("--write", action="store_true", help=pages)
-    given = parser.parse_args()
-    if given.fit:
-        found = fit(given.fit)
+    arguments = parser.parse_args()
+    if arguments.fit:
+        found = fit(arguments.fit)
         print(", ".join(f"{name}={getattr(found, name):.4g}" for name in FITTED))
         return
     from published_page import (
         describe_missing,
         draw_plot,
         format_page,
-        summary_header,
-        summary_row,
+        format_summary_header,
+        format_summary_row,
     )
 
-    predictions = {name: rows for name in given.tables if (rows := predict_table(name))}
-    print(summary_header())
+    predictions = {name: rows for name in arguments.tables if (rows := predict_table(name))}
+    print(format_summary_header())
     for name, rows in predictions.items():
-        print(summary_row(TABLES[name], summarize_errors(rows)))
+        print(format_summary_row(TABLES[name], summarize_errors(rows)))
     page = PAGE.read_text(encoding="utf-8")
-    for name in given.tables:
+    for name in arguments.tables:
         if missing_file := TABLES[name].missing_file:
             print(describe_missing(page, name, missing_file))
-    if given.write:
+    if arguments.write:
         PAGE.write_text(format_page(predictions, page), encoding="utf-8")
         if len(predictions) == len(TABLES):
             PLOT.write_text(draw_plot(predictions), encoding="utf-8")

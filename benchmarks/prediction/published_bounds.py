@@ -80,7 +80,7 @@ def find_contradictions(
             yield one, other
 
 
-def bound_error(known: Sequence[LayerCost], apart: float) -> float:
+def compute_error_bound(known: Sequence[LayerCost], apart: float) -> float:
     """Return the sum of errors (logarithms) on these pairs of any prediction in which more tensor
     ranks and smaller microbatches are not cheaper."""
     return sum(
@@ -89,13 +89,13 @@ def bound_error(known: Sequence[LayerCost], apart: float) -> float:
     )
 
 
-def half_microbatch_cost(known: Sequence[LayerCost], microbatch: int) -> float:
+def compute_half_microbatch_cost(known: Sequence[LayerCost], microbatch: int) -> float:
     """Return by what factor microbatches of half the size cost more, with tensor 1."""
     own = {cost.microbatch: cost.seconds for cost in known if cost.tensor == 1}
     return own[microbatch // 2] / own[microbatch]
 
 
-def bound_seconds(known: Sequence[LayerCost], of: LayerCost, dearer: float) -> float:
+def compute_seconds_bound(known: Sequence[LayerCost], of: LayerCost, dearer: float) -> float:
     """Return the most time that `of` can be predicted to take if the extra cost of tensor ranks
     grows at least in proportion to their number minus one.
 
@@ -103,25 +103,25 @@ def bound_seconds(known: Sequence[LayerCost], of: LayerCost, dearer: float) -> f
     line from tensor 1 to the most expensive row of the most tensor ranks. dearer: factor by which
     its microbatches cost more than those of tensor 1.
     """
-    alone, most, dearest = _ends(known)
+    alone, most, dearest = _find_ends(known)
     line = alone + (dearest - alone) * (of.tensor - 1) / (most - 1)
     return line * dearer * of.bubble
 
 
-def _ends(known: Sequence[LayerCost]) -> tuple[float, int, float]:
+def _find_ends(known: Sequence[LayerCost]) -> tuple[float, int, float]:
     most = max(cost.tensor for cost in known)
     alone = max(cost.seconds for cost in known if cost.tensor == 1)
     return alone, most, max(cost.seconds for cost in known if cost.tensor == most)
 
 
-def bound_loss(known: Sequence[LayerCost], dearer: float) -> float:
+def compute_loss_bound(known: Sequence[LayerCost], dearer: float) -> float:
     """Return the least that such a prediction's choice loses if it is right about all rows with
     tensor sizes other than 2."""
     fastest = min(cost.row.seconds for cost in known)
     chosen = [
         cost.row.seconds
         for cost in known
-        if cost.tensor == 2 and bound_seconds(known, cost, dearer) < fastest
+        if cost.tensor == 2 and compute_seconds_bound(known, cost, dearer) < fastest
     ]
     return min(chosen, default=fastest) / fastest - 1
 
@@ -135,11 +135,14 @@ ALIKE = (4, 6)
 def describe_bounds(rows: Sequence[PublishedRun]) -> str:
     """Return these bounds in words, for the page."""
     known = compute_layer_costs(rows, WIDTH)
-    mean, order = _mean_told(known, len(rows)), _order_told(known, compute_layer_costs(rows, 3072))
+    mean, order = (
+        _describe_mean(known, len(rows)),
+        _describe_order(known, compute_layer_costs(rows, 3072)),
+    )
     return f"  - Mean: {mean}\n  - Order: {order}"
 
 
-def _mean_told(known: Sequence[LayerCost], rows: int) -> str:
+def _describe_mean(known: Sequence[LayerCost], rows: int) -> str:
     alike = sorted(
         (cost for cost in known if (cost.tensor, cost.microbatch) == ALIKE),
         key=lambda cost: cost.layers,
@@ -151,19 +154,19 @@ def _mean_told(known: Sequence[LayerCost], rows: int) -> str:
         f"steadily with the number of layers run one after the other: {took}. In {len(pairs)} "
         f"pairs of rows a layer and sample costs over {APART - 1:.0%} more although it has no more "
         "tensor ranks and no smaller microbatches. Any prediction that knows no reason for this "
-        f"has a mean error of at least {bound_error(known, APART) / rows:.1%} "
+        f"has a mean error of at least {compute_error_bound(known, APART) / rows:.1%} "
         "(`benchmarks/prediction/published_bounds.py`). Six rows of 39.1 billion parameters with "
         "tensor 2 and 4 make up more than half of the error."
     )
 
 
-def _order_told(known: Sequence[LayerCost], thin: Sequence[LayerCost]) -> str:
+def _describe_order(known: Sequence[LayerCost], thin: Sequence[LayerCost]) -> str:
     one = next(cost for cost in known if cost.tensor == 1)
-    alone, most, dearest = _ends(known)
+    alone, most, dearest = _find_ends(known)
     fastest = min(cost.row.seconds for cost in known)
     two = min((cost for cost in known if cost.tensor == 2), key=lambda cost: cost.bubble)
-    dearer = half_microbatch_cost(thin, 4)
-    adds = (bound_seconds(known, two, dearer) / two.bubble / alone) - 1
+    dearer = compute_half_microbatch_cost(thin, 4)
+    adds = (compute_seconds_bound(known, two, dearer) / two.bubble / alone) - 1
     price = {(cost.tensor, cost.microbatch): cost.seconds for cost in thin}
     narrow = price[2, 2] / price[1, 2] - 1
     return (
@@ -178,5 +181,5 @@ def _order_told(known: Sequence[LayerCost], thin: Sequence[LayerCost]) -> str:
         f"({dearest / alone - 1:.0%} at most) grows with the number of ranks minus one, and "
         f"{narrow * 3072 / WIDTH:.0%} if the {narrow:.0%} of width 3072 fall with the width. The "
         f"row took {two.row.seconds:.1f} s: any prediction that is right about tensor 1 and {most} "
-        f"chooses it or a slower one, and loses {bound_loss(known, dearer):.1%} or more."
+        f"chooses it or a slower one, and loses {compute_loss_bound(known, dearer):.1%} or more."
     )

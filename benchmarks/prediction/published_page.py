@@ -17,7 +17,8 @@ from published import (
     summarize_errors,
 )
 from published_bounds import WIDTH, describe_bounds
-from published_tables import TABLES, PublishedTable, gpt
+from published_configs import make_gpt_config
+from published_tables import TABLES, PublishedTable
 
 from megaframe.planner.constants import CONSTANTS
 
@@ -32,7 +33,7 @@ makes this page and its plot:
 .venv/bin/python benchmarks/prediction/published.py --write
 ```
 
-Small tables stand in `benchmarks/prediction/published_tables.py`, as figures with their citation. \
+Small tables stand in `benchmarks/prediction/published_runs.py`, as figures with their citation. \
 The rows of llm-foundry and vTrain are read from `../shared/anchors` beside the repository. \
 Without these files the command says which lines of this page it cannot make again, and leaves \
 them as they are.
@@ -56,7 +57,7 @@ be best is than the one that is best, in the worst case. Targets are in brackets
 each table, to all tables at once (`python benchmarks/prediction/published.py --fit a100`).
 - **Known**: the share of a link's bandwidth that NCCL was seen to reach \
 (`megaframe/planner/constants.py`).
-- **Declared**, from papers and sources (`benchmarks/prediction/published_tables.py`): what \
+- **Declared**, from papers and sources (`benchmarks/prediction/published_configs.py`): what \
 overlaps, attention, microbatches, chunks, and gradients that are sent together.
 - **Guessed**: how often elementwise kernels pass over a value, how many kernels are launched, and \
 which machine vTrain's single node was.
@@ -128,28 +129,28 @@ def format_percent(value: float) -> str:
     return f"{100 * value:.1f}%"
 
 
-def summary_header() -> str:
+def format_summary_header() -> str:
     """Return the header of the table of summaries."""
     columns = "mean | most | fitted to | held out | null | removed | loses"
     return f"| table | rows | {columns} |\n|---|---|---|---|---|---|---|---|---|"
 
 
-def summary_row(table: PublishedTable, found: ErrorSummary, rows: int | None = None) -> str:
+def format_summary_row(table: PublishedTable, errors: ErrorSummary, rows: int | None = None) -> str:
     """Return a line of that table."""
 
-    def aimed(value: float, aim: float | None) -> str:
+    def format_with_aim(value: float, aim: float | None) -> str:
         return format_percent(value) + ("" if aim is None else f" ({100 * aim:g}%)")
 
     cells = (
         table.source,
         "" if rows is None else str(rows),
-        aimed(found.mean, table.mean),
-        aimed(found.most, table.most),
-        format_percent(found.fitted),
-        format_percent(found.held_out),
-        format_percent(found.null),
-        format_percent(found.removed),
-        "" if found.lost is None else format_percent(found.lost),
+        format_with_aim(errors.mean, table.mean),
+        format_with_aim(errors.most, table.most),
+        format_percent(errors.fitted),
+        format_percent(errors.held_out),
+        format_percent(errors.null),
+        format_percent(errors.removed),
+        "" if errors.lost is None else format_percent(errors.lost),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -178,7 +179,7 @@ def predict_unread_run(lines: Sequence[PublishedPrediction]) -> PublishedPredict
     (data/ground_truth_multi.csv of VIA-Research/vTrain). It is not among the rows that are read
     here."""
     like = next(line.row for line in lines if line.config.model.hidden == WIDTH)
-    config = gpt(
+    config = make_gpt_config(
         48,
         WIDTH,
         64,
@@ -195,7 +196,7 @@ def predict_unread_run(lines: Sequence[PublishedPrediction]) -> PublishedPredict
     return predict_run(replace(like, configs=(config,), seconds=13.8755))
 
 
-def _absent_told(lines: Sequence[PublishedPrediction]) -> str:
+def _describe_absent(lines: Sequence[PublishedPrediction]) -> str:
     line = predict_unread_run(lines)
     return (
         f"**These {len(lines)} of the authors' 109 rows leave out the fastest** of that model: "
@@ -205,7 +206,7 @@ def _absent_told(lines: Sequence[PublishedPrediction]) -> str:
     )
 
 
-def _notes(made: Mapping[str, Sequence[PublishedPrediction]]) -> str:
+def _format_notes(made: Mapping[str, Sequence[PublishedPrediction]]) -> str:
     """Return what is not reached, with what can be computed about it from the available tables."""
     single, several = made.get("vtrain_single", ()), made.get("vtrain_multi", ())
     lost = list(compute_choice_losses(single))
@@ -214,7 +215,7 @@ def _notes(made: Mapping[str, Sequence[PublishedPrediction]]) -> str:
     return _NOTES.format(
         missed="mean, " if over else "",
         bounds=describe_bounds([line.row for line in several]) if several else "",
-        absent=_absent_told(several) if several else "",
+        absent=_describe_absent(several) if several else "",
         wrong=sum(loss > 0.015 for loss in lost),
         choices=len(lost),
     ).rstrip()
@@ -267,11 +268,11 @@ def format_page(
     def take(section: range) -> str:
         return "\n".join(lines[section[0] - 1 : section[-1]])
 
-    rows, sections = [summary_header()], []
+    rows, sections = [format_summary_header()], []
     for name, table in TABLES.items():
         if name in predictions:
             errors = summarize_errors(predictions[name])
-            rows.append(summary_row(table, errors, len(predictions[name])))
+            rows.append(format_summary_row(table, errors, len(predictions[name])))
             sections.append(format_section(table, predictions[name]))
         elif previous:
             rows.append(lines[find_row(previous, table) - 1])
@@ -284,7 +285,7 @@ def format_page(
     if previous and not all(name in predictions for name in NOTED):
         notes = take(find_section(previous, NOTES))
     else:
-        notes = _notes(predictions)
+        notes = _format_notes(predictions)
     head = _INTRODUCTION.format(
         summary="\n".join(rows), constants="\n".join(constants), notes=notes
     )

@@ -44,15 +44,15 @@ class ScalingPoint:
     predicted_efficiency: float
 
 
-def measure(kind: str, given: argparse.Namespace, cluster: Cluster) -> list[ScalingPoint]:
+def measure(kind: str, arguments: argparse.Namespace, cluster: Cluster) -> list[ScalingPoint]:
     """Measure one kind of scaling, from the smallest world to the largest."""
     lines: list[ScalingPoint] = []
     first = (0.0, 0.0)
-    for data in given.data:
+    for data in arguments.data:
         own = WEAK if kind == "weak" else STRONG // data
-        config = make_config("1f1b", STAGES, 1, own, given.milliseconds / 1e3, data)
+        config = make_config("1f1b", STAGES, 1, own, arguments.milliseconds / 1e3, data)
         layout = Layout(pipeline=STAGES, data=data)
-        step, expected = measure_seconds(config, layout, given.steps, cluster)
+        step, expected = measure_seconds(config, layout, arguments.steps, cluster)
         first = first if lines else (own / step, own / expected)
         ranks = STAGES * data
         rates = (own / step / first[0], own / expected / first[1])
@@ -73,18 +73,22 @@ def main() -> None:
     parser.add_argument("--milliseconds", type=float, default=200.0, help="of an F, a B and a W")
     parser.add_argument("--steps", type=int, default=1, help="timed steps, after one that is not")
     parser.add_argument("--write", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     cluster = describe_cluster()
-    lines = [line for kind in given.kinds for line in measure(kind, given, cluster)]
-    if given.write:
+    lines = [line for kind in arguments.kinds for line in measure(kind, arguments, cluster)]
+    if arguments.write:
         result = {
             "commit": read_commit(),
             "machine": describe_machine(),
-            "config": {"stages": STAGES, "milliseconds": given.milliseconds, "steps": given.steps},
+            "config": {
+                "stages": STAGES,
+                "milliseconds": arguments.milliseconds,
+                "steps": arguments.steps,
+            },
             "transfer_seconds": cluster.tiers[0].latency,
             "lines": [asdict(line) for line in lines],
         }
-        given.write.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        arguments.write.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

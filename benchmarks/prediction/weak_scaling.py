@@ -94,7 +94,7 @@ class SimulatedStep:
         return self.alone / self.seconds
 
 
-def last_sent(ready: Sequence[float], seconds: Sequence[float]) -> float:
+def compute_last_sent(ready: Sequence[float], seconds: Sequence[float]) -> float:
     """Return when the last of several transfers ends, which are sent one after the other.
 
     Args:
@@ -107,21 +107,21 @@ def last_sent(ready: Sequence[float], seconds: Sequence[float]) -> float:
     return now
 
 
-def last_computed(arrivals: Sequence[float], seconds: Sequence[float]) -> float:
+def compute_last_computed(arrivals: Sequence[float], seconds: Sequence[float]) -> float:
     """Return when the last of several computations ends, which need what arrives in turn.
 
     Args:
         arrivals: how long the transfer takes that each needs; they follow one another.
         seconds: how long each computes.
     """
-    here = now = 0.0
+    arrived = now = 0.0
     for transfer, long in zip(arrivals, seconds, strict=True):
-        here += transfer
-        now = max(now, here) + long
+        arrived += transfer
+        now = max(now, arrived) + long
     return now
 
 
-def counting(machine: Machine, latency: float, step: float, blocks: int) -> float:
+def estimate_counting_wait(machine: Machine, latency: float, step: float, blocks: int) -> float:
     """Return the seconds that a device idles while its host waits for the number of valid tokens: a
     ring on the host takes 2 (p - 1) messages, and the host is ahead of the device by the part of a
     step that it does not need to launch it."""
@@ -146,15 +146,15 @@ def simulate(
     constants = replace(known, software=software)
     config = resolve_bucket_size(config, layout, cluster)
     machine = Machine(config, cluster, constants, sizes_of(config, layout))
-    here = count_parameters(config, layout, stage_plans(config))
-    halves = [*zip(here.split[1::2], here.split[::2], strict=True)]
+    counts = count_parameters(config, layout, stage_plans(config))
+    halves = [*zip(counts.split[1::2], counts.split[::2], strict=True)]
     least = config.parallel.bucket_size
     groups = group_blocks_into_buckets(halves, 1 if least == "auto" else least)
     one, end = block_times(machine, 0).whole, head_times(machine).whole
     forward, backward = float(one.forward), float(one.backward + one.weight)
     ends, layers = float(end.total), config.model.layers
 
-    tables = [float(size) for size in here.tables]  # a tied head is the embedding
+    tables = [float(size) for size in counts.tables]  # a tied head is the embedding
     ready, sizes = [0.0] * (len(tables) - 1), tables[1:]
     arriving: list[float] = []
     for of in reversed(groups):
@@ -168,17 +168,17 @@ def simulate(
             ready.append(done)
             sizes.append(sum(map(sum, halves[of.start : of.stop])))
             arriving.append(sizes[-1])
-    whole = layers * backward
-    ready += [whole, whole]
-    sizes += [tables[0], float(here.vectors)]
-    scattered = [_seconds(machine, size).scatter for size in sizes]
-    sent = last_sent(ready, [float(long) for long in scattered])
+    backward_end = layers * backward
+    ready += [backward_end, backward_end]
+    sizes += [tables[0], float(counts.vectors)]
+    scattered = [_compute_exchange_times(machine, size).scatter for size in sizes]
+    sent = compute_last_sent(ready, [float(long) for long in scattered])
 
     # The gains and biases come back first, then what the passes need, in their order.
     blocks = [forward * (of.stop - of.start) for of in groups]
-    needed = [here.vectors, tables[0], *reversed(arriving), *tables[1:]]
-    gathered = [float(_seconds(machine, size).gather) for size in needed]
-    back = last_computed(gathered, [0.0, 0.0, *blocks, *(0.0 for _ in tables[1:])])
+    needed = [counts.vectors, tables[0], *reversed(arriving), *tables[1:]]
+    gathered = [float(_compute_exchange_times(machine, size).gather) for size in needed]
+    back = compute_last_computed(gathered, [0.0, 0.0, *blocks, *(0.0 for _ in tables[1:])])
 
     owned = replace(
         block_load(machine, 0).scaled(layers), tables=len(tables) * table_elements(machine)
@@ -186,9 +186,9 @@ def simulate(
     update = float(optimizer_seconds(machine, owned))
     many = int(machine.sizes.microbatches)
     passes = many * (layers * (forward + backward) + ends) + update
-    step = passes + (sent - whole) + (back - sum(blocks))
+    step = passes + (sent - backward_end) + (back - sum(blocks))
     latency = cluster.tiers[-1].latency
-    waiting = 0.0 if variant.ahead else counting(machine, latency, step, layers)
+    waiting = 0.0 if variant.ahead else estimate_counting_wait(machine, latency, step, layers)
     return SimulatedStep(
         name,
         ranks,
@@ -202,7 +202,7 @@ def simulate(
     )
 
 
-def _seconds(machine: Machine, size: float) -> Any:
+def _compute_exchange_times(machine: Machine, size: float) -> Any:
     return exchange_times(machine, size, 1.0)
 
 
@@ -210,45 +210,47 @@ def _with(config: RunConfig, **parallel: Any) -> RunConfig:
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
 
 
-def weak(config: RunConfig, tensor: int, ranks: int) -> RunConfig:
+def scale_config(config: RunConfig, tensor: int, ranks: int) -> RunConfig:
     """Return the config for this many ranks, each with as much work."""
     data = ranks // tensor
     batch = {"global_batch": MICROBATCHES * data, "microbatch": 1, "batch_ramp": None}
-    made = config.model_copy(update={"train": config.train.model_copy(update=batch)})
-    return _with(made, tensor=tensor, data=data, zero=1, bucket_size="auto")
+    scaled = config.model_copy(update={"train": config.train.model_copy(update=batch)})
+    return _with(scaled, tensor=tensor, data=data, zero=1, bucket_size="auto")
 
 
-def lines(given: argparse.Namespace) -> Iterator[SimulatedStep]:
+def simulate_all(arguments: argparse.Namespace) -> Iterator[SimulatedStep]:
     """Yield all steps."""
-    cluster = load_cluster(given.cluster)
+    cluster = load_cluster(arguments.cluster)
     inner, *_, outer = cluster.tiers
-    for name in given.models:
+    for name in arguments.models:
         config = load(resolve_config_path(name))
-        for latency in given.latencies:
+        for latency in arguments.latencies:
             slow = replace(cluster, tiers=(inner, replace(outer, latency=latency * 1e-6)))
-            for ranks in given.ranks:
-                sized = weak(config, TENSOR.get(name, 1), ranks)
+            for ranks in arguments.ranks:
+                sized = scale_config(config, TENSOR.get(name, 1), ranks)
                 for variant in VARIANTS:
                     yield simulate(name, sized, ranks, slow, variant)
 
 
-def table(found: Sequence[SimulatedStep]) -> str:
+def format_table(steps: Sequence[SimulatedStep]) -> str:
     """Return the efficiencies as a table in Markdown."""
     names = [variant.name for variant in VARIANTS]
     rows = ["| model | latency | ranks | data ranks | " + " | ".join(names) + " |"]
     rows.append("|---" * (4 + len(names)) + "|")
-    for start in range(0, len(found), len(names)):
-        some = found[start : start + len(names)]
-        one = some[0]
+    for start in range(0, len(steps), len(names)):
+        some = steps[start : start + len(names)]
+        first = some[0]
         cells = " | ".join(f"{line.efficiency:.1%}" for line in some)
-        rows.append(f"| {one.model} | {one.latency:g} us | {one.ranks} | {one.data} | {cells} |")
+        rows.append(
+            f"| {first.model} | {first.latency:g} us | {first.ranks} | {first.data} | {cells} |"
+        )
     return "\n".join(rows)
 
 
-def draw(found: Sequence[SimulatedStep], out: Path) -> None:
+def draw(steps: Sequence[SimulatedStep], out: Path) -> None:
     """Draw the efficiency over the ranks: a panel for each model (rows) and latency."""
-    models = [*dict.fromkeys(line.model for line in found)]
-    latencies = [*dict.fromkeys(line.latency for line in found)]
+    models = [*dict.fromkeys(line.model for line in steps)]
+    latencies = [*dict.fromkeys(line.latency for line in steps)]
     width, height = 40 + _WIDE * len(latencies), 40 + _HIGH * len(models)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -257,8 +259,8 @@ def draw(found: Sequence[SimulatedStep], out: Path) -> None:
     ]
     for row, model in enumerate(models):
         for column, latency in enumerate(latencies):
-            some = [line for line in found if (line.model, line.latency) == (model, latency)]
-            parts += _panel(some, 40 + column * _WIDE, 20 + row * _HIGH, first=column == 0)
+            some = [line for line in steps if (line.model, line.latency) == (model, latency)]
+            parts += _draw_panel(some, 40 + column * _WIDE, 20 + row * _HIGH, first=column == 0)
     for number, (variant, colour) in enumerate(zip(VARIANTS, _COLOURS, strict=True)):
         x, y = 40 + number * (width - 40) // len(VARIANTS), height - 8
         parts.append(f'<rect x="{x}" y="{y - 7}" width="12" height="4" fill="{colour}"/>')
@@ -267,7 +269,9 @@ def draw(found: Sequence[SimulatedStep], out: Path) -> None:
     out.write_text("\n".join([*parts, "</svg>"]) + "\n", encoding="utf-8")
 
 
-def _panel(some: Sequence[SimulatedStep], left: int, top: int, *, first: bool) -> Iterator[str]:
+def _draw_panel(
+    some: Sequence[SimulatedStep], left: int, top: int, *, first: bool
+) -> Iterator[str]:
     """Yield the shapes of one panel, whose corner is at (left, top)."""
     ranks = sorted({line.ranks for line in some})
     wide, high = _WIDE - 20, _HIGH - 45
@@ -304,14 +308,14 @@ def main() -> None:
     parser.add_argument("--cluster", default="h100-ib", help="whose other figures hold")
     parser.add_argument("--write", type=Path, help="write all steps as JSON")
     parser.add_argument("--plot", type=Path, help="draw them as SVG")
-    given = parser.parse_args()
-    found = [*lines(given)]
-    print(table(found))
-    if given.write:
-        steps = [{**asdict(line), "efficiency": line.efficiency} for line in found]
-        given.write.write_text(json.dumps(steps, indent=1) + "\n", encoding="utf-8")
-    if given.plot:
-        draw(found, given.plot)
+    arguments = parser.parse_args()
+    steps_of_all = [*simulate_all(arguments)]
+    print(format_table(steps_of_all))
+    if arguments.write:
+        steps = [{**asdict(line), "efficiency": line.efficiency} for line in steps_of_all]
+        arguments.write.write_text(json.dumps(steps, indent=1) + "\n", encoding="utf-8")
+    if arguments.plot:
+        draw(steps_of_all, arguments.plot)
 
 
 if __name__ == "__main__":

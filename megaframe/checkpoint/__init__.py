@@ -2,9 +2,9 @@
 
 from megaframe.checkpoint.folder import (
     ACCEPTED_PATHS,
-    checkpoint_folder,
     find_checkpoint,
     locate_checkpoint,
+    resolve_checkpoint_folder,
 )
 from megaframe.checkpoint.load import Checkpoint, open_checkpoint
 from megaframe.checkpoint.save import CheckpointWriter
@@ -17,9 +17,9 @@ __all__ = [
     "CheckpointWriter",
     "Slice",
     "StorePath",
-    "checkpoint_folder",
     "find_checkpoint",
     "locate_checkpoint",
     "open_checkpoint",
     "parse_path",
+    "resolve_checkpoint_folder",
 ]

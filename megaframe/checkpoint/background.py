@@ -216,9 +216,9 @@ class BackgroundCopier:
         """Start copying a tensor to offset `start` of the host memory. Returns the offset of its
         end."""
         stop = start + tensor.nbytes
-        _view_like(tensor, self._buffer[start:stop]).copy_(tensor, non_blocking=True)
+        _make_view_like(tensor, self._buffer[start:stop]).copy_(tensor, non_blocking=True)
         return stop
 
 
-def _view_like(tensor: Tensor, data: Tensor) -> Tensor:
+def _make_view_like(tensor: Tensor, data: Tensor) -> Tensor:
     return data.view(tensor.dtype).view(tensor.shape)

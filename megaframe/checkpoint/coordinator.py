@@ -45,7 +45,7 @@ class SaveCoordinator:
         self._world = world
         self._timeout = timeout
 
-    def _key(self, *path: object) -> str:
+    def _make_key(self, *path: object) -> str:
         return "/".join(map(str, ("checkpoint", self._step, *path)))
 
     def _find(self, key: str) -> str | None:
@@ -55,20 +55,20 @@ class SaveCoordinator:
     def open_attempt(self) -> str:
         """Leader: open an attempt. Returns its id."""
         attempt = secrets.token_hex(4)
-        self._store.set(self._key("attempt"), attempt)
+        self._store.set(self._make_key("attempt"), attempt)
         return attempt
 
-    def latest_attempt(self) -> str | None:
+    def read_latest_attempt(self) -> str | None:
         """Return the id of the attempt that was opened last, possibly by a dead run, or None."""
-        return self._find(self._key("attempt"))
+        return self._find(self._make_key("attempt"))
 
     def send_report(self, attempt: str, topic: str, message: Message) -> None:
-        self._store.set(self._key(attempt, topic, self._rank), json.dumps(message))
+        self._store.set(self._make_key(attempt, topic, self._rank), json.dumps(message))
 
     def collect_reports(self, attempt: str, topic: str) -> list[Message]:
         """Leader: wait for every rank's message. Raises UserError that names the ranks that sent
         none in time."""
-        keys = [self._key(attempt, topic, rank) for rank in range(self._world)]
+        keys = [self._make_key(attempt, topic, rank) for rank in range(self._world)]
         for _ in self.poll(self._timeout):
             if self._store.check(keys):
                 return [json.loads(message) for message in self._store.multi_get(keys)]
@@ -80,21 +80,21 @@ class SaveCoordinator:
 
     def start_stage(self, attempt: str, stage: str) -> None:
         """Leader: let the ranks begin a stage, about which they report afterwards."""
-        self._store.set(self._key(attempt, "go", stage), "")
+        self._store.set(self._make_key(attempt, "go", stage), "")
 
     def has_started(self, attempt: str, stage: str) -> bool:
-        return self._find(self._key(attempt, "go", stage)) is not None
+        return self._find(self._make_key(attempt, "go", stage)) is not None
 
     def end_attempt(self, attempt: str, failure: str) -> None:
         """Leader: announce how the attempt ended (an empty `failure` is success), and delete its
         messages."""
-        self._store.set(self._key(attempt, "end"), failure)
+        self._store.set(self._make_key(attempt, "end"), failure)
         for topic in (NEED, WRITE, READ_BACK):
             for rank in range(self._world):
-                self._store.delete_key(self._key(attempt, topic, rank))
+                self._store.delete_key(self._make_key(attempt, topic, rank))
 
     def outcome(self, attempt: str) -> str | None:
-        return self._find(self._key(attempt, "end"))
+        return self._find(self._make_key(attempt, "end"))
 
     def poll(self, timeout: float) -> Iterator[None]:
         """Pace a loop that polls the store, until `timeout` seconds have passed."""

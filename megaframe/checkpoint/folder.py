@@ -13,7 +13,7 @@ from megaframe.checkpoint.stores.store import (
     CHECKPOINT_NAME,
     POINTER,
     StorePath,
-    checkpoint_name,
+    format_checkpoint_name,
     is_temporary,
     parse_path,
     store_of,
@@ -58,7 +58,7 @@ def move_pointer(root: StorePath, name: str, attempt: str) -> None:
     store_of(root).replace_file(root / POINTER, f"{name}\n".encode("ascii"), attempt)
 
 
-def withdraw_checkpoint(root: StorePath, bad: StorePath, before: str | None, attempt: str) -> None:
+def retract_checkpoint(root: StorePath, bad: StorePath, before: str | None, attempt: str) -> None:
     """Undo a commit: move the pointer back and delete the checkpoint `bad`.
 
     The pointer then names the checkpoint that it named before or, if that is gone, the newest one
@@ -108,7 +108,7 @@ def _print_warning(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def checkpoint_folder(config: RunConfig) -> StorePath:
+def resolve_checkpoint_folder(config: RunConfig) -> StorePath:
     """Return the folder in which a run saves its checkpoints."""
     folder = config.checkpoint.folder
     return Path(config.run.dir) / _RUN_SUBFOLDER if folder is None else parse_path(folder)
@@ -129,9 +129,9 @@ def find_checkpoint(
     if resume != "latest":
         return locate_checkpoint(resume, "checkpoint.resume", note)
     try:
-        return _newest_intact(root, note)
+        return _find_newest_intact(root, note)
     except OSError as error:
-        raise _unreachable_error(root, error) from None
+        raise _make_unreachable_error(root, error) from None
 
 
 def locate_checkpoint(
@@ -159,15 +159,15 @@ def locate_checkpoint(
             raise UserError(f"{key}={path} is a save that was never finished")
         if CHECKPOINT_NAME.fullmatch(path.name) or MANIFEST in store.list_entries(path):
             return path
-        for root in _candidate_folders(path):
-            if (newest := _newest_intact(root, note)) is not None:
+        for root in _list_candidate_folders(path):
+            if (newest := _find_newest_intact(root, note)) is not None:
                 return newest
     except OSError as error:
-        raise _unreachable_error(path, error) from None
+        raise _make_unreachable_error(path, error) from None
     raise UserError(f"{key}={path}: there is no checkpoint in it; it takes {ACCEPTED_PATHS}")
 
 
-def _candidate_folders(path: StorePath) -> Iterator[StorePath]:
+def _list_candidate_folders(path: StorePath) -> Iterator[StorePath]:
     """Yield the folders in which checkpoints may be if `path` is no checkpoint: itself, and if it
     is a run folder, where the run saves."""
     yield path
@@ -175,15 +175,15 @@ def _candidate_folders(path: StorePath) -> Iterator[StorePath]:
     if isinstance(config_file, Path) and config_file.is_file():
         run = load_config(str(config_file))
         if run.checkpoint.folder is not None:
-            yield checkpoint_folder(run)
+            yield resolve_checkpoint_folder(run)
     yield path / _RUN_SUBFOLDER  # also of a run folder that was moved
 
 
-def _unreachable_error(path: StorePath, error: OSError) -> UserError:
+def _make_unreachable_error(path: StorePath, error: OSError) -> UserError:
     return UserError(f"cannot look for checkpoints in {path}: {error.strerror}")
 
 
-def _newest_intact(folder: StorePath, note: Callable[[str], None]) -> StorePath | None:
+def _find_newest_intact(folder: StorePath, note: Callable[[str], None]) -> StorePath | None:
     pointer = read_pointer(folder)
     checkpoints = list_checkpoints(folder)
     if pointer is None and not checkpoints:
@@ -203,7 +203,7 @@ def _newest_intact(folder: StorePath, note: Callable[[str], None]) -> StorePath 
     raise UserError(
         f"no intact checkpoint is left in {folder}: "
         f"{'; '.join(problems)}. To start from scratch, remove {folder / POINTER} and every "
-        f"{checkpoint_name(0)[:5]}* there"
+        f"{format_checkpoint_name(0)[:5]}* there"
     )
 
 

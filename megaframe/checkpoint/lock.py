@@ -164,13 +164,13 @@ class RunLock:
                 reason = ""
             elif holder.can_be_seen_by(self._own):
                 if not has_ended(holder.process, holder.started):
-                    raise _in_use_error(key, folder, holder)
+                    raise _make_in_use_error(key, folder, holder)
                 reason = f"{holder}, which has ended"
             else:
                 if (
                     previous_content
                 ):  # it was renewed, or taken by another process, while this one waited
-                    raise _in_use_error(key, folder, holder)
+                    raise _make_in_use_error(key, folder, holder)
                 previous_content = content or b""
                 if _wait_for_renewal(key, folder, previous_content, holder):
                     continue
@@ -234,7 +234,7 @@ def _wait_for_renewal(key: str, folder: StorePath, content: bytes, holder: LockH
     return False
 
 
-def _in_use_error(key: str, folder: StorePath, holder: LockHolder) -> UserError:
+def _make_in_use_error(key: str, folder: StorePath, holder: LockHolder) -> UserError:
     since = datetime.fromtimestamp(holder.since, timezone.utc)
     return UserError(
         f"{key}={folder} is in use by another run: {holder} has it since {since:%Y-%m-%d %H:%M:%S} "

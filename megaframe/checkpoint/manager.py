@@ -21,10 +21,10 @@ from megaframe.checkpoint import (
     CheckpointWriter,
     Slice,
     StorePath,
-    checkpoint_folder,
     find_checkpoint,
     open_checkpoint,
     parse_path,
+    resolve_checkpoint_folder,
 )
 from megaframe.checkpoint.folder import list_checkpoints, step_of
 from megaframe.checkpoint.stores.peer_memory import MemoryFolder, PeerMemoryWriter, PeerRanks
@@ -49,7 +49,7 @@ class CheckpointManager:
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
         self._run_folder = Path(config.run.dir)
-        self.root = checkpoint_folder(config)
+        self.root = resolve_checkpoint_folder(config)
         self._memory_group: Group | None = None
         self._memory_folder: MemoryFolder | None = None
         self._writer: CheckpointWriter | None = None
@@ -120,7 +120,7 @@ class CheckpointManager:
         if source.path.parent != self.root or (resume and source.path == parse_path(resume)):
             raise UserError(error)
         text = (
-            json.dumps(_newest_intact_before(self.root, source.step))
+            json.dumps(_find_newest_intact_before(self.root, source.step))
             if self._mesh.rank == 0
             else None
         )
@@ -172,7 +172,7 @@ class CheckpointManager:
                 self._memory_folder, self._memory_group, peers, run_id, step_in_memory
             )
 
-    def writer_due(
+    def choose_writer(
         self, step: int, *, leaving: bool = False
     ) -> CheckpointWriter | PeerMemoryWriter | None:
         """Return the writer to save with after this step, or None.
@@ -269,15 +269,15 @@ class CheckpointManager:
         return shared_id
 
 
-def written_folders(config: RunConfig) -> dict[str, StorePath]:
+def list_written_folders(config: RunConfig) -> dict[str, StorePath]:
     """Return the folders that a run writes and no other run may, by config key."""
     folders: dict[str, StorePath] = {"run.dir": Path(config.run.dir)}
     if config.checkpoint.every:
-        folders["checkpoint.folder"] = checkpoint_folder(config)
+        folders["checkpoint.folder"] = resolve_checkpoint_folder(config)
     return folders
 
 
-def _newest_intact_before(root: StorePath, step: int) -> tuple[str, list[str]]:
+def _find_newest_intact_before(root: StorePath, step: int) -> tuple[str, list[str]]:
     """Return the name of the newest checkpoint before `step` whose manifest is complete and whose
     files have the right sizes (empty if there is none), and what is wrong with newer ones."""
     problems: list[str] = []

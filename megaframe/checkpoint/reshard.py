@@ -23,7 +23,7 @@ from megaframe.checkpoint.shard_file import (
     write_shard_file,
 )
 from megaframe.checkpoint.shard_reader import verify_shard_file
-from megaframe.checkpoint.stores.store import StorePath, checkpoint_name, store_of
+from megaframe.checkpoint.stores.store import StorePath, format_checkpoint_name, store_of
 from megaframe.errors import UserError
 from megaframe.io.untrusted import mask_secrets
 
@@ -108,7 +108,7 @@ def assemble_checkpoint(
     Raises:
         UserError: If it already exists or cannot be written.
     """
-    store, checkpoint = store_of(folder), folder / checkpoint_name(step)
+    store, checkpoint = store_of(folder), folder / format_checkpoint_name(step)
     attempt = secrets.token_hex(4)
     draft = store.draft_path(folder, step, attempt)
     try:

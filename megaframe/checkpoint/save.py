@@ -26,7 +26,7 @@ from megaframe.checkpoint.folder import (
     move_pointer,
     prune_checkpoints,
     read_pointer,
-    withdraw_checkpoint,
+    retract_checkpoint,
 )
 from megaframe.checkpoint.manifest import (
     Manifest,
@@ -42,7 +42,7 @@ from megaframe.checkpoint.shard_file import (
 )
 from megaframe.checkpoint.shard_reader import ShardReader, verify_shard_file
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.stores.store import StorePath, checkpoint_name, store_of
+from megaframe.checkpoint.stores.store import StorePath, format_checkpoint_name, store_of
 from megaframe.errors import UserError
 
 
@@ -130,11 +130,11 @@ class CheckpointWriter(BackgroundCopier):
             timeout=self._timeout,
         )
         if self._rank == 0:
-            self._lead(coordinator, job)
+            self._lead_save(coordinator, job)
         else:
             self._follow(coordinator, job)
 
-    def _lead(self, coordinator: SaveCoordinator, job: _SaveJob) -> None:
+    def _lead_save(self, coordinator: SaveCoordinator, job: _SaveJob) -> None:
         attempt = coordinator.open_attempt()
         draft = self._backend.draft_path(self._root, job.step, attempt)
         failure = "rank 0 was stopped"
@@ -190,7 +190,7 @@ class CheckpointWriter(BackgroundCopier):
         try:
             _merge_reports(job.step, reports)
         except UserError:
-            withdraw_checkpoint(self._root, checkpoint, previous_name, attempt)
+            retract_checkpoint(self._root, checkpoint, previous_name, attempt)
             raise
 
     def _follow(self, coordinator: SaveCoordinator, job: _SaveJob) -> None:
@@ -199,7 +199,7 @@ class CheckpointWriter(BackgroundCopier):
         deadline_seconds = (1 + len(remaining_stages)) * self._timeout
         # Longer than the leader waits, because the leader can name the ranks that are missing.
         for _ in coordinator.poll(deadline_seconds):
-            attempt = coordinator.latest_attempt()
+            attempt = coordinator.read_latest_attempt()
             if attempt is not None and attempt != joined:
                 old_failure = coordinator.outcome(attempt)
                 if old_failure is None:
@@ -231,7 +231,7 @@ class CheckpointWriter(BackgroundCopier):
                 self._write_files(attempt, job)
             else:
                 for name, saved in job.files.items():
-                    verify_shard_file(self._root / checkpoint_name(job.step) / name, saved)
+                    verify_shard_file(self._root / format_checkpoint_name(job.step) / name, saved)
             message = {"files": {name: saved.model_dump() for name, saved in job.files.items()}}
         except UserError as error:
             message = {"error": str(error)}
@@ -241,15 +241,16 @@ class CheckpointWriter(BackgroundCopier):
 
     def _write_files(self, attempt: str, job: _SaveJob) -> None:
         job.files.clear()
-        with ThreadPoolExecutor(self._backend.num_parallel_files(self._root)) as pool:
+        with ThreadPoolExecutor(self._backend.count_parallel_files(self._root)) as pool:
             entry_groups = enumerate(split_into_files(job.entries, self._backend.max_file_bytes))
             job.files.update(
                 pool.map(
-                    lambda numbered_group: self._file(attempt, job, *numbered_group), entry_groups
+                    lambda numbered_group: self._make_file(attempt, job, *numbered_group),
+                    entry_groups,
                 )
             )
 
-    def _file(
+    def _make_file(
         self, attempt: str, job: _SaveJob, part_number: int, entries: Sequence[FileEntry]
     ) -> tuple[str, SavedFile]:
         draft = self._backend.draft_path(self._root, job.step, attempt)

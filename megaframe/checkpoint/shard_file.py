@@ -127,7 +127,7 @@ def plan_entries(slices: Sequence[Slice]) -> tuple[list[FileEntry], list[Tensor]
     return assign_byte_ranges(boxes), tensors
 
 
-def entry_name(name: str, offset: Shape, shape: Shape) -> str:
+def make_entry_name(name: str, offset: Shape, shape: Shape) -> str:
     """Return the name of a header entry, such as `head.weight[0:512,64:128]`."""
     spans = (f"{start}:{start + size}" for start, size in zip(offset, shape, strict=True))
     return f"{name}[{','.join(spans)}]"
@@ -185,7 +185,7 @@ def _encode_header(file: str, entries: Sequence[FileEntry], checksums: Sequence[
     """Return the header's length and its JSON as bytes. Their size does not depend on the values of
     the checksums."""
     fields = {
-        entry_name(entry.name, entry.offset, entry.shape): {
+        make_entry_name(entry.name, entry.offset, entry.shape): {
             "dtype": entry.dtype,
             "shape": entry.shape,
             "data_offsets": (entry.start, entry.stop),

@@ -26,7 +26,7 @@ from megaframe.checkpoint.manifest import (
     SavedTensor,
     checksum,
 )
-from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, MAX_HEADER_BYTES, entry_name
+from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, MAX_HEADER_BYTES, make_entry_name
 from megaframe.checkpoint.stores.direct_io import ALIGNMENT, allocate_aligned
 from megaframe.checkpoint.stores.store import StorePath, store_of
 from megaframe.errors import UnreadableFile
@@ -171,7 +171,7 @@ class ShardReader:
         """Read one slice into `buffer` (a tensor of bytes) and check it. Returns a view of
         `buffer`."""
         size = tensor.bytes_of(saved_slice.shape)
-        start = self._data_start + self._position(name, tensor, saved_slice, size)
+        start = self._data_start + self._find_position(name, tensor, saved_slice, size)
         # Use the same offset from a multiple of the alignment in memory as in the file.
         skip = 0 if start % DTYPES[tensor.dtype].itemsize else start % ALIGNMENT
         destination = buffer.numpy().data[skip : skip + size]
@@ -187,9 +187,11 @@ class ShardReader:
             )
         return buffer[skip : skip + size].view(DTYPES[tensor.dtype]).view(saved_slice.shape)
 
-    def _position(self, name: str, tensor: SavedTensor, saved_slice: SavedSlice, size: int) -> int:
+    def _find_position(
+        self, name: str, tensor: SavedTensor, saved_slice: SavedSlice, size: int
+    ) -> int:
         try:
-            fields = self._header[entry_name(name, saved_slice.offset, saved_slice.shape)]
+            fields = self._header[make_entry_name(name, saved_slice.offset, saved_slice.shape)]
             entry = _HeaderEntry.model_validate(fields)
             start, stop = entry.data_offsets
         except (KeyError, ValueError):

@@ -64,7 +64,7 @@ class TrainState(BaseModel):
     routines: CPURoutines = CPURoutines()
 
 
-def initial_train_state(config: RunConfig) -> TrainState:
+def make_initial_train_state(config: RunConfig) -> TrainState:
     """Return the state of a run that has not begun, for weights that come from elsewhere."""
     return TrainState(
         config=config,

@@ -40,7 +40,7 @@ def suggest_remedies(losses: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     causes = sorted(losses, key=lambda cause: -losses[cause])
     told = 0
     for cause in causes:
-        known = _ADVICE.get(cause) or _ADVICE.get(_first_axis(cause))
+        known = _ADVICE.get(cause) or _ADVICE.get(_find_first_axis(cause))
         if cause in ("mfu", "compute") or losses[cause] < _LEAST or known is None:
             continue
         told += 1
@@ -49,7 +49,7 @@ def suggest_remedies(losses: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         yield cause, known
 
 
-def _first_axis(cause: str) -> str:
+def _find_first_axis(cause: str) -> str:
     """Map communication over several axes to the first axis that has advice, if any has."""
     names = cause.removeprefix("communication/").split("+")
     known = (f"communication/{name.partition('_')[0]}" for name in names)

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
-def bucket_starts(length: int, most: int) -> NDArray[np.int64]:
+def list_bucket_starts(length: int, most: int) -> NDArray[np.int64]:
     """Return where each of at most `most` buckets of equal length starts."""
     count = min(length, most)
     return np.arange(count) * length // max(1, count)
 
 
-def bucket_means(
+def compute_bucket_means(
     values: Floats, starts: NDArray[np.int64], weights: Floats | None = None
 ) -> Floats:
     """Return the mean of the finite values of each bucket, NaN if it has none. weights: of the
@@ -35,7 +35,7 @@ def bucket_means(
     return np.divide(summed, total, out=np.full(len(starts), np.nan), where=total > 0)
 
 
-def bucket_extremes(values: Floats, starts: NDArray[np.int64]) -> tuple[Floats, Floats]:
+def find_bucket_extremes(values: Floats, starts: NDArray[np.int64]) -> tuple[Floats, Floats]:
     """Return the minimum and maximum of the finite values of each bucket, NaN if it has none."""
     if not len(starts):
         return np.empty(0), np.empty(0)
@@ -49,7 +49,9 @@ def block_maxima(table: Floats, rows: int, columns: int) -> Floats:
     """Reduce [R, C] to at most [rows, columns], each the maximum of its block."""
     for axis, most in ((0, rows), (1, columns)):
         if table.shape[axis] > most:
-            table = np.maximum.reduceat(table, bucket_starts(table.shape[axis], most), axis=axis)
+            table = np.maximum.reduceat(
+                table, list_bucket_starts(table.shape[axis], most), axis=axis
+            )
     return table
 
 

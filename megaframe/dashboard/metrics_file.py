@@ -96,9 +96,9 @@ class MetricsFile:
         yield from self._back[:3]
         if self._many:
             yield f"only the first {_MOST_COLUMNS} names of metrics are read"
-        yield from self._uneven()
+        yield from self._describe_uneven()
 
-    def _uneven(self) -> Iterator[str]:
+    def _describe_uneven(self) -> Iterator[str]:
         """Yield a note for each group of rows that do not have the same number of places."""
         for group, base in (("ranks", "ranks/memory_bytes"), ("stages", "stages/work")):
             inside = {n: len(r[1][-1]) for n, r in self.rows.items() if n.startswith(f"{group}/")}

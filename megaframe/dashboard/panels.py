@@ -12,13 +12,13 @@ import numpy as np
 
 from megaframe.dashboard.downsample import (
     Floats,
-    bucket_extremes,
-    bucket_means,
-    bucket_starts,
+    compute_bucket_means,
+    find_bucket_extremes,
+    list_bucket_starts,
     round_values,
 )
 from megaframe.dashboard.rows import build_bars, build_heatmaps
-from megaframe.dashboard.run_folder import RunFolder, diff_configs, flatten_config, make_showable
+from megaframe.dashboard.run_folder import RunFolder, compare_configs, flatten_config, make_showable
 from megaframe.errors import UserError
 from megaframe.io.untrusted import parse_json, read_file, sanitize_text
 
@@ -94,21 +94,21 @@ def build_page_data(
     runs: Sequence[RunFolder], prediction: Mapping[str, Any] | None = None, points: int = POINTS
 ) -> dict[str, Any]:
     """Return everything that the page shows, ready for JSON."""
-    names = _unique_names([run.name for run in runs])
+    names = _make_unique_names([run.name for run in runs])
     with np.errstate(all="ignore"):  # any numbers may be in a file
         found = [build_run_data(run, name, points) for run, name in zip(runs, names, strict=True)]
     return {
         "runs": found,
         "panels": [asdict(panel) for panel in PANELS],
-        "differences": diff_configs([run.config for run in runs]) if len(runs) > 1 else [],
-        "prediction": [*_predicted_waterfall(prediction)] if prediction else [],
+        "differences": compare_configs([run.config for run in runs]) if len(runs) > 1 else [],
+        "prediction": [*_build_predicted_waterfall(prediction)] if prediction else [],
     }
 
 
 def build_run_data(run: RunFolder, name: str, points: int) -> dict[str, Any]:
     """Return one run's part of `build_page_data`."""
     metrics = run.metrics
-    starts = bucket_starts(len(metrics), points)
+    starts = list_bucket_starts(len(metrics), points)
     seconds = metrics.column("seconds")
     ends = np.append(starts[1:], len(metrics)) - 1 if len(starts) else starts
     tokens = np.nan_to_num(metrics.column("tokens")).cumsum()
@@ -121,9 +121,9 @@ def build_run_data(run: RunFolder, name: str, points: int) -> dict[str, Any]:
         "notes": run.notes,
         "summary": summarize_run(run),
         "x": {axis: round_values(values[ends], 9) for axis, values in axes.items()},
-        "series": _series(run, starts, seconds),
-        "events": _events(run, axes),
-        "waterfall": _waterfall(mean_losses(run)),
+        "series": _build_series(run, starts, seconds),
+        "events": _build_events(run, axes),
+        "waterfall": _build_waterfall(compute_mean_losses(run)),
         "bars": build_bars(run),
         "heat": build_heatmaps(run, axes, points),
         "config": [list(row) for row in flatten_config(run.config)],
@@ -131,7 +131,7 @@ def build_run_data(run: RunFolder, name: str, points: int) -> dict[str, Any]:
     }
 
 
-def mean_losses(run: RunFolder) -> dict[str, float]:
+def compute_mean_losses(run: RunFolder) -> dict[str, float]:
     """Return the share of the peak by cause, and `mfu` last if it is known, over all steps but the
     first, which includes warm-up."""
     weights = run.metrics.column("seconds").copy()
@@ -143,7 +143,9 @@ def mean_losses(run: RunFolder) -> dict[str, float]:
     for name in (*names, "mfu"):
         # A cause that a line does not name cost nothing in that step.
         values = run.metrics.column(name)
-        value = bucket_means(values if name == "mfu" else np.nan_to_num(values), whole, weights)
+        value = compute_bucket_means(
+            values if name == "mfu" else np.nan_to_num(values), whole, weights
+        )
         if value.size and np.isfinite(value[0]):
             found[name.removeprefix("lost/")] = float(value[0])
     return found if names else {}
@@ -164,7 +166,9 @@ def summarize_run(run: RunFolder) -> list[list[str]]:
         return float(found[-1]) if found.size else math.nan
 
     def rate(name: str) -> float:
-        return float(bucket_means(metrics.column(name), np.zeros(1, dtype=np.int64), seconds)[0])
+        return float(
+            compute_bucket_means(metrics.column(name), np.zeros(1, dtype=np.int64), seconds)[0]
+        )
 
     best = metrics.column("eval_loss")
     memory = np.nan_to_num(metrics.column("memory_bytes")).max() / 2**30
@@ -186,7 +190,7 @@ def summarize_run(run: RunFolder) -> list[list[str]]:
     return [list(row) for row in rows]
 
 
-def predicted_losses(prediction: Mapping[str, Any]) -> dict[str, float]:
+def compute_predicted_losses(prediction: Mapping[str, Any]) -> dict[str, float]:
     """Return the shares of the peak of a predicted step by cause. prediction: has `step_seconds`,
     `mfu` and `breakdown`: seconds by part, with exposed communication under the names of axes."""
     seconds, mfu = float(prediction["step_seconds"]), prediction.get("mfu")
@@ -202,13 +206,13 @@ def predicted_losses(prediction: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_prediction(path: Path | None) -> dict[str, Any] | None:
-    """Read a predicted step from a JSON file, as `predicted_losses` takes it. Raises `UserError` if
-    the file has none."""
+    """Read a predicted step from a JSON file, as `compute_predicted_losses` takes it. Raises
+    `UserError` if the file has none."""
     if path is None:
         return None
     try:
         found = make_showable(parse_json(read_file(path, _LARGEST)))
-        if not all(map(math.isfinite, predicted_losses(found).values())):
+        if not all(map(math.isfinite, compute_predicted_losses(found).values())):
             raise ValueError("not finite")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError):
         raise UserError(
@@ -217,22 +221,22 @@ def read_prediction(path: Path | None) -> dict[str, Any] | None:
     return found
 
 
-def _predicted_waterfall(prediction: Mapping[str, Any]) -> tuple[str, list[list[Any]]]:
+def _build_predicted_waterfall(prediction: Mapping[str, Any]) -> tuple[str, list[list[Any]]]:
     """Return the name of the prediction, and its waterfall."""
     of = f" for {prediction['cluster']}" if "cluster" in prediction else ""
-    return f"predicted{of}", _waterfall(predicted_losses(prediction))
+    return f"predicted{of}", _build_waterfall(compute_predicted_losses(prediction))
 
 
-def cause_label(cause: str) -> str:
+def label_cause(cause: str) -> str:
     """Return the text that is shown for a cause of a loss."""
     named = {"kernels": "kernels below peak", "mfu": "MFU"}.get(cause, cause)
     return named.replace(COMMUNICATION, "waits: ").replace("+", " + ")
 
 
-def _waterfall(lost: Mapping[str, float]) -> list[list[Any]]:
+def _build_waterfall(lost: Mapping[str, float]) -> list[list[Any]]:
     """Return rows of cause, label and share."""
     return [
-        [cause, cause_label(cause), round_values([share], 6)[0]] for cause, share in lost.items()
+        [cause, label_cause(cause), round_values([share], 6)[0]] for cause, share in lost.items()
     ]
 
 
@@ -244,7 +248,7 @@ def _has_values(values: Floats) -> bool:
     return bool(np.isfinite(values).any())
 
 
-def _unique_names(names: Sequence[str]) -> list[str]:
+def _make_unique_names(names: Sequence[str]) -> list[str]:
     """Return the names of runs, numbered where names are repeated."""
     seen: dict[str, int] = {}
     found = []
@@ -254,7 +258,7 @@ def _unique_names(names: Sequence[str]) -> list[str]:
     return found
 
 
-def _series(run: RunFolder, starts: Any, seconds: Floats) -> dict[str, dict[str, Any]]:
+def _build_series(run: RunFolder, starts: Any, seconds: Floats) -> dict[str, dict[str, Any]]:
     """Return by metric the means of buckets and, if steps were thinned out, also the extremes."""
     found = {}
     for name in _select_names(run.metrics.names()):
@@ -264,9 +268,9 @@ def _series(run: RunFolder, starts: Any, seconds: Floats) -> dict[str, dict[str,
         ):
             continue  # fmt: skip
         weights = seconds if name in _RATES else None
-        found[name] = {"y": round_values(bucket_means(values, starts, weights))}
+        found[name] = {"y": round_values(compute_bucket_means(values, starts, weights))}
         if len(values) > len(starts):
-            low, high = bucket_extremes(values, starts)
+            low, high = find_bucket_extremes(values, starts)
             found[name] |= {"low": round_values(low), "high": round_values(high)}
     return found
 
@@ -276,7 +280,7 @@ def _select_names(names: Iterable[str]) -> list[str]:
     return [n for n in names if any(n.startswith(k) if k.endswith("/") else n == k for k in keys)]
 
 
-def _events(run: RunFolder, axes: Mapping[str, Floats]) -> list[dict[str, Any]]:
+def _build_events(run: RunFolder, axes: Mapping[str, Floats]) -> list[dict[str, Any]]:
     """Return events and their places on the axes. If there are too many, restarts and skips have
     precedence over checkpoints."""
     events = list(run.events())

@@ -12,7 +12,12 @@ from html import escape
 from typing import Any
 
 from megaframe.dashboard.advice import suggest_remedies
-from megaframe.dashboard.panels import cause_label, mean_losses, predicted_losses, summarize_run
+from megaframe.dashboard.panels import (
+    compute_mean_losses,
+    compute_predicted_losses,
+    label_cause,
+    summarize_run,
+)
 from megaframe.dashboard.run_folder import RunFolder, get_config_value
 from megaframe.io.http import CONTENT_SECURITY_POLICY
 from megaframe.io.untrusted import sanitize_text
@@ -38,10 +43,10 @@ def render_report(
 ) -> str:
     """Return the report as Markdown. prediction: as `panels.predicted` takes it. planner: the
     planner's suggestions, or why it has none."""
-    return "\n".join(_lines(run, prediction, planner)) + "\n"
+    return "\n".join(_render_lines(run, prediction, planner)) + "\n"
 
 
-def _lines(
+def _render_lines(
     run: RunFolder, prediction: Mapping[str, Any] | None, planner: Sequence[str]
 ) -> Iterator[str]:
     yield f"# {_escape_markdown(run.name)}"
@@ -52,32 +57,32 @@ def _lines(
     environment = {key: run.environment.get(key) for key in ("layout", "device", "torch", "commit")}
     found = {key: get_config_value(run.config, key) for key in _CONFIG} | environment
     rows = [[key, str(value)] for key, value in found.items() if value is not None]
-    yield from _table(["", ""], rows)
+    yield from _render_table(["", ""], rows)
     yield from ("", "## How fast")
-    yield from _table(["", ""], summarize_run(run))
-    lost = mean_losses(run)
+    yield from _render_table(["", ""], summarize_run(run))
+    lost = compute_mean_losses(run)
     if not lost:
         yield from ("", "There are no metrics of where the time went.")
         return
     yield from ("", "## Where the peak was lost")
     yield from ("", "From the full peak down to the MFU, over all steps except the first.", "")
-    expected = predicted_losses(prediction) if prediction else {}
+    expected = compute_predicted_losses(prediction) if prediction else {}
     causes = sorted(
         (c for c in {**lost, **expected} if c != "mfu"), key=lambda c: -lost.get(c, 0.0)
     )
     known = [c for c in causes if max(lost.get(c, 0.0), expected.get(c, 0.0)) >= 5e-4]
     rows = []
     for cause in [*known, *(["mfu"] if "mfu" in lost else [])]:
-        row = [cause_label(cause), f"{lost.get(cause, 0.0):.1%}"]
+        row = [label_cause(cause), f"{lost.get(cause, 0.0):.1%}"]
         rows.append([*row, f"{expected.get(cause, 0.0):.1%}"] if expected else row)
-    yield from _table(["cause", "of the peak", *(["predicted"] if expected else [])], rows)
+    yield from _render_table(["cause", "of the peak", *(["predicted"] if expected else [])], rows)
     events = list(run.events())
     counts = {kind: sum(e.kind == kind for e in events) for kind in ("restart", "skip")}
     if any(counts.values()):
         yield from ("", "## What happened", "")
         yield from (f"- {e.text}" for e in events if e.kind != "checkpoint")
     yield from ("", "## What to try next", "")
-    sentences = [f"- **{cause_label(cause)}**: {text}." for cause, text in suggest_remedies(lost)]
+    sentences = [f"- **{label_cause(cause)}**: {text}." for cause, text in suggest_remedies(lost)]
     yield from sentences or ["- Nothing costs more than 2% of the peak."]
     if planner:
         yield f"- **the planner**: {_escape_markdown('; '.join(planner))}."
@@ -86,17 +91,17 @@ def _lines(
 def render_html(markdown: str) -> str:
     """Return the report as a self-contained HTML page."""
     title = markdown.splitlines()[0].removeprefix("# ")
-    body = "\n".join(_blocks(markdown.splitlines()))
+    body = "\n".join(_render_blocks(markdown.splitlines()))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<title>{_render_text(title)}</title><style>{_STYLE}</style></head>\n"
         f"<body>\n{body}\n</body></html>\n"
     )
 
 
-def _blocks(lines: Sequence[str]) -> Iterator[str]:
+def _render_blocks(lines: Sequence[str]) -> Iterator[str]:
     """Convert headings, lists, tables and paragraphs, as `render_report` writes them, to HTML."""
     place = 0
     while place < len(lines):
@@ -105,33 +110,33 @@ def _blocks(lines: Sequence[str]) -> Iterator[str]:
         place += 1
         if line.startswith("#"):
             depth = len(line) - len(line.lstrip("#"))
-            yield f"<h{depth}>{_text(line[depth + 1 :])}</h{depth}>"
+            yield f"<h{depth}>{_render_text(line[depth + 1 :])}</h{depth}>"
         elif line.startswith(("- ", "| ")):
             while place < len(lines) and lines[place].startswith(line[:2]):
                 place += 1
             block = lines[start:place]
-            yield _list(block) if line.startswith("- ") else _grid(block)
+            yield _render_list(block) if line.startswith("- ") else _render_grid(block)
         elif line:
-            yield f"<p>{_text(line)}</p>"
+            yield f"<p>{_render_text(line)}</p>"
 
 
-def _list(lines: Sequence[str]) -> str:
-    return "<ul>" + "".join(f"<li>{_text(line[2:])}</li>" for line in lines) + "</ul>"
+def _render_list(lines: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{_render_text(line[2:])}</li>" for line in lines) + "</ul>"
 
 
-def _grid(lines: Sequence[str]) -> str:
+def _render_grid(lines: Sequence[str]) -> str:
     rows = [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
         for number, line in enumerate(lines)
         if number != 1
     ]
     body = "".join(
-        "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td>{_render_text(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
     return f'<div class="scroll"><table>{body}</table></div>'
 
 
-def _text(text: str) -> str:
+def _render_text(text: str) -> str:
     """Convert Markdown inside a line to HTML, in which the only element is bold."""
     bold = re.sub(r"(?<!\\)\*\*(.+?)(?<!\\)\*\*", r"<b>\1</b>", escape(text))
     return re.sub(r"\\(&lt;|[\\`*_\[\]|#])", r"\1", bold)
@@ -142,7 +147,7 @@ def _escape_markdown(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<|#])", r"\\\1", sanitize_text(" ".join(text.split())))
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _render_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield ""
     yield "| " + " | ".join(heads) + " |"
     yield "|" + "---|" * len(heads)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.dashboard.downsample import Floats, block_maxima, bucket_starts, round_values
+from megaframe.dashboard.downsample import Floats, block_maxima, list_bucket_starts, round_values
 from megaframe.dashboard.run_folder import RunFolder, get_config_value
 
 _PEAK = "ranks/memory_bytes"
@@ -19,7 +19,7 @@ RANKS = 160
 def build_bars(run: RunFolder) -> dict[str, Any]:
     """Return by panel the names of the places and, for each kind, the heights of the bars."""
     rows, found = run.metrics.rows, {}
-    stages = _longest(
+    stages = _select_longest(
         {
             name: np.mean(_to_table(rows[f"stages/{name}"])[1], axis=0) * 1000
             for name in ("work", "bubble")
@@ -29,7 +29,7 @@ def build_bars(run: RunFolder) -> dict[str, Any]:
     if stages:
         places = range(len(next(iter(stages.values()))))
         found["stages"] = _group([f"rank {i}" for i in places], stages)
-    kinds = _longest(
+    kinds = _select_longest(
         {
             name.removeprefix("ranks/held/"): np.asarray(kept[1][-1], dtype=float) / 2**30
             for name, kept in rows.items()
@@ -40,24 +40,24 @@ def build_bars(run: RunFolder) -> dict[str, Any]:
     if kinds:
         if peak is not None:
             kinds["the rest at its peak"] = np.maximum(0.0, peak - sum(kinds.values()))
-        starts = bucket_starts(len(next(iter(kinds.values()))), RANKS)
+        starts = list_bucket_starts(len(next(iter(kinds.values()))), RANKS)
         thinned = {k: np.maximum.reduceat(v, starts) for k, v in kinds.items()}
         found["memory_ranks"] = _group([f"rank {i}" for i in starts], thinned)
     if "sources" in rows:
-        counts, names = rows["sources"][1][-1], _source_names(run)
+        counts, names = rows["sources"][1][-1], _list_source_names(run)
         if len(names) != len(counts):
             names = [f"source {i}" for i in range(len(counts))]
         found["sources"] = _group(names, {"samples": np.asarray(counts, dtype=float)})
     return found
 
 
-def _longest(rows: Mapping[str, Floats]) -> dict[str, Floats]:
+def _select_longest(rows: Mapping[str, Floats]) -> dict[str, Floats]:
     """Return the rows with the most places: the others lack ranks, and could not be compared."""
     width = max(map(len, rows.values()), default=0)
     return {name: row for name, row in rows.items() if len(row) == width}
 
 
-def _source_names(run: RunFolder) -> list[str]:
+def _list_source_names(run: RunFolder) -> list[str]:
     """Return the paths of the sources with a share of training, as far as the config says."""
     sources, split = (get_config_value(run.config, f"data.{key}") for key in ("sources", "split"))
     found = []
@@ -84,8 +84,8 @@ def build_heatmaps(run: RunFolder, axes: Mapping[str, Floats], points: int) -> d
     columns are steps, `x` has their values on each of `axes`, which have a value for every line."""
     rows, found, most = run.metrics.rows, {}, min(points, 200)
 
-    def along(table: Floats, what: str, steps: Sequence[int]) -> dict[str, Any]:
-        grid = _grid(table, what, steps, most)
+    def build_along(table: Floats, what: str, steps: Sequence[int]) -> dict[str, Any]:
+        grid = _build_grid(table, what, steps, most)
         places = np.searchsorted(axes["step"], grid.pop("columns"))
         return {
             **grid,
@@ -96,23 +96,23 @@ def build_heatmaps(run: RunFolder, axes: Mapping[str, Floats], points: int) -> d
         steps, work = _to_table(rows["ranks/work"])
         middle = np.median(work, axis=1, keepdims=True)
         over = 100 * (work / np.where(middle > 0, middle, 1.0) - 1.0)
-        found["stragglers"] = along(over.T, "rank", steps)
-    layers = sorted((n for n in rows if n.startswith("experts/tokens/")), key=_last_number)
+        found["stragglers"] = build_along(over.T, "rank", steps)
+    layers = sorted((n for n in rows if n.startswith("experts/tokens/")), key=_read_last_number)
     if layers:
         steps = rows[layers[0]][0]
         tokens = [np.asarray(rows[n][1][-1], dtype=float) for n in layers]
         width = max(map(len, tokens))
         tokens = [np.pad(row, (0, width - len(row)), constant_values=np.nan) for row in tokens]
         table = np.stack([row / (np.nanmean(row) or 1.0) for row in tokens])
-        grid = _grid(table, "layer", range(width), 512)
+        grid = _build_grid(table, "layer", range(width), 512)
         found["experts"] = {**grid, "across": "expert", "at": steps[-1]}
     if "experts/max_load" in rows:
         steps, load = _to_table(rows["experts/max_load"])
-        found["expert_load"] = along(load.T, "layer", steps)
+        found["expert_load"] = build_along(load.T, "layer", steps)
     return found
 
 
-def _last_number(name: str) -> int:
+def _read_last_number(name: str) -> int:
     text = name.rsplit("/", 1)[-1]
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
@@ -126,9 +126,9 @@ def _to_table(kept: tuple[list[int], Sequence[Sequence[float]]]) -> tuple[list[i
     return [steps[i] for i in good], np.asarray([rows[i] for i in good], dtype=float)
 
 
-def _grid(table: Floats, what: str, columns: Sequence[int], most: int) -> dict[str, Any]:
+def _build_grid(table: Floats, what: str, columns: Sequence[int], most: int) -> dict[str, Any]:
     thinned = block_maxima(table, RANKS, most)
-    height, width = bucket_starts(len(table), RANKS), bucket_starts(len(columns), most)
+    height, width = list_bucket_starts(len(table), RANKS), list_bucket_starts(len(columns), most)
     return {
         "z": [round_values(row, 3) for row in thinned],
         "rows": height.tolist(),

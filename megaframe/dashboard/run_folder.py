@@ -49,8 +49,8 @@ class RunFolder:
         new = self.metrics.read()
         if new or not self.config:
             self._notes = []
-            self.config = self._described(CONFIG_FILE)
-            self.environment = self._described(ENVIRONMENT_FILE)
+            self.config = self._read_description(CONFIG_FILE)
+            self.environment = self._read_description(ENVIRONMENT_FILE)
         return new
 
     @property
@@ -59,7 +59,7 @@ class RunFolder:
         notes = [*self.metrics.notes(), *self._notes]
         if len(self.metrics) and not np.isfinite(self.metrics.column("mfu")).any():
             notes.append("MFU n/a: the peak of this device is not known; set meter.peak_tflops")
-        if missing := self._missing_ranks():
+        if missing := self._describe_missing_ranks():
             notes.append(missing)
         return notes
 
@@ -85,13 +85,13 @@ class RunFolder:
             )
         yield from sorted(found, key=lambda event: event.step)
 
-    def _missing_ranks(self) -> str | None:
+    def _describe_missing_ranks(self) -> str | None:
         _, rows = self.metrics.rows.get("ranks/work", ([], []))
         if not rows or self.world is None or len(rows[-1]) == self.world:
             return None
         return f"rows have {len(rows[-1])} ranks and the run {self.world}: some are missing"
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _read_description(self, name: str) -> dict[str, Any]:
         """Return a YAML or JSON mapping, in which all text can be shown; empty if the file is
         missing or cannot be read. Values of YAML are text."""
         parsed = parse_json if name.endswith(".json") else parse_yaml
@@ -135,7 +135,7 @@ def get_config_value(config: Mapping[str, Any], key: str) -> Any:
     return inner.get(name) if isinstance(inner, Mapping) else None
 
 
-def diff_configs(configs: list[dict[str, Any]]) -> list[list[str]]:
+def compare_configs(configs: list[dict[str, Any]]) -> list[list[str]]:
     """Return rows of a key and its value in each config, for the keys that differ."""
     tables = [dict(flatten_config(config)) for config in configs]
     keys = dict.fromkeys(key for table in tables for key in table)

@@ -76,7 +76,7 @@ class DashboardServer:
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             text = b"This page needs the token that the server printed when it started.\n"
             return HTTPStatus.FORBIDDEN, "text/plain", text
-        version, data = self._data()
+        version, data = self._build_data()
         if path == "/":
             return HTTPStatus.OK, "text/html", render_page(data, self.token).encode()
         if path != "/data":
@@ -86,7 +86,7 @@ class DashboardServer:
         answer = json.dumps({**data, "version": version}, allow_nan=False)
         return HTTPStatus.OK, "application/json", answer.encode()
 
-    def _data(self) -> tuple[str, dict[str, Any]]:
+    def _build_data(self) -> tuple[str, dict[str, Any]]:
         with self._lock:
             for run in self._runs:
                 run.read()

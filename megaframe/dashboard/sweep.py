@@ -145,7 +145,7 @@ class TrialRun:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._command = trial_command(words, keys, folder, ranks)
+        self._command = build_trial_command(words, keys, folder, ranks)
         self._metrics, self._last_step = MetricsFile(folder / METRICS_FILE), 0
 
     def start(self, **options: Any) -> subprocess.Popen[bytes]:
@@ -156,7 +156,7 @@ class TrialRun:
     def read_metric(self, metric: str) -> list[tuple[int, float]]:
         """Return (step, metric) for the steps that were written since the last call."""
         self._metrics.read()
-        values = list(values_after(self._metrics, metric, self._last_step))
+        values = list(read_values_after(self._metrics, metric, self._last_step))
         if values:
             self._last_step = values[-1][0]
         return values
@@ -253,7 +253,7 @@ def make_trials(space: Space, times: int, seed: int) -> list[Trial]:
     return list(trials.values())
 
 
-def trial_command(
+def build_trial_command(
     words: Sequence[str], keys: Mapping[str, Any], run: Path, ranks: int
 ) -> list[str]:
     """Return the command that runs a trial, and is asked to leave when its parent ends.
@@ -269,7 +269,9 @@ def trial_command(
     ]
 
 
-def values_after(metrics: MetricsFile, metric: str, last_step: int) -> Iterator[tuple[int, float]]:
+def read_values_after(
+    metrics: MetricsFile, metric: str, last_step: int
+) -> Iterator[tuple[int, float]]:
     """Yield (step, metric) for the steps after `last_step` that have the metric. A training metric
     is averaged over the last `SMOOTHED` steps."""
     values, steps = metrics.column(metric), metrics.column("step")
@@ -281,7 +283,7 @@ def values_after(metrics: MetricsFile, metric: str, last_step: int) -> Iterator[
 def summarize(results: Sequence[Result], space: Space, metric: str) -> tuple[str, int]:
     """Return the trials as a table, best first, with the keys of the best one; and how many
     failed."""
-    finished = _finished(results, metric)
+    finished = _list_finished(results, metric)
     # Trials that were stopped early have trained less, so those with most steps come first.
     finished.sort(key=lambda result: (-result["step"], result[metric]))
     rows = [["step", metric, *space, "folder"]]
@@ -304,7 +306,7 @@ def summarize(results: Sequence[Result], space: Space, metric: str) -> tuple[str
     return "\n".join(lines), len(results) - len(finished)
 
 
-def _finished(results: Sequence[Result], metric: str) -> list[Result]:
+def _list_finished(results: Sequence[Result], metric: str) -> list[Result]:
     return [one for one in results if one["error"] is None and one[metric] is not None]
 
 
@@ -322,10 +324,10 @@ def write_page(path: Path, results: Sequence[Result], space: Space, metric: str)
         raise UserError(
             f"{path} needs plotly, which is not installed; pip install 'megaframe[plan]'"
         ) from None
-    finished = _finished(results, metric)
+    finished = _list_finished(results, metric)
     figure = make_subplots(1, len(space), shared_yaxes=True)
     for column, key in enumerate(space, 1):
-        values = [_number(result["keys"][key]) for result in finished]
+        values = [_to_number(result["keys"][key]) for result in finished]
         numbers = [value for value in values if isinstance(value, float)]
         wide = len(numbers) == len(values) > 0 and 0 < _WIDE * min(numbers) <= max(numbers)
         kind = "category" if len(numbers) < len(values) else "log" if wide else "linear"
@@ -344,7 +346,7 @@ def write_page(path: Path, results: Sequence[Result], space: Space, metric: str)
     figure.write_html(path)
 
 
-def _number(value: Any) -> float | str:
+def _to_number(value: Any) -> float | str:
     """Return a value of a command line as a number, if it is one."""
     try:
         return float(value)

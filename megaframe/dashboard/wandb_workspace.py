@@ -30,9 +30,9 @@ def build_workspace(entity: str, project: str) -> Any:
         import wandb_workspaces.reports.v2 as blocks
         import wandb_workspaces.workspaces as workspaces
     except ImportError:
-        raise _missing("--wandb") from None
+        raise _make_missing_error("--wandb") from None
     panels: dict[str, list[Any]] = {
-        "Training": [blocks.LinePlot(**given) for given in map(_line, PANELS) if given],
+        "Training": [blocks.LinePlot(**given) for given in map(_describe_line, PANELS) if given],
         "Pages": [blocks.MediaBrowser(title="The page of each run", media_keys=[PAGE_PANEL])],
         "Configs": [blocks.RunComparer(diff_only="split")],
     }
@@ -68,7 +68,7 @@ def upload_page(folder: Path, project: str, html: str) -> None:
     try:
         import wandb
     except ImportError:
-        raise _missing("--upload") from None
+        raise _make_missing_error("--upload") from None
     try:
         run = start_wandb_run(folder, project, fresh=False)
         run.log({PAGE_PANEL: wandb.Html(html, inject=False)})
@@ -79,11 +79,11 @@ def upload_page(folder: Path, project: str, html: str) -> None:
         raise UserError(f"the page of {folder} was not uploaded: {error}") from None
 
 
-def _missing(option: str) -> UserError:
+def _make_missing_error(option: str) -> UserError:
     return UserError(f"{option} needs the extra 'wandb': pip install 'megaframe[wandb]'")
 
 
-def _line(panel: Panel) -> dict[str, Any]:
+def _describe_line(panel: Panel) -> dict[str, Any]:
     """Return the arguments of a line plot for this panel; empty if it has none."""
     prefix = _INSTEAD.get(panel.id) or next((k for k in panel.keys if k.endswith("/")), None)
     if prefix is None and not panel.keys:

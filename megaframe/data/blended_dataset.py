@@ -22,11 +22,11 @@ from megaframe.data.gpt_dataset import (
     SPLITS,
     GPTDataset,
     Split,
-    document_numbers,
-    document_positions,
+    locate_documents,
+    number_documents,
 )
 from megaframe.data.microbatch import IGNORE, Microbatch
-from megaframe.data.shuffle import sample_indices, source_key
+from megaframe.data.shuffle import derive_source_key, sample_indices
 from megaframe.errors import UserError
 from megaframe.validate.data import NO_SOURCES
 
@@ -70,7 +70,9 @@ class BlendedDataset:
             name if count_of_name[name] == 1 else path
             for name, path in zip(files, self.paths, strict=True)
         )
-        self._keys = np.array([source_key(seed, n) for n in _number_names(files)], np.uint64)
+        self._keys = np.array(
+            [derive_source_key(seed, n) for n in _enumerate_names(files)], np.uint64
+        )
         self._windows_start = 0
         self._windows: Numbers = np.empty(0, np.int64)
 
@@ -87,20 +89,20 @@ class BlendedDataset:
         needs_documents = data.reset_positions or data.reset_attention or data.mask_eod
         beginnings_NT = np.zeros((shape[0], shape[1] + 1), np.bool_) if needs_documents else None
         windows_N = self._sample_windows(sources_N, numbers_N)
-        for source, rows in self._rows_by_source(sources_N):
+        for source, rows in self._group_rows_by_source(sources_N):
             tokens_RT = source.read(windows_N[rows])
             tokens_NS[rows] = tokens_RT[:, :-1]
             labels_NS[rows] = tokens_RT[:, 1:]
             if beginnings_NT is not None:
-                beginnings_NT[rows] = source.begins_document(windows_N[rows])
+                beginnings_NT[rows] = source.is_document_start(windows_N[rows])
         positions_NS = documents_NS = None
         if beginnings_NT is not None:
             if data.mask_eod:
                 labels_NS[beginnings_NT[:, 1:]] = IGNORE
             if data.reset_positions:
-                positions_NS = torch.from_numpy(document_positions(beginnings_NT[:, :-1]))
+                positions_NS = torch.from_numpy(locate_documents(beginnings_NT[:, :-1]))
             if data.reset_attention:
-                documents_NS = torch.from_numpy(document_numbers(beginnings_NT[:, :-1]))
+                documents_NS = torch.from_numpy(number_documents(beginnings_NT[:, :-1]))
         return Microbatch(
             torch.from_numpy(tokens_NS),
             torch.from_numpy(labels_NS),
@@ -124,7 +126,9 @@ class BlendedDataset:
             self._windows = sample_indices(wanted, self.sizes, self._keys)
         return self._windows[numbers_N - self._windows_start]
 
-    def _rows_by_source(self, sources_N: Numbers) -> Iterator[tuple[GPTDataset, Numbers | slice]]:
+    def _group_rows_by_source(
+        self, sources_N: Numbers
+    ) -> Iterator[tuple[GPTDataset, Numbers | slice]]:
         """Yield each source of the batch and the rows that come from it."""
         if len(self.sources) == 1:
             yield self.sources[0], slice(None)
@@ -155,7 +159,7 @@ def split_batch(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:
     )
 
 
-def _number_names(files: Sequence[str]) -> Iterator[str]:
+def _enumerate_names(files: Sequence[str]) -> Iterator[str]:
     """Return the name of each source that determines its order: the file name without the folder,
     so that files can move, and a number that distinguishes sources with the same file name."""
     seen: Counter[str] = Counter()

@@ -36,8 +36,8 @@ class GPTDataset:
     Raises `UserError` if the file cannot be read, or the split is empty, shorter than a window, or
     not contiguous in the file.
 
-    `tokens` has the tokens of the split, in the file's dtype; `document_starts()` returns where in
-    it the documents begin.
+    `tokens` has the tokens of the split, in the file's dtype; `find_document_starts()` returns
+    where in it the documents begin.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class GPTDataset:
         documents = len(self._file.documents) - 1
         self._documents = (0, 1) if documents == 1 else split_range(documents, shares, split)
         if self._documents[0] == self._documents[1]:
-            raise UserError(_empty_split_message(path, documents, shares, split))
-        self._first, tokens = self._span()
+            raise UserError(_describe_empty_split(path, documents, shares, split))
+        self._first, tokens = self._read_span()
         if documents == 1:
             begin, end = split_range(tokens, shares, split)
             self._first, tokens = self._first + begin, end - begin
@@ -86,9 +86,9 @@ class GPTDataset:
         self._check(tokens_WT, windows_W)
         return tokens_WT
 
-    def begins_document(self, windows_W: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def is_document_start(self, windows_W: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return where in these windows a document begins, bool[W, T]."""
-        starts = self._starts_in_file()
+        starts = self._find_starts_in_file()
         firsts_W = self._first + windows_W * self._seq
         low_W = np.searchsorted(starts, firsts_W, "left")
         high_W = np.searchsorted(starts, firsts_W + self._seq, "right")
@@ -99,7 +99,7 @@ class GPTDataset:
         beginnings_WT[rows, starts[which] - firsts_W[rows]] = True
         return beginnings_WT
 
-    def _span(self) -> tuple[int, int]:
+    def _read_span(self) -> tuple[int, int]:
         """Return the first token in the file, and the number of tokens, of the split's documents.
 
         Raises `UserError` if their sequences are not contiguous or not aligned to tokens.
@@ -124,12 +124,12 @@ class GPTDataset:
             )
         return begin // item, (end - begin) // item
 
-    def document_starts(self) -> NDArray[np.int64]:
+    def find_document_starts(self) -> NDArray[np.int64]:
         """Return the first token of each non-empty document that begins in the split, counted from
         the split's first token."""
-        return self._starts_in_file() - self._first
+        return self._find_starts_in_file() - self._first
 
-    def _starts_in_file(self) -> NDArray[np.int64]:
+    def _find_starts_in_file(self) -> NDArray[np.int64]:
         """Return the first token of each non-empty document that begins in the split, counted from
         the start of the file. Computed on first use."""
         if self._starts is None:
@@ -187,7 +187,7 @@ def split_range(count: int, shares: tuple[float, float, float], split: Split) ->
     return first, last
 
 
-def _empty_split_message(
+def _describe_empty_split(
     path: str, documents: int, shares: tuple[float, float, float], split: Split
 ) -> str:
     """Return the message to the user about a split that has no document."""
@@ -204,14 +204,14 @@ def _empty_split_message(
     )
 
 
-def document_positions(beginnings_WS: NDArray[np.bool_]) -> NDArray[np.int64]:
+def locate_documents(beginnings_WS: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return the position of each token, [W, S], counted from the start of its document or, if that
     is in an earlier window, of the window."""
     places_WS = np.broadcast_to(np.arange(beginnings_WS.shape[1]), beginnings_WS.shape)
     return places_WS - np.maximum.accumulate(np.where(beginnings_WS, places_WS, 0), axis=1)
 
 
-def document_numbers(beginnings_WS: NDArray[np.bool_]) -> NDArray[np.int64]:
+def number_documents(beginnings_WS: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return the number of each token's document within its window, [W, S]. The first is 1 if the
     document starts with the window, else 0."""
     return np.cumsum(beginnings_WS, axis=1, dtype=np.int64)

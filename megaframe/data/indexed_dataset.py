@@ -37,7 +37,7 @@ _FIRST_WIDE_VOCAB = 65500
 _CHECKED_AT_ONCE = 1 << 18
 
 
-def token_dtype(vocab: int) -> np.dtype:
+def choose_token_dtype(vocab: int) -> np.dtype:
     """Return the dtype that Megatron's writer uses for this vocabulary size.
 
     The limit is 65,500, not 65,536; a reader that assumes the latter would misread files for
@@ -46,7 +46,7 @@ def token_dtype(vocab: int) -> np.dtype:
     return np.dtype("<u2") if vocab < _FIRST_WIDE_VOCAB else np.dtype("<i4")
 
 
-def dtype_code(dtype: np.dtype) -> int:
+def get_dtype_code(dtype: np.dtype) -> int:
     """Return the code of a dtype in the header."""
     return {known: code for code, known in DTYPES.items()}[dtype]
 
@@ -73,7 +73,7 @@ def read_index(prefix: str) -> DatasetIndex:
     """Map and check `prefix`.idx against the size of `prefix`.bin. Raises `UserError`."""
     index_path, bin_path = f"{prefix}.idx", f"{prefix}.bin"
     dtype, sequences, documents = read_header(index_path)
-    bin_bytes = _file_size(bin_path)
+    bin_bytes = _read_file_size(bin_path)
     raw = np.asarray(np.memmap(index_path, np.uint8, "r"))
     pointers_at = HEADER.size + 4 * sequences
     documents_at = pointers_at + 8 * sequences
@@ -89,7 +89,7 @@ def read_index(prefix: str) -> DatasetIndex:
     return index
 
 
-def _file_size(path: str) -> int:
+def _read_file_size(path: str) -> int:
     try:
         with open_file(path) as file:
             return os.fstat(file.fileno()).st_size
@@ -105,7 +105,7 @@ def read_header(path: str) -> tuple[np.dtype, int, int]:
 
     Raises `UserError` if it is not a header that can be read, or does not match the file's size.
     """
-    size = _file_size(path)
+    size = _read_file_size(path)
     try:
         with open_file(path) as file:
             header = file.read(HEADER.size)
@@ -167,7 +167,7 @@ def _check_sequences(index: DatasetIndex, prefix: str) -> None:
             f"{prefix}.bin is truncated: {index.bin_bytes} bytes are not a whole number of "
             f"{index.dtype} tokens of {item} bytes, the type that {prefix}.idx names"
         )
-    for start, sizes, pointers in _sequence_chunks(index):
+    for start, sizes, pointers in _list_sequence_chunks(index):
         # Subtract from the size of the file; adding to the pointer might overflow.
         bad = np.flatnonzero((sizes < 0) | (pointers < 0) | (pointers > index.bin_bytes - sizes))
         if bad.size:
@@ -185,7 +185,7 @@ def _check_sequences(index: DatasetIndex, prefix: str) -> None:
         )
 
 
-def _sequence_chunks(
+def _list_sequence_chunks(
     index: DatasetIndex,
 ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
     """Yield sequences in chunks of bounded size: number of the first, sizes in bytes, pointers."""

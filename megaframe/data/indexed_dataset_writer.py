@@ -20,7 +20,7 @@ from megaframe.data.indexed_dataset import (
     HEADER,
     MAGIC,
     VERSION,
-    dtype_code,
+    get_dtype_code,
 )
 from megaframe.errors import UserError
 
@@ -145,7 +145,7 @@ class _UnfinishedFiles:
         self.prefix = prefix
         self._keep = bool(resume_prefix)
         self._names = [
-            f"{resume_prefix}{suffix}" if resume_prefix else unfinished_name(f"{prefix}{suffix}")
+            f"{resume_prefix}{suffix}" if resume_prefix else name_unfinished(f"{prefix}{suffix}")
             for suffix in (".bin", ".idx")
         ]
         self._open: list[BinaryIO] = []
@@ -180,7 +180,7 @@ class _UnfinishedFiles:
 
     def write_header(self, dtype: np.dtype, sequences: int, documents: int) -> None:
         self.index.seek(0)
-        self.index.write(HEADER.pack(MAGIC, VERSION, dtype_code(dtype), sequences, documents))
+        self.index.write(HEADER.pack(MAGIC, VERSION, get_dtype_code(dtype), sequences, documents))
 
     def commit(self, sync: bool = True) -> None:
         """Rename the files. An old `.idx` is removed first, because it must never exist next to a
@@ -213,7 +213,7 @@ def write_failure(path: str, error: OSError) -> str:
     return f"cannot write {path}: {error.strerror or error}"
 
 
-def unfinished_name(path: str) -> str:
+def name_unfinished(path: str) -> str:
     """Return the temporary name of `path` while this process writes it."""
     return f"{path}.{os.getpid()}.unfinished"
 

@@ -94,7 +94,7 @@ class StepBatch:
         return int(self.state["samples"]) - self.samples
 
 
-def ramped_batch_size(train: TrainConfig, samples_seen: int) -> int:
+def compute_batch_size(train: TrainConfig, samples_seen: int) -> int:
     """Return the size of the step that begins after `samples_seen` samples, by `train.batch_ramp`.
 
     The ramp has k = (global_batch - start) / increment increases. Its samples are divided into k
@@ -160,11 +160,11 @@ class Loader:
 
     def global_batch(self, samples_seen: int) -> int:
         """Return the size of the step that begins after `samples_seen` samples."""
-        return ramped_batch_size(self._config.train, samples_seen)
+        return compute_batch_size(self._config.train, samples_seen)
 
     def next(self) -> StepBatch:
         """Return the next step. Raises `UserError` for token ids outside of the vocabulary."""
-        step, self._state_returned = self._peeked or self._next_step()
+        step, self._state_returned = self._peeked or self._advance_step()
         self._peeked = None
         return step
 
@@ -172,7 +172,7 @@ class Loader:
         """Return the step that `next` will return, and raise what it will raise. The loader's state
         stays as it is."""
         if self._peeked is None:
-            self._peeked = self._next_step()
+            self._peeked = self._advance_step()
         return self._peeked[0]
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class Loader:
         self._prefetch = self._peeked = None
         self._state_read = self._state_returned
 
-    def _next_step(self) -> tuple[StepBatch, SamplerState]:
+    def _advance_step(self) -> tuple[StepBatch, SamplerState]:
         depth = self._config.data.prefetch
         if depth and self._prefetch is None:
             self._prefetch = Prefetch(self._read_step, depth)

@@ -49,7 +49,7 @@ class Blend:
         """Return a blend whose weights count from now on. consumed: samples that each source has
         given before; None: none."""
         counts = tuple(consumed) if consumed is not None else (0,) * len(weights)
-        return Blend(integer_weights(weights), counts, counts)
+        return Blend(round_weights(weights), counts, counts)
 
     def take(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], Blend]:
         """Take the next `size` samples.
@@ -69,22 +69,22 @@ class Blend:
             numbers: NDArray[np.int64] = np.arange(first, first + size)
             return np.zeros(size, np.int64), numbers, replace(self, consumed=(first + size,))
         samples_given = [now - then for now, then in zip(self.consumed, self.base, strict=True)]
-        sources = earliest_deadlines(self.weights, samples_given, size)
+        sources = schedule_earliest_deadlines(self.weights, samples_given, size)
         counts = np.bincount(sources, minlength=len(self.weights))
         consumed = np.asarray(self.consumed, np.int64)
         after = tuple((consumed + counts).tolist())
-        numbers = consumed[sources] + _occurrences(sources, counts)
+        numbers = consumed[sources] + _count_occurrences(sources, counts)
         return sources, numbers, replace(self, consumed=after)
 
 
-def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
+def round_weights(weights: Sequence[float]) -> tuple[int, ...]:
     """Return integers in the ratio of the weights, rounded to 2**-40 of the largest and at least
     1."""
     largest = max(weights)
     return tuple(max(1, round(weight / largest * _RESOLUTION)) for weight in weights)
 
 
-def earliest_deadlines(
+def schedule_earliest_deadlines(
     weights: Sequence[int], samples_given: Sequence[int], size: int
 ) -> NDArray[np.int64]:
     """Return the sources of the next `size` samples, int64[size].
@@ -111,7 +111,7 @@ def earliest_deadlines(
     return sources
 
 
-def _occurrences(sources: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _count_occurrences(sources: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return how often each entry's value occurs before it, int64 of the length of `sources`.
 
     counts: how often each value occurs.
@@ -213,13 +213,13 @@ def _find_moved(before: Mapping[str, int], sources: BlendSources) -> dict[str, s
     for path, size in zip(sources.paths, sources.sizes, strict=True):
         same = [old for old in gone if Path(old).name == Path(path).name and before[old] == size]
         if path not in before and same:
-            old = max(same, key=lambda old: _shared_components(old, path))
+            old = max(same, key=lambda old: _find_shared_components(old, path))
             gone.remove(old)
             new_path[old] = path
     return new_path
 
 
-def _shared_components(one: str, other: str) -> int:
+def _find_shared_components(one: str, other: str) -> int:
     """Return the number of trailing components that two paths share."""
     pairs = zip(reversed(Path(one).parts), reversed(Path(other).parts), strict=False)
     return sum(takewhile(bool, (here == there for here, there in pairs)))

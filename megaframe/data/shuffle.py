@@ -28,7 +28,7 @@ _MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
 _HALF = np.uint64(32)
 
 
-def source_key(seed: int, name: str) -> int:
+def derive_source_key(seed: int, name: str) -> int:
     """Return the 64-bit key of a source's order. It differs between seeds and between names."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
@@ -41,7 +41,7 @@ def sample_indices(numbers: Numbers, sizes: Numbers | int, keys: Words | int) ->
 
     numbers: int64[N], counted from 0 over all epochs of a source.
     sizes:   samples of the source, 1 to 2**40; one value for all, or int64[N].
-    keys:    `source_key` of the source; one value for all, or uint64[N].
+    keys:    `derive_source_key` of the source; one value for all, or uint64[N].
     Returns int64[N], indices in [0, size).
     """
     sizes = np.atleast_1d(np.asarray(sizes, np.int64))
@@ -63,31 +63,31 @@ def permute(numbers: Numbers, sizes: Numbers, keys: Words) -> Numbers:
     lefts = np.ceil(np.sqrt(bounds.astype(np.float64))).astype(np.uint64)
     rights = (bounds + lefts - np.uint64(1)) // lefts
     round_keys = _mix(keys + _ROUND_STEPS)
-    values = _feistel(numbers.astype(np.uint64), lefts, rights, round_keys)
+    values = _permute_feistel(numbers.astype(np.uint64), lefts, rights, round_keys)
     outside = np.flatnonzero(values >= bounds)
     while outside.size:
-        values[outside] = _feistel(
+        values[outside] = _permute_feistel(
             values[outside],
-            _rows(lefts, outside),
-            _rows(rights, outside),
+            _list_rows(lefts, outside),
+            _list_rows(rights, outside),
             round_keys if keys.size == 1 else round_keys[:, outside],
         )
-        outside = outside[values[outside] >= _rows(bounds, outside)]
+        outside = outside[values[outside] >= _list_rows(bounds, outside)]
     return values.astype(np.int64)
 
 
-def _feistel(values: Words, lefts: Words, rights: Words, round_keys: Words) -> Words:
+def _permute_feistel(values: Words, lefts: Words, rights: Words, round_keys: Words) -> Words:
     """Permute [0, lefts * rights): in turn, add a keyed function of one half to the other half."""
     right, left = np.divmod(values, lefts)
     for number, key in enumerate(round_keys):
         if number % 2 == 0:
-            left = (left + _below(right ^ key, lefts)) % lefts
+            left = (left + _draw_below(right ^ key, lefts)) % lefts
         else:
-            right = (right + _below(left ^ key, rights)) % rights
+            right = (right + _draw_below(left ^ key, rights)) % rights
     return right * lefts + left
 
 
-def _below(words: Words, bounds: Words) -> Words:
+def _draw_below(words: Words, bounds: Words) -> Words:
     """Hash `words` to numbers in [0, bounds), for bounds under 2**32 (Lemire's multiplication)."""
     words = words * _MULTIPLY_1
     words = (words ^ (words >> _HALF)) * _MULTIPLY_2
@@ -102,6 +102,6 @@ def _mix(words: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
-def _rows(values: Words, rows: NDArray[np.intp]) -> Words:
+def _list_rows(values: Words, rows: NDArray[np.intp]) -> Words:
     """Select rows of an array that has a row for each number, or a single row for all."""
     return values if values.size == 1 else values[rows]

@@ -120,7 +120,7 @@ class Tokenizer(ABC):
         """Return the text of these ids. Control tokens are skipped."""
 
     @abstractmethod
-    def token_bytes(self) -> NDArray[np.int32]:
+    def count_token_bytes(self) -> NDArray[np.int32]:
         """Return the number of UTF-8 bytes of text that each id represents, i32[vocab_size]; 0 for
         control tokens.
 
@@ -144,7 +144,7 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
-    def token_bytes(self) -> NDArray[np.int32]:
+    def count_token_bytes(self) -> NDArray[np.int32]:
         return np.array([1] * 256 + [0], np.int32)
 
 
@@ -168,7 +168,7 @@ class SentencePieceTokenizer(Tokenizer):
                 f"{path} has no eos piece to end documents with (eos_id={self.eod}); train it "
                 f"with eos_id of 0 or more"
             )
-        self.fingerprint = _fingerprint("sentencepiece", content)
+        self.fingerprint = _compute_fingerprint("sentencepiece", content)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         return self._model.encode(list(texts), thread_pool=self._pool, return_type="numpy")
@@ -176,7 +176,7 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(token) for token in ids])
 
-    def token_bytes(self) -> NDArray[np.int32]:
+    def count_token_bytes(self) -> NDArray[np.int32]:
         return np.array([self._bytes_of(token) for token in range(self.vocab_size)], np.int32)
 
     def _bytes_of(self, token: int) -> int:
@@ -216,7 +216,7 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         self.eod_name = self._find_eod(path, vocab)
         self.eod = vocab[self.eod_name]
-        self.fingerprint = _fingerprint("hf", content)
+        self.fingerprint = _compute_fingerprint("hf", content)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -225,9 +225,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(token) for token in ids], skip_special_tokens=True)
 
-    def token_bytes(self) -> NDArray[np.int32]:
+    def count_token_bytes(self) -> NDArray[np.int32]:
         added = self._model.get_added_tokens_decoder()
-        length = self._length_of_piece()
+        length = self._measure_piece()
         counts = np.zeros(self.vocab_size, np.int32)
         for token, name in self._names.items():
             if token not in added:
@@ -236,7 +236,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 counts[token] = len(name.encode())
         return counts
 
-    def _length_of_piece(self) -> Callable[[str], int]:
+    def _measure_piece(self) -> Callable[[str], int]:
         """Return a function that gives the number of bytes of a piece. Vocabularies write bytes
         either as one character each (ByteLevel), or as text with `▁` and `<0xAB>`."""
         text = json.dumps([self._description.get(k) for k in ("pre_tokenizer", "decoder")])
@@ -283,7 +283,7 @@ class TiktokenTokenizer(Tokenizer):
             special_tokens={"<|endoftext|>": self.eod},
         )
         self._known = taken
-        self.fingerprint = _fingerprint("tiktoken", content)
+        self.fingerprint = _compute_fingerprint("tiktoken", content)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         return [self._model.encode_to_numpy(text, disallowed_special=()) for text in texts]
@@ -291,7 +291,7 @@ class TiktokenTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(token) for token in ids if token in self._known])
 
-    def token_bytes(self) -> NDArray[np.int32]:
+    def count_token_bytes(self) -> NDArray[np.int32]:
         counts = np.zeros(self.vocab_size, np.int32)
         for token, rank in self._ranks.items():
             counts[rank] = len(token)
@@ -360,5 +360,5 @@ def read_file(path: str) -> bytes:
         ) from None
 
 
-def _fingerprint(kind: str, content: bytes) -> str:
+def _compute_fingerprint(kind: str, content: bytes) -> str:
     return f"{kind}:{hashlib.sha256(content).hexdigest()[:32]}"

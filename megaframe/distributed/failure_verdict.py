@@ -11,16 +11,24 @@ the judge; if it is lost before it has judged, the next round has another one.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from torch.distributed import Store
 
 from megaframe.distributed.rank_progress import RankStatus
+from megaframe.layout import Layout
+
+T = TypeVar("T")
 
 MAX_REQUESTS_PER_SECOND = 16384
 """Requests per second with which all ranks together look at the store at most. A store answers
 several times as many (docs/guides/faults.md)."""
+MAX_NAMED = 8
+"""Ranks that a message names at most."""
 _ALARM, _LOST, _ANSWERED, _VERDICT = "alarm", "lost", "answered", "verdict"
 _READY, _ALL_READY = "left", "all left"
 
@@ -100,6 +108,43 @@ def blame_for_loss(
     distinct = {id(ranks): ranks for ranks in lost.values()}.values()
     suspected = set[int]().union(*distinct) - lost.keys()
     return tuple(sorted(suspected - set(answered) or suspected))
+
+
+def name_rank(layout: Layout, rank_of_stage: Sequence[int], rank: int) -> str:
+    """Return a rank with its coordinate and its stages, as in
+    `rank 2 (pipeline 1, data 0: stages 1, 3)`.
+
+    Args:
+        layout: Where each rank lies.
+        rank_of_stage: Pipeline coordinate of each stage, by number; empty if not known.
+        rank: The rank.
+    """
+    coordinate = layout.get_coordinate(rank)
+    text = ", ".join(
+        f"{axis} {coordinate[axis]}"
+        for axis in reversed(tuple(coordinate))
+        if axis in ("pipeline", "data") or layout.sizes[axis] > 1
+    )
+    stages = [n for n, owner in enumerate(rank_of_stage) if owner == coordinate["pipeline"]]
+    if stages:
+        text += f": stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+    return f"rank {rank} ({text})"
+
+
+def describe_lost_ranks(names: Sequence[str], answering: bool) -> str:
+    """Return in words what is wrong with lost ranks.
+
+    Args:
+        names: The names of those at fault, empty if none is.
+        answering: Whether all of them answer.
+    """
+    if not names:
+        return "no rank is gone, but ranks lost contact: check the network between them"
+    text = "; ".join(names[:MAX_NAMED]) + " ..." * (len(names) > MAX_NAMED)
+    verb = "are" if len(names) > 1 else "is"
+    if answering:
+        return f"{text} {verb} alive, but stuck or too slow for parallel.timeout"
+    return f"{text} {verb} gone or stuck"
 
 
 def compute_polling_interval(seconds: float, requests: int) -> float:
@@ -201,3 +246,23 @@ class FailureStore:
     def _read(self, key: str) -> str:
         # `get` alone would block on a key that no rank has written yet.
         return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def call_with_timeout(seconds: float, ask: Callable[[], T]) -> T | None:
+    """Return the result of `ask`, or None if the store fails in it or it takes more than
+    `seconds`."""
+    box: SimpleQueue[T | None] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            box.put(ask())
+        except RuntimeError:
+            box.put(None)
+
+    # In a thread, because a store in a stopped process would block the caller forever. Nobody ends
+    # the thread; a daemon does not keep the process alive.
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return box.get(timeout=seconds)
+    except Empty:
+        return None

@@ -21,7 +21,7 @@ from megaframe.distributed.device import (
     tune_host_allocator,
     use_batch_scheduling,
 )
-from megaframe.distributed.flight_recorder import reset_flight_recorder, write_flight_record
+from megaframe.distributed.fault_records import reset_flight_recorder, write_flight_record
 from megaframe.distributed.nccl_communicators import NcclCommunicators, allocate
 from megaframe.distributed.nccl_settings import NcclSettings, can_abort
 from megaframe.distributed.process_groups import ProcessGroups

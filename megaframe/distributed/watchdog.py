@@ -17,30 +17,31 @@ their connections.
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from torch.distributed import Store
 
 from megaframe.distributed.failure_verdict import (
+    MAX_NAMED,
     FailureReports,
     FailureStore,
     FailureVerdict,
     blame_for_loss,
+    call_with_timeout,
     compute_polling_interval,
+    describe_lost_ranks,
+    name_rank,
 )
+from megaframe.distributed.fault_records import dump_stacks, record_end
 from megaframe.distributed.rank_progress import (
     RankProgress,
     RankStatus,
@@ -51,7 +52,6 @@ from megaframe.distributed.rendezvous import is_store_at_agent
 from megaframe.errors import EXIT_LOST_RANKS, CollectiveMismatch, LostRanks
 from megaframe.layout import Layout
 
-T = TypeVar("T")
 Judge = Callable[[FailureReports, int, bool], FailureVerdict | None]
 """Returns the verdict of a rank for what the ranks have reported, the number of the round and
 whether its time is over; None to wait."""
@@ -69,10 +69,6 @@ at once; and within which there is a verdict."""
 _EXIT_SECONDS = 5.0
 """Seconds that a rank waits at most for the others to be ready to leave, or rank 0 for the next of
 them."""
-_MAX_NAMED = 8
-"""Ranks that a message names at most."""
-ENDED_FILE = "ended.jsonl"
-"""File that says when a run was ended, and why."""
 
 
 class Watchdog:
@@ -143,10 +139,10 @@ class Watchdog:
             # process, so SIGTERM ends it.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._progress.leave_signal:  # by a launcher that has lost a rank and names it itself
-            _call_with_timeout(
+            call_with_timeout(
                 self._answer_seconds, lambda: self._failure_store.report_loss(lost.ranks)
             )
-            _call_with_timeout(_ANSWER_SECONDS, self.before_exit)
+            call_with_timeout(_ANSWER_SECONDS, self.before_exit)
             os._exit(EXIT_LOST_RANKS)
         verdict = self._decide(lost)
         if not verdict.restart:
@@ -254,8 +250,8 @@ class Watchdog:
         answers = {rank: f"at {status}" for rank, status in statuses.items()}
         text += "; ".join(
             f"{self._name_rank(rank)} {answers.get(rank, 'does not answer')}"
-            for rank in ranks[:_MAX_NAMED]
-        ) + " ..." * (len(ranks) > _MAX_NAMED)
+            for rank in ranks[:MAX_NAMED]
+        ) + " ..." * (len(ranks) > MAX_NAMED)
         others = sorted(statuses.keys() - set(ranks))
         if others:
             text += f" | {describe_statuses([statuses[rank] for rank in others])}"
@@ -270,8 +266,8 @@ class Watchdog:
 
     def _decide(self, lost: LostRanks) -> FailureVerdict:
         """Return the common verdict, or `_blame_store` if the store does not answer."""
-        if _call_with_timeout(_STORE_SECONDS, lambda: self._report_loss(lost)):
-            verdict = _call_with_timeout(_VERDICT_SECONDS, lambda: self._judge_and_wait(lost))
+        if call_with_timeout(_STORE_SECONDS, lambda: self._report_loss(lost)):
+            verdict = call_with_timeout(_VERDICT_SECONDS, lambda: self._judge_and_wait(lost))
             if verdict is not None:
                 return verdict
         return self._blame_store()
@@ -335,13 +331,14 @@ class Watchdog:
         if not over:
             if not self._can_all_restart(reports, statuses):
                 return None
-            return FailureVerdict((), f"{self._describe_loss((), False)}; {lost}", restart=True)
+            return FailureVerdict((), f"{describe_lost_ranks((), False)}; {lost}", restart=True)
         ranks = blame_for_loss(reports.decode_losses(), statuses.keys())
         silent = tuple(rank for rank in ranks if rank not in statuses)
         # All suspects answer, so they may still report a loss: wait for one more round.
         if number == 0 and not silent:
             return None
-        text = self._describe_loss(ranks, bool(ranks) and not silent)
+        names = [self._name_rank(rank) for rank in ranks[: MAX_NAMED + 1]]  # one more, for "..."
+        text = describe_lost_ranks(names, bool(ranks) and not silent)
         return FailureVerdict(ranks, f"{text}; {lost}", silent=silent)
 
     def _publish(self, own_verdict: FailureVerdict) -> FailureVerdict:
@@ -349,36 +346,11 @@ class Watchdog:
         rank whose verdict it is also writes it to the folder."""
         published = self._failure_store.publish_verdict(own_verdict)
         if published == own_verdict and self.folder is not None:
-            with suppress(OSError):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                with open(self.folder / ENDED_FILE, "a", encoding="utf-8") as file:
-                    file.write(json.dumps({"at": time.time(), "text": own_verdict.text}) + "\n")
+            record_end(self.folder, own_verdict.text)
         return published
 
-    def _describe_loss(self, ranks: tuple[int, ...], answering: bool) -> str:
-        if not ranks:
-            return "no rank is gone, but ranks lost contact: check the network between them"
-        names = "; ".join(map(self._name_rank, ranks[:_MAX_NAMED])) + " ..." * (
-            len(ranks) > _MAX_NAMED
-        )
-        verb = "are" if len(ranks) > 1 else "is"
-        if answering:
-            return f"{names} {verb} alive, but stuck or too slow for parallel.timeout"
-        return f"{names} {verb} gone or stuck"
-
     def _name_rank(self, rank: int) -> str:
-        """Name a rank with its coordinate and its stages, as in
-        `rank 2 (pipeline 1, data 0: stages 1, 3)`."""
-        where = self._layout.get_coordinate(rank)
-        text = ", ".join(
-            f"{axis} {where[axis]}"
-            for axis in reversed(tuple(where))
-            if axis in ("pipeline", "data") or self._layout.sizes[axis] > 1
-        )
-        stages = [n for n, owner in enumerate(self.rank_of_stage) if owner == where["pipeline"]]
-        if stages:
-            text += f": stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-        return f"rank {rank} ({text})"
+        return name_rank(self._layout, self.rank_of_stage, rank)
 
     def _exit(self, verdict: FailureVerdict, lost: LostRanks | None = None) -> NoReturn:
         """Print the verdict and end the process at once."""
@@ -393,22 +365,17 @@ class Watchdog:
         self._write_record()
         sys.stdout.flush()
         if self._reachable:
-            _call_with_timeout(_VERDICT_SECONDS, lambda: self._wait_for_others(verdict))
-        _call_with_timeout(_ANSWER_SECONDS, self.before_exit)
+            call_with_timeout(_VERDICT_SECONDS, lambda: self._wait_for_others(verdict))
+        call_with_timeout(_ANSWER_SECONDS, self.before_exit)
         # At once: destroying process groups, or ending threads that wait in them or in the store,
         # could take until their timeout when the other end is gone.
         os._exit(EXIT_LOST_RANKS)
 
     def _dump_stacks(self, verdict: FailureVerdict) -> None:
-        """Write the stacks of all threads of this process, to standard error and to the folder."""
-        faulthandler.dump_traceback()
-        if self.folder is not None:
-            with suppress(OSError):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                with open(self.folder / f"rank-{self._rank:05d}.txt", "w") as file:
-                    status = self._progress.read_status(self._rank)
-                    print(f"{verdict.text}\nrank {self._rank}: {status}", file=file, flush=True)
-                    faulthandler.dump_traceback(file)
+        def describe() -> str:
+            return f"{verdict.text}\nrank {self._rank}: {self._progress.read_status(self._rank)}"
+
+        dump_stacks(self.folder, self._rank, describe)
 
     def _write_record(self) -> None:
         """Write the flight record of this rank into the folder, if there is a recorder."""
@@ -431,23 +398,3 @@ class Watchdog:
             if self._rank == 0 and num_ready != (num_ready := self._failure_store.count_ready()):
                 last = time.monotonic()
             stays = time.monotonic() < last + _EXIT_SECONDS
-
-
-def _call_with_timeout(seconds: float, ask: Callable[[], T]) -> T | None:
-    """Return the result of `ask`, or None if the store fails in it or it takes more than
-    `seconds`."""
-    box: SimpleQueue[T | None] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            box.put(ask())
-        except RuntimeError:
-            box.put(None)
-
-    # In a thread, because a store in a stopped process would block the caller forever. Nobody ends
-    # the thread; a daemon does not keep the process alive.
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        return box.get(timeout=seconds)
-    except Empty:
-        return None

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megaframe.distributed.watchdog import ENDED_FILE
+from megaframe.distributed.fault_records import ENDED_FILE
 from megaframe.errors import UserError
 from megaframe.io.run_files import METRICS_FILE
 from megaframe.io.untrusted import open_file

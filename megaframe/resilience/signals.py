@@ -116,7 +116,7 @@ def enable_flight_recorder(config: RunConfig) -> None:
     """Make NCCL's flight recorder keep the last collectives of every rank.
 
     The watchdog writes them next to the stacks before it ends a rank
-    (`distributed/flight_recorder.py`), and so does torch, should a collective time out without the
+    (`distributed/fault_records.py`), and so does torch, should a collective time out without the
     watchdog. Variables that are already set in the environment take precedence. Must be called
     before any process group is created.
     """

@@ -23,7 +23,7 @@ from torch import Tensor
 from megaframe.architecture.output_head import max_logits_per_chunk
 from megaframe.config.schema import DataConfig, RunConfig
 from megaframe.data.blended_dataset import BlendedDataset
-from megaframe.data.gpt_dataset import Split, document_numbers, document_positions
+from megaframe.data.gpt_dataset import Split, locate_documents, number_documents
 from megaframe.data.indexed_dataset import IndexedDataset
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.preprocessing.documents import read_documents
@@ -154,7 +154,7 @@ def score(
         batch: Windows that are scored at once.
         data: How document boundaries are treated (`reset_positions`, `reset_attention`,
             `mask_eod`), for passages that have `beginnings`; None uses the defaults.
-        token_bytes: See `Tokenizer.token_bytes`.
+        token_bytes: See `Tokenizer.count_token_bytes`.
 
     Raises:
         UserError: The stride is outside of 1 to `context`, the context is longer than the learned
@@ -232,8 +232,8 @@ def _make_microbatch(
     options = data or DataConfig()
     if options.mask_eod:
         labels_WS[beginnings_WT[:, 1:]] = IGNORE
-    numbers = document_numbers(beginnings_WT[:, :-1]) if options.reset_attention else None
-    places = document_positions(beginnings_WT[:, :-1]) if options.reset_positions else None
+    numbers = number_documents(beginnings_WT[:, :-1]) if options.reset_attention else None
+    places = locate_documents(beginnings_WT[:, :-1]) if options.reset_positions else None
     tokens, labels, samples, restarted, apart = (
         None if array is None else torch.from_numpy(array).to(device)
         for array in (tokens_WS, labels_WS, np.arange(shape[0]), places, numbers)
@@ -268,7 +268,10 @@ def read_split(config: RunConfig, split: Split) -> Iterator[tuple[str, TokenSequ
     reader = BlendedDataset(config, split, seed=0)
     for name, source in zip(reader.names, reader.sources, strict=True):
         tokens = source.tokens.astype(np.int64)
-        yield name, TokenSequence(tokens, 1, _mark_positions(len(tokens), source.document_starts()))
+        yield (
+            name,
+            TokenSequence(tokens, 1, _mark_positions(len(tokens), source.find_document_starts())),
+        )
 
 
 def _read_token_file(prefix: str) -> TokenSequence:

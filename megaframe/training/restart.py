@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from megaframe.checkpoint.lock import RunLock
-from megaframe.checkpoint.manager import written_folders
+from megaframe.checkpoint.manager import list_written_folders
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import barrier
 from megaframe.distributed.device import set_deterministic
@@ -48,7 +48,7 @@ def train(
         keep_launch_order()  # NCCL reads this setting once, too
     if _can_restart(config):
         allow_abort()  # torch's NCCL groups read it when they are made
-    launcher, lock = LauncherProcess(), RunLock(written_folders(config))
+    launcher, lock = LauncherProcess(), RunLock(list_written_folders(config))
     try:
         _train(config, layout, notes, nccl, launcher, lock)
     finally:

@@ -157,7 +157,7 @@ class Trainer:
         """Return what the summary says about a run that a signal has ended."""
         name = signal.Signals(self.fault_handler.exit_signal).name
         rows = [("cut short", f"by {name} after step {self.step} of {self.config.train.steps}")]
-        if self.checkpointer.writer_due(self.step, leaving=True) is None:
+        if self.checkpointer.choose_writer(self.step, leaving=True) is None:
             return [*rows, ("continue with", "nothing: checkpoint.every=0 saves no step")]
         return [*rows, ("continue with", resume_command())]
 
@@ -196,7 +196,7 @@ class Trainer:
         if self._is_due(config.faults.compare_every) and faults.compare_replicas(self.step):
             return
         self.checkpointer.report_failures(self.metrics.note)
-        writer = self.checkpointer.writer_due(self.step, leaving=bool(faults.exit_signal))
+        writer = self.checkpointer.choose_writer(self.step, leaving=bool(faults.exit_signal))
         if writer is not None:
             # The line of a step is written before its checkpoint is saved. Otherwise a run resumed
             # from the checkpoint could miss the line.

@@ -101,7 +101,7 @@ def _count_token_bytes(config: RunConfig, device: torch.device) -> Tensor | None
     or without evaluations."""
     if config.data.tokenizer is None or not config.train.eval_every:
         return None
-    counts = torch.from_numpy(load_tokenizer(config.data.tokenizer).token_bytes())
+    counts = torch.from_numpy(load_tokenizer(config.data.tokenizer).count_token_bytes())
     table = torch.zeros(config.model.vocab or len(counts), dtype=torch.int64)
     table[: len(counts)] = counts
     return table.to(device)

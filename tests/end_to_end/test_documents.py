@@ -155,13 +155,15 @@ def test_the_table_of_options_is_what_the_schema_says():
     spec = importlib.util.spec_from_file_location("options_tool", ROOT / "tools/options.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    assert (ROOT / "docs/reference/options.md").read_text() == tool.table(), (
+    assert (ROOT / "docs/reference/options.md").read_text() == tool.format_page(), (
         "run: python tools/options.py > docs/reference/options.md"
     )
     assert all(
-        f"`{name}`" in tool.table() for name, key in get_config_keys().items() if not key.section
+        f"`{name}`" in tool.format_page()
+        for name, key in get_config_keys().items()
+        if not key.section
     )
-    rows = re.findall(r"^\| `([a-z_.0-9]+)`", tool.table(), re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z_.0-9]+)`", tool.format_page(), re.MULTILINE)
     assert tuple(rows[: len(COMMON)]) == COMMON, "the page begins with what --help shows"
 
 

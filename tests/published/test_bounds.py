@@ -10,16 +10,17 @@ from published import PAGE, compute_choice_losses
 from published_bounds import (
     APART,
     WIDTH,
-    bound_error,
-    bound_loss,
-    bound_seconds,
+    compute_error_bound,
+    compute_half_microbatch_cost,
     compute_layer_costs,
+    compute_loss_bound,
+    compute_seconds_bound,
     describe_bounds,
     find_contradictions,
-    half_microbatch_cost,
 )
+from published_configs import make_gpt_config
 from published_page import predict_unread_run
-from published_tables import TABLES, gpt
+from published_tables import TABLES
 
 from megaframe.planner.constants import CONSTANTS
 
@@ -38,7 +39,7 @@ def make_rows(cost, layers=8, samples=64, ranks=64):
         for microbatch in (1, 2, 4):
             for pipeline in (2, 4):
                 data = ranks // tensor // pipeline
-                config = gpt(
+                config = make_gpt_config(
                     layers,
                     512,
                     8,
@@ -63,11 +64,11 @@ def test_a_consistent_table_is_within_its_bounds():
     """A cost that grows with tensor ranks and falls with the microbatch has no contradictions, and
     no row takes longer than its bound."""
     known = compute_layer_costs(list(make_rows(lambda t, b: 1 + 0.02 * (t - 1) + 0.01 / b)), 512)
-    assert not list(find_contradictions(known, 1.0)) and bound_error(known, 1.0) == 0
+    assert not list(find_contradictions(known, 1.0)) and compute_error_bound(known, 1.0) == 0
     for cost in known:
         assert cost.seconds == pytest.approx(1 + 0.02 * (cost.tensor - 1) + 0.01 / cost.microbatch)
-        assert cost.row.seconds <= bound_seconds(known, cost, 1.0) * (1 + 1e-9)
-    assert half_microbatch_cost(known, 2) == pytest.approx(1.01 / 1.005)
+        assert cost.row.seconds <= compute_seconds_bound(known, cost, 1.0) * (1 + 1e-9)
+    assert compute_half_microbatch_cost(known, 2) == pytest.approx(1.01 / 1.005)
 
 
 def test_a_row_that_is_too_dear_is_found():
@@ -80,20 +81,21 @@ def test_a_row_that_is_too_dear_is_found():
     names = [cost.row.label for pair in pairs for cost in pair]
     assert len(set(names)) == len(names) == 4
     # However it is shared between its two rows, the error of a pair is at least their distance.
-    assert bound_error(known, 1.1) == pytest.approx(2 * math.log(1.02 * 1.5 / 1.02 / 1.1))
+    assert compute_error_bound(known, 1.1) == pytest.approx(2 * math.log(1.02 * 1.5 / 1.02 / 1.1))
 
 
 def test_the_right_choice_is_beyond_a_price_for_tensor_ranks():
     """The page's claim: a prediction that is right about tensor 1 and 8, and charges tensor ranks
     for what they add, chooses a row that loses as much as the planner's choice."""
     known = compute_layer_costs(predict_rows(), WIDTH)
-    dearer = half_microbatch_cost(compute_layer_costs(predict_rows(), 3072), 4)
+    dearer = compute_half_microbatch_cost(compute_layer_costs(predict_rows(), 3072), 4)
     assert len(list(find_contradictions(known, APART))) == 5
-    loss = bound_loss(known, dearer)
+    loss = compute_loss_bound(known, dearer)
     assert loss == pytest.approx(
         max(compute_choice_losses(published.predict_table("vtrain_multi")))
     )
-    assert bound_loss(known, dearer * 1.02) == loss > bound_loss(known, dearer * 1.05) == 0
+    assert compute_loss_bound(known, dearer * 1.02) == loss
+    assert loss > compute_loss_bound(known, dearer * 1.05) == 0
 
 
 def test_the_fastest_row_that_is_not_read_is_predicted_to_be_the_fastest():

@@ -33,13 +33,15 @@ class HostPair:
         self._processes: list[Process] = []
         try:
             for name in self._names:
-                _ip("netns", "add", name)
-                _ip("-n", name, "link", "set", "lo", "up")
+                _run_ip("netns", "add", name)
+                _run_ip("-n", name, "link", "set", "lo", "up")
             for link, network in LINKS.items():
                 near, far = self._names
-                _ip("link", "add", link, "netns", near, "type", "veth", "peer", link, "netns", far)
+                _run_ip(
+                    "link", "add", link, "netns", near, "type", "veth", "peer", link, "netns", far
+                )
                 for number, name in enumerate(self._names, 1):
-                    _ip("-n", name, "addr", "add", f"{network}.{number}/24", "dev", link)
+                    _run_ip("-n", name, "addr", "add", f"{network}.{number}/24", "dev", link)
                 self.set_link(link, "up")
         except subprocess.CalledProcessError as error:
             self.close()
@@ -48,7 +50,7 @@ class HostPair:
     def set_link(self, link: str, state: str) -> None:
         """Set both ends of a link `up` or `down`."""
         for name in self._names:
-            _ip("-n", name, "link", "set", link, state)
+            _run_ip("-n", name, "link", "set", link, state)
 
     def start(self, run: ChaosRun, **changes: object) -> list[Process]:
         """Start all ranks of a run, and return their processes. changes: as in
@@ -62,7 +64,7 @@ class HostPair:
             memory = run.folder / f"memory-{host}"  # both hosts would share /dev/shm
             memory.mkdir(exist_ok=True)
             command = ["ip", "netns", "exec", self._names[host], sys.executable]
-            command += [str(ROOT / "pretrain_gpt.py"), *run.overrides(**changes)]
+            command += [str(ROOT / "pretrain_gpt.py"), *run.make_overrides(**changes)]
             command += [f"checkpoint.memory_dir={memory}"]
             own = {"RANK": rank, "LOCAL_RANK": local, "GLOO_SOCKET_IFNAME": "data"}
             self._processes.append(run.start(command, variables | own))
@@ -85,7 +87,7 @@ class HostPair:
             process.wait()
         for name in self._names:
             with suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", name)
+                _run_ip("netns", "del", name)
 
 
 @contextmanager
@@ -114,5 +116,5 @@ def mount_small_disk(path: Path, size: str) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def _ip(*words: str) -> None:
+def _run_ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)

@@ -64,7 +64,7 @@ class ChaosRun:
     run: Path
     ranks: int
 
-    def overrides(self, **changes: object) -> list[str]:
+    def make_overrides(self, **changes: object) -> list[str]:
         """Return the overrides of the run. changes: further keys, with `__` for the dot."""
         keys = {**OVERRIDES, "run.dir": self.run}
         keys["data.sources"] = f"[{{path: {self.folder / 'tokens'}}}]"
@@ -76,7 +76,7 @@ class ChaosRun:
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += ["--nproc-per-node", str(ranks or self.ranks), "--max-restarts", str(restarts)]
         command += ["--master-port", str(find_free_port()), str(ROOT / "pretrain_gpt.py")]
-        return self.start([*command, *self.overrides(**changes)], {})
+        return self.start([*command, *self.make_overrides(**changes)], {})
 
     def start(self, command: Sequence[str], variables: Mapping[str, object]) -> Process:
         """Start a process of the run, with its output in the run's folder."""
@@ -102,27 +102,27 @@ class ChaosRun:
     @property
     def steps(self) -> list[int]:
         """The steps of all metrics lines that the run has written."""
-        return [line["step"] for line in self.lines()]
+        return [line["step"] for line in self.read_metrics()]
 
     @property
     def losses(self) -> list[float]:
         """The losses in the order of the steps; empty if steps are missing or repeated."""
-        lines = list(self.lines())
+        lines = list(self.read_metrics())
         complete = [line["step"] for line in lines] == list(range(1, STEPS + 1))
         return [line["loss"] or math.nan for line in lines] if complete else []
 
-    def lines(self) -> Iterator[dict[str, Any]]:
+    def read_metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the complete lines of the metrics."""
         return _complete_lines(self.run / METRICS_FILE)
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def read_events(self) -> Iterator[dict[str, Any]]:
         """Yield the events of the run's ledger of faults."""
         return _complete_lines(self.run / "faults/ledger.jsonl")
 
     @property
     def starts(self) -> list[int]:
         """The steps from which the run has started or resumed."""
-        return [event["step"] for event in self.events() if event["event"] == "start"]
+        return [event["step"] for event in self.read_events() if event["event"] == "start"]
 
     @property
     def lost_seconds(self) -> dict[str, float]:
@@ -130,12 +130,12 @@ class ChaosRun:
         steps after a resume took."""
         lost = dict.fromkeys(("detection", "restart", "load", "repeat", "save"), 0.0)
         first = True
-        for event in self.events():
+        for event in self.read_events():
             first = first and event["event"] != "start"
             if event["event"] == "lost" and not first:
                 lost[event["cause"]] += event["seconds"]
-        usual = median(line["seconds"] for line in self.lines())
-        resumed = [line["seconds"] for line in self.lines() if line.get("resumed_after")]
+        usual = median(line["seconds"] for line in self.read_metrics())
+        resumed = [line["seconds"] for line in self.read_metrics() if line.get("resumed_after")]
         return {**lost, "again": sum(seconds - usual for seconds in resumed)}
 
     @property
@@ -155,7 +155,7 @@ class ChaosRun:
         path = self.run / name
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def first_error(self) -> str:
+    def find_first_error(self) -> str:
         """Return the first line in which the run, or else its launcher, reports the fault; empty if
         none does."""
         console = self.read_text("console.txt").splitlines()

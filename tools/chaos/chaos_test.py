@@ -69,7 +69,7 @@ def signal_rank(run: ChaosRun, draw: random.Random, number: signal.Signals) -> F
     seconds = run.wait_for_resume(process) - struck_at
     wait_or_kill(process)
     return FaultResult(
-        f"{number.name} to rank {rank} after step {step}", run.first_error(), seconds
+        f"{number.name} to rank {rank} after step {step}", run.find_first_error(), seconds
     )
 
 
@@ -95,7 +95,7 @@ def kill_in_save(run: ChaosRun, draw: random.Random) -> FaultResult:
     struck_at = time.monotonic()
     seconds = run.wait_for_resume(process) - struck_at
     wait_or_kill(process)
-    return FaultResult(f"kill of rank {rank} in a save", run.first_error(), seconds)
+    return FaultResult(f"kill of rank {rank} in a save", run.find_first_error(), seconds)
 
 
 def kill_in_load(run: ChaosRun, draw: random.Random) -> FaultResult:
@@ -112,7 +112,7 @@ def kill_in_load(run: ChaosRun, draw: random.Random) -> FaultResult:
     seconds = run.wait_for_resume(process) - struck_at
     wait_or_kill(process)
     return FaultResult(
-        f"kill of a rank, and of rank {rank} in the start after", run.first_error(), seconds
+        f"kill of a rank, and of rank {rank} in the start after", run.find_first_error(), seconds
     )
 
 
@@ -151,7 +151,7 @@ def continue_with_fewer(run: ChaosRun, draw: random.Random) -> FaultResult:
     process.wait(LIMIT)
     wait_or_kill(run.launch())
     what = f"kill of rank {rank}, then {run.ranks - 1} ranks, then {run.ranks}"
-    return FaultResult(what, run.first_error(), seconds)
+    return FaultResult(what, run.find_first_error(), seconds)
 
 
 def slow_down(run: ChaosRun, draw: random.Random) -> FaultResult:
@@ -262,7 +262,7 @@ def cut_network(run: ChaosRun, draw: random.Random) -> FaultResult:
         hosts.start(run, **changes)
         hosts.wait()
     what = f"no network after step {step}, all left within {seconds:.1f} s with {set(statuses)}"
-    return FaultResult(what, run.first_error())
+    return FaultResult(what, run.find_first_error())
 
 
 FAULTS: dict[str, Callable[[ChaosRun, random.Random], FaultResult]] = {
@@ -311,7 +311,7 @@ def main() -> None:
             verdict = "" if good and result.said else "FAILED "
             print(f"{fault:<9} {verdict}{result.what}; {text}", flush=True)
             print(f"{'':<9} said: {result.said[:200] or 'nothing'}", flush=True)
-    costs = median_costs(lost, importing)
+    costs = compute_median_costs(lost, importing)
     costs["whole"] = {"stall": round(undisturbed.mean_stall, 4)}
     print(json.dumps(costs))
     if arguments.write is not None:
@@ -331,7 +331,7 @@ def compare_losses(run: ChaosRun, expected: Sequence[float], limit: float) -> tu
     return largest <= limit, f"losses differ by {largest:.1e}"
 
 
-def median_costs(
+def compute_median_costs(
     lost: dict[str, list[dict[str, float]]], importing: float
 ) -> dict[str, dict[str, float]]:
     """Return the median seconds that each kind of fault cost, by cause, and the seconds of
@@ -356,7 +356,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--rounds", type=make_integer_parser(1), default=1, help="times that each fault is tried"
     )
     parser.add_argument(
-        "--faults", type=_fault_names, default=list(FAULTS), help="names, by commas"
+        "--faults", type=_parse_fault_names, default=list(FAULTS), help="names, by commas"
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/chaos"), help="is emptied first")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
@@ -364,7 +364,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _fault_names(text: str) -> list[str]:
+def _parse_fault_names(text: str) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in FAULTS]
     if unknown:

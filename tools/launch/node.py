@@ -44,39 +44,39 @@ _PORT = 29400
 
 def main() -> None:
     """Check config, data and node, and start the ranks; exit with the status of the run."""
-    given = parse_arguments()
-    words = [*(["--config", given.config] if given.config else []), *given.overrides]
-    os.environ.update(settings(os.environ))
+    arguments = parse_arguments()
+    words = [*(["--config", arguments.config] if arguments.config else []), *arguments.overrides]
+    os.environ.update(make_launcher_defaults(os.environ))
     with report_errors():
-        config = load(given.config, given.overrides)
+        config = load(arguments.config, arguments.overrides)
         if config.checkpoint.resume is None and os.environ["PET_MAX_RESTARTS"] != "0":
             raise UserError(
                 f"ranks that are started again (PET_MAX_RESTARTS={os.environ['PET_MAX_RESTARTS']}) "
                 "would start from scratch; set checkpoint.resume=latest"
             )
-        world = largest_world(os.environ["PET_NNODES"], os.environ["PET_NPROC_PER_NODE"])
+        world = compute_largest_world(os.environ["PET_NNODES"], os.environ["PET_NPROC_PER_NODE"])
         check_data(config)
-    if given.look:
-        sys.exit(0 if fit(Path(config.run.dir)) else EXIT_SICK)
-    if status := dry_run(words, world):
+    if arguments.look:
+        sys.exit(0 if check_node(Path(config.run.dir)) else EXIT_SICK)
+    if status := run_dry_run(words, world):
         sys.exit(status)
-    if given.doctor and not fit(Path(config.run.dir)):
+    if arguments.doctor and not check_node(Path(config.run.dir)):
         sys.exit(EXIT_SICK)
     sys.exit(launch([ENTRY, *words]))
 
 
-def settings(environment: Mapping[str, str]) -> dict[str, str]:
+def make_launcher_defaults(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the PET_ variables to set where `environment` does not."""
-    found = {name: value for name, value in USUAL.items() if not environment.get(name)}
+    defaults = {name: value for name, value in USUAL.items() if not environment.get(name)}
     if not environment.get("PET_RDZV_ENDPOINT"):
         # Some launchers give the first node's address in the variables of the static rendezvous.
         first = environment.get("PET_MASTER_ADDR") or environment.get("MASTER_ADDR") or "localhost"
         port = environment.get("PET_MASTER_PORT") or environment.get("MASTER_PORT") or _PORT
-        found["PET_RDZV_ENDPOINT"] = f"{first}:{port}"
-    return found
+        defaults["PET_RDZV_ENDPOINT"] = f"{first}:{port}"
+    return defaults
 
 
-def largest_world(nodes: str, ranks: str) -> int:
+def compute_largest_world(nodes: str, ranks: str) -> int:
     """Return the largest possible number of ranks. nodes: N or MIN:MAX. ranks: per node, a number,
     auto, gpu or cpu. Raises `UserError` for anything else."""
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
@@ -93,7 +93,7 @@ def largest_world(nodes: str, ranks: str) -> int:
         ) from None
 
 
-def dry_run(words: Sequence[str], world: int) -> int:
+def run_dry_run(words: Sequence[str], world: int) -> int:
     """Return the status of a dry run on `world` ranks: 2 for a mistake in the config, which it
     prints."""
     environment = {**os.environ, "WORLD_SIZE": str(world), "RANK": "0"}
@@ -109,7 +109,7 @@ def check_data(config: RunConfig) -> None:
     Loader(resolve_vocab(config), 0, 1)
 
 
-def fit(folder: Path) -> bool:
+def check_node(folder: Path) -> bool:
     """Return whether this node is fit to run, by tools/doctor.py; if it is not, print what that
     found. folder: where runs are written."""
     command = [sys.executable, str(ROOT / "tools/doctor.py"), "--folder", str(folder)]
@@ -149,7 +149,7 @@ def launch(command: Sequence[str]) -> int:
         run(parse_args(list(command)))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return said(rank, failure.exitcode)
+        return report_failure(rank, failure.exitcode)
     except SignalException as error:
         return 128 + int(error.sigval)
     except (RendezvousClosedError, RendezvousConnectionError):
@@ -164,11 +164,11 @@ def launch(command: Sequence[str]) -> int:
     return 0
 
 
-def said(rank: int, status: int) -> int:
+def report_failure(rank: int, status: int) -> int:
     """Print and return a rank's status as a shell reports it: 128 plus the number for a signal."""
-    told = status if status >= 0 else 128 - status
-    print(f"rank {rank} failed first, with status {told}", file=sys.stderr, flush=True)
-    return told
+    exit_status = status if status >= 0 else 128 - status
+    print(f"rank {rank} failed first, with status {exit_status}", file=sys.stderr, flush=True)
+    return exit_status
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -41,18 +41,18 @@ def main() -> None:
                 f"a run that is started again (--failures {arguments.failures}) would start from "
                 "scratch; set checkpoint.resume=latest"
             )
-        ranks = ranks_of(arguments.ranks)
+        ranks = parse_ranks(arguments.ranks)
         if ranks[0] < ranks[1] and not config.faults.elastic:
             raise UserError(f"--ranks {arguments.ranks} needs faults.elastic=true")
         connect(arguments.address)
-        what = "GPU" if arguments.gpus else "CPU"
+        resource = "GPU" if arguments.gpus else "CPU"
         if not arguments.wait:
-            check_room(ranks, {what: 1.0})
-        status = train(config, words, ranks, what, arguments.failures)
+            check_resources(ranks, {resource: 1.0})
+        status = train(config, words, ranks, resource, arguments.failures)
     sys.exit(status)
 
 
-def ranks_of(text: str) -> tuple[int, int]:
+def parse_ranks(text: str) -> tuple[int, int]:
     """Parse N or MIN:MAX into the fewest and the most ranks. Raises `UserError` for anything
     else."""
     try:
@@ -79,24 +79,24 @@ def connect(address: str) -> None:
         ) from None
 
 
-def check_room(ranks: tuple[int, int], of_a_rank: dict[str, float]) -> None:
+def check_resources(ranks: tuple[int, int], of_a_rank: dict[str, float]) -> None:
     """Raise `UserError` if the cluster is too small, because Ray would wait for ever.
 
     ranks: fewest and most ranks; the fewest must have room. of_a_rank: resources of one rank.
     """
     import ray
 
-    there = ray.cluster_resources()
-    for what, count in of_a_rank.items():
-        if there.get(what, 0.0) < ranks[0] * count:
+    available = ray.cluster_resources()
+    for resource, count in of_a_rank.items():
+        if available.get(resource, 0.0) < ranks[0] * count:
             raise UserError(
-                f"{ranks[0]} ranks need {ranks[0] * count:g} {what} and the cluster has "
-                f"{there.get(what, 0.0):g}; ask for fewer, add nodes, or give --wait"
+                f"{ranks[0]} ranks need {ranks[0] * count:g} {resource} and the cluster has "
+                f"{available.get(resource, 0.0):g}; ask for fewer, add nodes, or give --wait"
             )
 
 
 def train(
-    config: RunConfig, words: Sequence[str], ranks: tuple[int, int], what: str, failures: int
+    config: RunConfig, words: Sequence[str], ranks: tuple[int, int], resource: str, failures: int
 ) -> int:
     """Run the ranks to the end and return the status of the run.
 
@@ -117,7 +117,7 @@ def train(
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ray.train.ScalingConfig(
             num_workers=most if least == most else (least, most),
-            use_gpu=what == "GPU",
+            use_gpu=resource == "GPU",
             placement_strategy="PACK",
         ),
         run_config=ray.train.RunConfig(
@@ -129,15 +129,15 @@ def train(
     try:
         trainer.fit()
     except ray.train.TrainingFailedError as error:
-        said = [line for line in str(error).splitlines() if "ended with status" in line]
+        reasons = [line for line in str(error).splitlines() if "ended with status" in line]
         raise UserError(
             f"the run failed {failures + 1} times (--failures {failures}): "
-            f"{said[0].strip() if said else str(error).splitlines()[0]}"
+            f"{reasons[0].strip() if reasons else str(error).splitlines()[0]}"
         ) from None
     return int(ended.read_text())
 
 
-def train_rank(given: dict[str, Any]) -> None:
+def train_rank(settings: dict[str, Any]) -> None:
     """Run one worker's rank to the end. If it fails, raise `RuntimeError`, upon which Ray restarts
     all workers. A status with which a restart is of no use (success, a user's mistake, asked to
     leave) is written to the file `ended` instead."""
@@ -146,29 +146,31 @@ def train_rank(given: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     rank = ray.train.get_context().get_world_rank()
-    port = torch.tensor(free_port() if rank == 0 else 0)
+    port = torch.tensor(find_free_port() if rank == 0 else 0)
     dist.broadcast(port, 0)
     dist.destroy_process_group()
     environment = {**os.environ, "MASTER_PORT": str(int(port))}
-    command = [*dying_with_this(), sys.executable, ENTRY, *given["words"]]
-    status = subprocess.run(command, env=environment, cwd=given["folder"], check=False).returncode
+    command = [*make_kill_prefix(), sys.executable, ENTRY, *settings["words"]]
+    status = subprocess.run(
+        command, env=environment, cwd=settings["folder"], check=False
+    ).returncode
     if status not in (0, EXIT_USER_ERROR, *ASKED_TO_LEAVE):
         raise RuntimeError(f"rank {rank} ended with status {status}")
     if rank == 0:
-        Path(given["ended"]).write_text(str(status))
+        Path(settings["ended"]).write_text(str(status))
 
 
-def dying_with_this() -> list[str]:
+def make_kill_prefix() -> list[str]:
     """Return the prefix of a command line with which a process is killed when this one ends; empty
     if the system has no `setpriv`."""
     return ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a free port."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -20,7 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ray_train import check_room, connect
+from ray_train import check_resources, connect
 
 from megaframe.dashboard.sweep import Range, Sweep, TrialRun, summarize
 from megaframe.errors import report_errors
@@ -33,10 +33,10 @@ def main() -> None:
     arguments = parse_arguments()
     with report_errors():
         sweep = Sweep.parse(arguments.run, arguments.sweep, arguments.metric)
-        sweep.check(extreme_trials(sweep))
+        sweep.check(list_extreme_trials(sweep))
         connect(arguments.address)
-        what = "GPU" if arguments.gpus else "CPU"
-        check_room((1, 1), {what: float(arguments.ranks)})
+        resource = "GPU" if arguments.gpus else "CPU"
+        check_resources((1, 1), {resource: float(arguments.ranks)})
         results = run_trials(sweep, arguments)
         text, failures = summarize(results, sweep.space, sweep.metric)
         print(text)
@@ -44,11 +44,11 @@ def main() -> None:
     sys.exit(int(failures == len(results)))
 
 
-def extreme_trials(sweep: Sweep) -> Iterator[dict[str, str]]:
+def list_extreme_trials(sweep: Sweep) -> Iterator[dict[str, str]]:
     """Yield every combination of values, where a range has its two ends."""
     values = [
-        list(map(str, kept if isinstance(kept, list) else (kept.low, kept.high)))
-        for kept in sweep.space.values()
+        list(map(str, choices if isinstance(choices, list) else (choices.low, choices.high)))
+        for choices in sweep.space.values()
     ]
     for combination in product(*values):
         yield dict(zip(sweep.space, combination, strict=True))

@@ -92,12 +92,12 @@ def emulate_hosts(links: Sequence[Link]) -> Iterator[list[Host]]:
     check_links(links)
     remove_stale_namespaces()
     with ExitStack() as stack:
-        switch = stack.enter_context(_namespace("switch"))
+        switch = stack.enter_context(_make_namespace("switch"))
         _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", switch, "link", "set", "bridge", "up")
         hosts: list[Host] = []
         for number, link in enumerate(links):
-            name = stack.enter_context(_namespace(f"host{number}"))
+            name = stack.enter_context(_make_namespace(f"host{number}"))
             # All addresses have the same length, because torchrun orders nodes by address as text.
             address = f"10.0.0.{100 + number}"
             hosts.append(Host(name, address, link, switch, f"port{number}"))
@@ -121,9 +121,11 @@ def check_links(links: Sequence[Link]) -> None:
         )
     if os.geteuid() != 0:
         raise UserError("the network lab makes network namespaces, which needs root")
-    if error := _kernel_error("tbf", "rate", "1mbit", "burst", BURST, "limit", QUEUE):
+    if error := _find_kernel_error("tbf", "rate", "1mbit", "burst", BURST, "limit", QUEUE):
         raise UserError(f"this machine cannot shape links (tc tbf): {error}")
-    if any(link.latency for link in links) and (error := _kernel_error("netem", "delay", "1ms")):
+    if any(link.latency for link in links) and (
+        error := _find_kernel_error("netem", "delay", "1ms")
+    ):
         raise UserError(
             f"a latency needs netem, which this kernel lacks (CONFIG_NET_SCH_NETEM): {error}; "
             "leave out the latency; the rate works without it"
@@ -149,7 +151,7 @@ def remove_stale_namespaces() -> list[str]:
     return removed
 
 
-def _kernel_error(*discipline: str) -> str | None:
+def _find_kernel_error(*discipline: str) -> str | None:
     """Return the kernel's error message for a queueing discipline, or None if it accepts it. It is
     tried in an unnamed namespace, which ends with the command."""
     command = ("unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *discipline)
@@ -178,7 +180,7 @@ def _connect_to_switch(host: Host) -> None:
 
 
 @contextmanager
-def _namespace(name: str) -> Iterator[str]:
+def _make_namespace(name: str) -> Iterator[str]:
     """Make a network namespace that belongs to this process, and yield its name. On exit it is
     removed, and all processes in it are killed."""
     name = f"netlab-{os.getpid()}-{read_start_time(os.getpid())}-{name}"
@@ -186,7 +188,7 @@ def _namespace(name: str) -> Iterator[str]:
         _run("ip", "netns", "add", name)
         yield name
     finally:
-        with _signals_blocked():
+        with _block_signals():
             _remove(name)
 
 
@@ -201,7 +203,7 @@ def _remove(name: str) -> None:
 
 
 @contextmanager
-def _signals_blocked() -> Iterator[None]:
+def _block_signals() -> Iterator[None]:
     """Defer SIGINT and SIGTERM for this process and its children: ctrl-C reaches both, and some
     launchers send SIGTERM twice."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))

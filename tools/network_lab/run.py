@@ -74,7 +74,7 @@ def run_on_hosts(
     started = time.monotonic()
     processes = []
     for number, host in enumerate(hosts):
-        environment = {**os.environ, **launcher_variables(number, hosts, ranks)}
+        environment = {**os.environ, **make_launcher_variables(number, hosts, ranks)}
         with open(folder / f"host-{number}.txt", "wb") as file:
             line = (*host.command, *command)
             # In a session of its own, so that ctrl-C only reaches this process, which kills it.
@@ -137,7 +137,7 @@ def _wait(
             time.sleep(_PAUSE)
 
 
-def launcher_variables(number: int, hosts: Sequence[Host], ranks: int) -> Mapping[str, str]:
+def make_launcher_variables(number: int, hosts: Sequence[Host], ranks: int) -> Mapping[str, str]:
     """Return the environment variables for programs on a host. `torchrun` reads those that start
     with PET_ as its options; other launchers read the rest to find their place and the first host.
 

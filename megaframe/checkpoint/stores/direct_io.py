@@ -136,7 +136,7 @@ class DirectWriteHandle:
             0,
         )
         self._size, self._width = size, min(_CHUNK_BYTES, -(-size // ALIGNMENT) * ALIGNMENT)
-        self._chunk, self._num_filled = self._next_chunk(), 0
+        self._chunk, self._num_filled = self._get_next_chunk(), 0
         """The chunk to be written next, and how much of it has been filled."""
         self._direct = False
 
@@ -196,9 +196,9 @@ class DirectWriteHandle:
         if len(self._writes) > _WRITES_IN_FLIGHT:
             oldest, free_chunk = self._writes.popleft()
             oldest.result()
-        self._chunk = self._next_chunk(free_chunk)
+        self._chunk = self._get_next_chunk(free_chunk)
 
-    def _next_chunk(self, free_chunk: np.ndarray | None = None) -> np.ndarray:
+    def _get_next_chunk(self, free_chunk: np.ndarray | None = None) -> np.ndarray:
         """Return the next chunk: the part of `aligned_data` that follows, or memory to copy data
         into.
 

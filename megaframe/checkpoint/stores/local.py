@@ -27,7 +27,7 @@ from megaframe.checkpoint.stores.store import (
     ReadHandle,
     Store,
     WriteHandle,
-    checkpoint_name,
+    format_checkpoint_name,
     is_temporary,
 )
 
@@ -38,7 +38,7 @@ class LocalStore(Store[Path]):
     max_file_bytes = None
     keeps_replaced = True
 
-    def num_parallel_files(self, root: Path) -> int:
+    def count_parallel_files(self, root: Path) -> int:
         return 1
 
     def file_name(self, rank: int, part: int, attempt: str) -> str:
@@ -90,7 +90,7 @@ class LocalStore(Store[Path]):
 
     def draft_path(self, root: Path, step: int, attempt: str) -> Path:
         # The name contains the attempt, so a process of a dead run cannot write into this save.
-        return root / f"{checkpoint_name(step)}.{attempt}.tmp"
+        return root / f"{format_checkpoint_name(step)}.{attempt}.tmp"
 
     def create_draft(self, draft: Path) -> None:
         draft.mkdir(parents=True)
@@ -110,15 +110,15 @@ class LocalStore(Store[Path]):
             opened.write(manifest)
             opened.flush()
             os.fsync(opened.fileno())
-        fsync_folder(draft)
-        final = draft.parent / checkpoint_name(step)
+        sync_folder(draft)
+        final = draft.parent / format_checkpoint_name(step)
         replaced = draft.parent / f"{final.name}.replaced"
         if final.exists():
             if replaced.exists():
                 self.remove_checkpoint(replaced, attempt)
             os.rename(final, replaced)
         os.rename(draft, final)
-        fsync_folder(draft.parent)
+        sync_folder(draft.parent)
         return final
 
     def replace_file(self, file: Path, content: bytes, attempt: str) -> None:
@@ -128,7 +128,7 @@ class LocalStore(Store[Path]):
             opened.flush()
             os.fsync(opened.fileno())
         os.replace(temporary, file)
-        fsync_folder(file.parent)
+        sync_folder(file.parent)
 
     def compare_and_swap(self, file: Path, old: bytes | None, new: bytes | None) -> bool:
         if old is None:
@@ -192,7 +192,7 @@ def _list_folder(folder: Path) -> Iterator[Path]:
         yield from folder.iterdir()
 
 
-def fsync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Flush a folder to disk, so that its entries are as durable as the files themselves."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -21,7 +21,7 @@ from typing import Any
 from fsspec.spec import AbstractFileSystem
 
 from megaframe.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, decode_manifest
-from megaframe.checkpoint.stores.retry import filesystem_of, retry_request
+from megaframe.checkpoint.stores.retry import open_filesystem, retry_request
 from megaframe.checkpoint.stores.store import (
     CHECKPOINT_NAME,
     LOCK_BYTES,
@@ -30,7 +30,7 @@ from megaframe.checkpoint.stores.store import (
     RemotePath,
     Store,
     WriteHandle,
-    checkpoint_name,
+    format_checkpoint_name,
 )
 from megaframe.errors import UserError
 
@@ -55,7 +55,7 @@ class ObjectReadHandle:
         self._file = file
 
     def read_into(self, start: int, buffer: memoryview) -> int:
-        system, path = filesystem_of(self._file)
+        system, path = open_filesystem(self._file)
         stop = min(start + len(buffer), self.size)
         begins = range(start, stop, _READ_BYTES)
         for index in range(0, len(begins), _PARALLEL_REQUESTS):
@@ -103,8 +103,8 @@ class ObjectStore(Store[RemotePath]):
     def max_file_bytes(self) -> int:  # type: ignore[override]
         return FILE_BYTES
 
-    def num_parallel_files(self, root: RemotePath) -> int:
-        system, _ = filesystem_of(root)
+    def count_parallel_files(self, root: RemotePath) -> int:
+        system, _ = open_filesystem(root)
         return _PARALLEL_REQUESTS if system.async_impl else 1  # others may not be thread-safe
 
     def file_name(self, rank: int, part: int, attempt: str) -> str:
@@ -129,11 +129,11 @@ class ObjectStore(Store[RemotePath]):
     def _find_committed(self, root: RemotePath, names: list[str]) -> list[tuple[str, bool]]:
         def has_manifest(name: str) -> tuple[str, bool]:
             with suppress(FileNotFoundError):
-                _file_size(root / name / MANIFEST)
+                _read_file_size(root / name / MANIFEST)
                 return name, True
             return name, False
 
-        with ThreadPoolExecutor(self.num_parallel_files(root)) as pool:
+        with ThreadPoolExecutor(self.count_parallel_files(root)) as pool:
             return list(pool.map(has_manifest, names))
 
     def open(
@@ -144,10 +144,10 @@ class ObjectStore(Store[RemotePath]):
         bypass_cache: bool = False,
         sole_reader: bool = False,
     ) -> ReadHandle:
-        return ObjectReadHandle(file, _file_size(file))
+        return ObjectReadHandle(file, _read_file_size(file))
 
     def prepare(self, root: RemotePath) -> None:
-        system, path = filesystem_of(root)
+        system, path = open_filesystem(root)
         retry_request(root, lambda: system.makedirs(path, exist_ok=True))
         names = [name for name, size in self.list_entries(root).items() if size is None]
         for name, has_manifest in self._find_committed(
@@ -170,7 +170,7 @@ class ObjectStore(Store[RemotePath]):
         _delete_files([folder / name for name in files if name not in named])
 
     def draft_path(self, root: RemotePath, step: int, attempt: str) -> RemotePath:
-        return root / checkpoint_name(step)
+        return root / format_checkpoint_name(step)
 
     def create_draft(self, draft: RemotePath) -> None:
         """Do nothing: object stores have no folders, and in other stores `_upload_once` creates
@@ -259,7 +259,7 @@ def _is_shard_file(name: str) -> bool:
 
 def _list_folder(folder: RemotePath) -> list[dict[str, Any]]:
     """Return fsspec's description of each entry of a folder; empty if there is no such folder."""
-    system, path = filesystem_of(folder)
+    system, path = open_filesystem(folder)
 
     def list_once() -> list[dict[str, Any]]:
         system.invalidate_cache()
@@ -273,15 +273,15 @@ def _list_folder(folder: RemotePath) -> list[dict[str, Any]]:
         return []
 
 
-def _file_size(file: RemotePath) -> int:
-    system, path = filesystem_of(file)
+def _read_file_size(file: RemotePath) -> int:
+    system, path = open_filesystem(file)
 
-    def info_once() -> dict[str, Any]:
+    def request_info_once() -> dict[str, Any]:
         system.invalidate_cache()
         info: dict[str, Any] = system.info(path)
         return info
 
-    info = retry_request(file, info_once)
+    info = retry_request(file, request_info_once)
     if info["type"] != "file" or not isinstance(info.get("size"), int):
         raise OSError(errno.EINVAL, "Not a regular file", str(file))
     return int(info["size"])
@@ -289,7 +289,7 @@ def _file_size(file: RemotePath) -> int:
 
 def _read_file(file: RemotePath) -> bytes:
     """Read a whole file. Raises OSError if it is larger than a manifest may be."""
-    size = _file_size(file)
+    size = _read_file_size(file)
     if size > MAX_MANIFEST_BYTES:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(file))
     content = bytearray(size)
@@ -298,7 +298,7 @@ def _read_file(file: RemotePath) -> bytes:
 
 
 def _upload(file: RemotePath, content: bytes) -> None:
-    system, path = filesystem_of(file)
+    system, path = open_filesystem(file)
     retry_request(file, lambda: _upload_once(system, path, content))
 
 
@@ -311,7 +311,7 @@ def _upload_once(system: AbstractFileSystem, path: str, content: bytes) -> None:
 def _delete_files(files: list[RemotePath]) -> None:
     """Delete files in the given order. A missing file is not an error."""
     for file in files:
-        system, path = filesystem_of(file)
+        system, path = open_filesystem(file)
         with suppress(FileNotFoundError):
             retry_request(file, lambda system=system, path=path: system.rm_file(path))  # type: ignore[misc]
 

@@ -30,7 +30,7 @@ from megaframe.checkpoint.manifest import JsonRecord, Offset, SavedFile, seal, u
 from megaframe.checkpoint.shard_file import CHUNK_BYTES, FileEntry, write_shard_file
 from megaframe.checkpoint.shard_reader import verify_shard_file
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.stores.store import checkpoint_name
+from megaframe.checkpoint.stores.store import format_checkpoint_name
 from megaframe.distributed.collectives import Group, all_gather, exchange_pairwise
 from megaframe.distributed.object_collectives import gather_json
 from megaframe.errors import UserError
@@ -99,7 +99,7 @@ class MemoryFolder:
 
     def path(self, step: int, rank: int) -> Path:
         """Return the path of the file of a rank."""
-        return self.folder / checkpoint_name(step) / f"rank-{rank:05d}.safetensors"
+        return self.folder / format_checkpoint_name(step) / f"rank-{rank:05d}.safetensors"
 
     def prepare(self, step: int, rank: int) -> Path:
         """Return the path for the file of a rank, after deleting what an earlier copy left
@@ -160,7 +160,7 @@ def _read_record(path: Path) -> CopyRecord | None:
         return None
 
 
-def peer_of(rank: int, world: int, node_size: int) -> int | None:
+def find_peer(rank: int, world: int, node_size: int) -> int | None:
     """Return the rank on the next node that keeps a copy for `rank`. None if there is only one
     node: its memory outlives its processes anyway."""
     if node_size >= world:
@@ -185,7 +185,7 @@ class PeerRanks:
 
     @staticmethod
     def for_rank(rank: int, world: int, node_size: int) -> PeerRanks:
-        keepers = [peer_of(source, world, node_size) for source in range(world)]
+        keepers = [find_peer(source, world, node_size) for source in range(world)]
         sources = (source for source, keeper in enumerate(keepers) if keeper == rank)
         return PeerRanks(keepers[rank], tuple(sources))
 

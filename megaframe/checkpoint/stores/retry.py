@@ -54,7 +54,7 @@ def _open_filesystem(root: str) -> AbstractFileSystem:
     return system
 
 
-def filesystem_of(path: RemotePath) -> tuple[AbstractFileSystem, str]:
+def open_filesystem(path: RemotePath) -> tuple[AbstractFileSystem, str]:
     """Return the fsspec file system of a path, and the path in it."""
     scheme, _, rest = path.url.partition("://")
     system = _open_filesystem(f"{scheme}://{rest.partition('/')[0]}")
@@ -106,7 +106,7 @@ def retry_request(path: RemotePath, request: Callable[[], T]) -> T:
 
 def _clean_error(error: Exception, remote_path: RemotePath) -> OSError:
     """Turn an error of any library into an OSError without secrets."""
-    system, path = filesystem_of(remote_path)
+    system, path = open_filesystem(remote_path)
     number, text = errno.EIO, str(error)
     if isinstance(error, OSError):
         number, text = error.errno or number, error.strerror or text

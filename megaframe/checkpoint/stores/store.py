@@ -31,7 +31,7 @@ LOCK_BYTES = 4096
 """Most bytes of a lock."""
 
 
-def checkpoint_name(step: int) -> str:
+def format_checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
@@ -124,7 +124,7 @@ class Store(ABC, Generic[P]):
     one can still be withdrawn."""
 
     @abstractmethod
-    def num_parallel_files(self, root: P) -> int:
+    def count_parallel_files(self, root: P) -> int:
         """Return the best number of files for one rank to write at the same time."""
 
     @abstractmethod

@@ -90,7 +90,9 @@ def _read_jsonl(shard: InputShard, key: str) -> Iterator[str]:
             raise InputError(f"{_locate_line(shard, number)}: not JSON: {error}") from None
         text = record.get(key) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            raise InputError(f"{_locate_line(shard, number)}: {_missing_text_message(record, key)}")
+            raise InputError(
+                f"{_locate_line(shard, number)}: {_describe_missing_text(record, key)}"
+            )
         yield text
 
 
@@ -116,7 +118,7 @@ def _locate_line(shard: InputShard, number: int) -> str:
     return f"{shard.path}:{line}"
 
 
-def _missing_text_message(record: object, key: str) -> str:
+def _describe_missing_text(record: object, key: str) -> str:
     if not isinstance(record, dict):
         return f"an object with the key {key!r} is needed, not {str(record)[:60]!r}"
     if key in record:

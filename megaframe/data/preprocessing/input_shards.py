@@ -84,7 +84,7 @@ class InputShard:
     data: bytes | None = None
 
 
-def input_size(path: str) -> tuple[int, int]:
+def measure_input(path: str) -> tuple[int, int]:
     """Return a file's size in bytes and modification time in nanoseconds. Raises `InputError` if it
     cannot be read."""
     try:
@@ -115,11 +115,11 @@ def split_file(path: str, corpus_format: CorpusFormat, size: int) -> Iterator[In
     """Yield the shards of a file in order, of about `size` bytes each. A row group of Parquet, or a
     text file that is one document, is always one shard. Raises `InputError`."""
     format = format_of(path, corpus_format)
-    disk_bytes, _ = input_size(path)
+    disk_bytes, _ = measure_input(path)
     if not disk_bytes:
         return
     if format == "parquet":
-        yield from _row_groups(path, corpus_format.key)
+        yield from _read_row_groups(path, corpus_format.key)
     elif format == "text" and not corpus_format.split_blank_lines:
         yield InputShard(path, format, 0, disk_bytes, disk_bytes, disk_bytes)
     elif format == "jsonl" and not path.endswith(_COMPRESSED):
@@ -127,17 +127,17 @@ def split_file(path: str, corpus_format: CorpusFormat, size: int) -> Iterator[In
             length = min(size, disk_bytes - start)
             yield InputShard(path, format, start, start + length, length, length)
     else:
-        yield from _blocks(path, format, size)
+        yield from _read_blocks(path, format, size)
 
 
-def _blocks(path: str, format: Format, size: int) -> Iterator[InputShard]:
+def _read_blocks(path: str, format: Format, size: int) -> Iterator[InputShard]:
     """Yield blocks of whole lines or paragraphs, of at least `size` bytes except the last one."""
     buffer, line, start, taken = bytearray(), 1, 0, 0
     for chunk, position in decompress(path):
         # A new cut must involve new bytes. At the earliest it begins two bytes before them.
         searched = max(0, len(buffer) - 2)
         buffer += chunk
-        if len(buffer) >= size and (cut := _last_cut(buffer, format, searched)):
+        if len(buffer) >= size and (cut := _find_last_cut(buffer, format, searched)):
             data = bytes(buffer[:cut])
             yield InputShard(path, format, start, start + cut, cut, position - taken, line, data)
             del buffer[:cut]
@@ -151,7 +151,7 @@ def _blocks(path: str, format: Format, size: int) -> Iterator[InputShard]:
         yield InputShard(path, format, start, stop, len(buffer), rest, line, bytes(buffer))
 
 
-def _last_cut(buffer: bytearray, format: Format, searched: int) -> int:
+def _find_last_cut(buffer: bytearray, format: Format, searched: int) -> int:
     """Return the end of the last line or paragraph in `buffer` that is certainly complete, or 0.
     searched: where to begin looking."""
     if format == "jsonl":
@@ -164,8 +164,8 @@ def _last_cut(buffer: bytearray, format: Format, searched: int) -> int:
 def decompress(path: str) -> Iterator[tuple[bytes, int]]:
     """Yield the decompressed bytes of a file, and the position reached on disk. Raises
     `InputError`."""
-    streams = {".gz": _gzip_stream, ".zst": _zstandard_stream}
-    stream = streams.get(os.path.splitext(path)[1], _plain_stream)
+    streams = {".gz": _open_gzip_stream, ".zst": _open_zstandard_stream}
+    stream = streams.get(os.path.splitext(path)[1], _open_plain_stream)
     try:
         with open_file(path) as file:
             for content in stream(file):
@@ -176,18 +176,18 @@ def decompress(path: str) -> Iterator[tuple[bytes, int]]:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _plain_stream(file: BinaryIO) -> Iterator[bytes]:
+def _open_plain_stream(file: BinaryIO) -> Iterator[bytes]:
     while content := file.read(_READ):
         yield content
 
 
-def _gzip_stream(file: BinaryIO) -> Iterator[bytes]:
+def _open_gzip_stream(file: BinaryIO) -> Iterator[bytes]:
     with gzip.GzipFile(fileobj=file) as decompressed:
         while content := decompressed.read(_READ):
             yield content
 
 
-def _zstandard_stream(file: BinaryIO) -> Iterator[bytes]:
+def _open_zstandard_stream(file: BinaryIO) -> Iterator[bytes]:
     """Decompress frame by frame. The library's own reader accepts a truncated frame as complete.
 
     Little is read at a time, which limits the size of what is decompressed at once: a block of
@@ -219,7 +219,7 @@ def check_length(place: str, length: int) -> None:
         )
 
 
-def _row_groups(path: str, key: str) -> Iterator[InputShard]:
+def _read_row_groups(path: str, key: str) -> Iterator[InputShard]:
     with open_parquet(path) as file:
         schema = file.schema_arrow
         if key not in schema.names:

@@ -166,8 +166,8 @@ class PreprocessJournal:
             journal.pop()
         parts = [entry for entry, _ in journal[1:]]
         sizes = [entry["tokens"] * self._dtype.itemsize for entry in parts]
-        tokens = _checksum_ranges(f"{self._prefix}.bin", 0, sizes)
-        lengths = _checksum_ranges(
+        tokens = _list_checksum_ranges(f"{self._prefix}.bin", 0, sizes)
+        lengths = _list_checksum_ranges(
             f"{self._prefix}.idx", HEADER.size, [4 * entry["documents"] for entry in parts]
         )
         for entry, *checksums in zip(parts, tokens, lengths, strict=False):
@@ -178,14 +178,14 @@ class PreprocessJournal:
                 **{field.name: entry[field.name] for field in fields(CorpusCounts)}
             )
         os.truncate(self._journal, journal[self.parts][1])
-        self._clear("lock", *map(os.path.basename, (self._journal, *self._files())))
+        self._clear("lock", *map(os.path.basename, (self._journal, *self._list_files())))
 
-    def _files(self) -> tuple[str, str]:
+    def _list_files(self) -> tuple[str, str]:
         return f"{self._prefix}.bin", f"{self._prefix}.idx"
 
     def _undo_renames(self) -> None:
         """Undo the renames of a run that was killed after the first of them, before it ended."""
-        for path in self._files():
+        for path in self._list_files():
             if not os.path.exists(path):
                 with suppress(FileNotFoundError):
                     os.replace(f"{self._output}{path.removeprefix(self._prefix)}", path)
@@ -195,7 +195,7 @@ class PreprocessJournal:
             os.unlink(os.path.join(self.path, name))
 
 
-def _checksum_ranges(path: str, offset: int, sizes: Iterable[int]) -> Iterator[str]:
+def _list_checksum_ranges(path: str, offset: int, sizes: Iterable[int]) -> Iterator[str]:
     """Yield the checksums of consecutive ranges of a file; none if the file is missing.
 
     offset: start of the first range. sizes: bytes of each range.

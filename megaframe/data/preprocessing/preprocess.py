@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megaframe.data.indexed_dataset import read_index, token_dtype
+from megaframe.data.indexed_dataset import choose_token_dtype, read_index
 from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter
 from megaframe.data.preprocessing.documents import read_documents
 from megaframe.data.preprocessing.input_shards import (
@@ -33,7 +33,7 @@ from megaframe.data.preprocessing.input_shards import (
     InputError,
     InputShard,
     format_of,
-    input_size,
+    measure_input,
     split_file,
 )
 from megaframe.data.preprocessing.journal import (
@@ -107,7 +107,7 @@ def preprocess(
     tokenizer = load_tokenizer(job.tokenizer)
     manifest = _describe_job(job, tokenizer.fingerprint)
     disk_bytes = sum(size for _, size, _ in manifest["inputs"])
-    dtype = token_dtype(tokenizer.vocab_size)
+    dtype = choose_token_dtype(tokenizer.vocab_size)
     with open_journal(job.output, dtype, manifest, overwrite) as folder:
         resumed = folder.total
         parts = islice(_group_shards(job, manifest["part_size"]), folder.parts, None)
@@ -131,7 +131,7 @@ def preprocess(
 def _describe_job(job: PreprocessJob, fingerprint: str) -> JournalEntry:
     """Return everything that the result depends on, as plain JSON. Raises `UserError` for inputs
     that cannot be read."""
-    states = [input_size(path) for path in job.inputs]
+    states = [measure_input(path) for path in job.inputs]
     for path in job.inputs:
         format_of(path, job.corpus_format)
     size = sum(size for size, _ in states)
@@ -190,9 +190,11 @@ def _encode_to_file(
 
     Returns the counts of its input, the number of documents without a token, and `prefix`.
     """
-    tokenizer = _cached_tokenizer(job.tokenizer)
+    tokenizer = _load_cached_tokenizer(job.tokenizer)
     empty = 0
-    with IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size), sync=False) as writer:
+    with IndexedDatasetWriter(
+        prefix, choose_token_dtype(tokenizer.vocab_size), sync=False
+    ) as writer:
         for batch in _encode_batches(job, tokenizer, part):
             writer.append_batch(batch.tokens, batch.lengths)
             empty += batch.empty
@@ -243,7 +245,7 @@ def encode_documents(
     documents = [ids for ids in tokenizer.encode_batch(texts) if ids.size]
     end = np.array([tokenizer.eod] * append_eod, np.int32)
     lengths = np.array([ids.size + end.size for ids in documents], "<i4")
-    dtype, empty = token_dtype(tokenizer.vocab_size), len(texts) - len(documents)
+    dtype, empty = choose_token_dtype(tokenizer.vocab_size), len(texts) - len(documents)
     if not documents:
         return EncodedDocuments(np.empty(0, dtype), lengths, empty)
     ended = [array for ids in documents for array in (ids, end)] if append_eod else documents
@@ -258,7 +260,7 @@ def encode_documents(
 
 
 @lru_cache(maxsize=1)
-def _cached_tokenizer(name: str) -> Tokenizer:
+def _load_cached_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer once per worker."""
     return load_tokenizer(name)
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, get_args
 
-from megaframe.data.indexed_dataset_writer import unfinished_name, write_failure
+from megaframe.data.indexed_dataset_writer import name_unfinished, write_failure
 from megaframe.data.preprocessing.documents import read_documents
 from megaframe.data.preprocessing.input_shards import (
     CorpusFormat,
@@ -87,14 +87,14 @@ class _TrainingSample:
 
     def __iter__(self) -> Iterator[str]:
         try:
-            yield from self._lines()
+            yield from self._read_lines()
         except UserError as error:
             # Kept, because the trainer would replace it with its own error.
             self.error = error
             raise
 
-    def _lines(self) -> Iterator[str]:
-        documents = interleave([self._documents(path) for path in self._inputs])
+    def _read_lines(self) -> Iterator[str]:
+        documents = interleave([self._read_documents(path) for path in self._inputs])
         for text in documents:
             for line in text.split("\n"):
                 for start in range(0, len(line), _LONGEST_SENTENCE):
@@ -103,7 +103,7 @@ class _TrainingSample:
             if self.used >= self._limit:
                 return
 
-    def _documents(self, path: str) -> Iterator[str]:
+    def _read_documents(self, path: str) -> Iterator[str]:
         for shard in split_file(path, self._reading, _SHARD_BYTES):
             yield from read_documents(shard, self._reading)
 
@@ -122,7 +122,7 @@ def interleave(sources: Iterable[Iterator[str]]) -> Iterator[str]:
 
 
 def _write(path: str, content: bytes) -> None:
-    temporary = unfinished_name(path)
+    temporary = name_unfinished(path)
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with open(temporary, "wb") as file:

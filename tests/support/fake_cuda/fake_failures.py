@@ -11,6 +11,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
 import doctor_parts
+import doctor_transfers
 
 import pretrain_gpt
 from fake_cuda import aborts, cuda
@@ -115,7 +116,7 @@ def doctor():
     line is a folder and the parts."""
     folder, *names = sys.argv[1:]
     allow_abort()
-    own_doctor = doctor_parts.Doctor(
+    own_doctor = doctor_transfers.Doctor(
         "cuda", 60.0, Path(folder), large=1 << 14, nccl=configure_nccl(None)
     )
     doctor_parts.run(names, 0, own_doctor)

@@ -148,7 +148,7 @@ def read_tokenizer(name):
         tokenizer = load_tokenizer(name)
         ids = tokenizer.encode("def area(width): return width ☃")
         tokenizer.decode(ids)
-        assert len(tokenizer.token_bytes()) == tokenizer.vocab_size
+        assert len(tokenizer.count_token_bytes()) == tokenizer.vocab_size
 
     return call
 

@@ -142,7 +142,7 @@ def test_the_longest_kernels_of_a_trace(tmp_path):
     ]
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    first, second = gpu_workload.longest_kernels(path)
+    first, second = gpu_workload.find_longest_kernels(path)
     assert (first["name"], first["seconds"], first["calls"]) == ("a", pytest.approx(30e-6), 2)
     assert second["share"] == pytest.approx(25 / 55)
-    assert len(gpu_workload.longest_kernels(path, 1)) == 1
+    assert len(gpu_workload.find_longest_kernels(path, 1)) == 1

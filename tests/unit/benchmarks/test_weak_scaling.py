@@ -19,13 +19,13 @@ def test_equal_buckets_take_what_the_closed_form_says(count):
     slow, fast = 3.0, 0.02
     for compute in (slow, fast):
         ready = [compute * (n + 1) / count for n in range(count)]
-        exposed = weak_scaling.last_sent(ready, seconds) - compute
+        exposed = weak_scaling.compute_last_sent(ready, seconds) - compute
         hidden = compute >= count * latency + transfer
         long = latency + transfer / count
         visible_latency = count * latency + transfer - compute * (count - 1) / count
         assert exposed == pytest.approx(long if hidden else visible_latency)
         works = [compute / count] * count
-        waited = weak_scaling.last_computed(seconds, works) - compute
+        waited = weak_scaling.compute_last_computed(seconds, works) - compute
         visible_latency = count * latency + transfer + compute / count - compute
         assert waited == pytest.approx(long if hidden else visible_latency)
 

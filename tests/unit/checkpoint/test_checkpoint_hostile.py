@@ -17,7 +17,7 @@ import torch
 from checkpoint_helpers import load_all, make_slice, save, write_sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_checkpoint_damage import FILES, reheaded
+from test_load import FILES, reheaded
 
 from megaframe.checkpoint import Slice, open_checkpoint
 from megaframe.checkpoint.manifest import checksum

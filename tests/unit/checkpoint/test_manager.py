@@ -144,9 +144,9 @@ def test_a_folder_that_is_deleted_during_saves_does_not_end_the_run(pool, overri
 def delay_save(trainer):
     """Delay the first save, so that the second one has to wait for it."""
     if trainer.step == 1:
-        lead = CheckpointWriter._lead
-        CheckpointWriter._lead = lambda *arguments: (time.sleep(1.3), lead(*arguments))
-        trainer.undo = lambda: setattr(CheckpointWriter, "_lead", lead)
+        lead = CheckpointWriter._lead_save
+        CheckpointWriter._lead_save = lambda *arguments: (time.sleep(1.3), lead(*arguments))
+        trainer.undo = lambda: setattr(CheckpointWriter, "_lead_save", lead)
     if trainer.step == 2:
         trainer.undo()
 

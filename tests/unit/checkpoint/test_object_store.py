@@ -82,18 +82,18 @@ def home(request):
 
 def list_names(home):
     """Return the names of all objects below a URL."""
-    system, path = retry.filesystem_of(home)
+    system, path = retry.open_filesystem(home)
     system.invalidate_cache()
     return sorted(paths.partition("/checkpoints/")[2] for paths in system.find(path))
 
 
 def read_content(file):
-    system, path = retry.filesystem_of(file)
+    system, path = retry.open_filesystem(file)
     return system.cat_file(path)
 
 
 def put(file, data):
-    system, path = retry.filesystem_of(file)
+    system, path = retry.open_filesystem(file)
     system.pipe_file(path, data)
 
 
@@ -412,7 +412,7 @@ class TestTools:
             assert status == 1 and name in text
             put(path / name, before)
         one = next(list_named_files(memory))
-        system, gone = retry.filesystem_of(one)
+        system, gone = retry.open_filesystem(one)
         system.rm_file(gone)
         status, text = self.run(capsys, monkeypatch, "verify", path)
         assert status == 1 and f"{one}: No such file" in text
@@ -505,7 +505,7 @@ class TestSecrets:
         assert not [*tmp_path.iterdir()]
 
     def test_what_a_library_says_is_told_without_secrets(self, s3, monkeypatch):
-        system, _ = retry.filesystem_of(s3)
+        system, _ = retry.open_filesystem(s3)
 
         def leak(*arguments, **options):
             raise OSError(f"cannot sign with {SECRET} (AKIAABCDEFGHIJKLMNOP), Signature=abc%2F1")

@@ -17,7 +17,7 @@ from megaframe.checkpoint.stores.peer_memory import (
     MemoryFolder,
     PeerMemoryWriter,
     PeerRanks,
-    peer_of,
+    find_peer,
 )
 from megaframe.checkpoint.stores.peer_memory_load import open_peer_memory
 from megaframe.config import load
@@ -188,7 +188,7 @@ def test_what_is_lost_and_what_goes_on(loss, ranks, messages, pool, overrides, m
 
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_a_peer_is_on_the_next_node_and_keeps_at_most_as_many_as_needed(world, node_size):
-    keepers = [peer_of(rank, world, node_size) for rank in range(world)]
+    keepers = [find_peer(rank, world, node_size) for rank in range(world)]
     if node_size >= world:
         assert keepers == [None] * world
         return

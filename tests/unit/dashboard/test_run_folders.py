@@ -14,16 +14,16 @@ from run_folders import make_lines, write
 from megaframe.dashboard.advice import suggest_remedies
 from megaframe.dashboard.downsample import (
     block_maxima,
-    bucket_extremes,
-    bucket_means,
-    bucket_starts,
+    compute_bucket_means,
+    find_bucket_extremes,
+    list_bucket_starts,
 )
 from megaframe.dashboard.page import embed_json, write_atomically
 from megaframe.dashboard.panels import (
     PANELS,
     build_page_data,
-    mean_losses,
-    predicted_losses,
+    compute_mean_losses,
+    compute_predicted_losses,
     read_prediction,
 )
 from megaframe.dashboard.report import render_html, render_report
@@ -77,9 +77,9 @@ def test_bars_of_sources_leave_out_those_that_nothing_is_trained_on(tmp_path):
 
 def test_losses_and_mfu_are_the_whole_peak(tmp_path):
     run = RunFolder(write(tmp_path / "run", make_lines(60)))
-    assert sum(mean_losses(run).values()) == pytest.approx(1)
+    assert sum(compute_mean_losses(run).values()) == pytest.approx(1)
     prediction = {"step_seconds": 2.0, "mfu": 0.4, "breakdown": {"compute": 1.5, "tensor": 0.5}}
-    assert predicted_losses(prediction) == pytest.approx(
+    assert compute_predicted_losses(prediction) == pytest.approx(
         {"kernels": 0.35, "communication/tensor": 0.25, "mfu": 0.4}
     )
 
@@ -196,7 +196,9 @@ def test_an_unknown_peak_is_na_and_its_waterfall_ends_with_compute(tmp_path):
         changed_lines.append({**line, "mfu": None, "hfu": None, "lost": lost})
     run = RunFolder(write(tmp_path / "run", changed_lines))
     assert any("MFU n/a" in note for note in run.notes)
-    assert "mfu" not in mean_losses(run) and sum(mean_losses(run).values()) == pytest.approx(1)
+    assert "mfu" not in compute_mean_losses(run) and sum(
+        compute_mean_losses(run).values()
+    ) == pytest.approx(1)
     assert "| MFU | n/a |" in render_report(run)
 
 
@@ -204,17 +206,17 @@ def test_an_unknown_peak_is_na_and_its_waterfall_ends_with_compute(tmp_path):
 @given(values=st.lists(st.none() | st.floats(-1e6, 1e6), max_size=60), most=st.integers(1, 20))
 def test_thinning_keeps_means_and_extremes(values, most):
     numbers = np.array([math.nan if value is None else value for value in values])
-    starts = bucket_starts(len(numbers), most)
+    starts = list_bucket_starts(len(numbers), most)
     assert len(starts) == min(len(numbers), most)
-    low, high = bucket_extremes(numbers, starts)
+    low, high = find_bucket_extremes(numbers, starts)
     good = numbers[np.isfinite(numbers)]
     if good.size:
         assert np.nanmin(low) == good.min() and np.nanmax(high) == good.max()
         counts = np.add.reduceat(np.isfinite(numbers).astype(float), starts)
-        total = np.nansum(bucket_means(numbers, starts) * counts)
+        total = np.nansum(compute_bucket_means(numbers, starts) * counts)
         assert total == pytest.approx(good.sum(), rel=1e-9, abs=1e-6)
     else:
-        assert not np.isfinite(bucket_means(numbers, starts)).any()
+        assert not np.isfinite(compute_bucket_means(numbers, starts)).any()
 
 
 def test_one_slow_rank_of_many_is_still_there_when_thinned():
@@ -234,7 +236,7 @@ def test_the_report_names_the_largest_losses_and_escapes_names(tmp_path):
     assert "step 7: update skipped" in text and "resumed after step 19" in text
     page = render_html(text)
     assert "<b>x" not in page and "&lt;b&gt;x&lt;b&gt;|*y*" in page
-    first = next(suggest_remedies(mean_losses(RunFolder(folder))))
+    first = next(suggest_remedies(compute_mean_losses(RunFolder(folder))))
     assert first[0] == "kernels" and "train.microbatch" in first[1]
 
 

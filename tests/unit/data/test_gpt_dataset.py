@@ -11,8 +11,8 @@ from token_files import make_counting_documents, write_token_file
 from megaframe.data.gpt_dataset import (
     SPLITS,
     GPTDataset,
-    document_numbers,
-    document_positions,
+    locate_documents,
+    number_documents,
     split_range,
 )
 from megaframe.errors import UserError
@@ -59,7 +59,7 @@ def test_windows_equal_a_slow_walk_over_the_documents(texts, dtype, shares, spli
         assert source.windows == (len(tokens) - 1) // seq
         windows = random.sample(range(source.windows), source.windows)
         read = source.read(np.array(windows))
-        marks = source.begins_document(np.array(windows))
+        marks = source.is_document_start(np.array(windows))
     for row, window in enumerate(windows):
         where = range(window * seq, window * seq + seq + 1)
         assert read[row].tolist() == [tokens[i] for i in where]
@@ -68,8 +68,8 @@ def test_windows_equal_a_slow_walk_over_the_documents(texts, dtype, shares, spli
         for column, i in enumerate(where[:-1]):
             position = 0 if begins[i] else position + 1
             document += begins[i]
-            assert document_positions(marks[:, :-1])[row, column] == position
-            assert document_numbers(marks[:, :-1])[row, column] == document
+            assert locate_documents(marks[:, :-1])[row, column] == position
+            assert number_documents(marks[:, :-1])[row, column] == document
 
 
 def test_every_token_but_the_first_is_predicted_once(tmp_path):
@@ -119,7 +119,7 @@ def test_a_single_document_is_split_by_tokens(tokens, sequences, held_out, seq):
             windows = source.read(np.arange(source.windows))
             assert windows[:, 0].tolist() == source.tokens[:-1:seq][: source.windows].tolist()
         train, validation = (source.tokens.tolist() for source in datasets)
-        starts = [source.document_starts().tolist() for source in datasets]
+        starts = [source.find_document_starts().tolist() for source in datasets]
     assert train + validation == list(range(tokens))
     assert abs(len(validation) - tokens * held_out / 20) <= 1
     assert starts == [[0], []]

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.data.indexed_dataset import IndexedDataset, token_dtype
-from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter, unfinished_name
+from megaframe.data.indexed_dataset import IndexedDataset, choose_token_dtype
+from megaframe.data.indexed_dataset_writer import IndexedDatasetWriter, name_unfinished
 from megaframe.errors import UserError
 
 CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "f8": 6, "f4": 7, "u2": 8}
@@ -67,7 +67,7 @@ def test_every_dtype_is_read_and_written(tmp_path, name, code):
 
 def test_two_byte_tokens_end_where_megatrons_do():
     sizes = [1, 65499, 65500, 65536, 2**20]
-    assert [str(token_dtype(size)) for size in sizes] == ["uint16"] * 2 + ["int32"] * 3
+    assert [str(choose_token_dtype(size)) for size in sizes] == ["uint16"] * 2 + ["int32"] * 3
 
 
 def test_reader_gives_documents_of_several_sequences_in_any_place(tmp_path):
@@ -220,7 +220,7 @@ def test_an_interrupted_writer_leaves_the_old_file(tmp_path):
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_full_disk_is_said_and_cleaned_up(tmp_path, suffix):
     # /dev/full refuses every write, like a full disk.
-    os.symlink("/dev/full", unfinished_name(str(tmp_path / f"w{suffix}")))
+    os.symlink("/dev/full", name_unfinished(str(tmp_path / f"w{suffix}")))
     with pytest.raises(UserError, match="the disk is full"):
         write(tmp_path / "w", [np.zeros(100_000, np.uint16)] * 3)
     assert os.listdir(tmp_path) == []

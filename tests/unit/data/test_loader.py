@@ -13,7 +13,7 @@ from token_files import make_counting_documents, write_token_file
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import BatchRampConfig, DataConfig, RunConfig, TrainConfig
 from megaframe.config.schema import DataSourceConfig as SourceConfig
-from megaframe.data.loader import Loader, ramped_batch_size
+from megaframe.data.loader import Loader, compute_batch_size
 from megaframe.data.microbatch import IGNORE
 from megaframe.errors import UserError
 
@@ -291,13 +291,13 @@ def test_the_batch_ramp_rises_in_equal_parts():
         global_batch=32, batch_ramp=BatchRampConfig(start=8, increment=8, samples=300)
     )
     assert [
-        ramped_batch_size(train, consumed) for consumed in (0, 99, 100, 199, 200, 299, 300, 10**15)
+        compute_batch_size(train, consumed) for consumed in (0, 99, 100, 199, 200, 299, 300, 10**15)
     ] == [*(8, 8, 16, 16, 24, 24, 32, 32)]
     flat = TrainConfig(
         global_batch=8, batch_ramp=BatchRampConfig(start=8, increment=8, samples=300)
     )
-    assert ramped_batch_size(flat, 5) == 8
-    assert ramped_batch_size(TrainConfig(global_batch=6), 0) == 6
+    assert compute_batch_size(flat, 5) == 8
+    assert compute_batch_size(TrainConfig(global_batch=6), 0) == 6
 
 
 def test_steps_follow_the_ramp(paths):

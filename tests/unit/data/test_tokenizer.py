@@ -93,7 +93,7 @@ TEXT = st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"]
 @given(texts=st.lists(TEXT | st.sampled_from([CORPUS[:300], "  a\n\n\tb ", "x\0y"]), max_size=4))
 def test_every_text_comes_back_with_all_its_bytes(folder, kind, texts):
     tokenizer = load_tokenizer(NAMES[kind].format(folder))
-    counts = tokenizer.token_bytes()
+    counts = tokenizer.count_token_bytes()
     batch = tokenizer.encode_batch(texts)
     assert [tokenizer.decode(ids.tolist()) for ids in batch] == texts
     assert [int(counts[ids].sum()) for ids in batch] == [len(text.encode()) for text in texts]
@@ -104,8 +104,8 @@ def test_every_text_comes_back_with_all_its_bytes(folder, kind, texts):
 @pytest.mark.parametrize("kind", NAMES)
 def test_text_cannot_end_a_document(folder, kind):
     tokenizer = load_tokenizer(NAMES[kind].format(folder))
-    assert tokenizer.token_bytes()[tokenizer.eod] == 0
-    assert tokenizer.token_bytes().shape == (tokenizer.vocab_size,)
+    assert tokenizer.count_token_bytes()[tokenizer.eod] == 0
+    assert tokenizer.count_token_bytes().shape == (tokenizer.vocab_size,)
     assert tokenizer.decode([tokenizer.eod]) == ""
     for name in ("<|endoftext|>", "</s>"):
         ids = tokenizer.encode(f"a{name}b")

@@ -23,7 +23,7 @@ from fake_cuda.nccl_rules import CallMismatch, Deadlock, simulate
 
 from megaframe.architecture.cuda_streams import count_streams
 from megaframe.config.parallel import ParallelConfig
-from megaframe.distributed import collectives, process_groups
+from megaframe.distributed import point_to_point, process_groups
 from megaframe.distributed.collectives import all_reduce, receive, send
 from megaframe.distributed.pending import start_pending
 from megaframe.layout import EXPERT_SETS, Layout
@@ -78,7 +78,7 @@ def shift_one_by_one(out, group, receives, sends, kind):
 @pytest.mark.quick(when=lambda ranks: ranks == 2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_ring_that_sends_first_is_found(ranks, monkeypatch):
-    monkeypatch.setattr(collectives, "_start_batched", shift_one_by_one)
+    monkeypatch.setattr(point_to_point, "_start_batched", shift_one_by_one)
     with pytest.raises(Deadlock, match=r"rank 0, host: send .* over .* \[.*\.py:\d+\]") as raised:
         simulate(record_layout(make_config(ranks, LLAMA, {"context": ranks}), ranks))
     assert {*raised.value.ranks} == {*range(ranks)}

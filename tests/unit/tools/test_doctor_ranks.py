@@ -13,12 +13,13 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import doctor_parts  # noqa: E402
-from doctor_ranks import RankFinding, examine_ranks, merge_findings, part_names  # noqa: E402
+import doctor_transfers  # noqa: E402
+from doctor_ranks import RankFinding, check_ranks, list_part_names, merge_findings  # noqa: E402
 
 
 def run_doctor(names, folder, timeout=60.0):
     """Do these parts on one rank of a pool."""
-    doctor_parts.run(names, 0, doctor_parts.Doctor("cpu", timeout, folder, large=2**16))
+    doctor_parts.run(names, 0, doctor_transfers.Doctor("cpu", timeout, folder, large=2**16))
 
 
 def read_lines(folder, world):
@@ -46,7 +47,7 @@ def test_every_part_finds_that_the_ranks_work_together(pool, tmp_path):
 def test_layouts_are_those_of_one_rank(pool, tmp_path):
     kinds = ("data, zero=3", "context, ring", "pipeline, zb-v", "experts")
     names = [f"layout: {kind}" for kind in kinds]
-    assert {*names} < {*part_names(2)} and "layout: tensor and pipeline" in part_names(8)
+    assert {*names} < {*list_part_names(2)} and "layout: tensor and pipeline" in list_part_names(8)
     pool.run(2, run_doctor, names, tmp_path)
     findings = merge_findings(read_lines(tmp_path, 2))
     assert len(findings) == len(names) and all(finding.right for finding in findings)
@@ -70,9 +71,9 @@ FAULTY = """
 import sys, time
 import torch
 sys.path.insert(0, {tools!r})
-import doctor_parts
+import doctor_parts, doctor_transfers
 
-gather, shift_ring = doctor_parts.all_gather, doctor_parts.shift_ring
+gather, shift_ring = doctor_transfers.all_gather, doctor_transfers.shift_ring
 
 class Wrong:
     def __init__(self, pending): self._pending = pending
@@ -82,18 +83,19 @@ def wrong(tensor, group):
     pending = gather(tensor, group)
     return Wrong(pending) if group.index == 1 and tensor.dtype == torch.int64 else pending
 
-def hang(x, into, ring, back):
+def hang(x, into, ring, reverse):
     if ring.index == 1:
         time.sleep(1000)
-    return shift_ring(x, into, ring, back=back)
+    return shift_ring(x, into, ring, reverse=reverse)
 
 def fail(doctor):
-    doctor.mesh(pipeline=doctor.world)
+    doctor.make_mesh(pipeline=doctor.world)
     if doctor.rank == 0:
         raise ValueError("a mistake of rank 0 at 10.1.2.3")
     time.sleep(1000)
 
-doctor_parts.all_gather, doctor_parts.shift_ring, doctor_parts.links = wrong, hang, fail
+doctor_transfers.all_gather, doctor_transfers.shift_ring = wrong, hang
+doctor_parts.check_links = fail
 doctor_parts.main()
 """
 
@@ -102,7 +104,7 @@ doctor_parts.main()
 def test_a_part_that_fails_hangs_or_is_wrong_is_named_and_the_others_are_done(tmp_path, capsys):
     program = tmp_path / "faulty.py"
     program.write_text(FAULTY.format(tools=str(ROOT / "tools")))
-    status = examine_ranks(
+    status = check_ranks(
         2,
         tmp_path / "report",
         timeout=5.0,

@@ -31,23 +31,23 @@ _spec.loader.exec_module(node)
 
 def test_a_node_is_told_by_the_variables_of_torchrun_and_the_rest_is_usual():
     variables = {"PET_NNODES": "2:4", "PET_MASTER_ADDR": "first", "PET_MASTER_PORT": "29400"}
-    settings = {**variables, **node.settings(variables)}
+    settings = {**variables, **node.make_launcher_defaults(variables)}
     assert settings["PET_NNODES"] == "2:4" and settings["PET_RDZV_ENDPOINT"] == "first:29400"
     assert "SIGUSR1" in settings["PET_SIGNALS_TO_HANDLE"] and settings["PET_RDZV_BACKEND"] == "c10d"
-    assert node.settings({**settings, "PET_RDZV_ENDPOINT": "other:1"}) == {}
+    assert node.make_launcher_defaults({**settings, "PET_RDZV_ENDPOINT": "other:1"}) == {}
 
 
 @pytest.mark.parametrize(
     ("nodes", "ranks", "world"), [("1", "3", 3), ("2", "2", 4), ("2:4", "8", 32)]
 )
 def test_the_config_is_checked_for_as_many_ranks_as_may_come(nodes, ranks, world):
-    assert node.largest_world(nodes, ranks) == world
+    assert node.compute_largest_world(nodes, ranks) == world
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [("many", "1"), ("1:2:3", "1"), ("1", "all")])
 def test_numbers_of_nodes_and_ranks_that_are_none_are_refused(nodes, ranks):
     with pytest.raises(UserError, match="PET_N"):
-        node.largest_world(nodes, ranks)
+        node.compute_largest_world(nodes, ranks)
 
 
 LATEST, NOWHERE = "checkpoint.resume=latest", "data.sources=[{path: /nowhere}]"
@@ -133,7 +133,7 @@ def test_a_node_ends_with_the_status_of_the_rank_that_failed_first(tmp_path):
     done = launch_program(program, PET_MAX_RESTARTS="0")
     assert done.returncode == 3, done.stderr
     assert "rank 1 failed first, with status 3" in done.stderr
-    assert node.said(0, -signal.SIGKILL) == 137
+    assert node.report_failure(0, -signal.SIGKILL) == 137
 
 
 @pytest.mark.slow

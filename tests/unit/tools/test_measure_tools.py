@@ -113,7 +113,7 @@ def test_links_are_added_to_a_description_and_the_chip_stays(tmp_path):
     write_cluster(path, unknown, {**figures, "constants": {"product": 0.5}}, "by hand")
     module, _ = load_tool("measure_links")
     options = Namespace(write=path, chip=None, failure_hours=None, price=3.0)
-    cluster = module.cluster_to_describe(options, None)
+    cluster = module.choose_cluster(options, None)
     tier = {"name": "node", "size": 2, "kind": "switch", "bandwidth": 1e9, "latency": 1e-6}
     module.write_description(path, cluster, [tier], options)
     read_back = load_cluster(str(path))

@@ -30,8 +30,11 @@ XEON = (
     ],
 )
 def test_settings_that_a_processor_lacks_are_skipped_by_name(text, skipped):
-    has = processors.processor(text)
-    reasons = {processors.name_of(s): processors.lacking(s, has) for s in processors.SETTINGS}
+    flags = processors.read_processor_flags(text)
+    reasons = {
+        processors.format_setting(s): processors.find_missing_instructions(s, flags)
+        for s in processors.SETTINGS
+    }
     assert sum(reason is not None for reason in reasons.values()) <= skipped
     if text == XEON:
         assert not any(reasons.values())
@@ -55,18 +58,20 @@ def test_every_value_is_run_once_alone_or_is_the_default():
 
 def test_a_setting_takes_the_place_of_what_was_set_before():
     base = {"PATH": "/bin", "ATEN_CPU_CAPABILITY": "avx512", "TEST_THREADS": "7"}
-    environment = processors.environment({"ONEDNN_MAX_CPU_ISA": "AVX2"}, base)
+    environment = processors.make_environment({"ONEDNN_MAX_CPU_ISA": "AVX2"}, base)
     expected = {"PATH": "/bin", "TEST_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     assert environment == {**expected, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def test_torch_follows_what_runs_and_is_asked_whether_it_does():
     setting = {"ATEN_CPU_CAPABILITY": "default"}
-    environment = processors.environment(setting, os.environ)
-    assert processors.unheeded(setting, environment) is None
-    other = processors.environment({}, os.environ) | {"ATEN_CPU_CAPABILITY": "no such"}
-    if "avx2" in processors.processor():
-        assert "ATEN_CPU_CAPABILITY=default: what is used is" in processors.unheeded(setting, other)
+    environment = processors.make_environment(setting, os.environ)
+    assert processors.find_ignored_setting(setting, environment) is None
+    other = processors.make_environment({}, os.environ) | {"ATEN_CPU_CAPABILITY": "no such"}
+    if "avx2" in processors.read_processor_flags():
+        assert "ATEN_CPU_CAPABILITY=default: what is used is" in processors.find_ignored_setting(
+            setting, other
+        )
 
 
 TESTS = {
@@ -85,23 +90,24 @@ def test_a_failing_test_fails_the_whole_and_is_named(name, tmp_path):
     paths = os.pathsep.join((str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", paths)
-        outcome = processors.run(setting, processors.processor(), command)
+        outcome = processors.run(setting, processors.read_processor_flags(), command)
     assert outcome.verdict == verdict, outcome.note
     assert ("test_wrong" in outcome.note) == (name == "bad")
-    assert processors.status([outcome]) == int(name == "bad")
-    assert processors.name_of(setting) in processors.report([outcome], "a processor")
+    assert processors.compute_exit_status([outcome]) == int(name == "bad")
+    assert processors.format_setting(setting) in processors.format_report([outcome], "a processor")
 
 
 def test_where_nothing_could_run_that_is_no_success():
     lacks = processors.run({"ATEN_CPU_CAPABILITY": "avx512"}, frozenset(), ["false"])
     assert lacks.verdict == "skipped" and "avx512f" in lacks.note
-    assert processors.status([lacks]) == 1
-    assert processors.status([lacks, processors.Outcome("", "passed", "")]) == 0
-    assert "ATEN_CPU_CAPABILITY=avx512: this processor has no" in processors.report([lacks], "x")
+    assert processors.compute_exit_status([lacks]) == 1
+    assert processors.compute_exit_status([lacks, processors.SettingResult("", "passed", "")]) == 0
+    report = processors.format_report([lacks], "x")
+    assert "ATEN_CPU_CAPABILITY=avx512: this processor has no" in report
 
 
 def test_marked_files_are_those_that_are_run():
-    files = processors.files(ROOT)
+    files = processors.find_marked_files(ROOT)
     assert (
         "tests/parity/test_kernels.py" in files
         and "tests/unit/tools/test_processors.py" not in files

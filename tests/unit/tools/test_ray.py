@@ -145,10 +145,10 @@ def test_a_mistake_that_only_the_ranks_find_is_not_tried_again(cluster, start, o
 def test_a_space_is_checked_against_the_config_before_a_trial():
     sweep = Sweep.parse([], ["optim.lr=[1e-3, 1e-2]", "optim.beta2=uniform:0.9:1.5"], "loss")
     with pytest.raises(UserError, match="beta2"):
-        sweep.check(ray_tune.extreme_trials(sweep))
+        sweep.check(ray_tune.list_extreme_trials(sweep))
     sweep = Sweep.parse([], ["optim.no_key=[1]"], "loss")
     with pytest.raises(UserError, match="no_key"):
-        sweep.check(ray_tune.extreme_trials(sweep))
+        sweep.check(ray_tune.list_extreme_trials(sweep))
 
 
 def test_a_sweep_finds_the_better_rate_and_stops_the_others(cluster, start, overrides, tmp_path):

@@ -19,8 +19,8 @@ from megaframe.dashboard.sweep import (
     Sweep,
     make_trials,
     parse_space,
+    read_values_after,
     summarize,
-    values_after,
 )
 from megaframe.errors import UserError
 
@@ -106,7 +106,7 @@ def test_a_loss_is_told_as_the_mean_of_a_few_steps(tmp_path):
     path.write_text("".join(json.dumps({"step": n, "loss": float(n)}) + "\n" for n in range(1, 31)))
     metrics = MetricsFile(path)
     metrics.read()
-    values = dict(values_after(metrics, "loss", 20))
+    values = dict(read_values_after(metrics, "loss", 20))
     assert sorted(values) == list(range(21, 31))
     assert values[30] == pytest.approx(25.5)
 

@@ -44,7 +44,7 @@ from megaframe.checkpoint.manifest import DTYPES, SavedSlice, SavedTensor
 from megaframe.checkpoint.reshard import assemble_checkpoint, group_by_bytes, refuse_secrets
 from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, FileEntry, TensorBox
 from megaframe.checkpoint.slices import Shape, split_into_runs
-from megaframe.checkpoint.train_state import initial_train_state
+from megaframe.checkpoint.train_state import make_initial_train_state
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.io.untrusted import parse_json
@@ -245,7 +245,7 @@ def _read_run_state(
             more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
             shown = "\n  ".join(problems[:5])
             raise UserError(f"{folder} does not fit the config:\n  {shown}{more}")
-        return 0, initial_train_state(config).model_dump(mode="json")
+        return 0, make_initial_train_state(config).model_dump(mode="json")
     extent = contents.others.get(RUN_STATE_NAME)
     if extent is None:
         return 0, {}

@@ -143,7 +143,7 @@ def _check_sizes(folder: Path, contents: DCPContents) -> None:
 
 
 def _parse_contents(root: Any) -> DCPContents:
-    state = _fields_of(root, _METADATA)
+    state = _get_fields(root, _METADATA)
     byte_ranges = _parse_storage_data(_check_type(state.get("storage_data"), dict, "storage_data"))
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, ByteRange] = {}
@@ -155,7 +155,7 @@ def _parse_contents(root: Any) -> DCPContents:
             if (name, None) in byte_ranges:
                 others[name] = byte_ranges[name, None]
             continue
-        chunks = _check_type(_fields_of(entry, _TENSOR).get("chunks"), list, f"chunks of {name!r}")
+        chunks = _check_type(_get_fields(entry, _TENSOR).get("chunks"), list, f"chunks of {name!r}")
         chunks_left -= len(chunks)
         if chunks_left < 0:
             raise ValueError(f"it has more than {_MAX_CHUNKS:,} chunks of tensors")
@@ -176,7 +176,7 @@ def _parse_tensor(
     dtype = _check_type(properties.state, tuple, f"properties of {name!r}")[0]
     stored_chunks = []
     for chunk in chunks:
-        fields = _fields_of(chunk, _CHUNK)
+        fields = _get_fields(chunk, _CHUNK)
         box = _parse_size(fields.get("offsets")), _parse_size(fields.get("sizes"))
         if 0 not in shape and not is_inside(shape, box):
             raise ValueError(f"{name!r} of shape {shape} has a chunk outside it: {box}")
@@ -201,7 +201,7 @@ def _parse_storage_data(
     """Return where each item is stored, by name and offset of its box (None: not a tensor)."""
     byte_ranges: dict[tuple[str, Shape | None], ByteRange] = {}
     for key, value in storage_data.items():
-        index, info = _fields_of(key, _INDEX), _fields_of(value, _INFO)
+        index, info = _get_fields(key, _INDEX), _get_fields(value, _INFO)
         name, offset = index.get("fqn"), index.get("offset")
         file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(name, str):
@@ -218,7 +218,7 @@ def _parse_storage_data(
     return byte_ranges
 
 
-def _fields_of(value: Any, class_name: GlobalName) -> dict[str, Any]:
+def _get_fields(value: Any, class_name: GlobalName) -> dict[str, Any]:
     """Return the fields of a record. Raises ValueError if it is not of the class `class_name`."""
     if not isinstance(value, PickledCall) or value.what != class_name:
         raise ValueError(f"it has something else in place of a {class_name.name}")

@@ -65,7 +65,7 @@ class DCPDataFile:
         """Return the bytes of a box within a chunk, in row-major order."""
         try:
             if self._last is None or self._last[0] != chunk.extent:
-                self._last = chunk.extent, self._array(dtype, chunk)
+                self._last = chunk.extent, self._map_array(dtype, chunk)
         except (ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
             raise UserError(
                 f"{self.path} is damaged: tensor {name} at {chunk.offset}: {error}"
@@ -77,7 +77,7 @@ class DCPDataFile:
     def text(self, name: str, extent: ByteRange, limit: int) -> str:
         """Return a stored text of at most `limit` bytes."""
         try:
-            archive = _TensorArchive(self._part(extent), limit)
+            archive = _TensorArchive(self._open_part(extent), limit)
             content = parse_pickle(archive.read("data.pkl"), ())
         except (ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
             raise UserError(f"{self.path} is damaged: {name}: {error}") from None
@@ -85,7 +85,7 @@ class DCPDataFile:
             raise UserError(f"{self.path} is damaged: {name} is not text")
         return content
 
-    def _part(self, extent: ByteRange) -> _ByteRangeFile:
+    def _open_part(self, extent: ByteRange) -> _ByteRangeFile:
         if extent.start + extent.length > len(self._memory):
             raise ValueError(
                 f"it should be in bytes {extent.start} to {extent.start + extent.length}, "
@@ -93,10 +93,10 @@ class DCPDataFile:
             )
         return _ByteRangeFile(self._memory, extent)
 
-    def _array(self, dtype: DTypeName, chunk: StoredChunk) -> NDArray[Any]:
+    def _map_array(self, dtype: DTypeName, chunk: StoredChunk) -> NDArray[Any]:
         """Return a view of a chunk's elements in the file, as unsigned integers of the dtype's
         size. Raises ValueError for a chunk that is damaged or not as described."""
-        archive = _TensorArchive(self._part(chunk.extent), _MAX_READ_BYTES)
+        archive = _TensorArchive(self._open_part(chunk.extent), _MAX_READ_BYTES)
         if archive.read("byteorder") != b"little":
             raise ValueError("its byte order is not that of this machine")
         size = DTYPES[dtype].itemsize

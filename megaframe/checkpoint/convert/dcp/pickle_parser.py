@@ -115,7 +115,7 @@ class _PickleParser:
         del self.stack[position:]
         return items
 
-    def _tuple(self, size: int) -> None:
+    def _build_tuple(self, size: int) -> None:
         items = [self.pop() for _ in range(size)]
         self.stack.append(tuple(reversed(items)))
 
@@ -166,9 +166,9 @@ _HANDLERS: dict[str, Callable[[_PickleParser, Any], None]] = {
     "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
     "MEMOIZE": lambda machine, _: machine.memo.update({len(machine.memo): machine.stack[-1]}),
     "TUPLE": lambda machine, _: machine.stack.append(tuple(machine._pop_to_mark())),
-    "TUPLE1": lambda machine, _: machine._tuple(1),
-    "TUPLE2": lambda machine, _: machine._tuple(2),
-    "TUPLE3": lambda machine, _: machine._tuple(3),
+    "TUPLE1": lambda machine, _: machine._build_tuple(1),
+    "TUPLE2": lambda machine, _: machine._build_tuple(2),
+    "TUPLE3": lambda machine, _: machine._build_tuple(3),
     "APPEND": lambda machine, _: machine._append([machine.pop()]),
     "APPENDS": lambda machine, _: machine._append(machine._pop_to_mark()),
     "SETITEM": lambda machine, _: machine._set_items([machine.pop(), machine.pop()][::-1]),

@@ -97,7 +97,7 @@ ARCHITECTURES = {
 }
 
 
-def model_from_config(
+def read_model_config(
     config: Mapping[str, Any], shapes: Collection[Shape] | None = None
 ) -> ModelConfig:
     """Return the `model` section for a Hugging Face config.
@@ -132,7 +132,7 @@ def model_from_config(
         raise UserError(f"{family}: {where}={value}: {error['msg']}") from None
 
 
-def config_from_model(model: ModelConfig, positions: int) -> Keys:
+def write_model_config(model: ModelConfig, positions: int) -> Keys:
     """Return the config of the Hugging Face model that computes the same.
 
     Args:
@@ -141,7 +141,7 @@ def config_from_model(model: ModelConfig, positions: int) -> Keys:
     Raises:
         UserError: If there is none; the message names the differing keys.
     """
-    family = family_of(model)
+    family = find_family(model)
     config: Keys = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -150,11 +150,11 @@ def config_from_model(model: ModelConfig, positions: int) -> Keys:
         **_FIXED[family],
         **_FAMILIES[family].write(model),
     }
-    reimported = model_from_config(config)
+    reimported = read_model_config(config)
     ignored = {"dropout", "init_std", "mtp_depth", "positions"}
     model_keys, reimported_keys = model.model_dump(), reimported.model_dump()
     model_keys["window"], reimported_keys["window"] = (
-        _shortest_pattern(_layer_windows(model)),
+        _find_shortest_pattern(_list_layer_windows(model)),
         reimported.window,
     )
     if model_keys.get("moe") and reimported_keys.get("moe"):
@@ -172,7 +172,7 @@ def config_from_model(model: ModelConfig, positions: int) -> Keys:
     return config
 
 
-def family_of(model: ModelConfig) -> str:
+def find_family(model: ModelConfig) -> str:
     """Return the family that comes closest to a model."""
     if model.norm == "layernorm":
         return "gpt2"
@@ -185,7 +185,7 @@ def family_of(model: ModelConfig) -> str:
         return "qwen3"
     if model.qkv_bias:
         return "qwen2"
-    windows = set(_layer_windows(model))
+    windows = set(_list_layer_windows(model))
     if len(windows) > 1:
         return "ministral"
     return "llama" if None in windows else "mistral"
@@ -265,7 +265,7 @@ def _read_layer_types(config: Mapping[str, Any], window: int | None, num_full: i
             f"layer_types has {_SLIDING} layers, and there is no sliding_window for them"
         )
     windows = [window if kind == _SLIDING else None for kind in layer_types]
-    return {**_read_attention(config), "window": _shortest_pattern(windows)}
+    return {**_read_attention(config), "window": _find_shortest_pattern(windows)}
 
 
 def _read_ministral(config: Mapping[str, Any]) -> Keys:
@@ -275,10 +275,10 @@ def _read_ministral(config: Mapping[str, Any]) -> Keys:
 def _read_qwen(config: Mapping[str, Any]) -> Keys:
     full = config.get("max_window_layers", 28)
     theirs = "qkv_bias" if config["model_type"] == "qwen2" else "qk_norm"
-    return {**_read_layer_types(config, _qwen_window(config), full), theirs: True}
+    return {**_read_layer_types(config, _read_qwen_window(config), full), theirs: True}
 
 
-def _qwen_window(config: Mapping[str, Any]) -> int | None:
+def _read_qwen_window(config: Mapping[str, Any]) -> int | None:
     if config.get("use_sliding_window") and "sliding_window" not in config:
         raise UserError(f"{config['model_type']}: sliding_window is missing")
     return config.get("sliding_window") if config.get("use_sliding_window") else None
@@ -302,11 +302,11 @@ def _write_attention(model: ModelConfig) -> Keys:
 
 
 def _write_sliding(model: ModelConfig) -> Keys:
-    return {**_write_attention(model), "sliding_window": _first_window(model)}
+    return {**_write_attention(model), "sliding_window": _find_first_window(model)}
 
 
 def _write_layer_types(model: ModelConfig) -> Keys:
-    kinds = [_FULL if window is None else _SLIDING for window in _layer_windows(model)]
+    kinds = [_FULL if window is None else _SLIDING for window in _list_layer_windows(model)]
     return {**_write_sliding(model), "layer_types": kinds}
 
 
@@ -317,11 +317,11 @@ def _write_qwen(model: ModelConfig) -> Keys:
     return {**keys, "use_sliding_window": sliding, "max_window_layers": kinds.index(_SLIDING)}
 
 
-def _layer_windows(model: ModelConfig) -> list[int | None]:
+def _list_layer_windows(model: ModelConfig) -> list[int | None]:
     return [window_of(model, layer) for layer in range(model.layers)]
 
 
-def _shortest_pattern(windows: Sequence[int | None]) -> int | tuple[int | None, ...] | None:
+def _find_shortest_pattern(windows: Sequence[int | None]) -> int | tuple[int | None, ...] | None:
     """Return the shortest `model.window` that gives the layers these windows."""
     size = next(
         size
@@ -331,10 +331,10 @@ def _shortest_pattern(windows: Sequence[int | None]) -> int | tuple[int | None, 
     return windows[0] if size == 1 else tuple(windows[:size])
 
 
-def _first_window(model: ModelConfig) -> int | None:
-    """Return the window of the first layer that has one. `config_from_model` refuses models whose
+def _find_first_window(model: ModelConfig) -> int | None:
+    """Return the window of the first layer that has one. `write_model_config` refuses models whose
     layers have several different windows."""
-    return next((window for window in _layer_windows(model) if window is not None), None)
+    return next((window for window in _list_layer_windows(model) if window is not None), None)
 
 
 def _read_rope_scaling(rope: Mapping[str, Any]) -> Keys:
@@ -407,7 +407,7 @@ def _read_qwen3_moe(config: Mapping[str, Any]) -> Keys:
     }
     if moe["experts"] is None:
         raise UserError("qwen3_moe: num_experts is missing")
-    keys = _read_sliding({**config, "sliding_window": _qwen_window(config)})
+    keys = _read_sliding({**config, "sliding_window": _read_qwen_window(config)})
     return {**keys, "qk_norm": True, "moe": moe}
 
 
@@ -419,7 +419,7 @@ def _write_qwen3_moe(model: ModelConfig) -> Keys:
         "num_experts_per_tok": model.moe.top_k,
         "moe_intermediate_size": model.moe.ffn or model.ffn,
         "norm_topk_prob": model.moe.normalise,
-        "use_sliding_window": _first_window(model) is not None,
+        "use_sliding_window": _find_first_window(model) is not None,
     }
 
 

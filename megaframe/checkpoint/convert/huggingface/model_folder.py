@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megaframe.architecture.spec import Constant, ParamSpec
 from megaframe.checkpoint import Checkpoint, Slice, StorePath
-from megaframe.checkpoint.convert.huggingface.families import config_from_model, model_from_config
+from megaframe.checkpoint.convert.huggingface.families import read_model_config, write_model_config
 from megaframe.checkpoint.convert.huggingface.read_files import (
     INDEX,
     SINGLE,
@@ -42,7 +42,7 @@ from megaframe.checkpoint.convert.huggingface.tokenizer import (
 from megaframe.checkpoint.reshard import as_bytes, assemble_checkpoint, group_by_bytes
 from megaframe.checkpoint.shard_file import MAX_ENTRY_BYTES, FileEntry, TensorBox
 from megaframe.checkpoint.slices import Box, index_within, split_into_runs
-from megaframe.checkpoint.train_state import initial_train_state, read_train_state
+from megaframe.checkpoint.train_state import make_initial_train_state, read_train_state
 from megaframe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megaframe.errors import UserError
 from megaframe.model.model_chunk import list_model_specs
@@ -92,9 +92,9 @@ def export_model(
     token_ids = {"bos_token_id": exported_tokenizer.eod, "eos_token_id": exported_tokenizer.eod}
     learned = run.model.position == "learned" and run.model.positions
     config = {
-        **config_from_model(run.model, learned or run.train.seq),
+        **write_model_config(run.model, learned or run.train.seq),
         **token_ids,
-        "dtype": _dtype_name(torch_dtype),
+        "dtype": _get_dtype_name(torch_dtype),
     }
     tensors = list(map_tensors(run.model, list_model_specs(run)))
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
@@ -139,7 +139,7 @@ def _write_files(
             for tensor, boxes_of_tensor in zip(group, boxes, strict=True)
         }
         for tensor_name, content in joined.items():
-            check_finite(tensor_name, content, _dtype_name(dtype))
+            check_finite(tensor_name, content, _get_dtype_name(dtype))
         save_file(joined, str(folder / name), metadata={"format": "pt"})
         index |= dict.fromkeys(joined, name)
     if len(groups) > 1:
@@ -165,7 +165,7 @@ def import_model(folder: Path, target: StorePath) -> StorePath:
     """
     config = read_json(folder / _CONFIG)
     headers = read_headers(folder)
-    model = model_from_config(config, [header.shape for header in headers.values()])
+    model = read_model_config(config, [header.shape for header in headers.values()])
     run = RunConfig(
         model=model,
         data=DataConfig(tokenizer=_find_tokenizer(folder)),
@@ -180,7 +180,7 @@ def import_model(folder: Path, target: StorePath) -> StorePath:
     return assemble_checkpoint(
         target,
         0,
-        initial_train_state(run).model_dump(mode="json"),
+        make_initial_train_state(run).model_dump(mode="json"),
         group_by_bytes(boxes, lambda box: box.bytes, FILE_BYTES),
         box_reader.bytes_of,
     )
@@ -198,13 +198,15 @@ def _train_section(config: Mapping[str, Any], model: ModelConfig) -> TrainConfig
     """Return a `train` section: the type that the weights are stored in, by default bf16, and
     samples as long as the texts that the model was trained on."""
     dtype = config.get("dtype") or config.get("torch_dtype")
-    stored = next((ours for ours, theirs in _TYPES.items() if dtype == _dtype_name(theirs)), "bf16")
+    stored = next(
+        (ours for ours, theirs in _TYPES.items() if dtype == _get_dtype_name(theirs)), "bf16"
+    )
     positions = model.positions or config.get("max_position_embeddings")
     seq = {"seq": positions} if positions else {}
     return TrainConfig.model_validate({"precision": stored, **seq})
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def _get_dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a type in a config of transformers."""
     return str(dtype).removeprefix("torch.")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megaframe.architecture.moe import has_experts
 from megaframe.architecture.spec import Box, ParamSpec
-from megaframe.checkpoint.convert.huggingface.families import family_of
+from megaframe.checkpoint.convert.huggingface.families import find_family
 from megaframe.config import ModelConfig
 
 
@@ -105,7 +105,7 @@ def map_tensors(model: ModelConfig, specs: Iterable[ParamSpec]) -> Iterator[Hugg
         specs: Specs of our parameters.
     """
     names = _PartBuilder({spec.name: spec for spec in specs})
-    gpt2 = family_of(model) == "gpt2"
+    gpt2 = find_family(model) == "gpt2"
     yield from _map_gpt2_ends(names) if gpt2 else _map_ends(names)
     for layer in range(model.layers):
         yield from _map_gpt2_block(names, layer) if gpt2 else _map_block(names, model, layer)
@@ -245,7 +245,7 @@ def _map_experts(
     names: _PartBuilder, model: ModelConfig, ours: str, theirs: str
 ) -> Iterator[HuggingFaceTensor]:
     assert model.moe is not None
-    mixtral = family_of(model) == "mixtral"
+    mixtral = find_family(model) == "mixtral"
     theirs += ".block_sparse_moe" if mixtral else ".mlp"
     yield names.whole(f"{theirs}.gate.weight", f"{ours}.router.weight")
     if model.moe.balance == "bias":

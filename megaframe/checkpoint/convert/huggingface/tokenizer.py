@@ -107,7 +107,7 @@ def _convert(name: str, tokenizer: Tokenizer) -> tuple[dict[str, bytes], str, li
     """Return the files of a tokenizer, the token that ends its documents, and notes."""
     kind, _, path = name.partition(":")
     if kind == "bytes":
-        return {"tokenizer.json": _encode_json(_byte_level_tokenizer(tokenizer.eod))}, _END, []
+        return {"tokenizer.json": _encode_json(_make_byte_level_tokenizer(tokenizer.eod))}, _END, []
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return {"tokenizer.json": read_file(path)}, tokenizer.eod_name, []
     if kind != "sentencepiece":
@@ -137,19 +137,21 @@ def _describe_tokenizer(**parts: Any) -> Description:
     }
 
 
-def _added_token(token: int, text: str, *, special: bool) -> Description:
+def _make_added_token(token: int, text: str, *, special: bool) -> Description:
     off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": token, "content": text, **off, "special": special}
 
 
-def _bpe_model(vocab: dict[str, int], merges: list[tuple[str, str]], **keys: Any) -> Description:
+def _make_bpe_model(
+    vocab: dict[str, int], merges: list[tuple[str, str]], **keys: Any
+) -> Description:
     nothing = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
     off = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
     tables = {"vocab": vocab, "merges": merges}
     return {"type": "BPE", **dict.fromkeys(nothing), **off, **keys, **tables}
 
 
-def _byte_level_tokenizer(eod: int) -> Description:
+def _make_byte_level_tokenizer(eod: int) -> Description:
     """Describe the bytes of UTF-8 as ids, with GPT-2's character for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -157,16 +159,16 @@ def _byte_level_tokenizer(eod: int) -> Description:
     letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     return _describe_tokenizer(
-        added_tokens=[_added_token(eod, _END, special=True)],
+        added_tokens=[_make_added_token(eod, _END, special=True)],
         pre_tokenizer={**level, "use_regex": False},
         decoder={**level, "use_regex": False},
-        model=_bpe_model({letters[byte]: byte for byte in range(256)} | {_END: eod}, []),
+        model=_make_bpe_model({letters[byte]: byte for byte in range(256)} | {_END: eod}, []),
     )
 
 
 def _convert_sentencepiece(model: SentencePieceModel) -> Description:
     added = [
-        _added_token(token, piece.text, special=piece.type != PieceType.USER_DEFINED)
+        _make_added_token(token, piece.text, special=piece.type != PieceType.USER_DEFINED)
         for token, piece in enumerate(model.pieces)
         if piece.type in (PieceType.UNKNOWN, PieceType.CONTROL)
         or (piece.type == PieceType.USER_DEFINED and model.kind == "bpe")
@@ -175,7 +177,9 @@ def _convert_sentencepiece(model: SentencePieceModel) -> Description:
         added_tokens=added,
         normalizer={"type": "Sequence", "normalizers": list(_list_normalizers(model))},
         decoder={"type": "Sequence", "decoders": list(_list_decoders(model))},
-        model=_bpe_from_pieces(model) if model.kind == "bpe" else _unigram_from_pieces(model),
+        model=_make_bpe_from_pieces(model)
+        if model.kind == "bpe"
+        else _make_unigram_from_pieces(model),
     )
 
 
@@ -206,7 +210,7 @@ def _replace(pattern: dict[str, str], content: str) -> Description:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
-def _bpe_from_pieces(model: SentencePieceModel) -> Description:
+def _make_bpe_from_pieces(model: SentencePieceModel) -> Description:
     """Describe byte-pair encoding. SentencePiece merges the two neighbours that make the piece of
     the best score, however each of them came about: all divisions of a piece are merges."""
     vocab = {piece.text: token for token, piece in enumerate(model.pieces)}
@@ -220,15 +224,15 @@ def _bpe_from_pieces(model: SentencePieceModel) -> Description:
     ]
     ((_, unknown),) = model.of_type(PieceType.UNKNOWN)
     keys = {"unk_token": unknown.text, "fuse_unk": True, "byte_fallback": model.byte_fallback}
-    return _bpe_model(vocab, merges, **keys)
+    return _make_bpe_model(vocab, merges, **keys)
 
 
-def _unigram_from_pieces(model: SentencePieceModel) -> Description:
+def _make_unigram_from_pieces(model: SentencePieceModel) -> Description:
     """Describe a unigram model. Text never matches a control token, an unknown one or a byte's name
     in SentencePiece; here all pieces can match, so these score less than any other division."""
     normal = [piece.score for _, piece in model.of_type(PieceType.NORMAL)]
     best, worst = max(normal, default=0.0), min(normal, default=0.0)
-    longest = max(len(piece.text) for piece in _unmatchable_pieces(model))
+    longest = max(len(piece.text) for piece in _list_unmatchable_pieces(model))
     unreachable_score = (min(worst, 0.0) - 1.0) * (longest + 1)
 
     def score(piece: TextPiece) -> float:
@@ -244,7 +248,7 @@ def _unigram_from_pieces(model: SentencePieceModel) -> Description:
     }
 
 
-def _unmatchable_pieces(model: SentencePieceModel) -> list[TextPiece]:
+def _list_unmatchable_pieces(model: SentencePieceModel) -> list[TextPiece]:
     """Return the pieces whose own text SentencePiece never encodes as them."""
     names = (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.BYTE)
     return [piece for _, piece in model.of_type(*names)]
@@ -271,15 +275,18 @@ def _find_differences(model: SentencePieceModel) -> Iterator[str]:
         yield "characters with several combining marks (the normaliser's rules)"
     if model.kind == "unigram":
         yield "texts with divisions of equal score (summed in fp64, not fp32)"
-        if not _characters(piece.text for piece in _unmatchable_pieces(model)) <= texts:
+        if (
+            not _collect_characters(piece.text for piece in _list_unmatchable_pieces(model))
+            <= texts
+        ):
             yield "names of tokens, such as <s> or <0x41>"
     elif len({piece.score for piece in normal}) < len(normal):
         yield "pieces of equal score"
-    if _characters(piece.text for piece in normal) - texts:
+    if _collect_characters(piece.text for piece in normal) - texts:
         yield "characters that are no pieces but parts of some"
     if symbols and (model.charsmap or (model.kind == "bpe" and spaces)):
         yield "text next to user-defined symbols"
 
 
-def _characters(texts: Iterable[str]) -> set[str]:
+def _collect_characters(texts: Iterable[str]) -> set[str]:
     return {letter for text in texts for letter in text}

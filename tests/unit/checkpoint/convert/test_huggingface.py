@@ -15,8 +15,8 @@ from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.families import (
     ARCHITECTURES,
-    config_from_model,
-    model_from_config,
+    read_model_config,
+    write_model_config,
 )
 from megaframe.checkpoint.inspect import find_damage
 from megaframe.config import ModelConfig
@@ -189,11 +189,11 @@ def test_logits_are_the_same_both_ways(name, tmp_path):
     ],
 )
 def test_windows_are_the_shortest_pattern_of_their_layers(name, window):
-    model = model_from_config(MODELS[name]().to_dict())
+    model = read_model_config(MODELS[name]().to_dict())
     assert model.window == window
-    assert model_from_config(config_from_model(model, 64)).window == window
+    assert read_model_config(write_model_config(model, 64)).window == window
     repeated_model = model.model_copy(update={"window": (*windows(model), *windows(model))})
-    assert config_from_model(repeated_model, 64) == config_from_model(model, 64)
+    assert write_model_config(repeated_model, 64) == write_model_config(model, 64)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_windows_are_the_shortest_pattern_of_their_layers(name, window):
 def test_windows_that_no_family_has_are_refused(keys, message):
     shape = {"layers": 4, "hidden": 32, "heads": 4, "vocab": 61}
     with pytest.raises(UserError) as error:
-        config_from_model(
+        write_model_config(
             ModelConfig(**{**shape, "norm": "rmsnorm", "activation": "swiglu", **keys}), 64
         )
     assert message in str(error.value)
@@ -225,7 +225,7 @@ def test_windows_that_no_family_has_are_refused(keys, message):
 )
 def test_layer_types_that_mean_nothing_here_are_refused(name, keys, message):
     with pytest.raises(UserError) as error:
-        model_from_config({**MODELS[name]().to_dict(), **keys})
+        read_model_config({**MODELS[name]().to_dict(), **keys})
     assert message in str(error.value)
 
 

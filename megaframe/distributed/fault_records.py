@@ -1,4 +1,5 @@
-"""Flight recorder: what NCCL's flight recorder knows, written before the watchdog ends a rank.
+"""Fault records: what a rank writes into the run folder before the watchdog ends it: why the run
+ended, the stacks of its threads, and what NCCL's flight recorder knows.
 
 torch keeps the latest collectives of every rank and writes them when its own watchdog sees a
 timeout. Ours is earlier by design (`mesh._NCCL_EXTRA_SECONDS`), so it asks for the record itself,
@@ -9,17 +10,42 @@ in the format and under the name that torch's analyser takes:
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from torch._C import _distributed_c10d
 
+ENDED_FILE = "ended.jsonl"
+"""File that says when a run was ended, and why."""
 RECORD_PREFIX = "nccl-rank-"
 """What the name of a record begins with; the rank follows, and nothing else, as torch demands."""
 _SECONDS = 10.0
 """After which a process that cannot be asked is ended. Reading the record queries CUDA's events
 with Python's lock held, so no thread of Python could end it."""
+
+
+def record_end(folder: Path, text: str) -> None:
+    """Append when and why the run was ended to `ENDED_FILE`, if the folder can be written."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / ENDED_FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"at": time.time(), "text": text}) + "\n")
+
+
+def dump_stacks(folder: Path | None, rank: int, describe: Callable[[], str]) -> None:
+    """Write the stacks of all threads of this process to standard error, and below what `describe`
+    returns to a file in the folder, if there is one that can be written."""
+    faulthandler.dump_traceback()
+    if folder is not None:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / f"rank-{rank:05d}.txt", "w") as file:
+                print(describe(), file=file, flush=True)
+                faulthandler.dump_traceback(file)
 
 
 def write_flight_record(folder: Path, rank: int) -> str:

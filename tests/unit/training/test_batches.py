@@ -49,7 +49,7 @@ def look_and_take(path, masked):
     steps, sums = [], []
 
     def take(leaves_out=find_nothing):
-        step, valid = batches.next(leaves_out)
+        step, valid = batches.take_next(leaves_out)
         steps.append(step)
         sums.append(valid)
 
@@ -90,7 +90,7 @@ def take_while_the_other_does_not(path):
     signal_tensor = torch.zeros(1)
     if mesh.rank:
         receive(signal_tensor, mesh.world, source=0).wait()
-    _, valid = batches.next(find_nothing)
+    _, valid = batches.take_next(find_nothing)
     if not mesh.rank:
         send(signal_tensor, mesh.world, to=1).wait()
     barrier(mesh.world)
@@ -110,13 +110,13 @@ def fail_when_due(path):
     def fails(*arguments):
         raise OSError("the third step cannot be read")
 
-    batches.next(find_nothing)
+    batches.take_next(find_nothing)
     batches.look_ahead()
     loader._dataset.read = fails
-    batches.next(find_nothing)
+    batches.take_next(find_nothing)
     batches.look_ahead()
     with pytest.raises(OSError, match="the third step"):
-        batches.next(find_nothing)
+        batches.take_next(find_nothing)
     loader._dataset.read = read
     mesh.close()
 

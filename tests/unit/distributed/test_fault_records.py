@@ -6,14 +6,14 @@ import time
 import pytest
 from torch._C import _distributed_c10d
 
-from megaframe.distributed import flight_recorder, nccl_settings
+from megaframe.distributed import fault_records, nccl_settings
 
 
 def test_a_record_is_written_under_the_name_that_torch_takes(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
     record = b"a record"
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", lambda **_: record, raising=False)
-    message = flight_recorder.write_flight_record(tmp_path / "faults", 3)
+    message = fault_records.write_flight_record(tmp_path / "faults", 3)
     assert (tmp_path / "faults/nccl-rank-3").read_bytes() == record
     assert message.startswith(f"flight record in {tmp_path}/faults/nccl-rank-3; torchfrtrace")
 
@@ -21,16 +21,16 @@ def test_a_record_is_written_under_the_name_that_torch_takes(tmp_path, monkeypat
 def test_what_cannot_be_recorded_is_said(tmp_path, monkeypatch):
     if hasattr(_distributed_c10d, "_dump_nccl_trace"):
         monkeypatch.delattr(_distributed_c10d, "_dump_nccl_trace")
-    assert "this torch has none of NCCL" in flight_recorder.write_flight_record(tmp_path, 0)
+    assert "this torch has none of NCCL" in fault_records.write_flight_record(tmp_path, 0)
 
     def fails(**_):
         raise RuntimeError("CUDA error: unspecified launch failure\nmore")
 
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", fails, raising=False)
-    message = flight_recorder.write_flight_record(tmp_path, 0)
+    message = fault_records.write_flight_record(tmp_path, 0)
     assert message == "no flight record: CUDA error: unspecified launch failure"
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
-    assert "TORCH_FR_BUFFER_SIZE=0" in flight_recorder.write_flight_record(tmp_path, 0)
+    assert "TORCH_FR_BUFFER_SIZE=0" in fault_records.write_flight_record(tmp_path, 0)
 
 
 def test_a_process_whose_record_cannot_be_read_ends(tmp_path):
@@ -38,9 +38,9 @@ def test_a_process_whose_record_cannot_be_read_ends(tmp_path):
     if not process:
         os.close(2)  # its stacks
         os.open(os.devnull, os.O_WRONLY)
-        flight_recorder._SECONDS = 0.2
+        fault_records._SECONDS = 0.2
         _distributed_c10d._dump_nccl_trace = lambda **_: time.sleep(60)
-        flight_recorder.write_flight_record(tmp_path, 0)
+        fault_records.write_flight_record(tmp_path, 0)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
 
