@@ -31,10 +31,10 @@ class BuildWithKernels(build_py):
         if not WITH_KERNELS:
             return
         sys.path.insert(0, str(HERE / "kernels"))
-        from megaframe_kernels.cuda_build import CHIPS, build, prebuilt_path
+        from megaframe_kernels.cuda_build import CHIPS, build, find_prebuilt_library
 
         whole = HERE / "kernels" if self.editable_mode else Path(self.build_lib)
-        build(whole / "megaframe_kernels" / prebuilt_path().name, CHIPS)
+        build(whole / "megaframe_kernels" / find_prebuilt_library().name, CHIPS)
 
 
 class WithKernels(Distribution):

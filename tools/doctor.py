@@ -101,11 +101,11 @@ def read_smi() -> list[dict[str, str]]:
 def judge_software() -> Iterator[HostFinding]:
     """Yield versions, the state of GPUs, and whether torch can use those that the driver knows."""
     import torch
-    from megaframe_kernels.installed import versions
+    from megaframe_kernels.installed import read_versions
 
     from megaframe.distributed.device import explain_hidden_gpu, explain_unusable_gpu
 
-    installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+    installed = ", ".join(f"{name} {version}" for name, version in read_versions().items())
     yield HostFinding("software", f"Python {platform.python_version()}, {installed}")
     known, num_visible = read_smi(), torch.cuda.device_count()
     for gpu in known:
@@ -177,9 +177,9 @@ def judge_links() -> Iterator[HostFinding]:
 def judge_kernels() -> Iterator[HostFinding]:
     """Yield for each kernel the implementation that is used, and why preferred ones are not."""
     from megaframe_kernels.registry import KERNELS
-    from megaframe_kernels.selection import chip_name, select
+    from megaframe_kernels.selection import read_chip_name, select
 
-    chip = chip_name()
+    chip = read_chip_name()
     for name, choice in select(KERNELS).items():
         absent = "; ".join(f"not {other}: {reason}" for other, reason in choice.absent.items())
         yield HostFinding(f"kernel {name}", f"{choice.active}{f' ({absent})' if absent else ''}")

@@ -38,16 +38,16 @@ TOLERANCE = 0.02
 def make_contenders(given: argparse.Namespace, ranks: str, seq: str) -> list[Contender]:
     """Return the commands of ours and of PyTorch's ring in both variants."""
 
-    def contender(name: str, script: str, *more: str, ours: bool = False) -> Contender:
+    def make_contender(name: str, script: str, *more: str, ours: bool = False) -> Contender:
         size = ("--ranks", ranks, "--seq", seq, "--precision", given.precision)
         steps = ("--steps", str(given.steps))
         command = (sys.executable, str(PEERS / script), *size, *steps, *more)
         return Contender(name, command, ours)
 
     return [
-        contender("megaframe", "context_ours.py", ours=True),
-        contender("torch, gathered", "context_torch.py", "--rotate", "allgather"),
-        contender("torch, all-to-all", "context_torch.py", "--rotate", "alltoall"),
+        make_contender("megaframe", "context_ours.py", ours=True),
+        make_contender("torch, gathered", "context_torch.py", "--rotate", "allgather"),
+        make_contender("torch, all-to-all", "context_torch.py", "--rotate", "alltoall"),
     ]
 
 

@@ -38,7 +38,7 @@ TORCH = {"DDP": "ddp", "FSDP2 2": "fsdp2", "FSDP2 3": "fsdp3"}
 def make_contenders(given: argparse.Namespace, ranks: int, precision: str) -> list[Contender]:
     """Return the commands of ours and the peers, grouped by ZeRO stage."""
 
-    def contender(
+    def make_contender(
         name: str, script: str, python: Path | str, *more: str, ours: bool = False
     ) -> Contender:
         size = ("--ranks", str(ranks), "--precision", precision, "--steps", str(given.steps))
@@ -48,17 +48,17 @@ def make_contenders(given: argparse.Namespace, ranks: int, precision: str) -> li
     for stage in range(4):
         zero = (*OURS, f"parallel.zero={stage}")
         name = f"megaframe {stage}"
-        chosen.append(contender(name, "data_ours.py", sys.executable, *zero, ours=True))
+        chosen.append(make_contender(name, "data_ours.py", sys.executable, *zero, ours=True))
         for peer, way in TORCH.items():
             if int(peer[-1]) == stage if peer[-1].isdigit() else stage == 0:
-                chosen.append(contender(peer, "data_torch.py", sys.executable, "--way", way))
+                chosen.append(make_contender(peer, "data_torch.py", sys.executable, "--way", way))
         if stage and given.deepspeed_python:
             python = given.deepspeed_python.absolute()  # not resolved: a venv's python is a link
             more = ("--stage", str(stage))
-            chosen.append(contender(f"DeepSpeed {stage}", "data_deepspeed.py", python, *more))
+            chosen.append(make_contender(f"DeepSpeed {stage}", "data_deepspeed.py", python, *more))
         if stage == 1 and given.megatron_python:
             python = given.megatron_python.absolute()
-            chosen.append(contender("megatron-core 1", "data_megatron_core.py", python))
+            chosen.append(make_contender("megatron-core 1", "data_megatron_core.py", python))
     return chosen
 
 

@@ -38,17 +38,17 @@ TOLERANCE = 0.02
 def make_contenders(given: argparse.Namespace, shape: str, precision: str) -> list[Contender]:
     """Return the commands of ours and the others."""
 
-    def contender(name: str, script: str, *more: str, ours: bool = False) -> Contender:
+    def make_contender(name: str, script: str, *more: str, ours: bool = False) -> Contender:
         python = given.huggingface_python if "huggingface" in script else sys.executable
         size = ("--shape", shape, "--precision", precision, "--steps", str(given.steps))
         return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
 
     found = [
-        contender("megaframe", "experts_ours.py", ours=True),
-        contender("loop over experts", "experts_loop.py"),
+        make_contender("megaframe", "experts_ours.py", ours=True),
+        make_contender("loop over experts", "experts_loop.py"),
     ]
     if given.huggingface_python is not None:
-        found.append(contender("Hugging Face", "experts_huggingface.py"))
+        found.append(make_contender("Hugging Face", "experts_huggingface.py"))
     return found
 
 

@@ -55,20 +55,20 @@ ln(vocab)."""
 def make_contenders(given: argparse.Namespace, stages: int, vocab: int) -> list[Contender]:
     """Return the commands of ours and the peers."""
 
-    def contender(
+    def make_contender(
         name: str, script: str, python: Path | str, *more: str, ours: bool = False
     ) -> Contender:
         size = ("--stages", str(stages), "--vocab", str(vocab), "--steps", str(given.steps))
         return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
 
-    chosen = [contender("megaframe", "pipeline_ours.py", sys.executable, *OURS, ours=True)]
+    chosen = [make_contender("megaframe", "pipeline_ours.py", sys.executable, *OURS, ours=True)]
     for name, (schedule, chunks) in SCHEDULES.items():
         if stages * chunks <= WORKLOAD.layers:
             more = ("--schedule", schedule)
-            chosen.append(contender(name, "pipeline_torch.py", sys.executable, *more))
+            chosen.append(make_contender(name, "pipeline_torch.py", sys.executable, *more))
     if given.megatron_python:
         python = given.megatron_python.absolute()  # not resolved: a venv's python is a link
-        chosen.append(contender("megatron-core", "pipeline_megatron_core.py", python))
+        chosen.append(make_contender("megatron-core", "pipeline_megatron_core.py", python))
     else:
         print("megatron-core is left out: --megatron-python PATH gives an interpreter that has it")
     return chosen

@@ -65,13 +65,13 @@ def train_hugging_face(texts: Sequence[str], path: Path) -> None:
     model.save(str(path))
 
 
-def bare_libraries(folder: Path, texts: list[str]) -> dict[str, tuple[str, Calls]]:
+def list_bare_libraries(folder: Path, texts: list[str]) -> dict[str, tuple[str, Calls]]:
     """Return for each contender the tokenizer's name in ours, and the library's own calls, fastest
     first."""
     import sentencepiece
     import tokenizers
 
-    def sentencepiece_calls(path: Path) -> Calls:
+    def make_sentencepiece_calls(path: Path) -> Calls:
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         return {
             "library": lambda: model.encode(texts, num_threads=1, return_type="numpy"),
@@ -82,7 +82,7 @@ def bare_libraries(folder: Path, texts: list[str]) -> dict[str, tuple[str, Calls
     calls: dict[str, tuple[str, Calls]] = {
         f"sentencepiece {kind}": (
             f"sentencepiece:{folder / kind}.model",
-            sentencepiece_calls(folder / f"{kind}.model"),
+            make_sentencepiece_calls(folder / f"{kind}.model"),
         )
         for kind in ("bpe", "unigram")
     }
@@ -110,7 +110,7 @@ def measure_speed(
 ) -> dict[str, Runs]:
     """Return runs of the bare library and of ours, in turns, by tokenizer."""
     measured: dict[str, Runs] = {}
-    for title, (name, bare) in bare_libraries(folder, texts).items():
+    for title, (name, bare) in list_bare_libraries(folder, texts).items():
         output = str(folder / title.replace(" ", "-"))
         job = PreprocessJob(tuple(inputs), name, output, CorpusFormat())
 
@@ -208,7 +208,7 @@ def run_peer(python: Path, action: str, prefix: str, arrays: Path, *more: str) -
 
 
 def main() -> None:
-    given = _options()
+    given = _parse_options()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -244,7 +244,7 @@ def main() -> None:
         print(f"wrote {given.write}")
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each contender")
     parser.add_argument("--megabytes", type=float, default=30.0, help="of the corpus, at most")

@@ -49,7 +49,7 @@ def main() -> None:
     found: dict[int, list[dict[str, float]]] = {world: [] for world in given.worlds}
     for _ in range(given.rounds):
         for world in given.worlds:
-            found[world].append(in_a_process(world))
+            found[world].append(run_in_process(world))
     lines = {
         world: {name: Spread.of([run[name] for run in runs]) for name in runs[0]}
         for world, runs in found.items()
@@ -70,7 +70,7 @@ def main() -> None:
         print(f"wrote {given.write}")
 
 
-def in_a_process(world: int) -> dict[str, float]:
+def run_in_process(world: int) -> dict[str, float]:
     """Return what a fresh process measures."""
     command = [sys.executable, __file__, f"--world={world}"]
     own = {"OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": str(world)}
@@ -116,11 +116,11 @@ def measure(world: int) -> dict[str, float]:
     data = world // (TENSOR * PIPELINE)
     found: dict[str, float] = {}
 
-    def timed(name: str, work: Callable[[], Any]) -> Any:
-        before, start = _peak(), time.perf_counter()
+    def measure(name: str, work: Callable[[], Any]) -> Any:
+        before, start = _read_peak(), time.perf_counter()
         made = work()
         found[name] = time.perf_counter() - start
-        found[f"{name} bytes"] = _peak() - before
+        found[f"{name} bytes"] = _read_peak() - before
         return made
 
     with tempfile.TemporaryDirectory() as folder:
@@ -132,7 +132,7 @@ def measure(world: int) -> dict[str, float]:
                 "parallel.zero=1",
                 f"train.global_batch={8 * data}",
                 "train.microbatch=1",
-                f"data.sources=[{{path: {_corpus(Path(folder))}}}]",
+                f"data.sources=[{{path: {_write_corpus(Path(folder))}}}]",
                 "train.seq=64",
                 "data.split=[1, 0, 0]",
                 f"run.dir={folder}/run",
@@ -145,7 +145,7 @@ def measure(world: int) -> dict[str, float]:
             made.connect(link for a in range(PIPELINE - 1) for link in ((a, a + 1), (a + 1, a)))
             return made
 
-        mesh = timed("groups", groups)
+        mesh = measure("groups", groups)
 
         def model() -> TrainStep:
             # The mesh has this rank alone, so tensors need no content.
@@ -153,21 +153,21 @@ def measure(world: int) -> dict[str, float]:
                 warnings.simplefilter("ignore", FutureWarning)
                 return TrainStep(config, Mesh(layout, alone=0), lambda part: nullcontext())
 
-        train_step = timed("model", model)
+        train_step = measure("model", model)
         group = mesh.group("data")
-        timed("data", lambda: Loader(config, group.index, group.size).close())
+        measure("data", lambda: Loader(config, group.index, group.size).close())
         slices = sum(1 for _ in train_step.optimizer.list_tensors(owned=True))
         found["slices"] = slices
-        found["manifest size"] = timed("manifest", lambda: _manifest(world, slices))
+        found["manifest size"] = measure("manifest", lambda: _measure_manifest(world, slices))
     torch.distributed.destroy_process_group()
     return found
 
 
-def _peak() -> int:
+def _read_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _corpus(folder: Path) -> Path:
+def _write_corpus(folder: Path) -> Path:
     """Write a few documents, from which samples are drawn without end."""
     import numpy as np
 
@@ -179,7 +179,7 @@ def _corpus(folder: Path) -> Path:
     return folder / "tokens"
 
 
-def _manifest(world: int, slices: int) -> int:
+def _measure_manifest(world: int, slices: int) -> int:
     """Join, write and read the manifest of this many slices of every rank. Return its size in
     bytes."""
     from megaframe.checkpoint.manifest import (

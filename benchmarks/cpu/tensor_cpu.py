@@ -38,13 +38,13 @@ spare."""
 def make_contenders(given: argparse.Namespace, ranks: int, precision: str) -> list[Contender]:
     """Return the commands of ours and the peers."""
 
-    def contender(
+    def make_contender(
         name: str, script: str, python: Path | str, *more: str, ours: bool = False
     ) -> Contender:
         size = ("--ranks", str(ranks), "--precision", precision, "--steps", str(given.steps))
         return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
 
-    chosen = [contender("megaframe", "tensor_ours.py", sys.executable, *OURS, ours=True)]
+    chosen = [make_contender("megaframe", "tensor_ours.py", sys.executable, *OURS, ours=True)]
     peers = [("torch DTensor", "tensor_torch.py", sys.executable)]
     if given.megatron_python:
         python = given.megatron_python.absolute()  # not resolved: a venv's python is a link
@@ -52,8 +52,8 @@ def make_contenders(given: argparse.Namespace, ranks: int, precision: str) -> li
     else:
         print("megatron-core is left out: --megatron-python PATH gives an interpreter that has it")
     for name, script, interpreter in peers:
-        chosen.append(contender(name, script, interpreter))
-        chosen.append(contender(f"{name}, seq.", script, interpreter, "--sequence"))
+        chosen.append(make_contender(name, script, interpreter))
+        chosen.append(make_contender(f"{name}, seq.", script, interpreter, "--sequence"))
     return chosen
 
 

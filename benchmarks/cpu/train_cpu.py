@@ -48,7 +48,7 @@ whichever is less."""
 def make_contenders(given: argparse.Namespace, precision: str) -> list[Contender]:
     """Return the commands of ours and of the peers that were given."""
 
-    def contender(
+    def make_contender(
         name: str, script: str, python: Path | str, *more: str, ours: bool = False
     ) -> Contender:
         options = ("--precision", precision, "--steps", str(given.steps), *more)
@@ -57,24 +57,26 @@ def make_contenders(given: argparse.Namespace, precision: str) -> list[Contender
     chosen = []
     if not given.without_ours:
         ours = ("ours.py", sys.executable)
-        chosen.append(contender(OURS, *ours, ours=True))
-        chosen.append(contender(f"{OURS}, recompute", *ours, "--recompute", ours=True))
-    chosen.append(contender("plain PyTorch", "plain.py", sys.executable))
-    chosen.append(contender("plain, compiled", "plain.py", sys.executable, "--compile"))
+        chosen.append(make_contender(OURS, *ours, ours=True))
+        chosen.append(make_contender(f"{OURS}, recompute", *ours, "--recompute", ours=True))
+    chosen.append(make_contender("plain PyTorch", "plain.py", sys.executable))
+    chosen.append(make_contender("plain, compiled", "plain.py", sys.executable, "--compile"))
     if given.nanogpt:
         checkout = str(given.nanogpt.resolve())
-        chosen.append(contender("nanoGPT", "nanogpt.py", sys.executable, "--nanogpt", checkout))
+        chosen.append(
+            make_contender("nanoGPT", "nanogpt.py", sys.executable, "--nanogpt", checkout)
+        )
     else:
         print("nanoGPT is left out: --nanogpt PATH gives a checkout of it")
     if given.megatron_python:
         python = given.megatron_python.absolute()  # not resolved: a venv's python is a link
-        chosen.append(contender("megatron-core", "megatron_core.py", python))
+        chosen.append(make_contender("megatron-core", "megatron_core.py", python))
     else:
         print("megatron-core is left out: --megatron-python PATH gives an interpreter that has it")
     if given.huggingface_python:
         python = given.huggingface_python.absolute()
-        chosen.append(contender("Hugging Face", "huggingface_trainer.py", python))
-    chosen.append(contender(LIMIT, "product_limit.py", sys.executable))
+        chosen.append(make_contender("Hugging Face", "huggingface_trainer.py", python))
+    chosen.append(make_contender(LIMIT, "product_limit.py", sys.executable))
     return chosen
 
 
@@ -84,7 +86,7 @@ def documents() -> Iterator[dict[str, Any]]:
         yield json.loads(path.read_text(encoding="utf-8"))
 
 
-def readme_table() -> str:
+def format_readme_table() -> str:
     """Return the table of the README: for each processor and precision, our speed and memory with
     and without recompute, the fastest peer's, and the products alone."""
     head = f"| processor | | {OURS} | {OURS}, recompute | fastest peer | {LIMIT} | ratio |"
@@ -94,17 +96,17 @@ def readme_table() -> str:
             rows = {row["name"]: row for row in part["summary"]}
             peers = [row for name, row in rows.items() if not name.startswith(OURS)]
             peer = max(peers, key=lambda row: float(row["speed"]["median"]))
-            cells = [_cell(rows.get(name)) for name in (OURS, f"{OURS}, recompute")]
+            cells = [_format_cell(rows.get(name)) for name in (OURS, f"{OURS}, recompute")]
             limit = f"{part['limit']['median']:,.0f}" if "limit" in part else "not measured"
             best = rows.get(OURS) or rows[f"{OURS}, recompute"]
             ratio = f"{best['speed']['median'] / peer['speed']['median']:.2f}"
-            named = f"{_cell(peer)}, {peer['name']}"
+            named = f"{_format_cell(peer)}, {peer['name']}"
             row = [describe_processor(document), precision, *cells, named, limit, ratio]
             lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 
-def _cell(row: dict[str, Any] | None) -> str:
+def _format_cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return "not measured"
     return f"{row['speed']['median']:,.0f}, {row['peak_rss_bytes'] / 1e9:.2f} GB"
@@ -126,7 +128,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     given = parse_arguments()
     if given.table:
-        print(readme_table())
+        print(format_readme_table())
         return
     results, limits = {}, {}
     for precision in ("fp32", "bf16") if given.precision == "both" else (given.precision,):
@@ -142,13 +144,13 @@ def main() -> None:
                 share = max(run.overhead or 0.0 for run in runs)
                 print(f"{name}: at most {share:.2%} of a run's steps is neither model nor update")
         results[precision], limits[precision] = (lines, outcomes), limit
-        print(judged(lines, limit))
+        print(judge(lines, limit))
     if given.write:
         config = {**asdict(WORKLOAD), "steps": given.steps, "rounds": given.rounds}
         write_results(given.write, config, given.threads, results, limits)
 
 
-def judged(lines: Sequence[ContenderSummary], limit: Sequence[float]) -> str:
+def judge(lines: Sequence[ContenderSummary], limit: Sequence[float]) -> str:
     """Return in words how far our default is from the goal."""
     of = Spread.of(limit).median
     ours = next((line for line in lines if line.name == OURS), None)

@@ -76,7 +76,7 @@ class Tests:
     tiny: str
     workers: int | None = None
 
-    def command(self, dry: bool) -> list[str]:
+    def build_command(self, dry: bool) -> list[str]:
         """Return the command that runs them."""
         found = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-rfE", "--tb=short"]
         found += ["-p", "no:cacheprovider"]
@@ -109,7 +109,7 @@ def run_tests(command: Sequence[str], seconds: float) -> dict[str, Any]:
     """Run tests on this GPU. Return the outcome, the counts, and the end of the output."""
     done = run_limited(command, seconds)
     return {
-        "outcome": {0: "passed", None: done.trouble()}.get(done.code, "failed"),
+        "outcome": {0: "passed", None: done.explain_failure()}.get(done.code, "failed"),
         "counts": next((line for line in reversed(done.lines) if line.strip()), "no output"),
         "log": ("\n".join(done.lines) + "\n" + done.errors)[-LAST:],
     }
@@ -135,13 +135,13 @@ def commit() -> str:
     if given := os.environ.get("MEGAFRAME_COMMIT"):
         return given
 
-    def git(*arguments: str) -> str:
+    def run_git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip()
 
     try:
-        found = git("describe", "--always", "--abbrev=12")
-        changed = git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
+        found = run_git("describe", "--always", "--abbrev=12")
+        changed = run_git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
     except OSError:
         return "unknown"
     return f"{found}{'+' if changed else ''}" or "unknown"
@@ -174,7 +174,7 @@ class Results:
         if self.path is not None:
             write_json(self.path, self.known)
 
-    def hear(self, line: str) -> None:
+    def read_line(self, line: str) -> None:
         """Process a line of output of `kernel_bench.py`."""
         found = parse_object(line) or {}
         if "todo" in found:
@@ -188,9 +188,9 @@ class Results:
         elif "active" in found:
             self.add(active={**self.known["active"], **found["active"]})
         elif "measured" in found:
-            self.measured(found["measured"])
+            self.add_measurement(found["measured"])
 
-    def measured(self, one: dict[str, Any]) -> None:
+    def add_measurement(self, one: dict[str, Any]) -> None:
         """Add a measurement."""
         self.running = False
         print(format_line(one), flush=True)
@@ -204,10 +204,10 @@ class Results:
 def begin(path: Path | None, dry: bool) -> Results:
     """Return the results to start from: those of an earlier call for the same chip, commit and
     libraries, if there are any."""
-    from megaframe_kernels.installed import versions
-    from megaframe_kernels.selection import chip_name
+    from megaframe_kernels.installed import read_versions
+    from megaframe_kernels.selection import read_chip_name
 
-    about = {"chip": chip_name(), "commit": commit(), "versions": versions(), "dry": dry}
+    about = {"chip": read_chip_name(), "commit": commit(), "versions": read_versions(), "dry": dry}
     nothing = {**_OF_KERNELS, "tests": {}, "training": []}
     try:
         before = json.loads(path.read_text(encoding="utf-8")) if path else {}
@@ -230,15 +230,17 @@ def measure_group(
         if ceilings:
             call += ["--ceilings", str(ceilings["copy"]), str(ceilings["product"])]
         results.running = False
-        done = run_limited(call, seconds, tell=results.hear, quiet=_QUIET_SECONDS)
+        done = run_limited(call, seconds, tell=results.read_line, quiet=_QUIET_SECONDS)
         if done.code == 0:
             return
         lost = [results.todo[results.at]] if results.running else []
         if results.at < first:  # the process began no measurement
             lost = [(name, "all", "all") for name in names]
         for kernel, case, name in lost:
-            why = Measurement(kernel, case, name, trouble=done.trouble(), details=done.errors)
-            results.measured(asdict(why))
+            why = Measurement(
+                kernel, case, name, trouble=done.explain_failure(), details=done.errors
+            )
+            results.add_measurement(asdict(why))
         if results.at < first:
             return
     results.leave_out([": ".join(label) for label in results.todo[results.at + 1 :]])
@@ -250,7 +252,7 @@ def check_tests(results: Results, name: str, whole: float, until: float, dry: bo
     seconds = min(tests.share * whole, until - time.monotonic())
     found = {"outcome": "left out for time"}
     if seconds > _LEAST_SECONDS:
-        found = run_tests(tests.command(dry), seconds)
+        found = run_tests(tests.build_command(dry), seconds)
     results.add(tests={**results.known["tests"], name: found})
     print(f"tests of {name}: {found['outcome']} {found.get('counts', '')}", flush=True)
 
@@ -326,11 +328,11 @@ def main() -> int:
         return 1
     if not here:
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from megaframe_kernels.selection import TABLE, chip_name
+    from megaframe_kernels.selection import TABLE, read_chip_name
 
     path = given.write
     if path is None and not given.only:
-        path = ROOT / "benchmarks" / "results" / f"{chip_name()}.json"
+        path = ROOT / "benchmarks" / "results" / f"{read_chip_name()}.json"
     results = begin(path, given.dry)
     whole = 60 * given.minutes
     until = begun + whole

@@ -36,7 +36,7 @@ class Goal:
 
 def evaluate_goals(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return every goal as it is written into the result."""
-    found = [*_of_kernels(result), *_of_steps(result["training"])]
+    found = [*_evaluate_kernels(result), *_evaluate_steps(result["training"])]
     return [{**asdict(goal), "met": goal.met} for goal in found]
 
 
@@ -52,7 +52,7 @@ def format_table(found: Sequence[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def right_seconds(measurements: Sequence[Measured]) -> dict[str, float]:
+def list_right_seconds(measurements: Sequence[Measured]) -> dict[str, float]:
     """Return the seconds of one case, forward and backward together, of the implementations that
     are right."""
     return {
@@ -69,8 +69,8 @@ def order_of(measurements: Sequence[Measured]) -> list[str]:
     Wrong ones are left out, and so is the reference, which comes last anyway.
     """
     slowness: dict[str, list[float]] = {}
-    for measured in _by_case(measurements).values():
-        took = right_seconds(measured)
+    for measured in _group_by_case(measurements).values():
+        took = list_right_seconds(measured)
         for name, seconds in took.items():
             slowness.setdefault(name, []).append(math.log(seconds / min(took.values())))
     return sorted(slowness, key=lambda name: sum(slowness[name]) / len(slowness[name]))
@@ -80,8 +80,8 @@ def compare_chosen_with_best(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return for each case the speed of the implementation that a run uses over that of the
     fastest."""
     found = []
-    for (kernel, case), measured in _by_case(result["measurements"]).items():
-        took, chosen = right_seconds(measured), _chosen(result, measured)
+    for (kernel, case), measured in _group_by_case(result["measurements"]).items():
+        took, chosen = list_right_seconds(measured), _find_chosen(result, measured)
         if chosen is None or chosen["implementation"] not in took:
             continue
         name, best = chosen["implementation"], min(took, key=lambda one: took[one])
@@ -90,14 +90,14 @@ def compare_chosen_with_best(result: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _by_case(measurements: Sequence[Measured]) -> dict[tuple[str, str], list[Measured]]:
+def _group_by_case(measurements: Sequence[Measured]) -> dict[tuple[str, str], list[Measured]]:
     found: dict[tuple[str, str], list[Measured]] = {}
     for m in measurements:
         found.setdefault((m["kernel"], m["case"]), []).append(m)
     return found
 
 
-def _chosen(result: dict[str, Any], measured: Sequence[Measured]) -> Measured | None:
+def _find_chosen(result: dict[str, Any], measured: Sequence[Measured]) -> Measured | None:
     """Return the measurement of the implementation that a run uses in this case: the first that
     does not refuse, even if it failed."""
     told = {m["implementation"]: m for m in measured if m["forward"] or m["details"] is not None}
@@ -105,13 +105,13 @@ def _chosen(result: dict[str, Any], measured: Sequence[Measured]) -> Measured | 
     return next((told[name] for name in active if name in told), None)
 
 
-def _of_kernels(result: dict[str, Any]) -> Iterator[Goal]:
+def _evaluate_kernels(result: dict[str, Any]) -> Iterator[Goal]:
     """Yield the goals of kernels. The worst of a kernel's cases counts, for what a run uses; a
     wrong result has no number."""
-    cases = _by_case(result["measurements"])
-    chosen = [m for measured in cases.values() if (m := _chosen(result, measured)) is not None]
+    cases = _group_by_case(result["measurements"])
+    chosen = [m for measured in cases.values() if (m := _find_chosen(result, measured)) is not None]
 
-    def worst(
+    def find_worst(
         measured: Sequence[Measured], kernel: str, way: str, number: Number, case: str = ""
     ) -> float | None:
         numbers = [
@@ -121,37 +121,38 @@ def _of_kernels(result: dict[str, Any]) -> Iterator[Goal]:
         ]
         return min((one for one in numbers if one is not None), default=None)
 
-    def of_copy(kernel: str, way: str, reach: float) -> Goal:
-        share = worst(chosen, kernel, way, lambda found: found["copy_share"])
+    def compare_with_copy(kernel: str, way: str, reach: float) -> Goal:
+        share = find_worst(chosen, kernel, way, lambda found: found["copy_share"])
         return Goal(f"{kernel} {way} over a copy", reach, share)
 
-    def of_products(kernel: str, way: str, reach: float) -> Goal:
-        share = worst(chosen, kernel, way, lambda found: found["product_share"])
+    def compare_with_products(kernel: str, way: str, reach: float) -> Goal:
+        share = find_worst(chosen, kernel, way, lambda found: found["product_share"])
         return Goal(f"{kernel} {way} over bare products", reach, share)
 
     for kernel in ("norm", "activation", "rotary", "loss"):
-        yield of_copy(kernel, "forward", 0.97)
-    yield of_copy("norm", "backward", 0.85)
-    yield of_copy("adamw", "forward", 0.92)
+        yield compare_with_copy(kernel, "forward", 0.97)
+    yield compare_with_copy("norm", "backward", 0.85)
+    yield compare_with_copy("adamw", "forward", 0.92)
     each_own = [[m for m in result["measurements"] if m["implementation"] == own] for own in _OWN]
     for way, reach in (("forward", 550.0), ("backward", 450.0)):
         rates = (
-            worst(own, "attention", way, _teraflops, "causal, head 128, 8192") for own in each_own
+            find_worst(own, "attention", way, _compute_teraflops, "causal, head 128, 8192")
+            for own in each_own
         )
         rate = max((one for one in rates if one is not None), default=None)
         yield Goal(f"own attention {way}, TFLOP/s", reach, rate)
     ratios = [row["ratio"] for row in result["chosen_over_best"] if row["kernel"] == "attention"]
     yield Goal("chosen attention over the best", 0.95, min(ratios, default=None))
-    yield of_products("grouped_product", "forward", 0.92)
-    yield of_products("grouped_product", "backward", 0.92)
-    yield of_products("grouped_gradient", "forward", 0.92)
+    yield compare_with_products("grouped_product", "forward", 0.92)
+    yield compare_with_products("grouped_product", "backward", 0.92)
+    yield compare_with_products("grouped_gradient", "forward", 0.92)
 
 
-def _teraflops(found: Measured) -> float:
+def _compute_teraflops(found: Measured) -> float:
     return found["flops"] / found["seconds"] / 1e12
 
 
-def _of_steps(rows: Sequence[dict[str, Any]]) -> Iterator[Goal]:
+def _evaluate_steps(rows: Sequence[dict[str, Any]]) -> Iterator[Goal]:
     by_name = {row["row"]: row for row in rows}
     for row in training_gpu.ROWS:
         found = by_name.get(row.name, {})

@@ -69,7 +69,7 @@ class Timing:
     high: float
 
     @staticmethod
-    def of(samples: Sequence[float]) -> Timing:
+    def from_samples(samples: Sequence[float]) -> Timing:
         tenths = statistics.quantiles(samples, n=10, method="inclusive")
         return Timing(statistics.median(samples), tenths[0], tenths[-1])
 
@@ -124,7 +124,7 @@ def _cache_filler() -> Any:
     return torch.empty(_CACHE, dtype=torch.int8, device="cuda")
 
 
-def timing_of(run: Callable[[], Any], dry: bool, few: bool = False) -> Timing:
+def measure_timing(run: Callable[[], Any], dry: bool, few: bool = False) -> Timing:
     """Time a call on the GPU alone, starting from empty caches and without the host's time."""
     if dry:
         begun = time.perf_counter()
@@ -141,58 +141,58 @@ def timing_of(run: Callable[[], Any], dry: bool, few: bool = False) -> Timing:
         end.record()
         return start, end
 
-    def seconds(events: Sequence[tuple[Any, Any]]) -> list[float]:
+    def read_seconds(events: Sequence[tuple[Any, Any]]) -> list[float]:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in events]
 
     for _ in range(0 if few else 2):
         run()
-    (about,) = seconds([sample()])
+    (about,) = read_seconds([sample()])
     count = _SAMPLES_OF_REFERENCE
     if not few:
         count = min(max(int(_SECONDS / max(about, 1e-6)), _SAMPLES[0]), _SAMPLES[1])
-    return Timing.of(seconds([sample() for _ in range(count)]))
+    return Timing.from_samples(read_seconds([sample() for _ in range(count)]))
 
 
 def measure_ceilings(dry: bool) -> Ceilings:
     """Time a large copy and a large bf16 product of random numbers."""
     size, width = (2**10, 32) if dry else (2**30, 8192)
     flops = 2.0 * width**3
-    return Ceilings(2 * size / copy_seconds(size, dry), flops / product_seconds((width,) * 3, dry))
+    return Ceilings(2 * size / time_copy(size, dry), flops / time_product((width,) * 3, dry))
 
 
 @functools.lru_cache
-def copy_seconds(size: int, dry: bool) -> float:
+def time_copy(size: int, dry: bool) -> float:
     """Return the seconds of a copy of this many bytes."""
     import torch
 
     source = torch.randint(0, 256, (size,), dtype=torch.uint8)
     target = torch.empty_like(source)
-    return timing_of(lambda: target.copy_(source), dry).seconds
+    return measure_timing(lambda: target.copy_(source), dry).seconds
 
 
 @functools.lru_cache
-def product_seconds(shape: tuple[int, int, int], dry: bool) -> float:
+def time_product(shape: tuple[int, int, int], dry: bool) -> float:
     """Return the seconds of a bf16 product with these rows, columns and depth."""
     import torch
 
     rows, columns, depth = shape
     a, b = (torch.randn(count, depth, dtype=torch.bfloat16) for count in (rows, columns))
-    return timing_of(lambda: a @ b.t(), dry).seconds
+    return measure_timing(lambda: a @ b.t(), dry).seconds
 
 
-def tensors_of(tree: Any) -> list[Any]:
+def list_tensors(tree: Any) -> list[Any]:
     """Return all tensors in nested sequences."""
     import torch
 
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, (list, tuple)):
-        return [t for item in tree for t in tensors_of(item)]
+        return [t for item in tree for t in list_tensors(item)]
     return []
 
 
-def names_of(kernel: Any, dry: bool) -> list[str]:
+def list_names(kernel: Any, dry: bool) -> list[str]:
     """Return what can be measured: implementations, the reference, and the compiled reference."""
     compiled = [COMPILED] if kernel.name in _WORTH_COMPILING and not dry else []
     return [*kernel.implementations, REFERENCE, *compiled]
@@ -211,22 +211,22 @@ def run_of(kernel: Any, name: str) -> Callable[..., Any] | None:
     return implementation.run if implementation.missing() is None else None
 
 
-def error_of(kernel: Any, run: Callable[..., Any], case: Any) -> float:
+def compute_error(kernel: Any, run: Callable[..., Any], case: Any) -> float:
     """Return the largest error of outputs and gradients, each relative to the norm of the true
     result. Raises `ValueError` if integers differ or an error is not finite."""
     import torch
 
-    def changed(tree: Any, change: Callable[[Any], Any]) -> Any:
+    def convert(tree: Any, change: Callable[[Any], Any]) -> Any:
         if isinstance(tree, torch.Tensor) and tree.is_floating_point():
             return change(tree.detach()).requires_grad_(tree.requires_grad)
-        return [changed(t, change) for t in tree] if isinstance(tree, list) else tree
+        return [convert(t, change) for t in tree] if isinstance(tree, list) else tree
 
-    def passes(function: Callable[..., Any], change: Callable[[Any], Any]) -> tuple[Any, Any]:
-        arguments = [changed(a, change) for a in given]
-        outputs = tensors_of(function(*arguments, **case.options))
-        return outputs, [t for t in tensors_of(arguments) if t.requires_grad]
+    def run_passes(function: Callable[..., Any], change: Callable[[Any], Any]) -> tuple[Any, Any]:
+        arguments = [convert(a, change) for a in given]
+        outputs = list_tensors(function(*arguments, **case.options))
+        return outputs, [t for t in list_tensors(arguments) if t.requires_grad]
 
-    def off(what: str, mine: Any, true: Any) -> float:
+    def compute_relative_error(what: str, mine: Any, true: Any) -> float:
         if not true.is_floating_point():
             if not torch.equal(mine.long(), true.long()):
                 raise ValueError(f"{what} differs")
@@ -238,10 +238,10 @@ def error_of(kernel: Any, run: Callable[..., Any], case: Any) -> float:
         return found
 
     given = case.arguments()
-    got, leaves = passes(run, torch.Tensor.clone)
-    want, true_leaves = passes(kernel.reference, torch.Tensor.double)
+    got, leaves = run_passes(run, torch.Tensor.clone)
+    want, true_leaves = run_passes(kernel.reference, torch.Tensor.double)
     errors = [
-        off(f"output {i}", mine.detach(), true.detach())
+        compute_relative_error(f"output {i}", mine.detach(), true.detach())
         for i, (mine, true) in enumerate(zip(got, want, strict=True))
     ]
     if leaves:
@@ -251,7 +251,7 @@ def error_of(kernel: Any, run: Callable[..., Any], case: Any) -> float:
         wide = [g.to(t.dtype) for g, (_, t) in zip(ahead, pairs, strict=True)]
         true = torch.autograd.grad([t for _, t in pairs], true_leaves, wide)
         both = enumerate(zip(mine, true, strict=True))
-        errors += [off(f"gradient {i}", m, t) for i, (m, t) in both]
+        errors += [compute_relative_error(f"gradient {i}", m, t) for i, (m, t) in both]
     return max(errors)
 
 
@@ -265,25 +265,25 @@ def time_case(
         return run(*given, **case.options)
 
     if case.backward is None:
-        return timing_of(forward, dry, few), None
-    outputs = [t for t in tensors_of(forward()) if t.requires_grad]
-    leaves = [t for t in tensors_of(list(given)) if t.requires_grad]
+        return measure_timing(forward, dry, few), None
+    outputs = [t for t in list_tensors(forward()) if t.requires_grad]
+    leaves = [t for t in list_tensors(list(given)) if t.requires_grad]
     gradients = [torch.randn_like(t) for t in outputs]
-    forth = timing_of(forward, dry, few)
+    forth = measure_timing(forward, dry, few)
 
     def backward() -> Any:
         return torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
 
-    return forth, timing_of(backward, dry, few)
+    return forth, measure_timing(backward, dry, few)
 
 
 def pass_of(work: Any, timing: Timing, ceilings: Ceilings, dry: bool) -> PassResult:
     """Compare a timing with what is possible."""
     seconds = timing.seconds
-    copied = None if work.flops else copy_seconds(int(work.bytes) // 2, dry) / seconds
+    copied = None if work.flops else time_copy(int(work.bytes) // 2, dry) / seconds
     bare = None
     if work.products:
-        bare = sum(product_seconds(shape, dry) for shape in work.products) / seconds
+        bare = sum(time_product(shape, dry) for shape in work.products) / seconds
     most = share(work, seconds, ceilings)
     found = timing.seconds, timing.low, timing.high, work.bytes, work.flops, most
     return PassResult(*found, copy_share=copied, product_share=bare)
@@ -312,9 +312,10 @@ def measure(
                 return Measurement(*label, trouble=reason)
         if name != COMPILED:
             try:
-                error = error_of(kernel, run, checked)
+                error = compute_error(kernel, run, checked)
             except Exception as broken:
-                trouble, details = f"check: {first_line(broken)}", traceback.format_exc()[-LAST:]
+                trouble = f"check: {format_first_line(broken)}"
+                details = traceback.format_exc()[-LAST:]
         forth, back = time_case(case, given, run, dry, few=name == REFERENCE)
         passes = (
             pass_of(case.forward, forth, ceilings, dry),
@@ -323,17 +324,20 @@ def measure(
         return Measurement(*label, *passes, error, trouble, details)
     except Exception as broken:
         return Measurement(
-            *label, error=error, trouble=first_line(broken), details=traceback.format_exc()[-LAST:]
+            *label,
+            error=error,
+            trouble=format_first_line(broken),
+            details=traceback.format_exc()[-LAST:],
         )
 
 
-def first_line(error: Exception) -> str:
+def format_first_line(error: Exception) -> str:
     """Format an error in one line."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:160] if text else 'no message'}"
 
 
-def active_of(kernel: Any) -> list[str]:
+def list_active(kernel: Any) -> list[str]:
     """Return the implementations of which a run on this chip uses the first that does not
     refuse."""
     from megaframe_kernels.selection import select
@@ -341,23 +345,23 @@ def active_of(kernel: Any) -> list[str]:
     return [*(one.name for one in select({kernel.name: kernel})[kernel.name].order), REFERENCE]
 
 
-def lines(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def yield_lines(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield what is printed. Ends the process if it cannot use its GPU any more."""
     import torch
-    from kernel_cases import MIDDLE, REAL, TINY, cases
+    from kernel_cases import MIDDLE, REAL, TINY, list_cases
     from megaframe_kernels.registry import KERNELS
 
     ceilings = Ceilings(*given.ceilings) if given.ceilings else measure_ceilings(given.dry)
     if not given.ceilings:
         yield {"ceilings": asdict(ceilings)}
     if not given.begin:
-        yield {"active": {name: active_of(KERNELS[name]) for name in given.only}}
+        yield {"active": {name: list_active(KERNELS[name]) for name in given.only}}
     sizes = (TINY, TINY) if given.dry else (REAL, MIDDLE)
     todo = [
         (case, checked, KERNELS[case.kernel], name)
-        for case, checked in zip(*map(cases, sizes), strict=True)
+        for case, checked in zip(*map(list_cases, sizes), strict=True)
         if case.kernel in given.only
-        for name in names_of(KERNELS[case.kernel], given.dry)
+        for name in list_names(KERNELS[case.kernel], given.dry)
     ]
     yield {"todo": [[case.kernel, case.name, name] for case, _, _, name in todo]}
     for number, one in enumerate(todo[given.begin :], given.begin):
@@ -389,7 +393,7 @@ def main() -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.manual_seed(0)
     with torch.device("cuda" if here else "cpu"):
-        for line in lines(given):
+        for line in yield_lines(given):
             print(json.dumps(line), flush=True)
 
 

@@ -37,7 +37,7 @@ class TimedResult:
     errors: str
     seconds: float
 
-    def trouble(self) -> str:
+    def explain_failure(self) -> str:
         """Return in one line why it did not end well."""
         if self.code is None:
             return f"not finished after {self.seconds:.0f} s"

@@ -61,13 +61,13 @@ class TrainingCase:
         """Path of the config from the root of the project."""
         return f"configs/bench/{self.config}.yaml"
 
-    def arguments(self, dry: bool) -> list[str]:
+    def list_overrides(self, dry: bool) -> list[str]:
         """Return the overrides of the config."""
         found = [*self.overrides, *(TINY if dry else _STEPS)]
         return [*found, "model.positions=32"] if dry and self.config.startswith("gpt") else found
 
 
-def _host(config: str, *overrides: str) -> TrainingCase:
+def _make_host_case(config: str, *overrides: str) -> TrainingCase:
     goal = "host_seconds_per_block"
     given = config, goal, 180e-6, True, False, overrides
     return TrainingCase(f"{config}-host", *given, script="gpu_host.py")
@@ -81,8 +81,8 @@ ROWS = (
     TrainingCase("gpt-1.3b", "gpt-1.3b", "mfu_causal", 0.52),
     TrainingCase("gpt2-124m", "gpt2-124m", "tokens_per_second", 650_000),
     TrainingCase("gpt2-124m-graph", "gpt2-124m", "host_seconds_per_step", 1e-3, True, False, GRAPH),
-    _host("llama-8b-slice"),
-    _host("moe-slice", "model.ffn=2048"),  # six layers of full width do not fit
+    _make_host_case("llama-8b-slice"),
+    _make_host_case("moe-slice", "model.ffn=2048"),  # six layers of full width do not fit
 )
 FASTER = 1.15
 """Goal for the speed of each row that has a peer, relative to the peer."""
@@ -90,7 +90,7 @@ MOST_IDLE = 0.005
 """Goal for the share of a step in which the GPU does nothing."""
 
 
-def contender(
+def run_contender(
     script: str, row: TrainingCase, dry: bool, seconds: float, trace: Path | None = None
 ) -> dict[str, Any]:
     """Return what one contender says of a row, or what went wrong. trace: where to write the trace
@@ -100,17 +100,17 @@ def contender(
         command += ["--trace", str(trace)]
     ours = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(ours)}
-    done = run_limited([*command, *row.arguments(dry)], seconds, environment)
+    done = run_limited([*command, *row.list_overrides(dry)], seconds, environment)
     found = next(filter(None, map(parse_object, reversed(done.lines))), None)
     if done.code == 0 and found is not None:
         return found
-    trouble = done.trouble() if done.code != 0 else "it printed no result"
+    trouble = done.explain_failure() if done.code != 0 else "it printed no result"
     # Keep what was measured before it failed.
     key = "trouble" if found is None else "incomplete"
     return {**(found or {}), key: trouble, "details": done.errors}
 
 
-def shares(row: TrainingCase, found: dict[str, Any], dry: bool) -> dict[str, Any]:
+def add_shares(row: TrainingCase, found: dict[str, Any], dry: bool) -> dict[str, Any]:
     """Return what a contender said, with its share of this chip's bf16 peak (with causal attention
     counted as half and as whole) and where the rest of the time went."""
     import torch
@@ -123,7 +123,7 @@ def shares(row: TrainingCase, found: dict[str, Any], dry: bool) -> dict[str, Any
 
     if "tokens_per_second" not in found:
         return found
-    config = load(str(ROOT / row.path), row.arguments(dry))
+    config = load(str(ROOT / row.path), row.list_overrides(dry))
     flops = count_flops(list_model_specs(config), config)
     here = torch.cuda.is_available()
     peak = find_chip_peak(torch.cuda.get_device_name(), "bf16") if here else None
@@ -156,9 +156,9 @@ def measure(
         scripts = {"ours": row.script, **({"plain": "gpu_plain.py"} if row.peer else {})}
         for name, script in scripts.items():
             seconds = min(until - time.monotonic(), _LONGEST)
-            said = contender(script, row, dry, seconds, trace if name == "ours" else None)
+            said = run_contender(script, row, dry, seconds, trace if name == "ours" else None)
             try:
-                found[name] = shares(row, said, dry)
+                found[name] = add_shares(row, said, dry)
             except Exception as broken:
                 found[name] = {**said, "incomplete": f"{type(broken).__name__}: {broken}"}
         yield {**found, **compare_contenders(found)}
@@ -179,11 +179,11 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows; those in 8 bits with their speedup, if 16 bits were measured too."""
     speeds = {row["row"]: row.get("ours", {}).get("tokens_per_second") for row in rows}
 
-    def gain(name: str) -> dict[str, float]:
+    def compute_gain(name: str) -> dict[str, float]:
         both = speeds.get(name.removesuffix("-fp8")), speeds[name]
         return {"times_bf16": both[1] / both[0]} if name.endswith("-fp8") and all(both) else {}
 
-    return [{**row, **gain(row["row"])} for row in rows]
+    return [{**row, **compute_gain(row["row"])} for row in rows]
 
 
 def format_line(row: dict[str, Any]) -> str:

@@ -235,7 +235,7 @@ class MegaframeRank:
     def compute(self) -> dict[str, float]:
         """Run a step in which gradients and weights are not transferred. Its backward pass is also
         timed."""
-        with self.nowhere():
+        with self.suppress_transfers():
             taken = self._step()
         return {f"compute {self.zero}": taken, f"backward {self.zero}": self._backward}
 
@@ -281,7 +281,7 @@ class MegaframeRank:
         return time.perf_counter() - start
 
     @contextmanager
-    def nowhere(self) -> Iterator[None]:
+    def suppress_transfers(self) -> Iterator[None]:
         """Send nothing inside this context; what would have been received is whatever the buffers
         hold."""
         self.finish()

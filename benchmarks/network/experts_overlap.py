@@ -82,8 +82,8 @@ def summarize(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Return the spreads of both variants, and of the speedup within rounds."""
     before, now = (seconds[way] for way in WAYS)
     speedups = [one / other for one, other in zip(before, now, strict=True)]
-    found = {way: asdict(Spread.of(values)) for way, values in seconds.items()}
-    return {**found, "speedup in rounds": asdict(Spread.of(speedups))}
+    results = {way: asdict(Spread.of(values)) for way, values in seconds.items()}
+    return {**results, "speedup in rounds": asdict(Spread.of(speedups))}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:

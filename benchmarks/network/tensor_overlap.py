@@ -149,7 +149,7 @@ def make_linear(
     from megaframe.tensor_parallel.linear import Linear
 
     made = Linear(name, LinearSpec((inputs,), (outputs,), std=0.02, split=split), tensor)
-    box = made.weight.spec.local({"tensor": rank}, {"tensor": RANKS})
+    box = made.weight.spec.find_local_box({"tensor": rank}, {"tensor": RANKS})
     made.weight.bind(box, lambda: None)
     made.weight.value = 0.02 * torch.randn(box.shape)
     made.weight.grad = torch.zeros(box.shape)

@@ -32,10 +32,10 @@ def divide(model: PlainGPT, way: str, precision: str) -> nn.Module:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     low = torch.bfloat16 if precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-    again = None if way == "fsdp3" else False  # the default does not reshard the root module
+    reshard = None if way == "fsdp3" else False  # the default does not reshard the root module
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy, reshard_after_forward=again)
-    fully_shard(model, mp_policy=policy, reshard_after_forward=again)
+        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
     return model
 
 

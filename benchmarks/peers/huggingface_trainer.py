@@ -96,12 +96,12 @@ def main() -> None:
         train_dataset=Tokens(shape, steps * shape.batch),
         callbacks=[clock],
     ).train()
-    taken = [end - start for start, end in zip(clock.ends, clock.ends[1:], strict=False)]
-    taken = taken[WARMUP_STEPS - 1 :]
-    assert len(taken) == arguments.steps and math.isfinite(clock.losses[0])
+    seconds = [end - start for start, end in zip(clock.ends, clock.ends[1:], strict=False)]
+    seconds = seconds[WARMUP_STEPS - 1 :]
+    assert len(seconds) == arguments.steps and math.isfinite(clock.losses[0])
     emit(
-        tokens_per_second=shape.tokens_per_step / statistics.median(taken),
-        best_tokens_per_second=shape.tokens_per_step / min(taken),
+        tokens_per_second=shape.tokens_per_step / statistics.median(seconds),
+        best_tokens_per_second=shape.tokens_per_step / min(seconds),
         peak_rss_bytes=read_peak_rss_bytes(resource.RUSAGE_SELF),
         loss=clock.losses[0],
         versions={"torch": torch.__version__, "transformers": transformers.__version__},

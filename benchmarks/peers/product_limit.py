@@ -31,7 +31,9 @@ def list_products(work: Workload) -> Iterator[tuple[int, int, int, int, float]]:
     count half, because half of the scores of a causal mask are not needed."""
     rows, wide, heads = work.tokens_per_step, work.hidden, work.batch * work.heads
     layers = [(3 * wide, wide), (wide, wide), (work.ffn, wide), (wide, work.ffn)]
-    for outputs, inputs, times in [(*one, work.layers) for one in layers] + [(work.vocab, wide, 1)]:
+    for outputs, inputs, times in [(*shape, work.layers) for shape in layers] + [
+        (work.vocab, wide, 1)
+    ]:
         yield 1, rows, inputs, outputs, times
         yield 1, rows, outputs, inputs, times
         yield 1, outputs, rows, inputs, times

@@ -85,8 +85,8 @@ def compute_validation_loss(checkpoint: Path, checkout: Path, text: Text) -> flo
     tokens, targets = ids[: windows * seq].view(-1, seq), ids[1 : windows * seq + 1].view(-1, seq)
     total = 0.0
     with torch.no_grad():
-        for some, wanted in zip(tokens.split(128), targets.split(128), strict=True):
-            total += model(some, wanted)[1].item() * some.numel()
+        for window, window_targets in zip(tokens.split(128), targets.split(128), strict=True):
+            total += model(window, window_targets)[1].item() * window.numel()
     return total / tokens.numel()
 
 

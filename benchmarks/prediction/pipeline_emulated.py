@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import describe_machine, read_commit
 
 from megaframe.architecture.pipeline import build_step_schedule
-from megaframe.architecture.stages import stage_costs, stage_plans
+from megaframe.architecture.stages import compute_stage_costs, plan_stages
 from megaframe.config import RunConfig
 from megaframe.schedule import Schedule, generate, lower
 from megaframe.schedule.costs import ActionCosts
@@ -117,7 +117,7 @@ def make_config(
 def simulate_schedule(config: RunConfig, comm: float) -> tuple[Schedule, Timeline]:
     """Return the schedule of a step of `config`, and its simulation with the emulated times."""
     schedule = build_step_schedule(config, config.train.global_batch)
-    costs = replace(stage_costs(config, stage_plans(config)), comm=comm)
+    costs = replace(compute_stage_costs(config, plan_stages(config)), comm=comm)
     return schedule, simulate(schedule, costs)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.architecture.buckets import group_blocks_into_buckets
-from megaframe.architecture.stages import stage_plans
+from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig, load
 from megaframe.config.load import resolve_config_path
 from megaframe.hardware.cluster import Cluster, load_cluster
@@ -146,7 +146,7 @@ def simulate(
     constants = replace(known, software=software)
     config = resolve_bucket_size(config, layout, cluster)
     machine = Machine(config, cluster, constants, sizes_of(config, layout))
-    counts = count_parameters(config, layout, stage_plans(config))
+    counts = count_parameters(config, layout, plan_stages(config))
     halves = [*zip(counts.split[1::2], counts.split[::2], strict=True)]
     least = config.parallel.bucket_size
     groups = group_blocks_into_buckets(halves, 1 if least == "auto" else least)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from megaframe_kernels.device import ceil_div, launch
 from megaframe_kernels.device_math import tanh
-from megaframe_kernels.installed import missing_nothing
+from megaframe_kernels.installed import require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 from megaframe_kernels.selection import select
 from torch import Tensor
@@ -93,14 +93,14 @@ def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
 _forward_op.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _refuses(x: Tensor, cap: float) -> str | None:
+def _refuse_inputs(x: Tensor, cap: float) -> str | None:
     return refuse_types(x) if cap > 0 else f"a cap of {cap} caps nothing"
 
 
 KERNEL = Kernel(
     "softcap",
     reference,
-    {"triton": Implementation("triton", _forward_op, missing_nothing, _refuses)},
+    {"triton": Implementation("triton", _forward_op, require_nothing, _refuse_inputs)},
 )
 
 
@@ -109,7 +109,7 @@ def main() -> None:
     softcap = select({"softcap": KERNEL}, {"softcap": "triton"})["softcap"]
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        allowed, worst = KERNEL.tolerance(dtype, length=1), 0.0
+        allowed, worst = KERNEL.compute_tolerance(dtype, length=1), 0.0
         for shape in ((3, 1000), (1, 1), (0, 7)):
             x = (5 * torch.randn(shape)).to(dtype).requires_grad_()
             wide = x.detach().double().requires_grad_()

@@ -83,31 +83,31 @@ def compile_example(example: Example, chip: int) -> Iterator[Usage]:
     launches: list[Launch] = []
     with capture_launches(launches.append, chip):
         example.call()
-    for one in launches:
-        yield _compile(one, example.name, chip)
+    for launch in launches:
+        yield _compile(launch, example.name, chip)
 
 
-def _compile(one: Launch, example: str, chip: int) -> Usage:
+def _compile(launch: Launch, example: str, chip: int) -> Usage:
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    values = dict(zip(one.kernel.arg_names, one.arguments, strict=False)) | one.constants
-    for index, name in enumerate(one.kernel.arg_names):
-        special = not one.kernel.params[index].do_not_specialize
-        kind, aligned = _describe(values[name], name in one.constants, special)
+    values = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.constants
+    for index, name in enumerate(launch.kernel.arg_names):
+        special = not launch.kernel.params[index].do_not_specialize
+        kind, aligned = _describe(values[name], name in launch.constants, special)
         signature[name] = kind
         if kind == "constexpr":
             constants[(index,)] = values[name]
         elif aligned:
             # What Triton's launcher derives from the value: it decides the width of loads.
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(one.kernel, signature, constants, attributes)
-    options = {"num_warps": one.warps, "num_stages": one.stages}
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
     # The assembler reports only when it runs, not when its result is found in a cache.
     with knobs.compilation.scope(), knobs.nvidia.scope(), redirect_stdout(StringIO()) as report:
         knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
-    return _read(one.kernel.__name__, example, chip, compiled, report.getvalue())
+    return _read(launch.kernel.__name__, example, chip, compiled, report.getvalue())
 
 
 def _describe(value: Any, constant: bool, special: bool) -> tuple[str, bool]:
@@ -146,10 +146,10 @@ def _read(kernel: str, example: str, chip: int, compiled: Any, report: str) -> U
 
 
 def _parse_number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    if found is None:
+    match = re.search(pattern, text)
+    if match is None:
         raise RuntimeError(f"the assembler's report has no {pattern!r}:\n{text}")
-    return int(found.group(1))
+    return int(match.group(1))
 
 
 def format_table(usages: Iterable[Usage]) -> str:

@@ -51,10 +51,10 @@ def find_nvcc() -> str:
     for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")):
         if home and Path(home, "bin", "nvcc").is_file():
             return str(Path(home, "bin", "nvcc"))
-    found = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    if found is None:
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if nvcc is None:
         raise BuildError("there is no nvcc to build the CUDA kernels (set CUDA_HOME)")
-    return found
+    return nvcc
 
 
 def read_nvcc_version() -> str:
@@ -68,9 +68,9 @@ def build(library: Path, chips: Sequence[int]) -> None:
     targets = [f"-gencode=arch=compute_{chip},code=sm_{chip}" for chip in chips]
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder, library.name)
+        temporary = Path(folder, library.name)
         options = ("-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC,-fvisibility=hidden")
-        command = [find_nvcc(), *options, *targets, *map(str, list_sources()), "-o", str(made)]
+        command = [find_nvcc(), *options, *targets, *map(str, list_sources()), "-o", str(temporary)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = (done.stderr + done.stdout).splitlines()
@@ -78,16 +78,16 @@ def build(library: Path, chips: Sequence[int]) -> None:
             first = next(complaints, "no message")
             raise BuildError(f"nvcc failed: {first.strip()}")
         # Ranks that build at the same time each move a complete file here; the last one stays.
-        made.replace(library)
+        temporary.replace(library)
 
 
-def prebuilt_path() -> Path:
+def find_prebuilt_library() -> Path:
     """Return where a build ahead is. Its name contains the digest of its sources, so a stale one is
     not found."""
     return _HERE / f"_cuda-{hash_sources()}.so"
 
 
-def cached_path(chip: int) -> Path:
+def find_cached_library(chip: int) -> Path:
     """Return where a build at first use is. There is one for each compiler and machine type,
     because a driver may be too old for a newer compiler's code, and different machines may share a
     home."""

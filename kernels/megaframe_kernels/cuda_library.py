@@ -14,7 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaframe_kernels.cuda_build import CHIPS, BuildError, build, cached_path, prebuilt_path
+from megaframe_kernels.cuda_build import (
+    CHIPS,
+    BuildError,
+    build,
+    find_cached_library,
+    find_prebuilt_library,
+)
 
 _POINTER, _LENGTH = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES = {
@@ -51,7 +57,11 @@ def _find() -> ctypes.CDLL | str:
     chip = 10 * major + minor
     try:
         # A build ahead has machine code for CHIPS only; others are built for the chip at hand.
-        path = prebuilt_path() if prebuilt_path().is_file() and chip in CHIPS else cached_path(chip)
+        path = (
+            find_prebuilt_library()
+            if find_prebuilt_library().is_file() and chip in CHIPS
+            else find_cached_library(chip)
+        )
         if not path.is_file():
             build(path, (chip,))
         loaded = load(path)
@@ -62,32 +72,32 @@ def _find() -> ctypes.CDLL | str:
     return loaded if code == 0 else f"the CUDA kernels find no GPU that they can use: error {code}"
 
 
-def missing_library() -> str | None:
+def explain_missing_library() -> str | None:
     """Return why the CUDA kernels cannot be used, or None. Builds them if necessary."""
-    found = _find()
-    return found if isinstance(found, str) else None
+    library = _find()
+    return library if isinstance(library, str) else None
 
 
 def call(name: str, like: Tensor, *arguments: object) -> None:
     """Call a function of the library on the tensor's GPU, passing that GPU's stream as the last
     argument. Raises `RuntimeError` if it returns a CUDA error."""
-    found = _find()
-    if isinstance(found, str):
-        raise BuildError(found)
+    library = _find()
+    if isinstance(library, str):
+        raise BuildError(library)
     if like.device.type == "cuda":
         with torch.cuda.device(like.device):
             # torch's stream orders the kernels after the work that makes their inputs.
             stream = torch.cuda.current_stream(like.device).cuda_stream
-            code = getattr(found, name)(*arguments, stream)
+            code = getattr(library, name)(*arguments, stream)
     else:
-        code = getattr(found, name)(*arguments, None)
+        code = getattr(library, name)(*arguments, None)
     if code:
         raise RuntimeError(f"{name} ended with CUDA error {code}")
 
 
 def count(name: str, *arguments: object) -> int:
     """Return the result of a function of the library that launches nothing."""
-    found = _find()
-    if isinstance(found, str):
-        raise BuildError(found)
-    return getattr(found, name)(*arguments)
+    library = _find()
+    if isinstance(library, str):
+        raise BuildError(library)
+    return getattr(library, name)(*arguments)

@@ -86,7 +86,7 @@ def capture_launches(take: Callable[[Launch], None], chip: int) -> Iterator[None
         _CAPTURE.reset(token)
 
 
-def generation(tensor: Tensor) -> int:
+def read_generation(tensor: Tensor) -> int:
     """Return the generation of matrix units for which to shape a kernel: 8 (Ampere and similar), 9
     or 10."""
     capture = _CAPTURE.get()
@@ -94,13 +94,13 @@ def generation(tensor: Tensor) -> int:
         return capture.chip // 10
     if tensor.device.type != "cuda":
         return 8
-    major = capability(tensor.device.index)[0]
+    major = read_capability(tensor.device.index)[0]
     # Any generation without block sizes of its own gets those of Ampere.
     return {9: 9, 10: 10, 11: 10}.get(major, 8)
 
 
 @functools.lru_cache
-def shared_memory(index: int) -> int:
+def read_shared_memory(index: int) -> int:
     """Return how many bytes of shared memory a program may use on this GPU."""
     return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
@@ -110,7 +110,7 @@ def _count_gpu_processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def processors(tensor: Tensor) -> int:
+def count_processors(tensor: Tensor) -> int:
     """Return the number of multiprocessors of the tensor's GPU; for a meta tensor, that of an
     H200."""
     if tensor.device.type == "cuda":
@@ -119,12 +119,12 @@ def processors(tensor: Tensor) -> int:
 
 
 @functools.lru_cache
-def capability(index: int) -> tuple[int, int]:
+def read_capability(index: int) -> tuple[int, int]:
     """Return the compute capability of a GPU."""
     return torch.cuda.get_device_capability(index)
 
 
-def power_of_2(number: int) -> int:
+def next_power_of_2(number: int) -> int:
     """Return the least power of two that is at least `number`, which must be at least 1."""
     return 1 << max(number - 1, 0).bit_length()
 

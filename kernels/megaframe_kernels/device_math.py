@@ -11,7 +11,7 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def product(
+def multiply_add(
     a: tl.tensor, b: tl.tensor, add: tl.tensor, PRECISION: tl.constexpr = "tf32"
 ) -> tl.tensor:
     """Return add + a b in fp32; `add` may be None."""
@@ -35,7 +35,7 @@ def tanh(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def random_bits(
+def draw_random_bits(
     seed: tl.tensor, index: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return four tiles of 32 random bits as a function of seed and 64-bit index (Salmon et al.

@@ -62,7 +62,7 @@ def _make_function(
     def call(*arguments: Any) -> Any:
         # autograd.Function costs host time, so it is used only where a gradient is needed.
         if torch.is_grad_enabled() and any(
-            isinstance(one, Tensor) and one.requires_grad for one in arguments
+            isinstance(argument, Tensor) and argument.requires_grad for argument in arguments
         ):
             return Differentiated.apply(*arguments)
         return function(*arguments)

@@ -16,8 +16,8 @@ from torch import Tensor
 from megaframe_kernels import loss
 from megaframe_kernels.attention import launches
 from megaframe_kernels.elementwise import activation, norm, rotary
-from megaframe_kernels.experts import grouped_product, permute, router
-from megaframe_kernels.fp8 import grouped_fp8, quantize
+from megaframe_kernels.experts import grouped_gradient, grouped_product, permute, router
+from megaframe_kernels.fp8 import grouped_fp8, grouped_fp8_gradient, grouped_quantize, quantize
 from megaframe_kernels.update import adamw, square_sum
 
 
@@ -34,7 +34,7 @@ def _make_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _norms() -> Iterator[Example]:
+def _launch_norms() -> Iterator[Example]:
     def call(width: int, center: bool, added: bool, dtype: torch.dtype = torch.bfloat16) -> None:
         x, gain = _make_tensor(8192, width, dtype=dtype), _make_tensor(width, dtype=torch.float32)
         bias = gain if center else None
@@ -54,7 +54,7 @@ def _norms() -> Iterator[Example]:
             yield Example(f"{name}, fp32", partial(call, width, center, added, torch.float32))
 
 
-def _activations() -> Iterator[Example]:
+def _launch_activations() -> Iterator[Example]:
     def call(kind: str) -> None:
         x = _make_tensor(8192, 2 * 14336 if kind == "swiglu" else 16384)
         activation.launch_backward(activation.launch_forward(x, kind), x, kind)
@@ -63,7 +63,7 @@ def _activations() -> Iterator[Example]:
         yield Example(kind, partial(call, kind))
 
 
-def _rotary() -> Iterator[Example]:
+def _launch_rotary() -> Iterator[Example]:
     def call(half: int) -> None:
         x, table = _make_tensor(2, 8192, 32, 128), _make_tensor(8192, half, dtype=torch.float32)
         rotary.launch_turn(x, table, table, False)
@@ -72,18 +72,18 @@ def _rotary() -> Iterator[Example]:
     yield Example("a part of each head", partial(call, 32))
 
 
-def _loss() -> Iterator[Example]:
+def _launch_loss() -> Iterator[Example]:
     def call(smoothing: float, softcap: float | None) -> None:
         logits, labels = _make_tensor(8192, 128256), _make_tensor(8192, dtype=torch.int64)
-        given = (0, 128256, smoothing, softcap)
-        partition, label = loss.launch_forward(logits, labels, *given)
-        loss.launch_backward(partition, label, logits, labels, partition, logits, *given)
+        arguments = (0, 128256, smoothing, softcap)
+        partition, label = loss.launch_forward(logits, labels, *arguments)
+        loss.launch_backward(partition, label, logits, labels, partition, logits, *arguments)
 
     yield Example("plain", partial(call, 0.0, None))
     yield Example("label smoothing, softcap", partial(call, 0.1, 30.0))
 
 
-def _adamw() -> Iterator[Example]:
+def _launch_adamw() -> Iterator[Example]:
     def call(weights: torch.dtype, grads: torch.dtype, seed: int | None) -> None:
         w, g = _make_tensor(2**27, dtype=weights), _make_tensor(2**27, dtype=grads)
         scalar = _make_tensor(dtype=torch.float32)
@@ -95,7 +95,7 @@ def _adamw() -> Iterator[Example]:
     yield Example("bf16, stochastic", partial(call, torch.bfloat16, torch.bfloat16, 1))
 
 
-def _square_sum() -> Iterator[Example]:
+def _launch_square_sum() -> Iterator[Example]:
     def call(dtype: torch.dtype) -> None:
         square_sum.launch_sum(_make_tensor(2**27, dtype=dtype))
 
@@ -103,7 +103,7 @@ def _square_sum() -> Iterator[Example]:
     yield Example("bf16", partial(call, torch.bfloat16))
 
 
-def _attention() -> Iterator[Example]:
+def _launch_attention() -> Iterator[Example]:
     def call(
         width: int, dtype: torch.dtype, softcap: float | None, sinks: bool, fused: bool = False
     ) -> None:
@@ -131,7 +131,7 @@ def _attention() -> Iterator[Example]:
             yield Example(f"head {width}, fp32{added}", wide)
 
 
-def _router() -> Iterator[Example]:
+def _launch_router() -> Iterator[Example]:
     def call(experts: int, sigmoid: bool) -> None:
         logits = _make_tensor(8192, experts, dtype=torch.float32)
         bias = _make_tensor(experts, dtype=torch.float32) if sigmoid else None
@@ -142,7 +142,7 @@ def _router() -> Iterator[Example]:
     yield Example("256 experts, sigmoid", partial(call, 256, True))
 
 
-def _permutation() -> Iterator[Example]:
+def _launch_permutation() -> Iterator[Example]:
     def call(experts: int) -> None:
         chosen = _make_tensor(8192, 8, dtype=torch.int32)
         order, places, _ = permute.launch_order(chosen, experts)
@@ -155,22 +155,22 @@ def _permutation() -> Iterator[Example]:
     yield Example("64 experts, 8 of them", partial(call, 64))
 
 
-def _grouped() -> Iterator[Example]:
-    def call(dtype: torch.dtype, moved: bool) -> None:
+def _launch_grouped() -> Iterator[Example]:
+    def call(dtype: torch.dtype, moves_rows: bool) -> None:
         order = _make_tensor(16384, dtype=torch.int32)
-        x = _make_tensor(8192 if moved else 16384, 4096, dtype=dtype)
+        x = _make_tensor(8192 if moves_rows else 16384, 4096, dtype=dtype)
         weights, ends = (
             _make_tensor(8, 14336, 4096, dtype=dtype),
             _make_tensor(8, dtype=torch.int32),
         )
-        given = (ends, order, order, 2) if moved else (ends, None, None)
-        y = grouped_product.launch_multiply(x, weights, *given)
+        arguments = (ends, order, order, 2) if moves_rows else (ends, None, None)
+        y = grouped_product.launch_multiply(x, weights, *arguments)
         grouped_product.launch_clear(y, ends)
         grouped_product.launch_multiply(y, weights.transpose(1, 2), ends, order, None)
         rows = _make_tensor(16384, 4096, dtype=dtype)
-        grouped_product.launch_weight_gradient(y, rows, weights, ends)
+        grouped_gradient.launch_weight_gradient(y, rows, weights, ends)
         into = _make_tensor(8, 14336, 4096, dtype=torch.float32)
-        grouped_product.launch_weight_gradient_into(into, y, rows, ends, add=True)
+        grouped_gradient.launch_weight_gradient_into(into, y, rows, ends, add=True)
 
     yield Example("8 experts", partial(call, torch.bfloat16, False))
     yield Example("8 experts, rows moved", partial(call, torch.bfloat16, True))
@@ -186,9 +186,9 @@ def _quantise() -> Iterator[Example]:
     yield Example("row of 32768", partial(call, 32768, (1, 0)), least_chip=90)
 
 
-def _grouped_in_eight_bits() -> Iterator[Example]:
+def _launch_grouped_fp8() -> Iterator[Example]:
     def call(sharing: str, other: torch.dtype = torch.float8_e4m3fn) -> None:
-        def scales(*shape: int) -> Tensor:
+        def make_scales(*shape: int) -> Tensor:
             return _make_tensor(*shape, dtype=torch.float32)
 
         ends = _make_tensor(8, dtype=torch.int32)
@@ -197,17 +197,17 @@ def _grouped_in_eight_bits() -> Iterator[Example]:
             _make_tensor(16384, 4096, dtype=other),
             _make_tensor(8, 14336, 4096, dtype=quantize.TYPES[0]),
         )
-        by = (scales(16384, 1), scales(8, 14336, 1))
+        by = (make_scales(16384, 1), make_scales(8, 14336, 1))
         if sharing == "block":
-            by = (scales(16384, 32), scales(8, 112, 32))
+            by = (make_scales(16384, 32), make_scales(8, 112, 32))
         grouped_fp8.launch_multiply(a, b, *by, ends, torch.bfloat16)
-        grouped_fp8.launch_experts(x, ends, other)
-        left, left_scales = grouped_fp8.launch_columns(dy, ends, other, sharing)
-        right, right_scales = grouped_fp8.launch_columns(x, ends, quantize.TYPES[0], sharing)
-        into = scales(8, 14336, 4096)
+        grouped_quantize.launch_experts(x, ends, other)
+        left, left_scales = grouped_quantize.launch_columns(dy, ends, other, sharing)
+        right, right_scales = grouped_quantize.launch_columns(x, ends, quantize.TYPES[0], sharing)
+        into = make_scales(8, 14336, 4096)
         for add in (False, True):
-            given = into, left, right, left_scales, right_scales, ends, add
-            grouped_fp8.launch_gradient(*given)
+            arguments = into, left, right, left_scales, right_scales, ends, add
+            grouped_fp8_gradient.launch_gradient(*arguments)
 
     yield Example("columns", partial(call, "column"), least_chip=90)
     yield Example("blocks", partial(call, "block"), least_chip=90)
@@ -216,17 +216,17 @@ def _grouped_in_eight_bits() -> Iterator[Example]:
 
 
 EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
-    "norm": _norms,
-    "activation": _activations,
-    "rotary": _rotary,
-    "loss": _loss,
-    "adamw": _adamw,
-    "square_sum": _square_sum,
-    "attention": _attention,
-    "router": _router,
-    "permute": _permutation,
-    "grouped_product": _grouped,
+    "norm": _launch_norms,
+    "activation": _launch_activations,
+    "rotary": _launch_rotary,
+    "loss": _launch_loss,
+    "adamw": _launch_adamw,
+    "square_sum": _launch_square_sum,
+    "attention": _launch_attention,
+    "router": _launch_router,
+    "permute": _launch_permutation,
+    "grouped_product": _launch_grouped,
     "quantise": _quantise,
-    "grouped_scaled_product": _grouped_in_eight_bits,
+    "grouped_scaled_product": _launch_grouped_fp8,
 }
 """Examples by the name of a kernel."""

@@ -16,11 +16,11 @@ import torch
 import triton
 
 
-def missing_nothing() -> None:
+def require_nothing() -> None:
     """Return None: torch and Triton are always available."""
 
 
-def missing_triton(least: tuple[int, int]) -> str | None:
+def check_triton(least: tuple[int, int]) -> str | None:
     """Return why a kernel that needs at least this version of Triton cannot be used, or None."""
     numbers = tuple(int(n) for n in triton.__version__.split(".")[:2])
     if numbers < least:
@@ -29,7 +29,7 @@ def missing_triton(least: tuple[int, int]) -> str | None:
 
 
 @functools.lru_cache
-def _folder(module: str) -> Path | None:
+def _find_folder(module: str) -> Path | None:
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -40,21 +40,21 @@ def _folder(module: str) -> Path | None:
 
 
 @functools.lru_cache
-def missing_liger() -> str | None:
+def check_liger() -> str | None:
     """Return why Liger-Kernel cannot be used, or None."""
-    return None if _folder("liger_kernel") else "Liger-Kernel is not installed: liger-kernel"
+    return None if _find_folder("liger_kernel") else "Liger-Kernel is not installed: liger-kernel"
 
 
 @functools.lru_cache
-def missing_flash_attention() -> str | None:
+def check_flash_attention() -> str | None:
     """Return why the package flash-attn cannot be used, or None."""
-    return None if _folder("flash_attn") else "flash-attn is not installed"
+    return None if _find_folder("flash_attn") else "flash-attn is not installed"
 
 
 @functools.lru_cache
-def missing_apex() -> str | None:
+def check_apex() -> str | None:
     """Return why NVIDIA's apex cannot be used, or None."""
-    folder = _folder("apex")
+    folder = _find_folder("apex")
     if folder is None:
         return "NVIDIA apex is not installed"
     if not (folder / "multi_tensor_apply").is_dir():
@@ -64,19 +64,19 @@ def missing_apex() -> str | None:
     return None
 
 
-def missing_cuda() -> str | None:
+def check_cuda() -> str | None:
     """Return why nothing can run on a GPU, or None."""
     return None if torch.cuda.is_available() else "torch sees no GPU"
 
 
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Return the versions of torch, Triton and the installed libraries."""
-    found = {"torch": str(torch.__version__)}
+    versions = {"torch": str(torch.__version__)}
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
+        versions["cuda"] = torch.version.cuda
     for package in ("triton", "liger-kernel", "flash-attn", "apex", "transformer-engine"):
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -38,17 +38,19 @@ def _replace_language_once_per_launch() -> None:
     replaced: set[frozenset[str]] = set()
 
     @functools.cache
-    def languages(function: Any) -> frozenset[str]:
+    def find_languages(function: Any) -> frozenset[str]:
         # The names by which this function's module knows the language: a replacement patches those.
-        seen = function.__globals__.values()
-        return frozenset(x.__name__ for x in seen if inspect.ismodule(x) and x in (tl, tl.core))
+        global_values = function.__globals__.values()
+        return frozenset(
+            x.__name__ for x in global_values if inspect.ismodule(x) and x in (tl, tl.core)
+        )
 
     def replace_once(function: Any) -> Any:
         """A launch comes first, with nothing replaced, and needs the scope to restore it all."""
-        if languages(function) in replaced:
+        if find_languages(function) in replaced:
             return None
         # Remembered until the launch ends: device functions called inside need no second one.
-        replaced.add(languages(function))
+        replaced.add(find_languages(function))
         return replace(function)
 
     def restore_all(scope: Any) -> None:
@@ -92,9 +94,11 @@ def _check_overflow_with_numpy() -> None:
         kind, name = left.type.scalar, operation.__name__
         if kind.int_bitwidth < 64:
             # In int64, where the sum or product of narrower integers cannot overflow unseen.
-            found = getattr(operator, name)(*(x.handle.data.astype("int64") for x in (left, right)))
+            result = getattr(operator, name)(
+                *(x.handle.data.astype("int64") for x in (left, right))
+            )
             low, high = kind.get_int_min_value(), kind.get_int_max_value()
-            inside = low <= found.min(initial=high) and found.max(initial=low) <= high
+            inside = low <= result.min(initial=high) and result.max(initial=low) <= high
             assert inside, f"int{kind.int_bitwidth} overflow in {name}"
 
     interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check
@@ -103,11 +107,11 @@ def _check_overflow_with_numpy() -> None:
 def _round_to_nearest() -> None:
     convert = interpreter._convert_float
 
-    def round_or_convert(x: Any, kind: Any, wanted: Any, mode: Any) -> Any:
-        if (kind, wanted) == (tl.bfloat16, tl.float32):
+    def round_or_convert(x: Any, kind: Any, target: Any, mode: Any) -> Any:
+        if (kind, target) == (tl.bfloat16, tl.float32):
             # bf16 is the upper half of fp32.
             return x.astype("uint32") << 16
-        if (kind, wanted) == (tl.float32, tl.bfloat16) and mode != _TO_ZERO:
+        if (kind, target) == (tl.float32, tl.bfloat16) and mode != _TO_ZERO:
             bits = x.view("uint32")
             # To nearest, ties to even: half a last place less one bit, plus the last bit that
             # stays.
@@ -115,6 +119,6 @@ def _round_to_nearest() -> None:
             # The addition could carry a NaN over to infinity or zero.
             rounded[x != x] = _NAN
             return rounded.astype("uint16")
-        return convert(x, kind, wanted, mode)
+        return convert(x, kind, target, mode)
 
     interpreter._convert_float = round_or_convert

@@ -35,13 +35,13 @@ class Implementation:
     missing: Callable[[], str | None]
     refuses: Callable[..., str | None]
 
-    def why_not(self, *arguments: Any, **options: Any) -> str | None:
+    def explain_refusal(self, *arguments: Any, **options: Any) -> str | None:
         """Return why it cannot run with these arguments, or None."""
         return self.missing() or self.refuses(*arguments, **options)
 
     def supports(self, *arguments: Any, **options: Any) -> bool:
         """Return whether it can run with these arguments."""
-        return self.why_not(*arguments, **options) is None
+        return self.explain_refusal(*arguments, **options) is None
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Kernel:
     implementations: Mapping[str, Implementation]
     constant: float = 4.0
 
-    def tolerance(self, dtype: torch.dtype, length: int) -> float:
+    def compute_tolerance(self, dtype: torch.dtype, length: int) -> float:
         """Return the error allowed relative to the largest element of a row of the true result.
 
         It is c (eps(dtype) + eps(fp32) sqrt(length)): the result is rounded to `dtype`, and before
@@ -65,7 +65,7 @@ class Kernel:
         accumulated = torch.finfo(torch.float32).eps * math.sqrt(max(length, 1))
         return self.constant * (torch.finfo(dtype).eps + accumulated)
 
-    def names(self) -> tuple[str, ...]:
+    def list_names(self) -> tuple[str, ...]:
         """Return the names that a user can request."""
         return (*self.implementations, REFERENCE)
 

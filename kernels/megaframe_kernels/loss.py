@@ -11,169 +11,21 @@ rank).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels.device import ceil_div, launch, power_of_2
+from megaframe_kernels.device import ceil_div, launch, next_power_of_2
 from megaframe_kernels.device_math import LOG2_E, LOG_2, tanh
-from megaframe_kernels.installed import missing_nothing
+from megaframe_kernels.installed import require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refuse_types
+from megaframe_kernels.loss_reference import Join, run_reference
 
-IGNORE = -100
-"""The label of tokens that have no loss."""
 _BLOCK = 8192
 _GRADIENT_BLOCK = 2048
-
-Join: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Combines this rank's log-partitions and label logits [T] with those of the other ranks, by
-log-sum-exp and by sum."""
-
-
-def reference_parts(
-    logits_TV: Tensor,
-    labels_T: Tensor,
-    start: int,
-    vocab: int,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the log-partition and the smoothed label logit of each token.
-
-    partition = log(sum(exp(z))); label = (1 - s) z[label] + s / vocab sum(z).
-
-    Args:
-        logits_TV: logits of the words from `start` on.
-        labels_T: numbers of words in the whole vocabulary; a label that is not among these words
-            adds 0.
-        start: number of the first word.
-        vocab: size of the whole vocabulary.
-        label_smoothing: s.
-        softcap: logits x become cap tanh(x / cap).
-
-    Returns:
-        The two numbers of each token, [T] in at least fp32.
-    """
-    z = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    # Numbers of the labels among this rank's words; outside of 0 .. V - 1 for other ranks' words.
-    here = labels_T - start
-    inside = (here >= 0) & (here < z.shape[1])
-    # gather needs a valid index even where the result is replaced by 0.
-    at = here.masked_fill(~inside, 0)[:, None]
-    label = torch.where(inside, z.gather(1, at)[:, 0], 0.0) if z.shape[1] else z.sum(1)
-    if label_smoothing:  # without smoothing, a logit of -inf would give 0 * -inf = NaN
-        label = (1.0 - label_smoothing) * label + label_smoothing / vocab * z.sum(1)
-    return z.logsumexp(1), label
-
-
-def token_losses(partition_T: Tensor, label_T: Tensor, labels_T: Tensor, z_loss: float) -> Tensor:
-    """Return the loss of each token, given its numbers over the whole vocabulary; 0 where the label
-    is IGNORE."""
-    loss = partition_T - label_T + z_loss * partition_T.square()
-    return torch.where(labels_T == IGNORE, 0.0, loss)
-
-
-def cross_entropy(
-    logits_TV: Tensor,
-    labels_T: Tensor,
-    *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    start: int = 0,
-    vocab: int | None = None,
-    join: Join | None = None,
-) -> Tensor:
-    """lse(z) - (1 - s) z[label] - s mean(z) + z_loss lse(z)^2 of each token; 0 where the label is
-    IGNORE.
-
-    Szegedy et al. 2016; de Brebisson and Vincent 2016.
-
-    Args:
-        logits_TV: logits of the words from `start` on.
-        labels_T: numbers of words in the whole vocabulary, or IGNORE.
-        label_smoothing: s.
-        z_loss: factor of lse(z)^2.
-        softcap: logits x become cap tanh(x / cap).
-        start: number of the first word.
-        vocab: size of the whole vocabulary, by default V.
-        join: combines the numbers of all parts of the vocabulary.
-
-    Returns:
-        The losses, [T] in at least fp32.
-    """
-    whole = vocab or logits_TV.shape[1]
-    parts = reference_parts(logits_TV, labels_T, start, whole, label_smoothing, softcap)
-    if join is not None:
-        parts = join_parts(*parts, join)
-    return token_losses(*parts, labels_T, z_loss)
-
-
-class _JoinedParts(torch.autograd.Function):
-    """Calls `join`. All ranks have the same losses and the same gradient of them, so the backward
-    pass needs no communication."""
-
-    @staticmethod
-    def forward(ctx: Any, partition: Tensor, label: Tensor, join: Join) -> tuple[Tensor, Tensor]:
-        # Copies, because `join` may work in place and the backward pass needs this rank's own.
-        whole, whole_label = join(partition.clone(), label.clone())
-        ctx.save_for_backward(partition, whole)
-        return whole, whole_label
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        partition, whole = ctx.saved_tensors
-        # d lse(whole) / d lse(own) = exp(own - whole), the share of this rank's words. Label logits
-        # are only added up.
-        return gradients[0] * (partition - whole).exp(), gradients[1], None
-
-
-def join_parts(partition_T: Tensor, label_T: Tensor, join: Join) -> tuple[Tensor, Tensor]:
-    """Apply `join` to this rank's numbers, with gradients."""
-    return _JoinedParts.apply(partition_T, label_T, join)
-
-
-def reference(
-    logits_TV: Tensor,
-    labels_T: Tensor,
-    *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    start: int = 0,
-    vocab: int | None = None,
-    join: Join | None = None,
-    gradient: bool = True,
-    scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token, [T] in at least fp32, and the logits. With `gradient`, these
-    have been overwritten by the gradient of the sum of the losses, times the scalar `scale` if
-    there is one. Tokens with negative labels have no loss. Options are as in
-    `cross_entropy`."""
-    options: dict[str, Any] = {
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "softcap": softcap,
-        "start": start,
-        "vocab": vocab,
-        "join": join,
-    }
-    labels_T = labels_T.masked_fill(labels_T < 0, IGNORE)
-    with torch.enable_grad():
-        leaf = logits_TV.detach().clone().requires_grad_()
-        losses = cross_entropy(leaf, labels_T, **options)
-        if gradient:
-            total = losses.sum() if scale is None else losses.sum() * scale
-            (made,) = torch.autograd.grad(total, leaf)
-            # Over the logits, as the kernel does it: a second buffer of this size is not needed.
-            logits_TV.copy_(made)
-    return losses.detach(), logits_TV
 
 
 @triton.jit
@@ -224,10 +76,10 @@ def _forward(
     highest = tl.max(top, 0)
     partition = (highest + tl.log2(tl.sum(total * tl.exp2(top - highest), 0))) * LOG_2
     tl.store(partitions + row, partition)
-    here = tl.load(labels + row) - start
-    inside = (here >= 0) & (here < words)
+    local_label = tl.load(labels + row) - start
+    inside = (local_label >= 0) & (local_label < words)
     # 0 if another rank has the label, so that the sum over ranks has it once.
-    label = tl.load(logits + row * stride + here, mask=inside, other=0.0).to(tl.float32)
+    label = tl.load(logits + row * stride + local_label, mask=inside, other=0.0).to(tl.float32)
     if CAP:
         label = cap * tanh(label / cap)
     if SMOOTH:
@@ -289,7 +141,7 @@ def launch_forward(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `reference_parts` in Triton.
+    """Compute `run_reference_parts` in Triton.
 
     Args:
         logits_TV: logits of the words from `start` on.
@@ -322,7 +174,7 @@ def launch_forward(
         SMOOTH=label_smoothing != 0.0,
         CAP=softcap is not None,
         # Narrow vocabularies take one block.
-        BLOCK=min(_BLOCK, power_of_2(max(words, 16))),
+        BLOCK=min(_BLOCK, next_power_of_2(max(words, 16))),
         warps=8,
     )
     return partition, label
@@ -356,7 +208,7 @@ def launch_backward(
         softcap: as in the forward pass.
     """
     rows, words = logits_TV.shape
-    block = min(_GRADIENT_BLOCK, power_of_2(max(words, 16)))
+    block = min(_GRADIENT_BLOCK, next_power_of_2(max(words, 16)))
     launch(
         _backward,
         (rows * ceil_div(words, block),),
@@ -409,8 +261,8 @@ def _gradient_op(
     label_smoothing: float,
     softcap: float | None,
 ) -> None:
-    given = (d_partition_T, d_label_T, logits_TV, labels_T, partition_T, logits_TV)
-    launch_backward(*given, start, vocab, label_smoothing, softcap)
+    arguments = (d_partition_T, d_label_T, logits_TV, labels_T, partition_T, logits_TV)
+    launch_backward(*arguments, start, vocab, label_smoothing, softcap)
 
 
 @torch.no_grad()
@@ -429,10 +281,10 @@ def run_triton(
 ) -> tuple[Tensor, Tensor]:
     """Compute the reference in Triton. The gradient is multiplied by the scale in fp32, before it
     is rounded."""
-    rest = (start, vocab or logits_TV.shape[1], label_smoothing, softcap)
-    own, own_label = _parts_op(logits_TV, labels_T, *rest)
+    settings = (start, vocab or logits_TV.shape[1], label_smoothing, softcap)
+    own, own_label = _parts_op(logits_TV, labels_T, *settings)
     # Copies: `join` may work in place.
-    whole, label = (own, own_label) if join is None else join(own.clone(), own_label.clone())
+    joined, label = (own, own_label) if join is None else join(own.clone(), own_label.clone())
     # A factor, not a selection, for whose length the host would have to wait.
     valid = (labels_T >= 0).to(own.dtype)
     if gradient:
@@ -441,12 +293,12 @@ def run_triton(
         # exp(z - whole) is the probability over the whole vocabulary: no gradients to exchange.
         weight = valid if scale is None else valid * scale
         _gradient_op(
-            weight * (1.0 + 2.0 * z_loss * whole), -weight, logits_TV, labels_T, whole, *rest
+            weight * (1.0 + 2.0 * z_loss * joined), -weight, logits_TV, labels_T, joined, *settings
         )
-    return (whole - label + z_loss * whole.square()) * valid, logits_TV
+    return (joined - label + z_loss * joined.square()) * valid, logits_TV
 
 
-def _refuses(logits_TV: Tensor, labels_T: Tensor, **_: Any) -> str | None:
+def _refuse_inputs(logits_TV: Tensor, labels_T: Tensor, **_: Any) -> str | None:
     if not logits_TV.shape[1]:
         return "a vocabulary of 0 words has no log-partition"
     if logits_TV.stride(1) != 1:
@@ -456,7 +308,7 @@ def _refuses(logits_TV: Tensor, labels_T: Tensor, **_: Any) -> str | None:
 
 KERNEL = Kernel(
     "loss",
-    reference,
-    {"triton": Implementation("triton", run_triton, missing_nothing, _refuses)},
+    run_reference,
+    {"triton": Implementation("triton", run_triton, require_nothing, _refuse_inputs)},
     constant=8.0,
 )

@@ -8,8 +8,14 @@ from types import MappingProxyType
 from megaframe_kernels import loss
 from megaframe_kernels.attention import attention
 from megaframe_kernels.elementwise import activation, norm, rotary
-from megaframe_kernels.experts import grouped_product, permute, router
-from megaframe_kernels.fp8 import grouped_fp8, quantize
+from megaframe_kernels.experts import grouped_gradient, grouped_product, permute, router
+from megaframe_kernels.fp8 import (
+    grouped_fp8,
+    grouped_fp8_gradient,
+    grouped_quantize,
+    quantize,
+    scaled_product,
+)
 from megaframe_kernels.kernel import Kernel
 from megaframe_kernels.update import adamw, square_sum
 
@@ -27,13 +33,13 @@ _ALL = (
     permute.PERMUTE,
     permute.UNPERMUTE,
     grouped_product.KERNEL,
-    grouped_product.GRADIENT,
+    grouped_gradient.KERNEL,
     quantize.QUANTISE,
-    quantize.SCALED_PRODUCT,
-    grouped_fp8.QUANTISE_EXPERTS,
-    grouped_fp8.QUANTISE_COLUMNS,
+    scaled_product.KERNEL,
+    grouped_quantize.QUANTISE_EXPERTS,
+    grouped_quantize.QUANTISE_COLUMNS,
     grouped_fp8.KERNEL,
-    grouped_fp8.GRADIENT,
+    grouped_fp8_gradient.KERNEL,
 )
 KERNELS: Mapping[str, Kernel] = MappingProxyType({kernel.name: kernel for kernel in _ALL})
 """All kernels, from which `select` chooses implementations."""

@@ -59,14 +59,14 @@ class KernelChoice:
             if reason is None:
                 return implementation.run
             if self.named:
-                asked = f"{self.kernel.name}={implementation.name}"
-                raise KernelError(f"{asked} cannot run here: {reason}")
+                request = f"{self.kernel.name}={implementation.name}"
+                raise KernelError(f"{request} cannot run here: {reason}")
             following = self.order[number + 1 : number + 2]
             instead = following[0].name if following else REFERENCE
             self.on_refusal(implementation.name, reason, instead)
         return self.kernel.reference
 
-    def refusal(self, *arguments: Any, **options: Any) -> str | None:
+    def explain_fallback(self, *arguments: Any, **options: Any) -> str | None:
         """Return why the reference runs for these arguments, or None if it does not."""
         reasons = dict(self.absent)
         for implementation in self.order:
@@ -74,8 +74,8 @@ class KernelChoice:
             if reason is None:
                 return None
             reasons[implementation.name] = reason
-        shown = [f"not {name}: {reason}" for name, reason in reasons.items()]
-        return f"{self.kernel.name} {', '.join(shown) or 'has no faster implementation'}"
+        refusals = [f"not {name}: {reason}" for name, reason in reasons.items()]
+        return f"{self.kernel.name} {', '.join(refusals) or 'has no faster implementation'}"
 
     @property
     def active(self) -> str:
@@ -91,16 +91,16 @@ def select(
     """Return a choice for each kernel.
 
     kernels: those that will be used; if an order names CUDA kernels, they are built here.
-    overrides: names of implementations, by kernel. chip: as from `chip_name`, by default that of
-    this machine. Raises `KernelError` if an override names something that does not exist or is not
-    available here.
+    overrides: names of implementations, by kernel. chip: a key of the table, by default
+    `read_chip_name()`. Raises `KernelError` if an override names something that does not exist or
+    is not available here.
     """
     overrides = overrides or {}
     for name in overrides:
         _check(name, name, tuple(kernels))
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     # A committed table, not a timing at start: two runs on the same chip compute alike.
-    measured = table.get(chip or chip_name(), {})
+    measured = table.get(chip or read_chip_name(), {})
     order = {name: measured.get(name) or table[UNMEASURED].get(name, []) for name in kernels}
     return {
         name: _override(kernel, overrides[name], order[name])
@@ -126,7 +126,7 @@ def _choose(kernel: Kernel, order: Sequence[str]) -> KernelChoice:
 
 
 def _override(kernel: Kernel, name: str, order: Sequence[str]) -> KernelChoice:
-    _check(f"{kernel.name}={name}", name, kernel.names())
+    _check(f"{kernel.name}={name}", name, kernel.list_names())
     faster = order[: order.index(name)] if name in order else order
     absent = dict.fromkeys(faster, f"{name} is requested by name")
     if name == REFERENCE:
@@ -138,7 +138,7 @@ def _override(kernel: Kernel, name: str, order: Sequence[str]) -> KernelChoice:
     return KernelChoice(kernel, (implementation,), absent, named=True)
 
 
-def chip_name() -> str:
+def read_chip_name() -> str:
     """Return the GPU's name as a key of the table: h200 for NVIDIA H200, cpu without a GPU."""
     if not torch.cuda.is_available():
         return "cpu"
@@ -146,8 +146,8 @@ def chip_name() -> str:
     return "-".join(w for w in words if w not in ("nvidia", "geforce", "tesla"))
 
 
-def _check(what: str, name: str, valid: tuple[str, ...]) -> None:
+def _check(subject: str, name: str, valid: tuple[str, ...]) -> None:
     if name not in valid:
         near = difflib.get_close_matches(name, valid, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise KernelError(f"{what}: no {name!r}; {hint}valid are {', '.join(valid)}")
+        raise KernelError(f"{subject}: no {name!r}; {hint}valid are {', '.join(valid)}")

@@ -18,7 +18,7 @@ from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
 
 
-def windows(model: ModelConfig) -> tuple[int | None, ...]:
+def list_windows(model: ModelConfig) -> tuple[int | None, ...]:
     """Return the pattern of windows that repeats over the layers from the first one.
 
     It is `model.window`, where a single number is a pattern of one. A window is in tokens; None
@@ -27,13 +27,13 @@ def windows(model: ModelConfig) -> tuple[int | None, ...]:
     return model.window if isinstance(model.window, tuple) else (model.window,)
 
 
-def window_of(model: ModelConfig, layer: int) -> int | None:
+def get_window(model: ModelConfig, layer: int) -> int | None:
     """Return the window of a layer. Predictors' blocks are numbered after the last layer."""
-    pattern = windows(model)
+    pattern = list_windows(model)
     return pattern[layer % len(pattern)]
 
 
-def mean_keys(seq: int, window: int | None) -> float:
+def compute_mean_keys(seq: int, window: int | None) -> float:
     """Return the mean number of keys that a query attends to, causally and at most `window`.
 
     It is the mean of min(position, window) as a continuous function: seq / 2 without a window, and
@@ -44,7 +44,7 @@ def mean_keys(seq: int, window: int | None) -> float:
     return reach - reach * reach / (2 * seq)
 
 
-def exchanging_ranks(parallel: ParallelConfig) -> int:
+def count_exchanging_ranks(parallel: ParallelConfig) -> int:
     """Return how many neighbours on the context axis exchange heads for tokens.
 
     The groups of such neighbours form a ring.
@@ -63,31 +63,27 @@ class SoftmaxAttention(MixerDescription):
     Attributes:
         hidden: Width of the stream.
         heads: Query heads.
-        window: How many tokens a query sees, with itself; None for all before it.
         bias: Whether the output product has a bias.
         norm_eps: Of the norms inside the layer.
         score_scale: Factor of the scores.
-        rotary_dim: Rotated dims of a head, 0 if nothing is rotated.
         init_std: Standard deviation of initial matrices.
         output_std: That of the output matrix.
     """
 
     hidden: int
     heads: int
-    window: int | None
     bias: bool
     norm_eps: float
     score_scale: float
-    rotary_dim: int
     init_std: float
     output_std: float
 
     name = "attention"
 
     @property
-    def rotary_width(self) -> int:
-        """The rotated dims."""
-        return self.rotary_dim
+    def rotary_dim(self) -> int:
+        """Rotated dims of a head, 0 if nothing is rotated."""
+        return 0 if self.rotary is None else self.rotary.width
 
     @property
     def query_width(self) -> int:
@@ -105,9 +101,9 @@ class SoftmaxAttention(MixerDescription):
         inputs = (self.heads, self.value_width)
         return LinearSpec(inputs, (self.hidden,), self.output_std, split=1, bias=self.bias)
 
-    def batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
+    def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
         """Return the scores, and the weighted sums of values."""
-        share = mean_keys(seq, self.window) / seq
+        share = compute_mean_keys(seq, self.window) / seq
         scores = BatchedProduct(self.heads, seq, seq, self.query_width, share)
         return scores, BatchedProduct(self.heads, seq, self.value_width, seq, share)
 
@@ -178,15 +174,15 @@ class AttentionDescription(SoftmaxAttention):
         norms = {} if norm is None else {"query_norm": norm, "key_norm": norm}
         return {"qkv": self.qkv, **norms, "output": self.output}
 
-    def saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the inputs of attention and its output, with one log-sum-exp per head.
 
         The output of the product before it is kept too where norms of queries and keys, or
         attention, use views of it.
         """
-        tensor, sharing = parallel.tensor, exchanging_ranks(parallel)
+        tensor, sharing = parallel.tensor, count_exchanging_ranks(parallel)
         ring = parallel.context > sharing
-        rotated, normalised = self.rotary_dim > 0, self.qk_norm
+        rotated, normalised = self.rotary is not None, self.qk_norm
         groups = max(self.kv_heads, tensor)
         queries, keys = self.heads * self.head_dim, groups * self.head_dim
         # The queries of several groups are not contiguous.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from megaframe.architecture.attention import AttentionDescription, window_of
+from megaframe.architecture.attention import AttentionDescription, get_window
 from megaframe.architecture.layer import (
     FeedForwardDescription,
     HasParameters,
@@ -20,34 +20,81 @@ from megaframe.architecture.mla import LatentAttentionDescription
 from megaframe.architecture.mlp import MLPDescription
 from megaframe.architecture.moe import MoEDescription, has_experts
 from megaframe.architecture.norm import NormDescription
-from megaframe.architecture.rotary import compute_scores_factor, count_rotated_dims
-from megaframe.architecture.spec import ParamSpec
+from megaframe.architecture.rotary import compute_scores_factor, describe_rotary
+from megaframe.architecture.spec import ParamSpec, count_copies
+from megaframe.config.blocks import (
+    AttentionConfig,
+    BlockConfig,
+    LatentMixerConfig,
+    MLPConfig,
+    MoEMixtureConfig,
+)
 from megaframe.config.model import ModelConfig
 from megaframe.config.parallel import ParallelConfig
 
 
 @dataclass(frozen=True)
 class BlockDescription:
-    """x + mixer(norm(x)), then x + feed_forward(norm(x)). Equal for blocks of the same kind."""
+    """A mixer of tokens and a feed-forward layer, each of which adds to the residual stream. Equal
+    for blocks of the same kind.
+
+    Attributes:
+        mixer: Mixes tokens.
+        feed_forward: Follows it.
+        norm: Of the stream, wherever the block has one.
+        norms: `before` each half: x + half(norm(x)); `after` it: x + norm(half(x)); `both`, or
+            `none`.
+        parallel: `none`, or whether both halves start from the same stream, with `one_norm` or
+            `two_norms` before them.
+        residual_scale: Factor of what each half adds.
+    """
 
     mixer: MixerDescription
     feed_forward: FeedForwardDescription
     norm: NormDescription
+    norms: str = "before"
+    parallel: str = "none"
+    residual_scale: float = 1.0
+
+    @property
+    def norms_before(self) -> bool:
+        """Whether there are norms before both halves."""
+        return self.norms in ("before", "both")
+
+    @property
+    def norms_after(self) -> bool:
+        """Whether there are norms after both halves."""
+        return self.norms in ("after", "both")
+
+    @property
+    def shares_norm(self) -> bool:
+        """Whether both halves start from the same normalised rows."""
+        return self.norms_before and self.parallel == "one_norm"
 
     @property
     def first_half(self) -> Mapping[str, HasParameters]:
-        """What the block computes first."""
-        return {"attention_norm": self.norm, self.mixer.name: self.mixer, "mlp_norm": self.norm}
+        """What the block computes first, and all norms."""
+        parts: dict[str, HasParameters] = {}
+        if self.norms_before:
+            parts["attention_norm"] = self.norm
+        parts[self.mixer.name] = self.mixer
+        if self.norms_after:
+            parts["attention_post_norm"] = self.norm
+        if self.norms_before and not self.shares_norm:
+            parts["mlp_norm"] = self.norm
+        if self.norms_after:
+            parts["mlp_post_norm"] = self.norm
+        return parts
 
     @property
     def second_half(self) -> Mapping[str, HasParameters]:
         """The part whose parameters are used last and whose gradients are complete first."""
         return {self.feed_forward.name: self.feed_forward}
 
-    def parameters(self, name: str) -> Iterator[ParamSpec]:
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of all parameters. name: the path of the block in the model."""
         for part_name, part in (*self.first_half.items(), *self.second_half.items()):
-            yield from part.parameters(f"{name}.{part_name}")
+            yield from part.declare_parameters(f"{name}.{part_name}")
 
     @cached_property
     def linears(self) -> list[LinearSpec]:
@@ -64,41 +111,50 @@ class BlockDescription:
         """The matrices of a block: how many there are of each shape [outputs, inputs]. A fused
         weight is several matrices."""
         shapes: Counter[tuple[int, int]] = Counter()
-        for spec in self.parameters(""):
+        for spec in self.declare_parameters(""):
             if spec.role == "matrix":
                 for box in spec.matrices:
                     outputs = math.prod(box.shape[: -spec.inputs])
                     shapes[outputs, box.size // outputs] += 1
         return shapes
 
-    def attention_flops(self, seq: int, *, causal: bool = True) -> float:
+    def count_attention_flops(self, seq: int, *, causal: bool = True) -> float:
         """Return the forward FLOPs per token of the products of activations with activations.
 
         Args:
             seq: Tokens of a sample.
             causal: Whether what is masked is left out.
         """
-        products = self.mixer.batched_products(seq)
+        products = self.mixer.list_batched_products(seq)
         return sum(p.flops * (p.causal_share if causal else 1.0) for p in products) / seq
 
-    def saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what a block keeps per token besides its input.
 
-        It is what the mixer and the feed-forward keep, the stream between them, and the outputs of
-        the norms with their statistics, unless they are recomputed.
+        It is what the mixer and the feed-forward keep, the stream between them, the outputs of the
+        norms before them with their statistics, unless they are recomputed, and the inputs of the
+        norms after them with their statistics.
         """
-        kept = self.mixer.saved(parallel, recompute) + self.feed_forward.saved(parallel, recompute)
-        kept = kept + SavedActivations(values=self.norm.width)
-        if recompute != "selective":
-            kept = kept + self.norm.saved
-        if recompute != "selective" or self.feed_forward.keeps_normed_input:
-            kept = kept + self.norm.saved
+        kept = self.mixer.count_saved(parallel, recompute) + self.feed_forward.count_saved(
+            parallel, recompute
+        )
+        if self.parallel == "none":
+            kept = kept + SavedActivations(values=self.norm.width)
+        recomputed = recompute == "selective"
+        if self.norms_before:
+            needs_rows = [self.feed_forward.keeps_normed_input]
+            needs_rows.append(self.mixer.keeps_normed_input and not self.shares_norm)
+            norms = 1 if self.shares_norm else 2
+            kept_norms = min(norms, sum(needs_rows)) if recomputed else norms
+            kept = sum([self.norm.saved] * kept_norms, kept)
+        if self.norms_after:
+            kept = kept + self.norm.saved + self.norm.saved
         return kept
 
-    def saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+    def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what the backward pass of a block leaves for its weight pass, per token."""
         parts = (self.mixer, self.feed_forward)
-        kept = (part.saved_for_weights(parallel, recompute) for part in parts)
+        kept = (part.count_saved_for_weights(parallel, recompute) for part in parts)
         return sum(kept, SavedActivations())
 
     @property
@@ -121,47 +177,48 @@ class PredictorDescription:
         """Of the stream and of the token."""
         return self.block.norm
 
-    def parameters(self, name: str, block_name: str) -> Iterator[ParamSpec]:
+    def declare_parameters(self, name: str, block_name: str) -> Iterator[ParamSpec]:
         """Yield the specs of all parameters.
 
         Args:
             name: The path of the predictor in the model.
             block_name: That of its block, which is numbered after the last layer.
         """
-        yield from self.norm.parameters(f"{name}.stream_norm")
-        yield from self.norm.parameters(f"{name}.token_norm")
-        yield from self.join.parameters(f"{name}.join")
-        yield from self.block.parameters(block_name)
+        yield from self.norm.declare_parameters(f"{name}.stream_norm")
+        yield from self.norm.declare_parameters(f"{name}.token_norm")
+        yield from self.join.declare_parameters(f"{name}.join")
+        yield from self.block.declare_parameters(block_name)
 
 
 @lru_cache(maxsize=4096)
 def describe_block(model: ModelConfig, layer: int) -> BlockDescription:
     """Return the block of a layer. Predictors' blocks are numbered after the last layer."""
+    block = find_block_config(model, layer)
     # GPT-2's initialisation: outputs into the stream shrink with the number of layers.
     output_std = model.init_std / math.sqrt(2 * model.layers)
-    moe = model.moe
-    feed_forward: FeedForwardDescription
-    if moe is not None and has_experts(moe, layer):
-        feed_forward = MoEDescription(
-            hidden=model.hidden,
-            width=moe.ffn or model.ffn,
-            activation=model.activation,
-            bias=model.bias,
-            init_std=model.init_std,
-            output_std=output_std,
-            moe=moe,
-        )
-    else:
-        feed_forward = MLPDescription(
-            hidden=model.hidden,
-            width=model.ffn,
-            activation=model.activation,
-            bias=model.bias,
-            init_std=model.init_std,
-            output_std=output_std,
-        )
     return BlockDescription(
-        _describe_attention(model, layer, output_std), feed_forward, describe_norm(model)
+        _describe_mixer(model, block.mixer, output_std),
+        _describe_feed_forward(model, block.feed_forward, output_std),
+        describe_norm(model),
+        block.norms,
+        block.parallel,
+        block.residual_scale,
+    )
+
+
+def find_block_config(model: ModelConfig, layer: int) -> BlockConfig:
+    """Return what `model.blocks` says of a layer, or what the other keys of `model` mean."""
+    if model.blocks is not None:
+        pattern = [block for block in model.blocks for _ in range(block.repeat)]
+        return pattern[layer % len(pattern)]
+    window, moe = get_window(model, layer), model.moe
+    return BlockConfig(
+        mixer=AttentionConfig(window=window)
+        if model.latent is None
+        else LatentMixerConfig(kind="latent", window=window),
+        feed_forward=MoEMixtureConfig(kind="moe")
+        if moe is not None and has_experts(moe, layer)
+        else MLPConfig(),
     )
 
 
@@ -176,20 +233,55 @@ def describe_norm(model: ModelConfig) -> NormDescription:
     return NormDescription(model.hidden, model.norm, model.norm_eps, model.bias)
 
 
-def _describe_attention(model: ModelConfig, layer: int, output_std: float) -> MixerDescription:
-    latent, window = model.latent, window_of(model, layer)
-    width = model.head_dim if latent is None else latent.head_dim + latent.rotary_dim
-    score_scale = compute_scores_factor(model) / math.sqrt(width)
-    rotary_dim = count_rotated_dims(model)
-    if latent is not None:
+def list_mixers(model: ModelConfig) -> list[MixerDescription]:
+    """Return the mixers of all layers, and of the predictors' blocks after them."""
+    return [describe_block(model, n).mixer for n in range(model.layers + model.mtp_depth)]
+
+
+def count_kv_copies(model: ModelConfig, tensor: int) -> int:
+    """Return how many tensor ranks share each key and value head: 1 if there are enough heads."""
+    return max(count_copies(mixer.ring_groups, tensor) for mixer in list_mixers(model))
+
+
+def _describe_feed_forward(
+    model: ModelConfig, config: MLPConfig | MoEMixtureConfig, output_std: float
+) -> FeedForwardDescription:
+    if isinstance(config, MLPConfig):
+        return MLPDescription(
+            hidden=model.hidden,
+            width=config.ffn or model.ffn,
+            activation=config.activation or model.activation,
+            bias=model.bias if config.bias is None else config.bias,
+            init_std=model.init_std,
+            output_std=output_std,
+        )
+    assert model.moe is not None, "a block with experts is refused without model.moe"
+    return MoEDescription(
+        hidden=model.hidden,
+        width=model.moe.ffn or model.ffn,
+        activation=model.activation,
+        bias=model.bias,
+        init_std=model.init_std,
+        output_std=output_std,
+        moe=model.moe,
+    )
+
+
+def _describe_mixer(
+    model: ModelConfig, config: AttentionConfig | LatentMixerConfig, output_std: float
+) -> MixerDescription:
+    if isinstance(config, LatentMixerConfig):
+        latent = model.latent
+        assert latent is not None, "a block with latent attention is refused without model.latent"
+        width = latent.head_dim + latent.rotary_dim
         return LatentAttentionDescription(
             hidden=model.hidden,
             heads=model.heads,
-            window=window,
+            window=config.window,
             bias=model.bias,
             norm_eps=model.norm_eps,
-            score_scale=score_scale,
-            rotary_dim=rotary_dim,
+            score_scale=compute_scores_factor(model) / math.sqrt(width),
+            rotary=describe_rotary(model, latent.rotary_dim),
             init_std=model.init_std,
             output_std=output_std,
             query_rank=latent.query_rank,
@@ -197,18 +289,21 @@ def _describe_attention(model: ModelConfig, layer: int, output_std: float) -> Mi
             head_dim=latent.head_dim,
             value_dim=latent.value_dim,
         )
+    head_dim = config.head_dim or model.head_dim
+    is_rotated = model.position == "rotary" if config.rotary is None else config.rotary
+    rotated = round((config.rotary_fraction or model.rotary_fraction) * head_dim) * is_rotated
     return AttentionDescription(
         hidden=model.hidden,
-        heads=model.heads,
-        window=window,
-        bias=model.bias,
+        heads=config.heads or model.heads,
+        window=config.window,
+        bias=model.bias if config.bias is None else config.bias,
         norm_eps=model.norm_eps,
-        score_scale=score_scale,
-        rotary_dim=rotary_dim,
+        score_scale=config.score_scale or 1.0 / math.sqrt(head_dim),
+        rotary=describe_rotary(model, rotated, config.rotary_base),
         init_std=model.init_std,
         output_std=output_std,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        qk_norm=model.qk_norm,
-        qkv_bias=model.qkv_bias,
+        kv_heads=config.kv_heads or model.kv_heads,
+        head_dim=head_dim,
+        qk_norm=model.qk_norm if config.qk_norm is None else config.qk_norm,
+        qkv_bias=model.qkv_bias if config.qkv_bias is None else config.qkv_bias,
     )

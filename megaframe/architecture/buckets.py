@@ -24,7 +24,7 @@ LATENCY_SHARE = 0.1
 """What latencies may add to a transfer for the sake of a shorter last bucket, as its share."""
 
 
-def balanced_bucket_count(transfer: Number, latency: Number) -> Number:
+def compute_bucket_count(transfer: Number, latency: Number) -> Number:
     """Return the number n of buckets for these seconds: T, of all bytes, and L, of each bucket.
 
     It may be below 1.

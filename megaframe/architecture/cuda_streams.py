@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megaframe.architecture.attention import exchanging_ranks
+from megaframe.architecture.attention import count_exchanging_ranks
 from megaframe.config.schema import RunConfig
 from megaframe.layout import AXIS_SETS, DATA_PARTS, EXPERT_SETS, resolve_axis_sizes
 
@@ -34,24 +34,22 @@ def count_communicators(config: RunConfig, world: int) -> int:
     sizes = dict(resolve_axis_sizes(parallel, world)[0])
     sizes["data_shard"] = sizes["data"] // parallel.data_replicate
     sizes["expert_shard"] = world  # not known without a layout
-    axis_sets = _axis_sets_of_many_ranks(AXIS_SETS, sizes)
+    axis_sets = _find_wide_axis_sets(AXIS_SETS, sizes)
     if model.moe is not None:
-        axis_sets |= _axis_sets_of_many_ranks(EXPERT_SETS, sizes)
-    heads = exchanging_ranks(parallel)
+        axis_sets |= _find_wide_axis_sets(EXPERT_SETS, sizes)
+    heads = count_exchanging_ranks(parallel)
     has_copies = 1 <= model.kv_heads < parallel.tensor
     attention_groups = [heads > 1, parallel.context > heads, has_copies]
     dispatch_groups = 2 * (model.moe is not None and parallel.expert > 1)
     # The gradients that are rounded may be summed in steps, each over a group of its own.
-    reduced_sets = (
-        len(_axis_sets_of_many_ranks(_SUMMED, sizes)) + (model.moe is not None) + has_copies
-    )
+    reduced_sets = len(_find_wide_axis_sets(_SUMMED, sizes)) + (model.moe is not None) + has_copies
     steps = _STEPS * reduced_sets * (parallel.reduce_precision == "bf16")
     # Two links to each neighbour; that of the embedding joins ranks with fewer of them.
     links = min(2 * (parallel.pipeline - 1), 4)
     return len(axis_sets) + sum(attention_groups) + dispatch_groups + steps + links
 
 
-def _axis_sets_of_many_ranks(
+def _find_wide_axis_sets(
     axis_sets: Iterable[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> set[frozenset[str]]:
     """Return the axis sets without axes of one rank; those that are alike have the same ranks."""

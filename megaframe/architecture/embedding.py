@@ -25,7 +25,7 @@ class TableDescription:
     std: float
     split: bool
 
-    def parameters(self, name: str) -> Iterator[ParamSpec]:
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the spec of the table."""
         axes = {0: "tensor"} if self.split else {}
         shape, init = (self.rows, self.width), Normal(self.std)

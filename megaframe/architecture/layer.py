@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megaframe.architecture.linear import LinearSpec, Number, TensorTraffic
+from megaframe.architecture.rotary import RotaryDescription
 from megaframe.architecture.spec import ParamSpec
 from megaframe.config.parallel import ParallelConfig
 
@@ -67,7 +68,7 @@ class BatchedProduct:
 class HasParameters(Protocol):
     """A part of a layer that declares parameters."""
 
-    def parameters(self, name: str) -> Iterator[ParamSpec]:
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield their specs; name: the path of the part in the model."""
         ...
 
@@ -88,7 +89,7 @@ class LayerDescription(ABC):
         """What has parameters, by name, in the order in which a checkpoint lists them."""
 
     @abstractmethod
-    def saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what a forward pass keeps besides the layer's input.
 
         Args:
@@ -97,10 +98,10 @@ class LayerDescription(ABC):
                 this is what exists while the block is recomputed, as with `none`.
         """
 
-    def parameters(self, name: str) -> Iterator[ParamSpec]:
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of all parameters. name: the path of the layer in the model."""
         for part_name, part in self.parts.items():
-            yield from part.parameters(f"{name}.{part_name}")
+            yield from part.declare_parameters(f"{name}.{part_name}")
 
     @property
     def linears(self) -> list[LinearSpec]:
@@ -118,7 +119,7 @@ class LayerDescription(ABC):
         """Elements of the matrices that one token is multiplied by."""
         return sum(linear.elements for linear in self.linears)
 
-    def batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
+    def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
         """Return the products of activations with activations in a sample of `seq` tokens."""
         return ()
 
@@ -128,10 +129,10 @@ class LayerDescription(ABC):
         whose gradients are scattered."""
         return 0
 
-    def saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+    def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what a backward pass leaves for a separate weight pass."""
         tensor = parallel.tensor
-        kept = (linear.kept_for_weights(tensor) for linear in self.linears)
+        kept = (linear.count_kept_for_weights(tensor) for linear in self.linears)
         return SavedActivations(values=sum(kept))
 
     @property
@@ -163,13 +164,18 @@ class FeedForwardDescription(LayerDescription):
         """Elements per token at its widest place."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class MixerDescription(LayerDescription):
-    """A layer in which tokens of a sample see each other, such as attention."""
+    """A layer in which tokens of a sample see each other, such as attention.
 
-    @property
-    def rotary_width(self) -> int:
-        """Rotated dims of a head, for which the microbatch has tables; 0 if nothing is rotated."""
-        return 0
+    Attributes:
+        window: How many tokens a token sees, with itself; None for all before it.
+        rotary: How queries and keys are rotated, for which the microbatch has tables; None if they
+            are not.
+    """
+
+    window: int | None = None
+    rotary: RotaryDescription | None = None
 
     @property
     def exchanged_elements(self) -> int:

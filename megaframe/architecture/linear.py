@@ -67,7 +67,7 @@ class LinearSpec:
         """Whether tensor ranks divide the inputs."""
         return self.split is not None and not self.is_column
 
-    def parameters(self, name: str) -> Iterator[ParamSpec]:
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of the weight and, if there is one, of the bias."""
         axes = {} if self.split is None else {self.split: "tensor"}
         yield ParamSpec(
@@ -85,7 +85,7 @@ class LinearSpec:
             axes = axes if self.is_column else {}
             yield ParamSpec(f"{name}.bias", self.outputs, Constant(0.0), role="bias", axes=axes)
 
-    def local_sizes(self, tensor: Number) -> tuple[Number, Number]:
+    def compute_local_sizes(self, tensor: Number) -> tuple[Number, Number]:
         """Return the results and the terms of one of `tensor` ranks. If there are fewer items than
         ranks, neighbouring ranks have the same one."""
         if self.split is None:
@@ -96,10 +96,10 @@ class LinearSpec:
             return self.results * local_items, self.terms
         return self.results, self.terms * local_items
 
-    def kept_for_weights(self, tensor: int) -> Number:
+    def count_kept_for_weights(self, tensor: int) -> Number:
         """Return the elements per token, summed over tensor ranks, that a separate weight pass
         needs: the input, and the gradient of the output."""
-        results, terms = self.local_sizes(tensor)
+        results, terms = self.compute_local_sizes(tensor)
         return (results * tensor if self.is_column else results) + (
             terms * tensor if self.is_row else terms
         )
@@ -155,7 +155,7 @@ class GroupedLinearSpec(LinearSpec):
     experts: int = 1
     top_k: int = 1
 
-    def parameters(self, name: str) -> Iterator[ParamSpec]:
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the spec of the weight."""
         assert self.split is not None
         yield ParamSpec(
@@ -178,7 +178,7 @@ class GroupedLinearSpec(LinearSpec):
         """Elements of the weights that one token is multiplied by."""
         return self.top_k * self.terms * self.results
 
-    def kept_for_weights(self, tensor: int) -> Number:
+    def count_kept_for_weights(self, tensor: int) -> Number:
         """Rows of experts are kept as dispatch brings them, which their layer knows."""
         raise NotImplementedError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megaframe.architecture.attention import SoftmaxAttention, exchanging_ranks
+from megaframe.architecture.attention import SoftmaxAttention, count_exchanging_ranks
 from megaframe.architecture.layer import HasParameters, SavedActivations
 from megaframe.architecture.linear import LinearSpec
 from megaframe.architecture.norm import NormDescription
@@ -102,10 +102,10 @@ class LatentAttentionDescription(SoftmaxAttention):
         """The rotated part of the keys, which no product gathers."""
         return self.rotary_dim
 
-    def saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the latents, what attention keeps, and unless they are recomputed the normalised
         latents with a statistic for each."""
-        query, value, sharing = self.query_width, self.value_dim, exchanging_ranks(parallel)
+        query, value, sharing = self.query_width, self.value_dim, count_exchanging_ranks(parallel)
         elements = sum(self.latents) + 2 * self.heads * (query + value)
         if sharing > 1:
             ring = parallel.context > sharing
@@ -116,10 +116,10 @@ class LatentAttentionDescription(SoftmaxAttention):
         norms = [norm.saved for norm in (self.query_norm, self.kv_norm) if norm is not None]
         return sum(norms, kept)
 
-    def saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+    def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the inputs and output gradients of all products. Queries without a latent use the
         same normalised rows as `down`, unless each normalises its input again."""
-        kept = super().saved_for_weights(parallel, recompute)
+        kept = super().count_saved_for_weights(parallel, recompute)
         if self.query_rank is None and recompute != "selective":
             kept = kept + SavedActivations(values=-self.hidden)
         return kept

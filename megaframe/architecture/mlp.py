@@ -66,7 +66,7 @@ class MLPDescription(FeedForwardDescription):
         """Both products."""
         return {"up": self.up, "down": self.down}
 
-    def saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the values before the activation, and those after it unless recomputed."""
         after = self.width * (recompute != "selective")
         return SavedActivations(self.up.results + after)

@@ -20,12 +20,12 @@ def has_experts(moe: MoEConfig, layer: int) -> bool:
     return layer >= moe.first and (layer - moe.first) % moe.every == moe.every - 1
 
 
-def expert_layers(model: ModelConfig) -> int:
+def count_expert_layers(model: ModelConfig) -> int:
     """Return the number of layers that have experts."""
     return sum(model.moe is not None and has_experts(model.moe, i) for i in range(model.layers))
 
 
-def near_experts(parallel: ParallelConfig, node_size: int) -> int:
+def count_near_experts(parallel: ParallelConfig, node_size: int) -> int:
     """Return how many neighbours on the expert axis share a node."""
     return gcd(parallel.expert, max(1, node_size // parallel.expert_tensor))
 
@@ -42,9 +42,9 @@ class RouterDescription:
     matrix: LinearSpec
     initial_balance: float
 
-    def parameters(self, name: str) -> Iterator[ParamSpec]:
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of the matrix and of the balance."""
-        yield from self.matrix.parameters(name)
+        yield from self.matrix.declare_parameters(name)
         start = Constant(self.initial_balance)
         yield ParamSpec(f"{name}.balance", self.matrix.outputs, start, role="balance")
 
@@ -56,10 +56,10 @@ class ExpertsDescription:
     up: GroupedLinearSpec
     down: GroupedLinearSpec
 
-    def parameters(self, name: str) -> Iterator[ParamSpec]:
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of both."""
-        yield from self.up.parameters(f"{name}.up")
-        yield from self.down.parameters(f"{name}.down")
+        yield from self.up.declare_parameters(f"{name}.up")
+        yield from self.down.declare_parameters(f"{name}.down")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class MoEDescription(FeedForwardDescription):
             *([] if shared is None else shared.linears),
         ]
 
-    def saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+    def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what experts and their router keep. Experts count as equally loaded, and without
         their routes."""
         moe, hidden = self.moe, self.hidden
@@ -172,9 +172,9 @@ class MoEDescription(FeedForwardDescription):
         scores = moe.experts * (1 + balanced) + balanced
         scores += (moe.top_k + 2) * moe.normalise + (moe.z_loss > 0)
         kept = SavedActivations(elements, scores, 8 * moe.top_k + balanced)
-        return kept if self.shared is None else kept + self.shared.saved(parallel, recompute)
+        return kept if self.shared is None else kept + self.shared.count_saved(parallel, recompute)
 
-    def saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+    def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the rows of the experts and the gradients of their outputs, those of the shared
         MLP, and in at least fp32 the gradients of the scores."""
         moe, hidden, copies = self.moe, self.hidden, parallel.expert_tensor

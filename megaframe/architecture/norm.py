@@ -25,7 +25,7 @@ class NormDescription:
     eps: float
     bias: bool = False
 
-    def parameters(self, name: str) -> Iterator[ParamSpec]:
+    def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
         """Yield the specs of the gain and, if there is one, of the bias."""
         yield ParamSpec(f"{name}.gain", (self.width,), Constant(1.0), role="gain")
         if self.bias and self.kind == "layernorm":

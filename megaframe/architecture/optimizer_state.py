@@ -11,12 +11,12 @@ OFFLOAD_BUFFERS = 3
 """Chunks on the device at once: one arrives, one is computed with, one goes back."""
 
 
-def num_moments(optim: OptimConfig) -> int:
+def count_moments(optim: OptimConfig) -> int:
     """Return the number of moments that the optimizer keeps per element; for Muon, of matrices."""
     return {"adamw": 2, "lion": 1}.get(optim.name, 1 if optim.momentum != 0 else 0)
 
 
-def moment_bytes(optim: OptimConfig, master: int) -> float:
+def compute_moment_bytes(optim: OptimConfig, master: int) -> float:
     """Return the bytes of one moment per element.
 
     Args:
@@ -26,10 +26,10 @@ def moment_bytes(optim: OptimConfig, master: int) -> float:
     return {"bf16": 2.0, "int8": 1.0 + 4 / 256}.get(optim.state, float(master))
 
 
-def state_bytes_per_element(optim: OptimConfig, master: int) -> float:
+def compute_state_bytes(optim: OptimConfig, master: int) -> float:
     """Return the bytes of optimizer state per element, including a moving average of the weights;
     for Muon, of matrices. master: bytes of an element in master precision."""
-    moments = num_moments(optim) * moment_bytes(optim, master)
+    moments = count_moments(optim) * compute_moment_bytes(optim, master)
     return moments + (master if optim.ema is not None else 0)
 
 
@@ -43,5 +43,5 @@ def offload_bytes_per_element(optim: OptimConfig, master: int, *, weights: bool)
         weights: whether the master weights come with the state.
     """
     name = "adamw" if optim.name == "muon" else optim.name
-    state = state_bytes_per_element(optim.model_copy(update={"name": name}), master)
+    state = compute_state_bytes(optim.model_copy(update={"name": name}), master)
     return state + (master if weights else 0)

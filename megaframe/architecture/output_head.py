@@ -15,7 +15,7 @@ MAX_GPU_LOGITS = 1 << 28
 vocabulary is small."""
 
 
-def max_logits_per_chunk(*, host: bool) -> int:
+def get_max_logits_per_chunk(*, host: bool) -> int:
     """Return how many logits may exist at once.
 
     Args:

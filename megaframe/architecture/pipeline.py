@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.architecture.stages import stage_costs, stage_plans
+from megaframe.architecture.stages import compute_stage_costs, plan_stages
 from megaframe.config.schema import RunConfig
 from megaframe.schedule import Action, ActionKind, Schedule, generate
 from megaframe.schedule.simulate import simulate
@@ -29,7 +29,7 @@ def build_step_schedule(config: RunConfig, microbatches: int) -> Schedule:
         parallel.chunks,
         microbatches,
         group=None if searched or most is None else int(most),
-        costs=stage_costs(config, stage_plans(config)) if searched else None,
+        costs=compute_stage_costs(config, plan_stages(config)) if searched else None,
         memory_limit=most if searched else None,
         placement="vee" if parallel.chunks == 2 else "loop",
     )
@@ -61,11 +61,11 @@ def build_forward_schedule(rank_of: tuple[int, ...], microbatches: int) -> Sched
 def summarize_pipeline(config: RunConfig, schedule: Schedule) -> Iterator[str]:
     """Yield a line for the schedule with its bubble, one for all stages together, and one for each
     stage; nothing if there is only one stage."""
-    plans = stage_plans(config)
+    plans = plan_stages(config)
     if len(plans) == 1:
         return
     layers = sum(len(plan.blocks) for plan in plans)
-    costs = stage_costs(config, plans)
+    costs = compute_stage_costs(config, plans)
     timeline = simulate(schedule, costs)
     work = [f + b + w for f, b, w in zip(*costs.list_by_stage(len(plans)), strict=True)]
     yield (

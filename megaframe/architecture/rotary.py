@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from megaframe.config.model import ModelConfig, RotaryScalingConfig
 
 
-def count_rotated_dims(model: ModelConfig) -> int:
-    """Return how many leading dims of a head are rotated, 0 without rotary positions."""
-    if model.position != "rotary":
-        return 0
-    if model.latent is not None:
-        return model.latent.rotary_dim
-    return round(model.head_dim * model.rotary_fraction)
+@dataclass(frozen=True)
+class RotaryDescription:
+    """Tables of cosines and sines, which all heads that rotate alike share.
+
+    Attributes:
+        width: How many leading dims of a head are rotated, D.
+        base: Of the wavelengths: pair i turns by base^(-2i/D) per position.
+        scaling: Of frequencies to longer contexts.
+    """
+
+    width: int
+    base: float
+    scaling: RotaryScalingConfig
+
+
+def describe_rotary(
+    model: ModelConfig, width: int, base: float | None = None
+) -> RotaryDescription | None:
+    """Return the tables for heads with `width` rotated dims, None if there are none. base: in place
+    of `model.rotary_base`."""
+    if not width:
+        return None
+    return RotaryDescription(width, base or model.rotary_base, model.rotary_scaling)
 
 
 def compute_scores_factor(model: ModelConfig) -> float:

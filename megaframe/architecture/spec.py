@@ -52,7 +52,7 @@ class Box:
         """The piece as an index into the full tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
-    def intersection(self, other: Box) -> Box | None:
+    def intersect(self, other: Box) -> Box | None:
         """Return the intersection of both boxes, None if it is empty."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = [
@@ -62,7 +62,7 @@ class Box:
         shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
         return Box(offset, shape) if min(shape) > 0 else None
 
-    def relative_to(self, outer: Box) -> Box:
+    def make_relative(self, outer: Box) -> Box:
         """Return the piece relative to the start of `outer`, which contains it."""
         offset = tuple(o - start for o, start in zip(self.offset, outer.offset, strict=True))
         return Box(offset, self.shape)
@@ -104,10 +104,13 @@ class ParamSpec:
     def matrices(self) -> list[Box]:
         """The matrices that the tensor consists of: one for each combination of `fused` parts."""
         # A fused weight is several matrices to Muon, e.g. queries, keys and values.
-        parts = [list(_spans(self.fused.get(dim, (size,)))) for dim, size in enumerate(self.shape)]
+        parts = [
+            list(_iterate_spans(self.fused.get(dim, (size,))))
+            for dim, size in enumerate(self.shape)
+        ]
         return [Box(*zip(*place, strict=True)) for place in product(*parts)]
 
-    def local(self, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
+    def find_local_box(self, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
         """Return the piece of one rank. If a dim is not divisible, the first ranks have one index
         more. If it has fewer indices than the axis has ranks, neighbouring ranks hold the same one.
 
@@ -119,7 +122,7 @@ class ParamSpec:
         for dim, axis in self.axes.items():
             # With fewer items than ranks, neighbours hold the same one, as with few key/value
             # heads.
-            copies = copies_of(self.shape[dim], sizes[axis])
+            copies = count_copies(self.shape[dim], sizes[axis])
             index, parts = coordinate[axis] // copies, sizes[axis] // copies
             offset[dim], shape[dim] = locate_shard(self.shape[dim], index, parts)
         return Box(tuple(offset), tuple(shape))
@@ -139,12 +142,12 @@ class ParamSpec:
         for dim, axis in self.axes.items():
             if axis == "tensor":
                 # Ranks with the same piece each see the gradient of some of the query heads.
-                shared = copies_of(self.shape[dim], sizes["tensor"]) > 1
+                shared = count_copies(self.shape[dim], sizes["tensor"]) > 1
                 return ("data", "context", "tensor_copies") if shared else ("data", "context")
         return ("data", "context", "tensor") if sizes["tensor"] > 1 else ("data", "context")
 
 
-def row_major_runs(box: Box, start: int, stop: int) -> Iterator[Box]:
+def iterate_row_major_runs(box: Box, start: int, stop: int) -> Iterator[Box]:
     """Yield elements `start` to `stop` of a box, in row-major order, as consecutive boxes: at most
     two for each dim but the last, plus one."""
     if start >= stop:
@@ -153,23 +156,23 @@ def row_major_runs(box: Box, start: int, stop: int) -> Iterator[Box]:
     # Whole rows are `first` to `last`; what is left on both sides is cut within a row.
     first, last = -(-start // row), stop // row
     if first > last:  # within one row
-        yield from _runs_of_row(box, last, start - last * row, stop - last * row)
+        yield from _iterate_runs_of_row(box, last, start - last * row, stop - last * row)
         return
     if start < first * row:
-        yield from _runs_of_row(box, first - 1, start - (first - 1) * row, row)
+        yield from _iterate_runs_of_row(box, first - 1, start - (first - 1) * row, row)
     if first < last:
         yield Box((box.offset[0] + first, *box.offset[1:]), (last - first, *box.shape[1:]))
     if last * row < stop:
-        yield from _runs_of_row(box, last, 0, stop - last * row)
+        yield from _iterate_runs_of_row(box, last, 0, stop - last * row)
 
 
-def _runs_of_row(box: Box, row: int, start: int, stop: int) -> Iterator[Box]:
+def _iterate_runs_of_row(box: Box, row: int, start: int, stop: int) -> Iterator[Box]:
     """Do the same for elements of one row of a box with at least two dims."""
-    for inner in row_major_runs(Box(box.offset[1:], box.shape[1:]), start, stop):
+    for inner in iterate_row_major_runs(Box(box.offset[1:], box.shape[1:]), start, stop):
         yield Box((box.offset[0] + row, *inner.offset), (1, *inner.shape))
 
 
-def _spans(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
+def _iterate_spans(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield (start, size) of consecutive parts with these sizes."""
     start = 0
     for size in sizes:
@@ -177,7 +180,7 @@ def _spans(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
         start += size
 
 
-def copies_of(total: int, parts: int) -> int:
+def count_copies(total: int, parts: int) -> int:
     """Return how many neighbouring ranks hold the same item when `total` items are divided among
     `parts` ranks: 1 unless there are fewer items than ranks."""
     return parts // total if 0 < total < parts else 1

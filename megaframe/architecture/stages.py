@@ -50,21 +50,21 @@ class StagePlan:
         return " + ".join(parts + ["head"] * self.last)
 
 
-def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
+def plan_stages(config: RunConfig) -> tuple[StagePlan, ...]:
     """Return all stages of the pipeline in order, divided as `parallel.layers_per_stage` says, or
     by work if it is left out."""
     stages = config.parallel.pipeline * config.parallel.chunks
     layers = config.parallel.layers_per_stage
     if layers is None:
         twice = 2 if config.train.recompute == "full" else 1
-        works = (block_work(config, layer) for layer in range(config.model.layers))
+        works = (compute_block_work(config, layer) for layer in range(config.model.layers))
         sums = tuple(twice * work.forward + work.backward + work.weight for work in works)
-        end = output_work(config)
+        end = compute_output_work(config)
         layers = divide_blocks(sums, end.forward + end.backward + end.weight, stages)
     plans, start = [], 0
     for number, count in enumerate(layers):
         blocks = range(start, start + count)
-        recomputed_first = _value_for_stage(config.train.recompute_blocks, number)
+        recomputed_first = _get_value_for_stage(config.train.recompute_blocks, number)
         recomputed = count if config.train.recompute == "full" else min(count, recomputed_first)
         plans.append(StagePlan(number, stages, blocks, recomputed))
         start += count
@@ -86,7 +86,7 @@ def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[
     ends = [0.0]
     for work in blocks:
         ends.append(ends[-1] + work)
-    limit = _minimize_maximum(ends, head, stages)
+    limit = _find_minimal_maximum(ends, head, stages)
     # squares[n]: the least sum of squares over the stages so far, which have the first n blocks.
     squares = [0.0] + [math.inf] * len(blocks)
     # starts[stage][end]: where the stage starts in the best division that ends before block `end`.
@@ -113,13 +113,13 @@ def divide_blocks(blocks: tuple[float, ...], head: float, stages: int) -> tuple[
     return tuple(reversed(counts))
 
 
-def stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> ActionCosts:
+def compute_stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> ActionCosts:
     """Return the modelled work of F, B and W of every stage, in FLOPs per token.
 
     Only the ratios matter.
     """
-    end = output_work(config)
-    works = [[block_work(config, layer) for layer in plan.blocks] for plan in plans]
+    end = compute_output_work(config)
+    works = [[compute_block_work(config, layer) for layer in plan.blocks] for plan in plans]
     stages = list(zip(plans, works, strict=True))
     return ActionCosts(
         forward=tuple(sum(b.forward for b in of) + end.forward * plan.last for plan, of in stages),
@@ -143,7 +143,7 @@ class PassWork:
     weight: float
 
 
-def block_work(config: RunConfig, layer: int) -> PassWork:
+def compute_block_work(config: RunConfig, layer: int) -> PassWork:
     """Return the work of the block of a layer.
 
     Attention counts the keys that it sees on average, and has no weight gradient.
@@ -152,22 +152,22 @@ def block_work(config: RunConfig, layer: int) -> PassWork:
     if emulated is not None:
         return PassWork(emulated.forward, emulated.backward, emulated.weight)
     block = describe_block(config.model, layer)
-    matrices, keys = 2.0 * block.matrix_elements, block.attention_flops(config.train.seq)
+    matrices, keys = 2.0 * block.matrix_elements, block.count_attention_flops(config.train.seq)
     return PassWork(matrices + keys, matrices + 2 * keys, matrices)
 
 
-def output_work(config: RunConfig) -> PassWork:
+def compute_output_work(config: RunConfig) -> PassWork:
     """Return the work after the last block.
 
     The head computes its gradients in the forward pass, so all of its work counts as forward. Each
     predictor adds the head once more, a matrix and a block.
     """
     model = config.model
-    head = 3 * _head_flops(config)
+    head = 3 * _compute_head_flops(config)
     forward, backward, weight = head, 0.0, 0.0
     for depth in range(model.mtp_depth):
         join = 2.0 * describe_predictor(model, depth).join.elements
-        block = block_work(config, model.layers + depth)
+        block = compute_block_work(config, model.layers + depth)
         recomputed = block.forward + join if config.train.recompute == "full" else 0.0
         forward += head + block.forward + join
         backward += block.backward + join + recomputed
@@ -175,19 +175,19 @@ def output_work(config: RunConfig) -> PassWork:
     return PassWork(forward, backward, weight)
 
 
-def stage_layers(model: ModelConfig, plan: StagePlan) -> list[int]:
+def list_stage_layers(model: ModelConfig, plan: StagePlan) -> list[int]:
     """Return the layers of a stage. Its predictors' blocks are numbered after the last layer."""
     return [*plan.blocks, *range(model.layers, model.layers + model.mtp_depth * plan.last)]
 
 
-def _head_flops(config: RunConfig) -> float:
+def _compute_head_flops(config: RunConfig) -> float:
     """Return the forward FLOPs per token of the head; 0 with emulated blocks."""
     if config.model.emulate is not None:
         return 0.0
     return 2.0 * config.model.hidden * (config.model.vocab or 0)
 
 
-def _minimize_maximum(ends: Sequence[float], head: float, stages: int) -> float:
+def _find_minimal_maximum(ends: Sequence[float], head: float, stages: int) -> float:
     """Return the smallest possible maximum work of a stage, by bisection over all spans of
     blocks."""
     spans = {end - start for i, end in enumerate(ends) for start in ends[: i + 1]}
@@ -195,14 +195,14 @@ def _minimize_maximum(ends: Sequence[float], head: float, stages: int) -> float:
     low, high = 0, len(candidates) - 1
     while low < high:
         middle = (low + high) // 2
-        if _fits_limit(ends, head, stages, candidates[middle]):
+        if _is_enough(ends, head, stages, candidates[middle]):
             high = middle
         else:
             low = middle + 1
     return candidates[low]
 
 
-def _fits_limit(ends: Sequence[float], head: float, stages: int, limit: float) -> bool:
+def _is_enough(ends: Sequence[float], head: float, stages: int, limit: float) -> bool:
     """Return whether stages of at most `limit` work suffice; they are filled from the last one."""
     free_work, end = limit - head, len(ends) - 1
     for _ in range(stages):
@@ -215,7 +215,7 @@ def _fits_limit(ends: Sequence[float], head: float, stages: int, limit: float) -
     return end == 0
 
 
-def _value_for_stage(value: int | tuple[int, ...] | Literal["auto"], stage: int) -> int:
+def _get_value_for_stage(value: int | tuple[int, ...] | Literal["auto"], stage: int) -> int:
     """Return the number for a stage; "auto", which the planner has not resolved yet, counts as
     0."""
     if value == "auto":

@@ -15,6 +15,7 @@ from functools import lru_cache
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import Tag
 from pydantic.fields import FieldInfo
 
 from megaframe.config.migration import translate_setting
@@ -109,6 +110,40 @@ def _collect_keys(section: type[Section], prefix: str) -> list[ConfigKey]:
     return keys
 
 
+def list_item_keys(key: ConfigKey) -> list[ConfigKey]:
+    """Return the keys of the items of a list of sections; none for other keys. Keys that only one
+    kind of section has are named with the kind: `mixer[attention].window`."""
+    for annotation in (key.field.annotation, *_list_union_members(key.field.annotation)):
+        if get_origin(annotation) is tuple and (
+            section := _find_section_class(get_args(annotation)[0])
+        ):
+            return _collect_kinds(section, f"{key.name}.")
+    return []
+
+
+def _collect_kinds(section: type[Section], prefix: str) -> list[ConfigKey]:
+    keys = []
+    for name, field in section.model_fields.items():
+        kinds = _sections_by_kind(field.annotation)
+        keys.append(ConfigKey(prefix + name, field, _find_section_class(field.annotation)))
+        for kind, kind_section in kinds.items():
+            keys += _collect_keys(kind_section, f"{prefix}{name}[{kind}].")
+    return keys
+
+
+def _sections_by_kind(annotation: Any) -> dict[str, type[Section]]:
+    """Return the sections of a union in which `kind` says which one is meant; empty for others."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    kinds = {}
+    for member in _list_union_members(annotation):
+        tags = get_args(member)[1:] if get_origin(member) is Annotated else ()
+        for tag in tags:
+            if isinstance(tag, Tag):
+                kinds[str(tag.tag)] = get_args(member)[0]
+    return kinds
+
+
 def _find_section_class(annotation: Any) -> type[Section] | None:
     """Return the section class in `annotation`, which may be nullable; None if there is none."""
     for kind in (annotation, *_list_union_members(annotation)):
@@ -132,6 +167,8 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
     if origin is Annotated:
         inner = (item for field in args[1:] for item in getattr(field, "metadata", ()))
         return describe_type(args[0], (*bounds, *inner))
+    if kinds := _sections_by_kind(annotation):
+        return f"keys of a part, of kind {join_or(kinds)}"
     if _list_union_members(annotation):
         # Lists come last: what follows a list would read as one of its items.
         ordered = sorted(args, key=lambda kind: get_origin(kind) is tuple)
@@ -155,19 +192,41 @@ def describe_type(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
 
 def describe_type_at(key: ConfigKey, path: Sequence[int | str]) -> str:
     """Describe in words the values allowed at `path` inside a key's value, e.g. `(0, "weight")`."""
+    return describe_type(*_resolve(key, path)[:2])
+
+
+def drop_kinds(key: ConfigKey, path: Sequence[int | str]) -> tuple[int | str, ...]:
+    """Return a path inside a key's value without the kinds of sections that pydantic names in it,
+    as it is written in a config."""
+    return _resolve(key, path)[2]
+
+
+def _resolve(
+    key: ConfigKey, path: Sequence[int | str]
+) -> tuple[Any, tuple[Any, ...], tuple[int | str, ...]]:
+    """Return the type at `path`, its bounds, and the path without kinds of sections. It ends at a
+    key that does not exist."""
     annotation, bounds = key.field.annotation, tuple(key.field.metadata)
+    written: list[int | str] = []
     for part in path:
+        kinds = _sections_by_kind(annotation)
+        if str(part) in kinds:
+            annotation, bounds = kinds[str(part)], ()
+            continue
+        written.append(part)
         alternatives = _list_non_null_members(annotation)
         annotation = (
             alternatives[0] if len(alternatives) == 1 else annotation
         )  # null has nothing inside
         section, items = _find_section_class(annotation), get_args(annotation)
         if section is not None:
-            field = section.model_fields[str(part)]
+            field = section.model_fields.get(str(part))
+            if field is None:
+                break
             annotation, bounds = field.annotation, tuple(field.metadata)
         else:
             annotation, bounds = items[0 if items[-1] is Ellipsis else int(part)], ()
-    return describe_type(annotation, bounds)
+    return annotation, bounds, tuple(written)
 
 
 def _describe_scalar(kind: type, bounds: tuple[Any, ...]) -> str:
@@ -206,6 +265,9 @@ def format_value(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, Section):
+        given = {key: getattr(value, key) for key in value.model_fields_set | {"kind"}}
+        return format_value(given)
     if isinstance(value, tuple | list):
         return "[" + ", ".join(format_value(item) for item in value) + "]"
     if isinstance(value, dict):
@@ -263,13 +325,16 @@ def describe_unknown_options(arguments: Sequence[str], options: Iterable[str]) -
 
 def _list_all_names() -> list[str]:
     """Return all dotted names, including those of items in a list of sections."""
-    names = []
-    for key in get_config_keys().values():
-        names.append(key.name)
-        items = get_args(key.field.annotation)
-        if get_origin(key.field.annotation) is tuple and _find_section_class(items[0]):
-            names += [inner.name for inner in _collect_keys(items[0], f"{key.name}.")]
-    return names
+    return [*get_config_keys(), *(_drop_kind(item.name) for item in _list_all_item_keys())]
+
+
+def _list_all_item_keys() -> list[ConfigKey]:
+    return [item for key in get_config_keys().values() for item in list_item_keys(key)]
+
+
+def _drop_kind(name: str) -> str:
+    """Return the name of a key without the kind of part that has it."""
+    return re.sub(r"\[.*?\]", "", name)
 
 
 def explain(name: str) -> str:
@@ -279,14 +344,21 @@ def explain(name: str) -> str:
     """
     key = get_config_keys().get(name)
     if key is None:
-        raise UserError(f"{name} is not a config key; {suggest_keys(name)}")
+        items = [
+            item
+            for item in _list_all_item_keys()
+            if f"{_drop_kind(item.name)}.".startswith(f"{name}.")
+        ]
+        if not items:
+            raise UserError(f"{name} is not a config key; {suggest_keys(name)}")
+        return "\n\n".join(map(_explain_key, items))
     if key.section:
         inner = [
             k for k in get_config_keys().values() if k.name.startswith(f"{name}.") and not k.section
         ]
         parts = [key.text] if key.text else []
         return "\n\n".join(["\n".join([name, *parts]), *(_explain_key(k) for k in inner)])
-    return _explain_key(key)
+    return "\n\n".join(map(_explain_key, [key, *list_item_keys(key)]))
 
 
 def _explain_key(key: ConfigKey) -> str:

@@ -13,7 +13,13 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from megaframe.config.describe import describe_type_at, format_value, get_config_keys, suggest_keys
+from megaframe.config.describe import (
+    describe_type_at,
+    drop_kinds,
+    format_value,
+    get_config_keys,
+    suggest_keys,
+)
 from megaframe.config.read import (
     MAX_MISTAKES,
     ConfigMistake,
@@ -101,7 +107,8 @@ def _to_config_mistake(
 ) -> ConfigMistake:
     """Convert a pydantic error to a `ConfigMistake` in our words, located where the value was
     given."""
-    name, path = _split_location(location)
+    name, given_path = _split_location(location)
+    path = drop_kinds(get_config_keys()[name], given_path)
     full = ".".join(map(str, (name, *path)))
     if name not in table:
         section = name.rpartition(".")[0]
@@ -113,12 +120,12 @@ def _to_config_mistake(
     if kind == "extra_forbidden":
         text = f"{full}: unknown key; {suggest_keys(_drop_indices(full))}"
     elif kind == "missing" and isinstance(path[-1], str):
-        text = f"{full}: missing; it takes {describe_type_at(get_config_keys()[name], path)}"
+        text = f"{full}: missing; it takes {describe_type_at(get_config_keys()[name], given_path)}"
     elif kind == "missing":
         # A list has too few items: report the whole list.
         text = f"{name}={_format_shortened(table[name])}: takes {get_config_keys()[name].allowed}"
     else:
-        takes = describe_type_at(get_config_keys()[name], path)
+        takes = describe_type_at(get_config_keys()[name], given_path)
         text = f"{full}={_format_shortened(value)}: takes {takes}"
     return ConfigMistake(value.origin, value.line, text + _suggest_whole_number(value, text))
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megaframe.config.blocks import Activation, BlockConfig
 from megaframe.config.section import NonNegative, Positive, Section
 
 
@@ -104,6 +105,9 @@ class MoEConfig(Section):
 class ModelConfig(Section):
     layers: Annotated[int, Field(gt=0, le=2_000)] = 12
     """Number of transformer blocks."""
+    blocks: tuple[BlockConfig, ...] | None = None
+    """A pattern of blocks that repeats over the layers, as with `window`. Each says what mixes
+    tokens, what follows, and where norms are. Default: all blocks follow the other keys."""
     hidden: Positive = 768
     """Width of the residual stream."""
     heads: Positive = 12
@@ -134,12 +138,14 @@ class ModelConfig(Section):
     """Share of each head's width that is rotated."""
     rotary_scaling: RotaryScalingConfig = RotaryScalingConfig()
     """Scaling of rotary frequencies to longer contexts."""
-    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu_tanh"
+    activation: Activation = "gelu_tanh"
     """Activation of the MLP; `relu2` is squared ReLU, `swiglu` is gated with SiLU."""
     bias: bool = False
     """Biases in all linear layers and, with layernorm, in the norms."""
     qkv_bias: bool = Field(default_factory=lambda values: values["bias"])
     """Biases in the query, key and value projections only. Default: `bias`."""
+    embedding_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Factor of the embeddings."""
     tie_embeddings: bool = False
     """Use the token embedding as the output head."""
     latent: LatentAttentionConfig | None = None

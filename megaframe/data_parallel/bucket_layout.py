@@ -169,7 +169,7 @@ class BucketLayout:
         )
         return Bucket(
             parameters,
-            [p.spec.local(mesh.coordinate, sizes) for p in parameters],
+            [p.spec.find_local_box(mesh.coordinate, sizes) for p in parameters],
             precision,
             sharding,
             self._buffers,
@@ -227,6 +227,6 @@ def _count_matrix_elements(block: Module, mesh: Mesh) -> tuple[int, int]:
     in_second = set() if block.second_half is None else {*block.second_half.parameters()}
     second = others = 0
     for p in block.parameters():
-        size = 0 if p.spec.role in _VECTORS else p.spec.local(first, sizes).size
+        size = 0 if p.spec.role in _VECTORS else p.spec.find_local_box(first, sizes).size
         second, others = (second + size, others) if p in in_second else (second, others + size)
     return second, others

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megaframe.architecture.spec import Box, row_major_runs
+from megaframe.architecture.spec import Box, iterate_row_major_runs
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,6 @@ class BucketPartition:
         for number, (box, box_span) in enumerate(zip(self.boxes, self.spans, strict=True)):
             low, high = max(span.start, box_span.start), min(span.stop, box_span.stop)
             at = low - span.start
-            for piece in row_major_runs(box, low - box_span.start, high - box_span.start):
+            for piece in iterate_row_major_runs(box, low - box_span.start, high - box_span.start):
                 yield number, piece, slice(at, at + piece.size)
                 at += piece.size

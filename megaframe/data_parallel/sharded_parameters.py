@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megaframe.architecture.spec import copies_of
+from megaframe.architecture.block import count_kv_copies
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.data_parallel.bucket import Bucket
 from megaframe.data_parallel.bucket_layout import BucketingRule, BucketLayout, has_tables
@@ -276,7 +276,7 @@ def _list_reduction_axes(model: ModelConfig, layout: Layout) -> Iterator[tuple[s
     yield ("data_shard", "context")
     if layout.tensor > 1:
         yield ("data_shard", "context", "tensor")
-    if copies_of(model.kv_heads, layout.tensor) > 1:
+    if count_kv_copies(model, layout.tensor) > 1:
         yield ("data_shard", "context", "tensor_copies")
     if model.moe is not None:
         yield ("expert_shard",)

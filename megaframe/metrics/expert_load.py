@@ -18,7 +18,7 @@ from megaframe.metrics.records import ReduceType
 from megaframe.model.pass_state import LayerStatistics
 
 Record = tuple[str, Tensor, ReduceType]
-"""Name, row and kind, as `Meter.record` takes them."""
+"""Name, row and kind, as `MetricsLogger.record` takes them."""
 
 
 class ExpertLoadMetrics:

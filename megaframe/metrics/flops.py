@@ -15,7 +15,7 @@ from fractions import Fraction
 from megaframe.architecture.block import describe_block, describe_predictor
 from megaframe.architecture.embedding import get_vocab_size
 from megaframe.architecture.spec import ParamSpec
-from megaframe.architecture.stages import block_work, stage_plans
+from megaframe.architecture.stages import compute_block_work, plan_stages
 from megaframe.config import RunConfig
 
 
@@ -59,18 +59,18 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
     depth = model.mtp_depth
     described = [describe_block(model, layer) for layer in range(model.layers + depth)]
     causal, full = (
-        3 * sum(block.attention_flops(seq, causal=causal) for block in described)
+        3 * sum(block.count_attention_flops(seq, causal=causal) for block in described)
         for causal in (True, False)
     )
     matrices = 6 * float(elements["matrix"])
     head = 6 * float(elements["head"]) * (1 + depth)
-    layers = [layer for plan in stage_plans(config) for layer in plan.blocks[: plan.recomputed]]
+    layers = [layer for plan in plan_stages(config) for layer in plan.blocks[: plan.recomputed]]
     recomputed = 0.0
     if config.train.recompute == "full":
         layers += range(model.layers, model.layers + depth)
         joins = (describe_predictor(model, index).join for index in range(depth))
         recomputed = sum(2.0 * join.elements for join in joins)
-    recomputed += sum(block_work(config, layer).forward for layer in layers)
+    recomputed += sum(compute_block_work(config, layer).forward for layer in layers)
     return Flops(
         model=matrices + causal + head,
         full_attention=matrices + full + head,

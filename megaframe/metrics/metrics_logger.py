@@ -1,7 +1,7 @@
-"""Meter: collects the metrics of a step, and writes them as one line a step later.
+"""Metrics logger: collects the metrics of a step, and writes them as one line a step later.
 
 The line of a step is written when the next step is flushed. By then its values have been reduced
-over the ranks and copied to the host while training went on, so metering never makes a step wait.
+over the ranks and copied to the host while training went on, so logging never makes a step wait.
 """
 
 from __future__ import annotations
@@ -42,14 +42,8 @@ StepValues = Mapping[str, Any]
 
 
 class MetricsLogger:
-    """The metrics of a run, from all ranks to the sinks of the first one.
-
-    specs: of the whole model. timer: that of the step, which others may charge too. start_step:
-    number of steps that the run has already done; sinks drop what they have of later ones. held:
-    returns the bytes on this rank by kind. kernels: which are used, for the environment. opening:
-    lines to print first. All ranks make a meter and call it at the same points of a step. Raises
-    `UserError` if a sink cannot be opened.
-    """
+    """The metrics of a run, from all ranks to the sinks of the first one. All ranks make a logger
+    and call it at the same points of a step."""
 
     def __init__(
         self,
@@ -63,6 +57,22 @@ class MetricsLogger:
         kernels: Mapping[str, Any] | None = None,
         opening: Sequence[str] = (),
     ) -> None:
+        """Open the sinks on the first rank, and print the first lines.
+
+        Args:
+            config: The run.
+            mesh: This rank's groups, whose waits are charged to the timer from now on.
+            specs: Of the whole model.
+            timer: That of the step, which others may charge too; None to make one.
+            start_step: Number of steps that the run has already done. Sinks drop what they have of
+                later ones.
+            count_bytes: Returns the bytes on this rank by kind.
+            kernels: Which are used, for the environment.
+            opening: Lines to print first.
+
+        Raises:
+            UserError: A sink cannot be opened.
+        """
         self._config, self._mesh, self._world = config, mesh, mesh.world
         self._device = mesh.device
         self._flops = count_flops(specs, config)
@@ -203,7 +213,7 @@ class MetricsLogger:
             sink.close()
 
     def release(self) -> None:
-        """Close what is open here, without the other ranks; another meter continues the run."""
+        """Close what is open here, without the other ranks; another logger continues the run."""
         self._profiler.close()
         for sink in self._sinks:
             if sink is not self._console:  # closing the console would print the summary
@@ -259,7 +269,7 @@ class MetricsLogger:
         if self._start and step == self._start + 1:
             line["resumed_after"] = self._start
         if clash := line.keys() & values.keys():
-            raise ValueError(f"the meter itself writes {sorted(clash)}; record other names")
+            raise ValueError(f"the logger itself writes {sorted(clash)}; record other names")
         return line | nest(values)
 
 

@@ -76,7 +76,7 @@ def _measure_device(device: int, by_kind: dict[str, list[Interval]], gaps: int) 
     everything = merge_intervals([*with_communication, *by_kind.get("copies", ())])
     busy = [_sum_lengths(spans) for spans in (compute, with_communication, everything)]
     span = everything[-1].end - everything[0].start
-    every = sorted(one for found in by_kind.values() for one in found)
+    every = sorted(span for spans in by_kind.values() for span in spans)
     return DeviceOverlap(
         device,
         span / 1e6,
@@ -111,7 +111,7 @@ def _find_longest_gaps(spans: Sequence[Interval], most: int) -> Iterator[IdleGap
     for span in spans[1:]:
         if span.start > last.end:
             gaps.append(IdleGap((span.start - last.end) / 1e6, last.name, span.name))
-        last = max(last, span, key=lambda one: one.end)
+        last = max(last, span, key=lambda span: span.end)
     yield from sorted(gaps, key=lambda gap: -gap.seconds)[:most]
 
 

@@ -74,7 +74,7 @@ class StepBreakdown:
         rows = sorted(name for name in values if name.startswith("ranks/"))
         if rows:
             breakdown["ranks"] = {
-                name.removeprefix("ranks/"): [round(one, 6) for one in values.pop(name)]
+                name.removeprefix("ranks/"): [round(value, 6) for value in values.pop(name)]
                 for name in rows
             }
         if self._world == 1:
@@ -83,7 +83,7 @@ class StepBreakdown:
         per_stage = self._world / self._stages
         most = values.pop("stages/work_max")
         mean = [seconds / per_stage for seconds in values.pop("stages/work")]
-        bubble = [one / per_stage for one in values.pop("stages/bubble")]
+        bubble = [seconds / per_stage for seconds in values.pop("stages/bubble")]
         breakdown["stages"] = {"work": mean, "work_max": most, "bubble": bubble}
         breakdown["stragglers"] = sum(
             high - middle for high, middle in zip(most, mean, strict=True)

@@ -249,7 +249,7 @@ class TransferTimer(PartTimer):
         self.checks_arrival = timer.checks_arrival
 
     def start(self) -> Any:
-        """Return the time at which a transfer starts, as `landed` takes it."""
+        """Return the time at which a transfer starts, as `record_arrival` takes it."""
         return self._timer.clock()
 
     def __enter__(self) -> None:
@@ -257,7 +257,7 @@ class TransferTimer(PartTimer):
         self._timer._enter(charged if charged in _UNDIVIDED else self._part)
 
     def record_arrival(self, started: Any, size: int, late: bool) -> None:
-        """Note a transfer that was waited for; see `comm.traffic.Waits`."""
+        """Note a transfer that was waited for; see `WaitTimer`."""
         timer = self._timer
         if size and (late or timer.records_actions) and timer._charged not in _UNDIVIDED:
             marks = timer._split.marks

@@ -37,6 +37,7 @@ class Attention(Module):
             run: What the run fixes.
         """
         self.window, self.scale, self.run = description.window, description.score_scale, run
+        self.rotary = description.rotary
         self.groups, self.width = description.kv_heads, description.head_dim
         self.per_group = description.heads_per_group
         self.qkv = Linear(f"{name}.qkv", description.qkv, run.tensor)
@@ -81,8 +82,9 @@ class Attention(Module):
         if self.query_norm is not None and self.key_norm is not None:
             query_BSND = self.query_norm(query_BSND, self.run.kernels)
             key_BSGD = self.key_norm(key_BSGD, self.run.kernels)
-        if context.rotary is not None:
-            query_BSND, key_BSGD = context.rotary(query_BSND), context.rotary(key_BSGD)
+        if self.rotary is not None:
+            rotate = context.rotary[self.rotary]
+            query_BSND, key_BSGD = rotate(query_BSND), rotate(key_BSGD)
             # A copy, because a view would keep the unrotated queries and keys alive beside it.
             value_BSGD = value_BSGD.contiguous()
         mask = context.masks[self.window]
@@ -208,5 +210,5 @@ class _Tiles(torch.autograd.Function):
                 sums, parts, (tile.queries, tile.keys, tile.keys), strict=True
             ):
                 total[:, rows] += part
-        d_query, d_key, d_value = (whole.to(query.dtype) for whole in sums)
+        d_query, d_key, d_value = (total.to(query.dtype) for total in sums)
         return d_query, d_key, d_value, None, None

@@ -31,14 +31,24 @@ BlockLayer = Attention | LatentAttention | MLP | MixtureOfExperts
 
 
 class TransformerBlock(Module):
-    """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One transformer layer, as `BlockDescription` says; usually x + attention(norm(x)), then x +
+    mlp(norm(x))."""
 
     def __init__(self, description: BlockDescription, layer: int, run: RunContext) -> None:
         self.name, self.run = f"blocks.{layer}", run
-        self.attention_norm = Norm(f"{self.name}.attention_norm", description.norm)
+        self.parallel = description.parallel != "none"
+        self.residual_scale = description.residual_scale
+        self.attention_norm = self._make_norm("attention_norm", description)
         self.attention = build_layer(description.mixer, self.name, run)
-        self.mlp_norm = Norm(f"{self.name}.mlp_norm", description.norm)
+        self.attention_post_norm = self._make_norm("attention_post_norm", description)
+        self.mlp_norm = self._make_norm("mlp_norm", description)
+        self.mlp_post_norm = self._make_norm("mlp_post_norm", description)
         self.mlp = build_layer(description.feed_forward, self.name, run)
+
+    def _make_norm(self, part: str, description: BlockDescription) -> Norm | None:
+        if part not in description.first_half:
+            return None
+        return Norm(f"{self.name}.{part}", description.norm)
 
     @property
     def second_half(self) -> Module:
@@ -56,14 +66,15 @@ class TransformerBlock(Module):
         Returns:
             A tensor like x.
         """
+        if self.parallel:
+            return self._run_in_parallel(x, context, state)
         branch = self.attention(x, self.attention_norm, context, state)
-        if context.dropout is not None:
-            branch = context.dropout(branch, f"{self.name}.attention")
+        branch = self._finish(branch, self.attention_post_norm, "attention", context)
         # Between the halves: the values of the MLP are waited for here, and in the backward pass
         # its gradients are complete here.
         branch = state.boundary.cross(branch, self.mlp)
         kernels = self.run.kernels
-        if kernels.fuses and not self.run.recompute:
+        if self.mlp_norm is not None and kernels.fuses and not self.run.recompute:
             # One kernel adds the branch and normalises the sum. With recompute the norm is left to
             # the linear after it, which computes it again.
             normed, x = self.mlp_norm.add_and_normalize(x, branch, kernels)
@@ -71,9 +82,31 @@ class TransformerBlock(Module):
         else:
             x = x + branch
             branch = self.mlp(x, self.mlp_norm, context, state)
+        return x + self._finish(branch, self.mlp_post_norm, "mlp", context)
+
+    def _run_in_parallel(self, x: Tensor, context: MicrobatchContext, state: PassState) -> Tensor:
+        """Let both halves start from x. Autograd differentiates the MLP first, because it was
+        computed last, so its gradients are complete at the boundary here, too."""
+        rows, norm, mlp_norm = x, self.attention_norm, self.mlp_norm
+        if norm is not None and mlp_norm is None and not self.run.recompute:
+            rows, norm = norm(x, self.run.kernels), None  # one norm for both
+        elif mlp_norm is None:
+            mlp_norm = norm  # computed again by each product
+        branch = self.attention(rows, norm, context, state)
+        branch = self._finish(branch, self.attention_post_norm, "attention", context)
+        branch = state.boundary.cross(branch, self.mlp)
+        second = self.mlp(rows, mlp_norm, context, state)
+        return x + branch + self._finish(second, self.mlp_post_norm, "mlp", context)
+
+    def _finish(
+        self, branch: Tensor, norm: Norm | None, half: str, context: MicrobatchContext
+    ) -> Tensor:
+        """Return what a half adds to the stream, from its output."""
+        if norm is not None:
+            branch = norm(branch, self.run.kernels)
         if context.dropout is not None:
-            branch = context.dropout(branch, f"{self.name}.mlp")
-        return x + branch
+            branch = context.dropout(branch, f"{self.name}.{half}")
+        return branch if self.residual_scale == 1.0 else branch * self.residual_scale
 
 
 def build_layer(description: LayerDescription, block: str, run: RunContext) -> BlockLayer:

@@ -17,7 +17,7 @@ class Embedding(Module):
 
     def __init__(self, config: RunConfig, run: RunContext) -> None:
         model = config.model
-        self.position = model.position
+        self.position, self.scale = model.position, model.embedding_scale
         self.tokens = make_token_table(model, run)
         position_table = describe_position_table(model, config.train.seq)
         if position_table is not None:
@@ -31,6 +31,8 @@ class Embedding(Module):
             positions = get_token_positions(microbatch).expand_as(tokens_BS)
             # Every rank has the whole table of positions and looks up only its own rows.
             x = x + self.positions(positions.flatten(), context.rows)
+        if self.scale != 1.0:
+            x = x * self.scale
         return x if context.dropout is None else context.dropout(x, "embedding")
 
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.architecture.attention import windows
+from megaframe.architecture.block import list_mixers
+from megaframe.architecture.rotary import RotaryDescription
 from megaframe.config import ModelConfig, RunConfig
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.context_parallel.ring import RingMask, find_document_ends
@@ -99,7 +100,7 @@ class MicrobatchContext:
         labels_T: Labels of all tokens, int64 [B * S].
         masks: For each window of the model, what tokens attend to: in whole samples, or around a
             ring.
-        rotary: Rotates queries and keys; None without rotary positions.
+        rotary: Rotate queries and keys, for each kind of rotation in the model.
         dropout: Dropout masks of this rank's rows; None if nothing is random in this pass.
         gradient_scale: Factor of the gradients of losses, fp64 scalar; None in evaluation.
     """
@@ -109,7 +110,7 @@ class MicrobatchContext:
     rows: RowPartition
     labels_T: Tensor
     masks: Mapping[int | None, SequenceMask | RingMask]
-    rotary: Rotary | None = None
+    rotary: Mapping[RotaryDescription, Rotary] = field(default_factory=dict)
     dropout: Dropout | None = None
     gradient_scale: Tensor | None = None
 
@@ -146,9 +147,14 @@ def make_microbatch_context(
     """
     batch, length = microbatch.tokens_BS.shape
     rows = RowPartition(batch * length, run.tensor.group.size, run.tensor.group.index)
-    rotary = dropout = None
-    if model.position == "rotary":
-        rotary = Rotary(model, get_token_positions(microbatch), dtype, run.kernels)
+    dropout = None
+    mixers = list_mixers(model)
+    positions_BS = get_token_positions(microbatch)
+    rotary = {
+        kind: Rotary(kind, positions_BS, dtype, run.kernels)
+        for kind in {mixer.rotary for mixer in mixers}
+        if kind is not None
+    }
     if dropout_keys is not None:
         positions = run.context.compute_positions(length, microbatch.tokens_BS.device)
         # The number of each token in the run, whatever the layout: dropout masks are a function of
@@ -193,7 +199,7 @@ def _make_masks(
         window: AttentionMask(
             None if window is None or window >= sample_length else window, documents
         )
-        for window in windows(model)
+        for window in {mixer.window for mixer in list_mixers(model)}
     }
     if context.ring.size == 1:
         device = microbatch.tokens_BS.device

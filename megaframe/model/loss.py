@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from megaframe.architecture.output_head import max_logits_per_chunk
+from megaframe.architecture.output_head import get_max_logits_per_chunk
 from megaframe.data.microbatch import IGNORE
 from megaframe.distributed.collectives import Group, all_gather, all_reduce, reduce_scatter
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
@@ -89,7 +89,7 @@ def compute_head_loss(
     # The ranks divide the vocabulary, so each computes its part of the logits for the rows of all.
     hidden_TH = all_gather(hidden_TH, tensor).wait()
     tokens, vocab = hidden_TH.shape[0], weight.value.shape[0]
-    most = max_logits_per_chunk(host=hidden_TH.device.type == "cpu")
+    most = get_max_logits_per_chunk(host=hidden_TH.device.type == "cpu")
     rows = min(tokens, max(1, most // vocab))
     # Memory for the logits of one chunk; every chunk overwrites those of the chunk before.
     buffer = hidden_TH.new_empty(rows, vocab)
@@ -226,7 +226,7 @@ def _iterate_wide(logits_TV: Tensor, wide: torch.dtype) -> Iterator[tuple[slice,
     that type, otherwise a copy in a buffer that is reused. On a CPU the rows fit in the cache, and
     the buffer is small compared with a chunk."""
     tokens, vocab = logits_TV.shape
-    most = max_logits_per_chunk(host=logits_TV.device.type == "cpu")
+    most = get_max_logits_per_chunk(host=logits_TV.device.type == "cpu")
     step = min(tokens, max(1, most // _FP32_PARTS // vocab))
     buffer = logits_TV.new_empty(step, vocab, dtype=wide) if wide != logits_TV.dtype else None
     for start in range(0, tokens, step):

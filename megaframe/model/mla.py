@@ -41,7 +41,9 @@ class LatentAttention(Module):
         """
         self.window, self.run = description.window, run
         self.scale, self.latents = description.score_scale, description.latents
-        self.width, self.rotary_width = description.query_width, description.rotary_dim
+        self.width, self.rotary_dim = description.query_width, description.rotary_dim
+        assert description.rotary is not None, "the config is refused without rotary positions"
+        self.rotary = description.rotary
         self.kv_parts = (description.head_dim, description.value_dim)
         # Not divided: every tensor rank makes the latents of its own rows, without communication.
         self.down = Linear(f"{name}.down", description.down, run.tensor)
@@ -60,11 +62,11 @@ class LatentAttention(Module):
         if norm is not None and not self.run.recompute:
             x, norm = norm(x, self.run.kernels), None  # one norm for two products
         query, kv, key_rotary = self._project(x, norm, context, state.deferred)
-        assert context.rotary is not None, "the config is refused without rotary positions"
-        query_BSND = context.rotary(query)
+        rotate = context.rotary[self.rotary]
+        query_BSND = rotate(query)
         key_plain, value = kv.split(self.kv_parts, 3)
         # One rotated key for all heads: a view without copies, until `cat` gives each head its own.
-        rotated = context.rotary(key_rotary).expand(-1, -1, kv.shape[2], -1)
+        rotated = rotate(key_rotary).expand(-1, -1, kv.shape[2], -1)
         key_BSND = torch.cat((rotated, key_plain), 3)
         # A copy, because a view would keep the unrotated keys alive beside it.
         value_BSNV = value.contiguous()
@@ -95,7 +97,7 @@ class LatentAttention(Module):
         if tensor.size > 1:
             # Not followed by a product, so no linear gathers it.
             key_rotary = _GatherRows.apply(key_rotary, tensor)
-        widths = (query, self.width), (kv, sum(self.kv_parts)), (key_rotary, self.rotary_width)
+        widths = (query, self.width), (kv, sum(self.kv_parts)), (key_rotary, self.rotary_dim)
         query, kv, key_rotary = (
             context.rows.remove_padding(part).view(context.batch, context.length, -1, width)
             for part, width in widths

@@ -25,7 +25,7 @@ class Norm(Module):
                 RMSNorm the root mean square (Zhang and Sennrich 2019).
         """
         self.kind, self.eps = description.kind, description.eps
-        gain, *bias = map(Parameter, description.parameters(name))
+        gain, *bias = map(Parameter, description.declare_parameters(name))
         self.gain = gain
         self.bias: Parameter | None = bias[0] if bias else None
 

@@ -13,35 +13,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.architecture.rotary import compute_yarn_mscale, count_rotated_dims
-from megaframe.config import ModelConfig, RotaryScalingConfig
+from megaframe.architecture.rotary import RotaryDescription, compute_yarn_mscale
+from megaframe.config import RotaryScalingConfig
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 
 
-def compute_frequencies(model: ModelConfig) -> tuple[Tensor, float]:
+def compute_frequencies(description: RotaryDescription) -> tuple[Tensor, float]:
     """Return the angle per position of each rotated pair, fp64 [D/2], and the factor on queries and
     keys."""
-    width = count_rotated_dims(model)
-    # Pair i turns by base^(-2i/D) per position. In fp64, because an angle is a large position times
-    # a small rate.
+    width, base, scaling = description.width, description.base, description.scaling
+    # In fp64, because an angle is a large position times a small rate.
     exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
-    plain = model.rotary_base**-exponent
-    scaling = model.rotary_scaling
+    plain = base**-exponent
     if scaling.kind == "llama3":
         return _scale_as_llama3(plain, scaling), 1.0
     if scaling.kind == "yarn":
         factor = compute_yarn_mscale(scaling, scaling.mscale) / compute_yarn_mscale(
             scaling, scaling.mscale_all_dim
         )
-        return _scale_as_yarn(plain, scaling, model.rotary_base), factor
+        return _scale_as_yarn(plain, scaling, base), factor
     return plain, 1.0
 
 
 @lru_cache(maxsize=8)
-def _get_frequencies_on(model: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
+def _get_frequencies_on(
+    description: RotaryDescription, device: torch.device
+) -> tuple[Tensor, float]:
     """Return `frequencies` on a device. They are cached because the host waits for each copy to a
     GPU."""
-    rate, factor = compute_frequencies(model)
+    rate, factor = compute_frequencies(description)
     return rate.to(device), factor
 
 
@@ -79,7 +79,7 @@ class Rotary:
 
     def __init__(
         self,
-        model: ModelConfig,
+        description: RotaryDescription,
         positions: Tensor,
         dtype: torch.dtype,
         kernels: Kernels = NO_KERNELS,
@@ -87,13 +87,13 @@ class Rotary:
         """Compute the tables.
 
         Args:
-            model: The model's config.
+            description: Of the tables.
             positions: Position of each token, int64 [S] or [B, S].
             dtype: Type of the activations.
             kernels: The kernels of the run.
         """
         self._kernels = kernels
-        rate, factor = _get_frequencies_on(model, positions.device)
+        rate, factor = _get_frequencies_on(description, positions.device)
         # Angles, cosines and sines in fp64, rounded once to the type of the activations.
         angle = positions.to(torch.float64)[..., None] * rate
         # [..., S, 1, D/2]: the same for all heads.

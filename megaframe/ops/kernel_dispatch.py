@@ -134,7 +134,7 @@ class Kernels:
         choice = self._choices.get(name)
         if choice is None:
             return f"{name} has no implementation but the reference here"
-        return choice.refusal(*arguments, **options)
+        return choice.explain_fallback(*arguments, **options)
 
     @property
     def fuses(self) -> bool:

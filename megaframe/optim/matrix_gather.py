@@ -144,9 +144,12 @@ def _cut(pieces: Sequence[MatrixPiece], matrices: Sequence[MatrixPiece]) -> list
         for number, matrix in enumerate(matrices):
             if matrix.tensor != piece.tensor:
                 continue
-            shared = piece.box.intersection(matrix.box)
+            shared = piece.box.intersect(matrix.box)
             if shared is not None:
-                places = shared.relative_to(piece.box).slices, shared.relative_to(matrix.box).slices
+                places = (
+                    shared.make_relative(piece.box).slices,
+                    shared.make_relative(matrix.box).slices,
+                )
                 cuts.append(_Cut(index, number, *places, shared))
     return cuts
 

@@ -149,7 +149,9 @@ class ParameterGroups:
         # No transfer: a partition follows from layout and specs, for any rank.
         indices = self._mesh.find_indices(ranks, *bucket.sharding.shard.axes)
         return [
-            bucket.partition_of([p.spec.local(place, sizes) for p in bucket.parameters], index)
+            bucket.partition_of(
+                [p.spec.find_local_box(place, sizes) for p in bucket.parameters], index
+            )
             for place, index in zip(places, indices, strict=True)
         ]
 

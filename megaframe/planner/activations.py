@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megaframe.architecture.block import describe_block, describe_norm
-from megaframe.architecture.stages import StagePlan, stage_layers
+from megaframe.architecture.block import describe_block, describe_norm, list_mixers
+from megaframe.architecture.stages import StagePlan, list_stage_layers
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.schedule import Action, ActionKind
@@ -116,7 +116,7 @@ def _stage_weight_pass_bytes(config: RunConfig, plan: StagePlan) -> int:
     joins = 3 * model.mtp_depth * plan.last * model.hidden * DTYPE_BYTES[config.train.precision]
     joins *= config.train.microbatch * config.train.seq
     rotary = config.parallel.tensor * rotary_bytes(config)
-    return weight_pass_bytes(config, stage_layers(model, plan)) + joins + rotary
+    return weight_pass_bytes(config, list_stage_layers(model, plan)) + joins + rotary
 
 
 def weight_pass_bytes(config: RunConfig, layers: Sequence[int]) -> int:
@@ -126,17 +126,17 @@ def weight_pass_bytes(config: RunConfig, layers: Sequence[int]) -> int:
         return 0
     train, width = config.train, DTYPE_BYTES[config.train.precision]
     blocks = (describe_block(config.model, layer) for layer in layers)
-    kept = (block.saved_for_weights(config.parallel, train.recompute) for block in blocks)
+    kept = (block.count_saved_for_weights(config.parallel, train.recompute) for block in blocks)
     return round(train.microbatch * train.seq * sum(each.count_bytes(width) for each in kept))
 
 
 def rotary_bytes(config: RunConfig) -> int:
     """Return the bytes of the cosines and sines of a microbatch, which all its samples share."""
-    model = config.model
-    if model.position != "rotary" or model.emulate is not None:
+    if config.model.emulate is not None:
         return 0
-    widths = {describe_block(model, layer).mixer.rotary_width for layer in range(model.layers)}
-    return config.train.seq * sum(widths) * DTYPE_BYTES[config.train.precision]
+    tables = {mixer.rotary for mixer in list_mixers(config.model)} - {None}
+    width = sum(table.width for table in tables if table is not None)
+    return config.train.seq * width * DTYPE_BYTES[config.train.precision]
 
 
 def predictor_bytes(config: RunConfig, index: int) -> int:
@@ -162,5 +162,5 @@ def _norm_bytes(config: RunConfig) -> int:
 def block_bytes(config: RunConfig, layer: int) -> int:
     """Return the bytes that one block keeps of a microbatch besides its input."""
     train, width = config.train, DTYPE_BYTES[config.train.precision]
-    saved = describe_block(config.model, layer).saved(config.parallel, train.recompute)
+    saved = describe_block(config.model, layer).count_saved(config.parallel, train.recompute)
     return train.microbatch * train.seq * round(saved.count_bytes(width))

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from megaframe.architecture.block import describe_block
-from megaframe.architecture.stages import StagePlan, stage_layers
+from megaframe.architecture.stages import StagePlan, list_stage_layers
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
@@ -57,7 +57,9 @@ def _tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float:
     twice each, and so do those of each predictor.
     """
     model = config.model
-    traffic = [describe_block(model, layer).tensor_traffic for layer in stage_layers(model, plan)]
+    traffic = [
+        describe_block(model, layer).tensor_traffic for layer in list_stage_layers(model, plan)
+    ]
     blocks = sum(block.forward + block.backward for block in traffic)
     recomputed = sum(block.forward for block in traffic[: plan.recomputed])
     depth = model.mtp_depth * plan.last
@@ -67,7 +69,7 @@ def _tensor_elements_of_stage(config: RunConfig, plan: StagePlan) -> float:
 
 def _tensor_elements_of_weight_pass(config: RunConfig, plan: StagePlan) -> int:
     """Return the elements per token that a separate weight pass gathers again."""
-    layers = stage_layers(config.model, plan)
+    layers = list_stage_layers(config.model, plan)
     return sum(describe_block(config.model, layer).tensor_traffic.weight for layer in layers)
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from megaframe.architecture.block import describe_block
-from megaframe.architecture.buckets import balanced_bucket_count
+from megaframe.architecture.buckets import compute_bucket_count
 from megaframe.architecture.linear import GroupedLinearSpec
-from megaframe.architecture.stages import stage_plans
+from megaframe.architecture.stages import plan_stages
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.hardware.cluster import Cluster
@@ -92,10 +92,10 @@ def block_load(machine: Machine, layer: int) -> ParameterLoad:
     for linear in describe_block(model, layer).linears:
         if isinstance(linear, GroupedLinearSpec):
             local_experts = np.ceil(linear.experts / sizes.expert)
-            results, terms = linear.local_sizes(sizes.expert_tensor)
+            results, terms = linear.compute_local_sizes(sizes.expert_tensor)
             experts = experts + local_experts * results * terms
         else:
-            results, terms = linear.local_sizes(sizes.tensor)
+            results, terms = linear.compute_local_sizes(sizes.tensor)
             dense = dense + results * terms
     total, longest = layer_muon_seconds(machine, layer)
     return ParameterLoad(dense, experts, muon_total=total, muon_longest=longest)
@@ -143,7 +143,7 @@ def num_buckets(machine: Machine, matrices: Number, chunks: Number, blocks: Numb
     if bucket_size == "auto":
         latency = exchange_times(machine, 0.0, 1.0).total_at(machine.sizes.zero)
         transfer = exchange_times(machine.without_latency(), matrices, 1.0)
-        balanced = balanced_bucket_count(transfer.total_at(machine.sizes.zero), latency)
+        balanced = compute_bucket_count(transfer.total_at(machine.sizes.zero), latency)
         fewest = np.where(machine.sizes.zero >= 2, np.maximum(fewest, blocks), fewest)
     else:
         balanced = matrices / bucket_size
@@ -156,7 +156,7 @@ def resolve_bucket_size(config: RunConfig, layout: Layout, cluster: Cluster) -> 
     if config.parallel.bucket_size != "auto" or layout.data * layout.context == 1:
         return config
     machine = Machine(config, cluster, cluster_constants(cluster), sizes_of(config, layout))
-    parameters = count_parameters(config, layout, stage_plans(config))
+    parameters = count_parameters(config, layout, plan_stages(config))
     matrices = (parameters.total - parameters.outside_blocks) / layout.pipeline
     blocks = len(parameters.split) / 2 / layout.pipeline
     count = float(num_buckets(machine, matrices, config.parallel.chunks, blocks))

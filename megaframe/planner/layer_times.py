@@ -93,7 +93,7 @@ def _linear_times(machine: Machine, linear: LinearSpec) -> PassTimes:
         divided_by = sizes.expert_tensor
     elif linear.split is None:
         rows = machine.tokens / sizes.tensor  # a rank multiplies its own rows
-    outputs, inputs = linear.local_sizes(divided_by)
+    outputs, inputs = linear.compute_local_sizes(divided_by)
     forward, backward, weight = linear_seconds(machine.linear, rows, outputs, inputs, groups)
     accumulated = machine.software.accumulate_bytes * groups * outputs * inputs
     products = PassTimes(forward, backward, weight + elementwise_seconds(machine.rate, accumulated))
@@ -127,7 +127,7 @@ def _permutation_times(machine: Machine, experts_per_token: int) -> PassTimes:
 def _attention_times(machine: Machine, mixer: MixerDescription) -> PassTimes:
     """Return the seconds of attention itself: the scores and the weighted sum of values."""
     sizes, rate, seq = machine.sizes, machine.rate, machine.config.train.seq
-    software, products = machine.software, mixer.batched_products(seq)
+    software, products = machine.software, mixer.list_batched_products(seq)
     if software.fused_attention:
         skips = software.causal_skip
         flops = sum(p.flops * (p.causal_share if skips else 1.0) for p in products) / seq

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.architecture.stages import block_work, output_work
+from megaframe.architecture.stages import compute_block_work, compute_output_work
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
 
@@ -128,10 +128,10 @@ def blocks_per_rank(config: RunConfig, sizes: LayoutSizes) -> BlocksPerRank:
 
 def _head_weight(config: RunConfig, sizes: LayoutSizes) -> Array:
     """Return the work of the head in units of a block's work, as `stages` counts it."""
-    works = [block_work(config, layer) for layer in range(config.model.layers)]
+    works = [compute_block_work(config, layer) for layer in range(config.model.layers)]
     forward = sum(work.forward for work in works) / len(works)
     others = sum(work.backward + work.weight for work in works) / len(works)
-    end = output_work(config)
+    end = compute_output_work(config)
     twice = np.where(sizes.recompute == 2, 2.0, 1.0)
     head = end.forward + end.backward + end.weight
     return head / np.maximum(twice * forward + others, 1e-30)

@@ -14,12 +14,12 @@ from megaframe.architecture.block import describe_block
 from megaframe.architecture.optimizer_state import (
     OFFLOAD_BUFFERS,
     OFFLOAD_CHUNK,
-    moment_bytes,
-    num_moments,
+    compute_moment_bytes,
+    compute_state_bytes,
+    count_moments,
     offload_bytes_per_element,
-    state_bytes_per_element,
 )
-from megaframe.architecture.output_head import max_logits_per_chunk
+from megaframe.architecture.output_head import get_max_logits_per_chunk
 from megaframe.architecture.stages import StagePlan
 from megaframe.config.optim import OptimConfig
 from megaframe.config.parallel import ParallelConfig
@@ -130,7 +130,7 @@ def compute_memory(
     tokens = config.train.microbatch * config.train.seq
     tensor = config.parallel.tensor
     vocab = -(-(config.model.vocab or 0) // tensor)
-    logit_rows = min(tokens, max(1, max_logits_per_chunk(host=host) // max(1, vocab)))
+    logit_rows = min(tokens, max(1, get_max_logits_per_chunk(host=host) // max(1, vocab)))
     state = optimizer_state_bytes(config.optim, shard, shard_outside_blocks, master)
     is_offloaded = config.optim.offload and not host
     weights_offloaded = is_offloaded and width < master  # rounded values stay on the device
@@ -242,10 +242,10 @@ def optimizer_state_bytes(
         master: bytes of an element in master precision.
         saved: as in a checkpoint, which stores 8-bit blocks as fp32.
     """
-    moment = 4.0 if saved and optim.state == "int8" else moment_bytes(optim, master)
-    total = elements * (num_moments(optim) * moment + (master if optim.ema is not None else 0))
+    moment = 4.0 if saved and optim.state == "int8" else compute_moment_bytes(optim, master)
+    total = elements * (count_moments(optim) * moment + (master if optim.ema is not None else 0))
     if optim.name == "muon":  # AdamW updates what is not a matrix
-        total += outside_blocks * (2 - num_moments(optim)) * moment
+        total += outside_blocks * (2 - count_moments(optim)) * moment
     return math.ceil(total)
 
 
@@ -254,7 +254,7 @@ def host_bytes_per_element(optim: OptimConfig, precision: str) -> float:
     that of matrices), and the weight in master precision if the model computes in another one."""
     width = DTYPE_BYTES[precision]
     master = max(4, width)
-    return state_bytes_per_element(optim, master) + (master if width < master else 0)
+    return compute_state_bytes(optim, master) + (master if width < master else 0)
 
 
 def compute_rank_memory(

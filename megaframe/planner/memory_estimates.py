@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megaframe.architecture.block import describe_block
-from megaframe.architecture.optimizer_state import state_bytes_per_element
-from megaframe.architecture.output_head import max_logits_per_chunk
+from megaframe.architecture.optimizer_state import compute_state_bytes
+from megaframe.architecture.output_head import get_max_logits_per_chunk
 from megaframe.architecture.stages import StagePlan
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import DTYPE_BYTES, Chip
@@ -189,7 +189,7 @@ def _rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> Array:
     # Buffers of whole values or gradients: those of two buckets, and of one table.
     borrowed = 2 * bucket_blocks * block + blocks.table
     values = np.where(c.zero == 3, vectors + borrowed, total)
-    master_and_state = master + state_bytes_per_element(config.optim, master)
+    master_and_state = master + compute_state_bytes(config.optim, master)
     if width == master:
         values = values - np.where(c.zero == 3, vectors / ranks, shard)
     if config.optim.offload and not chip.is_host:
@@ -200,7 +200,7 @@ def _rank_bytes(config: RunConfig, chip: Chip, rank: _PipelineRank) -> Array:
     if config.parallel.compress != "none":
         gradients = gradients + np.where(c.data_replicate > 1, saved_shard, total - vectors)
     static = shard * master_and_state + values * width + gradients * master
-    transient = _transient_bytes(config, rank, max_logits_per_chunk(host=chip.is_host))
+    transient = _transient_bytes(config, rank, get_max_logits_per_chunk(host=chip.is_host))
     return static + transient + overhead_bytes(chip)
 
 

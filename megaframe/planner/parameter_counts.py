@@ -14,7 +14,7 @@ from megaframe.architecture.block import describe_block, describe_norm, describe
 from megaframe.architecture.buckets import BucketBlocks, group_blocks_into_buckets
 from megaframe.architecture.embedding import TableDescription, describe_position_table
 from megaframe.architecture.layer import HasParameters
-from megaframe.architecture.spec import EXPERT_AXES, copies_of
+from megaframe.architecture.spec import EXPERT_AXES, count_copies
 from megaframe.architecture.stages import StagePlan
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
@@ -277,8 +277,8 @@ def _count_part(parts: Mapping[str, HasParameters], sizes: Mapping[str, int]) ->
     counts, copies = dict.fromkeys(("vectors", "split", "whole", "shared", "experts"), 0), 1
     first_rank = dict.fromkeys(sizes, 0)
     for name, part in parts.items():
-        for spec in part.parameters(name):
-            size = spec.local(first_rank, sizes).size
+        for spec in part.declare_parameters(name):
+            size = spec.find_local_box(first_rank, sizes).size
             axes, kind = set(spec.axes.values()), "split"
             if spec.role == "balance":
                 continue
@@ -288,8 +288,8 @@ def _count_part(parts: Mapping[str, HasParameters], sizes: Mapping[str, int]) ->
                 kind = "experts"
             elif "tensor" in axes:
                 split = next(spec.shape[dim] for dim, axis in spec.axes.items() if axis == "tensor")
-                if copies_of(split, sizes["tensor"]) > 1:
-                    kind, copies = "shared", copies_of(split, sizes["tensor"])
+                if count_copies(split, sizes["tensor"]) > 1:
+                    kind, copies = "shared", count_copies(split, sizes["tensor"])
             elif sizes["tensor"] > 1 or spec.role == "embedding":
                 kind = "whole"  # with one tensor rank, whole and split matrices share a bucket
             counts[kind] += size

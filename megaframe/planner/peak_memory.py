@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megaframe.architecture.pipeline import build_step_schedule
-from megaframe.architecture.stages import stage_plans
+from megaframe.architecture.stages import plan_stages
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import Chip
 from megaframe.layout import Layout
@@ -58,7 +58,7 @@ def compute_pipeline_memory(
     included; of a long pipeline only of those that may need most. schedule: as in
     `compute_peak_memory`.
     """
-    plans, lowered, num_ranks = stage_plans(config), lower(schedule), len(schedule.ranks)
+    plans, lowered, num_ranks = plan_stages(config), lower(schedule), len(schedule.ranks)
     ranks = (
         range(num_ranks)
         if num_ranks <= _MANY
@@ -95,7 +95,7 @@ def min_recomputed_blocks(config: RunConfig, layout: Layout, chip: Chip) -> tupl
     plain = _with_blocks(config, 0)
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(build_step_schedule(plain, microbatches))
-    counts = [0] * len(stage_plans(plain))
+    counts = [0] * len(plan_stages(plain))
     for rank in range(layout.pipeline):
         for stage, count in _min_blocks_of_rank(plain, layout, chip, schedule, rank).items():
             counts[stage] = count
@@ -107,12 +107,12 @@ def _min_blocks_of_rank(
 ) -> dict[int, int]:
     """Return the number for each stage of one rank: first the same for all stages, then fewer on
     single ones."""
-    plans = stage_plans(config)
+    plans = plan_stages(config)
     blocks = {stage: len(plans[stage].blocks) for stage in schedule.list_stages(rank)}
 
     def fits(counts: Mapping[int, int]) -> bool:
         recomputed = tuple(counts.get(stage, 0) for stage in range(len(plans)))
-        stages = stage_plans(_with_blocks(config, recomputed))
+        stages = plan_stages(_with_blocks(config, recomputed))
         needed = compute_rank_memory(config, layout, stages, schedule, rank, host=chip.is_host)
         return bool(fits_with_margin(needed.total + overhead_bytes(chip), chip))
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megaframe.architecture.block import describe_block
-from megaframe.architecture.stages import block_work
+from megaframe.architecture.stages import compute_block_work
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
@@ -295,7 +295,7 @@ def communication_rooflines(
     """
     machine = Machine(config, cluster, constants, sizes_of(config, layout))
     model, width = config.model, machine.rate.width
-    work = block_work(config, model.layers - 1)
+    work = compute_block_work(config, model.layers - 1)
     rows = float(machine.tokens)
     flops = rows * (work.forward + work.backward + work.weight) / layout.tensor
     microbatches = config.train.global_batch // (config.train.microbatch * layout.data)

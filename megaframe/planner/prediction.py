@@ -19,7 +19,12 @@ from typing import Any, TypeVar
 
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.pipeline import build_step_schedule
-from megaframe.architecture.stages import StagePlan, block_work, output_work, stage_plans
+from megaframe.architecture.stages import (
+    StagePlan,
+    compute_block_work,
+    compute_output_work,
+    plan_stages,
+)
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
@@ -107,7 +112,7 @@ def predict(
         )
     config = resolve_bucket_size(config, layout, cluster)
     machine = Machine(config, cluster, constants, sizes_of(config, layout))
-    plans = stage_plans(config)
+    plans = plan_stages(config)
     blocks = _map_layers(machine, block_times)
     stage_times = [_stage_times(machine, plan, blocks) for plan in plans]
     schedule = build_step_schedule(config, int(machine.sizes.microbatches))
@@ -228,9 +233,9 @@ def _end_of_step(
 def model_flops(config: RunConfig) -> tuple[float, float]:
     """Return the model FLOPs per token, with causal attention counted as half, and the same with
     recompute."""
-    plans = stage_plans(config)
-    block_flops = [block_work(config, layer) for layer in range(config.model.layers)]
-    head_flops = output_work(config)
+    plans = plan_stages(config)
+    block_flops = [compute_block_work(config, layer) for layer in range(config.model.layers)]
+    head_flops = compute_output_work(config)
     model = sum(w.forward + w.backward + w.weight for w in block_flops)
     for flops in (head_flops.forward, head_flops.backward, head_flops.weight):
         model += flops

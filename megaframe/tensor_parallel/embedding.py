@@ -26,7 +26,7 @@ class EmbeddingTable(Module):
             description: What it declares.
             tensor: The tensor ranks.
         """
-        (self.weight,) = map(Parameter, description.parameters(name))
+        (self.weight,) = map(Parameter, description.declare_parameters(name))
         self.split, self.tensor = description.split, tensor
 
     def __call__(self, index_T: Tensor, rows: RowPartition) -> Tensor:

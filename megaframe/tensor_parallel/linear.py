@@ -48,7 +48,7 @@ class Linear(Module):
             spec: What it declares.
             tensor: The tensor ranks, and how products are computed.
         """
-        weight, *bias = map(Parameter, spec.parameters(name))
+        weight, *bias = map(Parameter, spec.declare_parameters(name))
         self.weight = weight
         self.bias: Parameter | None = bias[0] if bias else None
         self.tensor = tensor

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megaframe.architecture.stages import stage_plans
+from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig, load
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.distributed.device import explain_hidden_gpu, read_host_memory
@@ -68,7 +68,7 @@ def choose_recomputed_blocks(config: RunConfig, world: int) -> tuple[RunConfig, 
     cluster = find_cluster(config)
     layout = Layout.from_parallel(config.parallel, world)
     resolved = resolve_recompute_blocks(config, layout, cluster.chip)
-    plans = stage_plans(resolved)
+    plans = plan_stages(resolved)
     recomputed, blocks = sum(p.recomputed for p in plans), sum(len(p.blocks) for p in plans)
     by_stage = ", ".join(str(plan.recomputed) for plan in plans)
     note = f"train.recompute_blocks=auto: {recomputed} of {blocks} blocks are recomputed"
@@ -85,7 +85,7 @@ def choose_bucket_size(config: RunConfig, world: int) -> tuple[RunConfig, list[s
     size = decided.parallel.bucket_size
     if size == config.parallel.bucket_size or size == "auto":
         return decided, []
-    plans = stage_plans(decided)
+    plans = plan_stages(decided)
     by_stage = (
         count_parameters(decided, layout, [plan]).group_blocks(decided, [plan]) for plan in plans
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaframe.architecture.pipeline import build_step_schedule, summarize_pipeline
-from megaframe.architecture.stages import stage_plans
+from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig, dump
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
@@ -46,7 +46,7 @@ def _format_memory_table(
 ) -> Iterator[str]:
     """Yield a table of memory by kind, with a column for each pipeline rank: the first of its
     tensor and data ranks."""
-    plans, lowered = stage_plans(config), lower(schedule)
+    plans, lowered = plan_stages(config), lower(schedule)
     columns = [
         compute_rank_memory(config, layout, plans, lowered, rank, host=host)
         for rank in range(len(schedule.ranks))

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megaframe.architecture.output_head import max_logits_per_chunk
+from megaframe.architecture.output_head import get_max_logits_per_chunk
 from megaframe.config.schema import DataConfig, RunConfig
 from megaframe.data.blended_dataset import BlendedDataset
 from megaframe.data.gpt_dataset import Split, locate_documents, number_documents
@@ -124,7 +124,9 @@ def compute_log_probabilities(stage: Stage, microbatch: Microbatch) -> tuple[Ten
     x = stage.compute_hidden(microbatch)
     labels = microbatch.labels_BS.flatten()
     places = (labels != IGNORE).nonzero().flatten()
-    rows = max(1, max_logits_per_chunk(host=x.device.type == "cpu") // head.weight.value.shape[0])
+    rows = max(
+        1, get_max_logits_per_chunk(host=x.device.type == "cpu") // head.weight.value.shape[0]
+    )
     likelihoods, greedy = [], []
     for piece in places.split(rows):
         logits_TV, piece_labels = head.compute_logits(x[piece]), labels[piece]

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.architecture.attention import exchanging_ranks
-from megaframe.architecture.moe import near_experts
+from megaframe.architecture.attention import count_exchanging_ranks
+from megaframe.architecture.block import count_kv_copies
+from megaframe.architecture.moe import count_near_experts
 from megaframe.architecture.pipeline import build_forward_schedule, build_step_schedule
-from megaframe.architecture.spec import copies_of
-from megaframe.architecture.stages import stage_costs, stage_plans
+from megaframe.architecture.stages import compute_stage_costs, plan_stages
 from megaframe.config import RunConfig
 from megaframe.context_parallel.context import ContextParallel
 from megaframe.data.microbatch import Microbatch, context_part, look_ahead
@@ -100,7 +100,9 @@ class TrainStep:
         full = train.global_batch // (train.microbatch * mesh.layout.data)
         self.schedule = build_step_schedule(config, full)
         self.rank_of = rank_of = self.schedule.rank_of
-        self.context = ContextParallel(*mesh.divide_context(exchanging_ranks(config.parallel)))
+        self.context = ContextParallel(
+            *mesh.divide_context(count_exchanging_ranks(config.parallel))
+        )
         experts = _make_expert_parallel(config, mesh)
         compiler = _make_compiler(config, tell)
         self.kernels = kernels = make_kernels(config, mesh.device, compiler, tell)
@@ -108,7 +110,7 @@ class TrainStep:
         self._warning = check_fp8(config, mesh.device, compute, kernels)
         run = make_run_context(config, mesh.group("tensor"), self.context, experts, kernels)
         rank = mesh.coordinate["pipeline"]
-        plans = [plan for plan in stage_plans(config) if rank_of[plan.number] == rank]
+        plans = [plan for plan in plan_stages(config) if rank_of[plan.number] == rank]
         chunks = build_chunks(config, plans, run)
         tied = self._connect_pipeline(config, chunks)
         groups = ParameterGroups(config, mesh, kernels)
@@ -136,7 +138,7 @@ class TrainStep:
             schedule = self.schedule if is_full else build_step_schedule(config, microbatches)
             if not config.parallel.expert_overlap:
                 return lower(schedule), {}
-            paired = find_overlap_pairs(schedule, stage_costs(config, stage_plans(config)))
+            paired = find_overlap_pairs(schedule, compute_stage_costs(config, plan_stages(config)))
             ranks = tuple(place_pairs_together(rank, paired) for rank in lower(schedule).ranks)
             return Schedule(ranks), paired
 
@@ -150,7 +152,7 @@ class TrainStep:
         ends = rank_of[0], rank_of[-1]
         shared = config.model.tie_embeddings or config.model.mtp_depth > 0
         twice = shared and ends[0] != ends[1]
-        copies = copies_of(config.model.kv_heads, mesh.layout.tensor)
+        copies = count_kv_copies(config.model, mesh.layout.tensor)
         if copies > 1:
             mesh.add_tensor_copies_group(copies)
         mesh.name_stages(rank_of)
@@ -247,7 +249,7 @@ def _make_expert_parallel(config: RunConfig, mesh: Mesh) -> ExpertParallel:
     if config.model.moe is None:
         return ExpertParallel()
     mesh.add_groups(EXPERT_SETS)
-    near = near_experts(config.parallel, config.parallel.node_size or read_local_world_size())
+    near = count_near_experts(config.parallel, config.parallel.node_size or read_local_world_size())
     return ExpertParallel(
         mesh.group("expert"),
         *mesh.divide_experts(near),

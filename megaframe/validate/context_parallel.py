@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.architecture.attention import exchanging_ranks
+from megaframe.architecture.attention import count_exchanging_ranks
 from megaframe.config.model import ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.errors import join_or, list_divisors
+from megaframe.validate.blocks import check_each_block
 
 
 def find_context_mistakes(config: RunConfig) -> Iterator[str]:
@@ -24,9 +25,12 @@ def find_context_mistakes(config: RunConfig) -> Iterator[str]:
     elif neighbours is None or context % neighbours or not 1 < neighbours < context:
         yield _describe_nesting_mistake(config)
         return
-    ranks = exchanging_ranks(parallel)
-    if ranks > 1 and not _can_share_heads(config.model, parallel.tensor, ranks):
-        yield _describe_sharing_mistake(config, ranks)
+    ranks = count_exchanging_ranks(parallel)
+    if ranks > 1:
+        yield from check_each_block(
+            config.model,
+            lambda model: _find_sharing_mistakes(config.model_copy(update={"model": model}), ranks),
+        )
 
 
 def _describe_nesting_mistake(config: RunConfig) -> str:
@@ -47,8 +51,10 @@ def _describe_nesting_mistake(config: RunConfig) -> str:
     )
 
 
-def _describe_sharing_mistake(config: RunConfig, ranks: int) -> str:
+def _find_sharing_mistakes(config: RunConfig, ranks: int) -> Iterator[str]:
     parallel, model = config.parallel, config.model
+    if _can_share(config, ranks):
+        return
     nested = parallel.context_kind == "nested"
     name = "parallel.context_heads" if nested else "parallel.context"
     setting = f"{name}={ranks}" if nested else f"{name}={ranks} of parallel.context_kind=all_to_all"
@@ -58,7 +64,7 @@ def _describe_sharing_mistake(config: RunConfig, ranks: int) -> str:
         fits = [d for d in fits if parallel.context % d == 0 and d < parallel.context]
     near = [d for d in fits if d < ranks][-1:] + [d for d in fits if d > ranks][:1]
     mend = "use " + (f"{join_or(near)}, or " if near else "") + "parallel.context_kind=ring"
-    return (
+    yield (
         f"{setting} can neither divide nor evenly share model.kv_heads={model.kv_heads} with "
         f"model.heads={model.heads}{of_a_rank}; {mend}"
     )

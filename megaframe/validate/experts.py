@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.architecture.moe import expert_layers
+from megaframe.architecture.moe import count_expert_layers
 from megaframe.config.model import MoEConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.schema import RunConfig
@@ -38,7 +38,7 @@ def find_expert_mistakes(config: RunConfig) -> Iterator[str]:
             f"parallel.expert_tensor={parallel.expert_tensor} ranks are more than an expert's "
             f"width of {width}; use {width} or fewer"
         )
-    if not expert_layers(model):
+    if not count_expert_layers(model):
         yield (
             f"model.moe.first={moe.first} and model.moe.every={moe.every} leave none of "
             f"model.layers={model.layers} with experts; use model.moe.first=0 and "

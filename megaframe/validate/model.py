@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.architecture.attention import windows
+from megaframe.architecture.attention import list_windows
 from megaframe.config.model import LatentAttentionConfig, ModelConfig
 from megaframe.config.schema import RunConfig
 from megaframe.errors import find_nearest_divisors
+from megaframe.validate.blocks import check_each_block
 
 TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
 
@@ -23,6 +24,21 @@ def find_model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
         seq: Tokens per sample.
     """
     yield from find_window_mistakes(model)
+    yield from check_each_block(model, _find_shape_mistakes)
+    if model.position == "learned" and model.positions is not None and seq > model.positions:
+        yield (
+            f"train.seq={seq} is longer than the table of model.positions={model.positions}; "
+            f"use train.seq={model.positions} or fewer, or model.positions={seq}"
+        )
+    if model.position != "rotary" and model.rotary_scaling.kind != "none":
+        yield (
+            f"model.rotary_scaling.kind={model.rotary_scaling.kind} has no effect with "
+            f"model.position={model.position}; use model.rotary_scaling.kind=none"
+        )
+
+
+def _find_shape_mistakes(model: ModelConfig) -> Iterator[str]:
+    """Yield a message for each mistake in heads, widths and their rotation."""
     if model.heads % model.kv_heads and model.latent is None:
         yield (
             f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; "
@@ -39,16 +55,6 @@ def find_model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
         yield from _find_rotary_mistakes(model)
     if model.position == "rotary":
         yield from _find_rotary_scaling_mistakes(model)
-    if model.position == "learned" and model.positions is not None and seq > model.positions:
-        yield (
-            f"train.seq={seq} is longer than the table of model.positions={model.positions}; "
-            f"use train.seq={model.positions} or fewer, or model.positions={seq}"
-        )
-    if model.position != "rotary" and model.rotary_scaling.kind != "none":
-        yield (
-            f"model.rotary_scaling.kind={model.rotary_scaling.kind} has no effect with "
-            f"model.position={model.position}; use model.rotary_scaling.kind=none"
-        )
 
 
 def _find_rotary_mistakes(model: ModelConfig) -> Iterator[str]:
@@ -131,7 +137,7 @@ def _find_latent_rotary_mistakes(
 
 def find_window_mistakes(model: ModelConfig) -> Iterator[str]:
     """Yield a message if `model.window` is not a pattern for the layers."""
-    pattern = windows(model)
+    pattern = list_windows(model)
     if not pattern:
         yield (
             "model.window=[] has 0 entries to repeat over model.layers="

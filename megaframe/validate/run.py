@@ -8,6 +8,7 @@ from __future__ import annotations
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.layout import Layout, resolve_axis_sizes
+from megaframe.validate.blocks import find_block_mistakes
 from megaframe.validate.checkpoint import (
     find_checkpoint_url_mistakes,
     find_fault_mistakes,
@@ -64,6 +65,7 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
     sizes, axis_mistakes = resolve_axis_sizes(config.parallel, world)
     return [
         *axis_mistakes,
+        *find_block_mistakes(config.model, config.parallel.tensor),
         *find_model_mistakes(config.model, config.train.seq),
         *find_tensor_mistakes(config),
         *find_expert_mistakes(config),

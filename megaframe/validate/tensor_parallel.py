@@ -12,6 +12,7 @@ from megaframe.config.schema import RunConfig
 from megaframe.errors import TIMES, find_nearest_divisors, join_or, list_divisors
 from megaframe.hardware.chips import DTYPE_BYTES
 from megaframe.layout import Layout
+from megaframe.validate.blocks import check_each_block
 
 BETWEEN_NODES = 50e9
 """Bytes/s of one rank to another node: a 400 Gb/s adapter per rank."""
@@ -21,7 +22,8 @@ WITHIN_NODE = 450e9
 
 def find_tensor_mistakes(config: RunConfig) -> Iterator[str]:
     """Yield a message for each mistake in parallel.tensor and parallel.tensor_chunks."""
-    yield from _find_matrix_mistakes(config.model, config.parallel.tensor)
+    tensor = config.parallel.tensor
+    yield from check_each_block(config.model, lambda model: _find_matrix_mistakes(model, tensor))
     yield from _find_chunk_mistakes(config)
 
 

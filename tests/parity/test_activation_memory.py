@@ -11,7 +11,7 @@ input (2) is left. Everything is divided by the tensor ranks, the norms' part be
 import pytest
 import torch
 
-from megaframe.architecture.stages import stage_plans
+from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
@@ -71,7 +71,7 @@ def measure_saved_bytes(layers, recompute, tensor, dropout):
     mesh.close()
     actions = [Action(ActionKind.F, 0, 0)]
     planned = compute_memory(
-        config, RankParameters(0, (), ()), 1, stage_plans(config), actions
+        config, RankParameters(0, (), ()), 1, plan_stages(config), actions
     ).activations
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values()), planned
 

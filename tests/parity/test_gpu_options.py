@@ -10,8 +10,9 @@ from host_waits import nobody_waits
 from parity_runs import MODELS, assert_same, assert_same_bits, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megaframe.architecture.block import describe_block
 from megaframe.architecture.pipeline import build_step_schedule
-from megaframe.architecture.stages import stage_plans
+from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.model.rotary import Rotary
@@ -61,7 +62,7 @@ def test_the_memory_plan_knows_what_is_away():
         )
         actions = lower(build_step_schedule(config, 2)).ranks[0]
         return compute_memory(
-            config, RankParameters(0, (1,), ()), 1, stage_plans(config), actions
+            config, RankParameters(0, (1,), ()), 1, plan_stages(config), actions
         ).activations
 
     stream = 32 * 64 * 4
@@ -117,7 +118,7 @@ def test_the_tables_of_rotation_come_to_a_device_once():
     moves_per_call = []
     for _ in range(3):
         with _Moves() as moves:
-            Rotary(model, positions, torch.float32)
+            Rotary(describe_block(model, 0).mixer.rotary, positions, torch.float32)
         moves_per_call.append(moves.times)
     assert moves_per_call == [1, 0, 0]
 

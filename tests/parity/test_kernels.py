@@ -180,7 +180,7 @@ def test_the_keys_are_those_of_the_library():
     assert {*FAMILIES, "matmul"} == set(Section.model_fields)
     for key, names in FAMILIES.items():
         (values,) = (Section.model_fields[key].annotation.__args__,)
-        all_names = dict.fromkeys(n for name in names for n in KERNELS[name].names())
+        all_names = dict.fromkeys(n for name in names for n in KERNELS[name].list_names())
         assert set(values) == {"auto", *all_names}, key
 
 

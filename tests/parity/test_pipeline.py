@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from parity_runs import MODELS, assert_same, assert_same_bits, make_global_batch, run, share
 
-from megaframe.architecture.stages import stage_costs, stage_plans
+from megaframe.architecture.stages import compute_stage_costs, plan_stages
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
@@ -143,7 +143,7 @@ def test_activations_and_bytes_are_the_closed_forms(schedule, pool):
         config = {"model": {"layers": 4, "hidden": 16, "heads": 4, "vocab": 37}}
         config |= {"train": {"seq": 10}, "parallel": {"pipeline": 2, "chunks": 2}}
         config = RunConfig(**config)
-        costs = stage_costs(config, stage_plans(config))
+        costs = compute_stage_costs(config, plan_stages(config))
     actions = generate(schedule, 2, chunks, 8, costs=costs, placement="vee")
     assert [most for most, _, _ in results] == [n * chunks for n in count_live_activations(actions)]
     assert [left for _, left, _ in results] == [0, 0]

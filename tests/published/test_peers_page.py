@@ -14,7 +14,7 @@ def test_the_page_is_made_of_the_results_that_are_there():
 
 
 def test_the_table_of_the_readme_is_made_of_all_processors():
-    assert train_cpu.readme_table() in (compare_peers.ROOT / "README.md").read_text(
+    assert train_cpu.format_readme_table() in (compare_peers.ROOT / "README.md").read_text(
         encoding="utf-8"
     )
 

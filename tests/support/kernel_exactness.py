@@ -64,7 +64,7 @@ def assert_close(kernel, actual, expected, length, name, scale=None, precision=N
     if scale is not None:
         size = size.clamp_min(scale)
     roundings = (actual.dtype, precision or actual.dtype)
-    most = max(kernel.tolerance(dtype, length) for dtype in roundings)
+    most = max(kernel.compute_tolerance(dtype, length) for dtype in roundings)
     allowed = most * size.detach() + torch.finfo(actual.dtype).tiny
     assert_within(
         actual, expected, allowed, f"{most:.3g} of the largest of a row, by the kernel", name

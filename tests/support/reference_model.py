@@ -8,6 +8,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from megaframe.architecture.rotary import RotaryDescription
+from megaframe.config.blocks import BlockConfig
 from megaframe.data.microbatch import IGNORE
 from megaframe.model.rotary import compute_frequencies
 
@@ -22,7 +24,11 @@ def loss(weights, config, microbatch):
     x = weights["embedding.tokens.weight"][tokens]
     if model.position == "learned":
         x = x + weights["embedding.positions.weight"][positions]
+    x = x * model.embedding_scale
     listed = model.window if isinstance(model.window, tuple) else [model.window]
+    if model.blocks is not None:
+        every = range(model.layers + model.mtp_depth)
+        listed = [_block_config(model, layer).mixer.window for layer in every]
     masks = [_mask(window, microbatch, batch, length) for window in listed]
     masks *= model.layers + model.mtp_depth  # one per layer, and more than needed
     counted, aside = microbatch.labels_BS != IGNORE, 0.0
@@ -66,12 +72,41 @@ def _further(microbatch, depth):
 def _block(weights, model, layer, x, mask, positions, counted):
     """Return the output of a block, and the losses that its experts add."""
     name = f"blocks.{layer}"
-    attention = _attention if model.latent is None else _latent_attention
-    x = x + attention(weights, model, name, x, mask, positions)
-    if f"{name}.moe.router.weight" not in weights:
-        return x + _mlp(weights, model, name, x), 0.0
-    y, losses = _experts(weights, model, name, x, counted)
-    return x + y, losses
+    block = _block_config(model, layer)
+    attention = _attention if block.mixer.kind == "attention" else _latent_attention
+    before, after = block.norms in ("before", "both"), block.norms in ("after", "both")
+
+    def add(stream, branch, half):
+        if after:
+            branch = _norm(weights, model, f"{name}.{half}_post_norm", branch, model.norm)
+        return stream + block.residual_scale * branch
+
+    y = _norm(weights, model, f"{name}.attention_norm", x, model.norm) if before else x
+    after_attention = attention(weights, model, block.mixer, name, y, mask, positions)
+    stream = add(x, after_attention, "attention")
+    start = stream if block.parallel == "none" else x
+    norm = "attention_norm" if block.parallel == "one_norm" else "mlp_norm"
+    y = _norm(weights, model, f"{name}.{norm}", start, model.norm) if before else start
+    if f"{name}.moe.router.weight" in weights:
+        branch, losses = _experts(weights, model, name, y, counted)
+    else:
+        branch, losses = _mlp(weights, model, block.feed_forward, name, y), 0.0
+    return add(stream, branch, "mlp"), losses
+
+
+def _block_config(model, layer):
+    """Return what `model.blocks` says of a layer; without it, blocks without keys of their own."""
+    if model.blocks is None:
+        kind = "attention" if model.latent is None else "latent"
+        mixer = {"kind": kind} if kind == "latent" else {}
+        return BlockConfig(mixer=mixer)
+    pattern = [block for block in model.blocks for _ in range(block.repeat)]
+    return pattern[layer % len(pattern)]
+
+
+def _choose(*values):
+    """Return the first that is not None."""
+    return next(value for value in values if value is not None)
 
 
 def _losses(weights, config, x, labels):
@@ -102,33 +137,36 @@ def _linear(weights, name, x, outputs):
     return y + weights[f"{name}.bias"].reshape(-1) if f"{name}.bias" in weights else y
 
 
-def _attention(weights, model, name, x, mask, positions):
-    batch, length, _ = x.shape
-    groups, width = model.kv_heads, model.head_dim
-    per_group = model.heads // groups
-    y = _norm(weights, model, f"{name}.attention_norm", x, model.norm)
+def _attention(weights, model, mixer, name, y, mask, positions):
+    batch, length, _ = y.shape
+    groups, width = _choose(mixer.kv_heads, model.kv_heads), _choose(mixer.head_dim, model.head_dim)
+    per_group = _choose(mixer.heads, model.heads) // groups
+    qk_norm = _choose(mixer.qk_norm, model.qk_norm)
+    rotated = 0
+    if _choose(mixer.rotary, model.position == "rotary"):
+        rotated = round(width * _choose(mixer.rotary_fraction, model.rotary_fraction))
+    base = _choose(mixer.rotary_base, model.rotary_base)
     qkv = _linear(weights, f"{name}.attention.qkv", y, groups * (per_group + 2) * width)
     qkv = qkv.view(batch, length, groups, per_group + 2, width)
     heads = []
     for group in range(groups):
         key, value = qkv[:, :, group, -2], qkv[:, :, group, -1]
-        if model.qk_norm:
+        if qk_norm:
             key = _norm(weights, model, f"{name}.attention.key_norm", key, "rmsnorm")
-        key = _rotate(model, key, positions)
+        key = _rotate(model, key, positions, rotated, base)
         for member in range(per_group):
             query = qkv[:, :, group, member]
-            if model.qk_norm:
+            if qk_norm:
                 query = _norm(weights, model, f"{name}.attention.query_norm", query, "rmsnorm")
-            query = _rotate(model, query, positions)
-            scores = query @ key.transpose(1, 2) / math.sqrt(width)
+            query = _rotate(model, query, positions, rotated, base)
+            scores = query @ key.transpose(1, 2) * _choose(mixer.score_scale, width**-0.5)
             heads.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value)
     return _linear(weights, f"{name}.attention.output", torch.cat(heads, -1), model.hidden)
 
 
-def _latent_attention(weights, model, name, x, mask, positions):
+def _latent_attention(weights, model, mixer, name, y, mask, positions):
     """Compute each head separately, by the formulas of the paper (DeepSeek-V2, 2024, eq. 9-19)."""
     latent = model.latent
-    y = _norm(weights, model, f"{name}.attention_norm", x, model.norm)
     down = weights[f"{name}.attention.down.weight"]
     rank = latent.query_rank or 0
     of_query = y
@@ -137,7 +175,8 @@ def _latent_attention(weights, model, name, x, mask, positions):
         of_query = _norm(weights, model, f"{name}.attention.query_norm", of_query, "rmsnorm")
     of_kv = y @ down[rank : rank + latent.kv_rank].T
     of_kv = _norm(weights, model, f"{name}.attention.kv_norm", of_kv, "rmsnorm")
-    key_rotated = _rotate(model, y @ down[rank + latent.kv_rank :].T, positions)
+    width, base = latent.rotary_dim, model.rotary_base
+    key_rotated = _rotate(model, y @ down[rank + latent.kv_rank :].T, positions, width, base)
     scale = 1 / math.sqrt(latent.rotary_dim + latent.head_dim)
     if model.rotary_scaling.kind == "yarn":
         scaling = model.rotary_scaling
@@ -147,8 +186,8 @@ def _latent_attention(weights, model, name, x, mask, positions):
         query_part = weights[f"{name}.attention.query.weight"][head]
         kv_part = weights[f"{name}.attention.kv.weight"][head]
         query = of_query @ query_part.T
-        query_rotated = _rotate(model, query[..., : latent.rotary_dim], positions)
-        query_rest = query[..., latent.rotary_dim :]
+        query_rotated = _rotate(model, query[..., :width], positions, width, base)
+        query_rest = query[..., width:]
         key_rest = of_kv @ kv_part[: latent.head_dim].T
         scores = query_rotated @ key_rotated.mT + query_rest @ key_rest.mT
         value = of_kv @ kv_part[latent.head_dim :].T
@@ -156,10 +195,10 @@ def _latent_attention(weights, model, name, x, mask, positions):
     return _linear(weights, f"{name}.attention.output", torch.cat(heads, -1), model.hidden)
 
 
-def _rotate(model, x, positions):
-    if model.position != "rotary":
+def _rotate(model, x, positions, width, base):
+    if not width:
         return x
-    rate, factor = compute_frequencies(model)
+    rate, factor = compute_frequencies(RotaryDescription(width, base, model.rotary_scaling))
     pairs = len(rate)
     turned = torch.polar(
         torch.full_like(positions, factor, dtype=torch.float64)[..., None],
@@ -169,9 +208,9 @@ def _rotate(model, x, positions):
     return torch.cat((complex_x.real, complex_x.imag, x[..., 2 * pairs :]), -1).to(x.dtype)
 
 
-def _experts(weights, model, name, x, counted):
+def _experts(weights, model, name, y, counted):
     """Compute every token and every one of its experts separately; return output and losses."""
-    moe, y = model.moe, _norm(weights, model, f"{name}.mlp_norm", x, model.norm)
+    moe, x, kind = model.moe, y, model.activation
     logits = y @ weights[f"{name}.moe.router.weight"].T
     scores = torch.sigmoid(logits) if moe.score == "sigmoid" else logits.softmax(-1)
     balance = weights[f"{name}.moe.router.balance"]
@@ -192,12 +231,12 @@ def _experts(weights, model, name, x, counted):
             for e in chosen:
                 load[b, e] += float(counted[b, s])
                 gate = moe.scale * scores[b, s, e] / total
-                inner = _activated(model, (y[b, s] @ up[e].reshape(-1, model.hidden).T), moe.ffn)
+                inner = _activated(kind, y[b, s] @ up[e].reshape(-1, model.hidden).T, moe.ffn)
                 out[b, s] = out[b, s] + gate * (down[e] @ inner)
     if moe.shared:
         width = moe.shared * moe.ffn
         outputs = width * (2 if model.activation == "swiglu" else 1)
-        inner = _activated(model, _linear(weights, f"{name}.moe.shared.up", y, outputs), width)
+        inner = _activated(kind, _linear(weights, f"{name}.moe.shared.up", y, outputs), width)
         out = out + _linear(weights, f"{name}.moe.shared.down", inner, model.hidden)
     share = scores / scores.sum(-1, keepdim=True) * counted[..., None]
     if moe.balance == "global":
@@ -208,20 +247,21 @@ def _experts(weights, model, name, x, counted):
     return out, losses + moe.z_loss * (logits.logsumexp(-1).square() * counted).sum()
 
 
-def _activated(model, y, width):
-    if model.activation == "swiglu":
+def _activated(kind, y, width):
+    if kind == "swiglu":
         return y[..., :width] * torch.sigmoid(y[..., :width]) * y[..., width:]
-    if model.activation == "relu2":
+    if kind == "relu2":
         return y.clamp_min(0) ** 2
-    if model.activation == "gelu":
+    if kind == "gelu":
         return y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
     return 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
 
 
-def _mlp(weights, model, name, x):
-    y = _norm(weights, model, f"{name}.mlp_norm", x, model.norm)
-    outputs = model.ffn * (2 if model.activation == "swiglu" else 1)
-    y = _activated(model, _linear(weights, f"{name}.mlp.up", y, outputs), model.ffn)
+def _mlp(weights, model, feed_forward, name, y):
+    kind = _choose(feed_forward.activation, model.activation)
+    width = _choose(feed_forward.ffn, model.ffn)
+    outputs = width * (2 if kind == "swiglu" else 1)
+    y = _activated(kind, _linear(weights, f"{name}.mlp.up", y, outputs), width)
     return _linear(weights, f"{name}.mlp.down", y, model.hidden)
 
 

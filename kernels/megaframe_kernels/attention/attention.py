@@ -22,16 +22,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaframe_kernels.attention.launches import launch_backward, launch_forward, scale_or_default
+from megaframe_kernels.attention.libraries import LIBRARIES
 from megaframe_kernels.attention.spans import Spans
-from megaframe_kernels.device import shared_memory
+from megaframe_kernels.device import read_shared_memory
 from megaframe_kernels.direct import bypass_dispatcher
-from megaframe_kernels.installed import missing_cuda, missing_flash_attention, missing_nothing
+from megaframe_kernels.installed import require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
 FUSED = "triton-fused"
@@ -41,7 +39,7 @@ _SHARED_OF_WIDEST = 136 * 1024
 """Bytes of shared memory that heads wider than 128 need on chips before Hopper."""
 
 
-def reference(
+def run_reference(
     query_BQND: Tensor,
     key_BKGD: Tensor,
     value_BKGD: Tensor,
@@ -148,13 +146,13 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @_backward_op.register_fake
 def _(
-    d_out: Tensor, d_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+    d_out: Tensor, d_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
-    sinks = rest[6]
-    kept = tuple(
+    sinks = others[6]
+    gradients = tuple(
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
-    return *kept, query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return *gradients, query.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -164,22 +162,22 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+def _compute_gradients(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     d_out, d_lse = gradients
     saved = ctx.saved_tensors
     # saved[3] is the output, which has no gradient if only the log-sum-exp is used.
     d_out = torch.zeros_like(saved[3]) if d_out is None else d_out
-    *three, d_sinks = _direct_backward(d_out, d_lse, *saved, *ctx.numbers)
+    *d_inputs, d_sinks = _direct_backward(d_out, d_lse, *saved, *ctx.numbers)
     # None for the four tensors of the spans, and for scale, softcap and fused.
-    return *three, *(4 * [None]), None if saved[-1] is None else d_sinks, *(3 * [None])
+    return *d_inputs, *(4 * [None]), None if saved[-1] is None else d_sinks, *(3 * [None])
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_keep)
-_direct_forward = bypass_dispatcher(_forward_op, _forward, _keep, _differentiate)
+_forward_op.register_autograd(_compute_gradients, setup_context=_keep)
+_direct_forward = bypass_dispatcher(_forward_op, _forward, _keep, _compute_gradients)
 _direct_backward = bypass_dispatcher(_backward_op, _backward)
 
 
-def reference_backward(
+def run_reference_backward(
     d_out_BQND: Tensor,
     query_BQND: Tensor,
     key_BKGD: Tensor,
@@ -211,20 +209,20 @@ def reference_backward(
     """
     # Sums over heads and queries are in fp32 at least, and rounded once, at the end.
     wide = torch.promote_types(query_BQND.dtype, torch.float32)
-    given = (d_out_BQND, query_BQND, key_BKGD, value_BKGD, out_BQND)
-    d_out, query, key, value, out = (x.to(wide).transpose(1, 2) for x in given)
+    arguments = (d_out_BQND, query_BQND, key_BKGD, value_BKGD, out_BQND)
+    d_out, query, key, value, out = (x.to(wide).transpose(1, 2) for x in arguments)
     groups, scale = key.shape[1], scale_or_default(query_BQND, scale)
     key, value = (x.repeat_interleave(query.shape[1] // groups, 1) for x in (key, value))
     scores = (query @ key.mT * scale).masked_fill(~spans.mask()[:, None], -math.inf)
-    seen = lse_BNQ[..., None].to(wide)
+    known_lse = lse_BNQ[..., None].to(wide)
     # The log-sum-exp is over all keys, so these are the final shares of the given part of the keys.
-    shares = (scores - seen.masked_fill(seen == -math.inf, 0.0)).exp()
+    shares = (scores - known_lse.masked_fill(known_lse == -math.inf, 0.0)).exp()
     # sum over all keys of p dp, since out is the sum of p v (Dao et al. 2022). The keys given here
     # need not be all of them.
     mean = (d_out * out).sum(-1, keepdim=True)
     d_scores = shares * (d_out @ value.mT - mean) * scale
-    made = d_scores @ key, d_scores.mT @ query, shares.mT @ d_out
-    d_query, d_key, d_value = (x.transpose(1, 2) for x in made)
+    gradients = d_scores @ key, d_scores.mT @ query, shares.mT @ d_out
+    d_query, d_key, d_value = (x.transpose(1, 2) for x in gradients)
     # Query heads that share a head of keys add to the same gradient.
     d_key, d_value = (x.unflatten(2, (groups, -1)).sum(3) for x in (d_key, d_value))
     kind = query_BQND.dtype
@@ -243,12 +241,12 @@ def run_triton_backward(
     scale: float | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `reference_backward` in Triton. fused: in one pass over the tiles."""
+    """Compute `run_reference_backward` in Triton. fused: in one pass over the tiles."""
     saved = (query_BQND, key_BKGD, value_BKGD, out_BQND, lse_BNQ.contiguous(), *spans.tensors)
     # None: the log-sum-exp of a ring's tile gets no gradient, and there are neither sinks nor a
     # softcap.
-    made = _direct_backward(d_out_BQND, None, *saved, None, scale, None, fused)
-    d_query, d_key, d_value, _ = made
+    gradients = _direct_backward(d_out_BQND, None, *saved, None, scale, None, fused)
+    d_query, d_key, d_value, _ = gradients
     return d_query, d_key, d_value
 
 
@@ -265,72 +263,12 @@ def run_triton(
     fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the reference in Triton. fused: compute the gradients in one pass over the tiles."""
-    given = (query_BQND, key_BKGD, value_BKGD, *spans.tensors, sinks_N)
-    out, lse = _direct_forward(*given, scale, softcap, fused)
+    arguments = (query_BQND, key_BKGD, value_BKGD, *spans.tensors, sinks_N)
+    out, lse = _direct_forward(*arguments, scale, softcap, fused)
     return out, lse if need_lse else None
 
 
-def _run_torch(
-    query_BQND: Tensor,
-    key_BKGD: Tensor,
-    value_BKGD: Tensor,
-    spans: Spans,
-    *,
-    scale: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Compute the reference by the fastest of torch's own attentions that supports the
-    arguments."""
-    out = F.scaled_dot_product_attention(
-        query_BQND.transpose(1, 2),
-        key_BKGD.transpose(1, 2),
-        value_BKGD.transpose(1, 2),
-        is_causal=True,
-        scale=scale,
-        enable_gqa=query_BQND.shape[2] != key_BKGD.shape[2],
-    )
-    return out.transpose(1, 2), None
-
-
-def _run_torch_flash(*given: Any, **options: Any) -> tuple[Tensor, None]:
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return _run_torch(*given, **options)
-
-
-def _run_cudnn(*given: Any, **options: Any) -> tuple[Tensor, None]:
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return _run_torch(*given, **options)
-
-
-def _run_flash_attention(
-    query_BQND: Tensor,
-    key_BKGD: Tensor,
-    value_BKGD: Tensor,
-    spans: Spans,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Compute the reference by the package flash-attn, in its deterministic mode."""
-    from flash_attn import flash_attn_func
-
-    # flash-attn counts the keys before a query; our window includes the query's own place.
-    window = (-1, -1) if spans.window is None else (spans.window - 1, 0)
-    out = flash_attn_func(
-        query_BQND,
-        key_BKGD,
-        value_BKGD,
-        softmax_scale=scale,
-        causal=True,
-        window_size=window,
-        softcap=softcap or 0.0,
-        deterministic=True,
-    )
-    return out, None
-
-
-def _refuses(
+def _refuse_inputs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -342,7 +280,7 @@ def _refuses(
     if query.shape[-1] > _WIDEST:
         return f"a head is {query.shape[-1]} wide; at most {_WIDEST} fits in registers"
     if query.is_cuda and query.shape[-1] > 128:
-        room = shared_memory(query.device.index)
+        room = read_shared_memory(query.device.index)
         if room < _SHARED_OF_WIDEST:
             return f"{room} bytes of shared memory are too few for heads wider than 128"
     if value.shape[-1] != query.shape[-1]:
@@ -354,7 +292,7 @@ def _refuses(
     return refuse_types(query, key, value, sinks_N)
 
 
-def _backward_refuses(
+def _refuse_for_backward(
     d_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -366,99 +304,46 @@ def _backward_refuses(
 ) -> str | None:
     if out.dtype != query.dtype or d_out.dtype != query.dtype:
         return f"queries are {query.dtype}, outputs {out.dtype} and their gradients {d_out.dtype}"
-    return _refuses(query, key, value, spans) or refuse_types(lse)
+    return _refuse_inputs(query, key, value, spans) or refuse_types(lse)
 
 
-def _fused_refuses(refuses: Callable[..., str | None], *given: Any, **options: Any) -> str | None:
+def _refuse_for_fused(
+    refuses: Callable[..., str | None], *arguments: Any, **options: Any
+) -> str | None:
     # Blocks of keys add to the gradients of queries in whatever order they finish.
     if torch.are_deterministic_algorithms_enabled():
         return "it sums in no fixed order, and deterministic algorithms are asked for"
-    return refuses(*given, **options)
-
-
-def _library_refuses(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spans: Spans,
-    *,
-    sinks_N: Tensor | None = None,
-    need_lse: bool = False,
-    **_: Any,
-) -> str | None:
-    if not spans.plain:
-        return "documents or the tiles of a ring are not a plain causal mask"
-    if sinks_N is not None or need_lse:
-        return "it has no sinks and gives no log-sum-exp"
-    return None
-
-
-def _torch_refuses(*given: Any, softcap: float | None = None, **options: Any) -> str | None:
-    if softcap is not None or given[3].window is not None:
-        return "torch's attention has neither softcap nor window without a mask"
-    return _library_refuses(*given, **options)
-
-
-def _backend_refuses(
-    can_use: Callable[[SDPAParams], bool],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spans: Spans,
-    **options: Any,
-) -> str | None:
-    """Return why a backend of torch cannot run, or None. can_use: torch's own check of what the
-    backend supports on this GPU (widths of heads, numbers of keys, deterministic algorithms).
-    Forcing a backend to run on anything else fails."""
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
-        return "it takes bf16 and fp16 on a GPU"
-    reason = _torch_refuses(query, key, value, spans, **options)
-    if reason is not None:
-        return reason
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    # No mask, no dropout, causal, and whether heads of keys are shared.
-    params = SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
-    if not can_use(params):
-        return f"torch's {can_use.__name__} says no; with debug=True it says why"
-    return None
-
-
-def _flash_refuses(query: Tensor, *given: Any, **options: Any) -> str | None:
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
-        return "it takes bf16 and fp16 on a GPU"
-    return _library_refuses(query, *given, **options)
+    return refuses(*arguments, **options)
 
 
 _ALL = (
-    Implementation("triton", run_triton, missing_nothing, _refuses),
+    Implementation("triton", run_triton, require_nothing, _refuse_inputs),
     Implementation(
-        FUSED, partial(run_triton, fused=True), missing_nothing, partial(_fused_refuses, _refuses)
+        FUSED,
+        partial(run_triton, fused=True),
+        require_nothing,
+        partial(_refuse_for_fused, _refuse_inputs),
     ),
-    Implementation("torch", _run_torch, missing_nothing, _torch_refuses),
-    Implementation(
-        "torch-flash",
-        _run_torch_flash,
-        missing_cuda,
-        partial(_backend_refuses, can_use_flash_attention),
-    ),
-    Implementation(
-        "cudnn", _run_cudnn, missing_cuda, partial(_backend_refuses, can_use_cudnn_attention)
-    ),
-    Implementation("flash-attn", _run_flash_attention, missing_flash_attention, _flash_refuses),
+    *LIBRARIES,
 )
-KERNEL = Kernel("attention", reference, {one.name: one for one in _ALL}, constant=8.0)
+KERNEL = Kernel(
+    "attention",
+    run_reference,
+    {implementation.name: implementation for implementation in _ALL},
+    constant=8.0,
+)
 _ALL_BACKWARD = (
-    Implementation("triton", run_triton_backward, missing_nothing, _backward_refuses),
+    Implementation("triton", run_triton_backward, require_nothing, _refuse_for_backward),
     Implementation(
         FUSED,
         partial(run_triton_backward, fused=True),
-        missing_nothing,
-        partial(_fused_refuses, _backward_refuses),
+        require_nothing,
+        partial(_refuse_for_fused, _refuse_for_backward),
     ),
 )
 BACKWARD = Kernel(
     "attention_backward",
-    reference_backward,
-    {one.name: one for one in _ALL_BACKWARD},
+    run_reference_backward,
+    {implementation.name: implementation for implementation in _ALL_BACKWARD},
     constant=8.0,
 )

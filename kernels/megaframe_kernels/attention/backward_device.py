@@ -14,7 +14,7 @@ from megaframe_kernels.attention.forward_device import (
     scale_scores,
     share_programs,
 )
-from megaframe_kernels.device_math import LOG2_E, product
+from megaframe_kernels.device_math import LOG2_E, multiply_add
 
 PADDING = tl.constexpr(128)
 """The backward pass pads what it stores for each query to a multiple of this many queries. Every
@@ -22,7 +22,7 @@ block size divides it, so programs need no mask to read it or to add to it."""
 
 
 @triton.jit
-def _slope(d_s: tl.tensor, s: tl.tensor, cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+def _compute_slope(d_s: tl.tensor, s: tl.tensor, cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
     """Multiply d_s, the gradient of the scores s, by the slope of the softcap, if there is one."""
     if CAP:
         # The slope of cap tanh(x / cap) is 1 - tanh^2, and s = cap tanh log2(e).
@@ -64,11 +64,11 @@ def prepare_backward(
     real = query < queries
     inside = real[:, None] & (column[None, :] < width)
     at = batch * d_batch + query[:, None].to(tl.int64) * d_stride + head * d_head + column[None, :]
-    given = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
+    d_values = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
     at = ((batch * queries + query)[:, None] * heads + head) * width + column[None, :]
     # sum over keys of p d_p equals d_out . out, because out = sum of p v (Dao et al. 2022). In
     # fp32.
-    mean = tl.sum(given * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), 1)
+    mean = tl.sum(d_values * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), 1)
     if d_lse is not None:
         # The slope of the log-sum-exp is p, which adds p d_lse to d_s = p (d_p - delta).
         mean -= tl.load(d_lse + pair * queries + query, mask=real, other=0.0)
@@ -80,7 +80,7 @@ def prepare_backward(
 
 
 @triton.jit
-def _query_gradient(
+def _compute_query_gradient(
     d_q: tl.tensor,
     q: tl.tensor,
     d_out: tl.tensor,
@@ -109,17 +109,17 @@ def _query_gradient(
     k_ND = load_rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
     v_ND = load_rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
     # Scores are computed again, because storing them would take memory of Q x K.
-    s = scale_scores(product(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
+    s = scale_scores(multiply_add(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
     # The log-sum-exp is known, so p is normalised at once, without a running maximum.
     p = tl.exp2(s - sums[:, None])
     if MASK:
-        seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
+        visible = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
         # Masked after exp2: the power of an unseen score may be infinite, but is not used.
-        p = tl.where(seen, p, 0.0)
-    d_p = product(d_out, tl.trans(v_ND), None, PRECISION)
-    d_s = _slope(p * (d_p - less[:, None]), s, cap, CAP)
+        p = tl.where(visible, p, 0.0)
+    d_p = multiply_add(d_out, tl.trans(v_ND), None, PRECISION)
+    d_s = _compute_slope(p * (d_p - less[:, None]), s, cap, CAP)
     # Rounded for the matrix units; the sum over keys stays in fp32.
-    return product(d_s.to(k_ND.dtype), k_ND, d_q, PRECISION)
+    return multiply_add(d_s.to(k_ND.dtype), k_ND, d_q, PRECISION)
 
 
 @triton.jit
@@ -164,8 +164,8 @@ def backward_queries(
     blocks = tl.cdiv(queries, M)
     turn, head, sample = share_programs(blocks, together, heads)
     # With a causal mask the last queries see the most keys, so they start first.
-    mine = blocks - 1 - turn
-    query = mine * M + tl.arange(0, M)
+    own_block = blocks - 1 - turn
+    query = own_block * M + tl.arange(0, M)
     group = (head // per_group).to(tl.int64)
     head, batch = head.to(tl.int64), sample.to(tl.int64)
     inside = query < queries
@@ -173,8 +173,8 @@ def backward_queries(
     stop = tl.load(stops + batch * queries + query, mask=inside, other=0)
     low, high, whole_low, whole_high = find_visits(start, stop, inside, keys, N)
     q_rows, d_rows = q + batch * q_batch + head * q_head, d_out + batch * d_batch + head * d_head
-    q_MD = load_rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
-    d_out_MD = load_rows(d_rows, mine, d_stride, queries, width, True, M, WIDTH, EVEN)
+    q_MD = load_rows(q_rows, own_block, q_stride, queries, width, True, M, WIDTH, EVEN)
+    d_out_MD = load_rows(d_rows, own_block, d_stride, queries, width, True, M, WIDTH, EVEN)
     # No mask: the padding has an infinite shift, which makes p 0.
     at = (batch * heads + head) * (tl.cdiv(queries, PADDING) * PADDING) + query
     sums, less = tl.load(shift + at), tl.load(delta + at)
@@ -184,12 +184,12 @@ def backward_queries(
     # Masked blocks on both sides first, then the unmasked ones without comparisons.
     for visit in range(0, left + high - whole_high):
         block = tl.where(visit < left, low + visit, whole_high + visit - left)
-        result = _query_gradient(
+        result = _compute_query_gradient(
             result, q_MD, d_out_MD, k_rows, v_rows, sums, less, block, start, stop, keys, width,
             k_stride, v_stride, scale, cap, CAP, True, N, WIDTH, EVEN, PRECISION,
         )  # fmt: skip
     for block in range(whole_low, whole_high):
-        result = _query_gradient(
+        result = _compute_query_gradient(
             result, q_MD, d_out_MD, k_rows, v_rows, sums, less, block, start, stop, keys, width,
             k_stride, v_stride, scale, cap, CAP, False, N, WIDTH, EVEN, PRECISION,
         )  # fmt: skip
@@ -222,7 +222,7 @@ def _add_rows(
 
 
 @triton.jit
-def _key_gradients(
+def _compute_key_gradients(
     d_k: tl.tensor,
     d_v: tl.tensor,
     d_q: tl.tensor,
@@ -232,7 +232,7 @@ def _key_gradients(
     d_out: tl.tensor,
     shift: tl.tensor,
     delta: tl.tensor,
-    kept: tl.tensor,
+    row_offset: tl.tensor,
     block: tl.tensor,
     edge: tl.tensor,
     first: tl.tensor,
@@ -263,25 +263,25 @@ def _key_gradients(
     d_out_MD = load_rows(d_out, block, d_stride, queries, width, True, M, WIDTH, EVEN)
     # Transposed, [N, M], so that the products for keys and values need no transpose of computed
     # tiles.
-    s = scale_scores(product(k, tl.trans(q_MD), None, PRECISION), scale, cap, CAP)
+    s = scale_scores(multiply_add(k, tl.trans(q_MD), None, PRECISION), scale, cap, CAP)
     # Numbers of a query are loaded where they are used, not kept across a product.
-    sums = tl.load(shift + kept + query)
+    sums = tl.load(shift + row_offset + query)
     p = tl.exp2(s - sums[None, :])
     # Only tiles at an edge take this branch. A second loop would need more registers.
     if edge:
-        seen = (query[None, :] >= first[:, None]) & (query[None, :] < last[:, None])
-        p = tl.where(seen, p, 0.0)
-    d_v = product(p.to(d_out_MD.dtype), d_out_MD, d_v, PRECISION)
+        visible = (query[None, :] >= first[:, None]) & (query[None, :] < last[:, None])
+        p = tl.where(visible, p, 0.0)
+    d_v = multiply_add(p.to(d_out_MD.dtype), d_out_MD, d_v, PRECISION)
     # The softcap's slope is applied before d_p exists, so s need not live across its product.
-    slope = _slope(p, s, cap, CAP)
-    d_p = product(v, tl.trans(d_out_MD), None, PRECISION)
-    less = tl.load(delta + kept + query)
+    slope = _compute_slope(p, s, cap, CAP)
+    d_p = multiply_add(v, tl.trans(d_out_MD), None, PRECISION)
+    less = tl.load(delta + row_offset + query)
     d_s = (slope * (d_p - less[None, :])).to(q_MD.dtype)
-    d_k = product(d_s, q_MD, d_k, PRECISION)
+    d_k = multiply_add(d_s, q_MD, d_k, PRECISION)
     if d_q is not None:
         # Unscaled, in fp32: the sums are scaled and rounded once, after all blocks of keys.
-        rows = product(tl.trans(d_s), k, None, PRECISION)
-        _add_rows(d_q, kept + block * M, rows, BULK, M, WIDTH)
+        rows = multiply_add(tl.trans(d_s), k, None, PRECISION)
+        _add_rows(d_q, row_offset + block * M, rows, BULK, M, WIDTH)
     return d_k, d_v
 
 
@@ -332,20 +332,22 @@ def backward_keys(
     computes those."""
     blocks, groups = tl.cdiv(keys, N), heads // per_group
     # With a causal mask the first keys are seen by the most queries.
-    mine, group, sample = share_programs(blocks, together, groups)
-    key = mine * N + tl.arange(0, N)
+    own_block, group, sample = share_programs(blocks, together, groups)
+    key = own_block * N + tl.arange(0, N)
     batch = sample.to(tl.int64)
     inside = key < keys
     first = tl.load(firsts + batch * keys + key, mask=inside, other=0)
     last = tl.load(lasts + batch * keys + key, mask=inside, other=0)
     low, high, whole_low, whole_high = find_visits(first, last, inside, queries, M)
-    if mine * N + N > keys:  # the block extends beyond the last key, so all tiles need the mask
+    if (
+        own_block * N + N > keys
+    ):  # the block extends beyond the last key, so all tiles need the mask
         whole_high = whole_low
     # 64-bit, because offsets of samples and heads may exceed 32 bits.
     wide = group.to(tl.int64)
     k_rows, v_rows = k + batch * k_batch + wide * k_head, v + batch * v_batch + wide * v_head
-    k_ND = load_rows(k_rows, mine, k_stride, keys, width, True, N, WIDTH, EVEN)
-    v_ND = load_rows(v_rows, mine, v_stride, keys, width, True, N, WIDTH, EVEN)
+    k_ND = load_rows(k_rows, own_block, k_stride, keys, width, True, N, WIDTH, EVEN)
+    v_ND = load_rows(v_rows, own_block, v_stride, keys, width, True, N, WIDTH, EVEN)
     # fp32 sums over all queries of all heads of the group, rounded once.
     k_sum, v_sum = tl.zeros([N, WIDTH], tl.float32), tl.zeros([N, WIDTH], tl.float32)
     # The first head of the group; the loop below goes on to the others.
@@ -353,12 +355,13 @@ def backward_keys(
     q_rows = q + batch * q_batch + head * q_head
     d_rows = d_out + batch * d_batch + head * d_head
     padded = tl.cdiv(queries, PADDING) * PADDING
-    kept = (batch * heads + head) * padded
+    row_offset = (batch * heads + head) * padded
     block = low
     for _ in range(0, per_group * (high - low)):  # a single loop also loads ahead across heads
         edge = (block < whole_low) | (block >= whole_high)
-        k_sum, v_sum = _key_gradients(
-            k_sum, v_sum, d_q, k_ND, v_ND, q_rows, d_rows, shift, delta, kept, block, edge, first,
+        k_sum, v_sum = _compute_key_gradients(
+            k_sum, v_sum, d_q, k_ND, v_ND, q_rows, d_rows, shift, delta, row_offset,
+            block, edge, first,
             last, queries, width, q_stride, d_stride, scale, cap, CAP, BULK, M, WIDTH, EVEN,
             PRECISION,
         )  # fmt: skip
@@ -369,7 +372,7 @@ def backward_keys(
         # need more registers.
         q_rows += tl.where(done, q_head, 0)
         d_rows += tl.where(done, d_head, 0)
-        kept += tl.where(done, padded, 0)
+        row_offset += tl.where(done, padded, 0)
     column = tl.arange(0, WIDTH)
     at = ((batch * keys + key)[:, None] * groups + group) * width + column[None, :]
     written = inside[:, None] & (column[None, :] < width)

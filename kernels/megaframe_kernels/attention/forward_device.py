@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megaframe_kernels.device_math import LOG2_E, LOG_2, product, tanh
+from megaframe_kernels.device_math import LOG2_E, LOG_2, multiply_add, tanh
 
 
 @triton.jit
@@ -28,11 +28,11 @@ def share_programs(
     first = tl.program_id(0) // (blocks * together) * together
     # The last group may have fewer pairs.
     abreast = tl.minimum(pairs - first, together)
-    rest = tl.program_id(0) % (blocks * together)
-    pair = first + rest % abreast
+    position = tl.program_id(0) % (blocks * together)
+    pair = first + position % abreast
     # Neighbouring programs take the same turn of different pairs, so long programs start first for
     # all heads.
-    return rest // abreast, pair % heads, pair // heads
+    return position // abreast, pair % heads, pair // heads
 
 
 @triton.jit
@@ -154,12 +154,12 @@ def _attend(
     key = block * N + tl.arange(0, N)
     k_ND = load_rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
     # Scores are fp32; 16-bit operands are multiplied exactly.
-    s = product(q, tl.trans(k_ND), None, PRECISION)
+    s = multiply_add(q, tl.trans(k_ND), None, PRECISION)
     if LATE:
         # The block behind may be a masked one, so its rows are always checked. Its product does not
         # depend on this visit's exponentials and can run beside them.
         v_ND = load_rows(v, behind, v_stride, keys, width, True, N, WIDTH, EVEN)
-        out = product(p, v_ND, out * decay[:, None], PRECISION)
+        out = multiply_add(p, v_ND, out * decay[:, None], PRECISION)
     # With RAW, the maximum is taken over raw products, and scale and shift of a score are one
     # instruction instead of two.
     unit = scale * LOG2_E
@@ -167,8 +167,8 @@ def _attend(
         s, unit = scale_scores(s, scale, cap, CAP), 1.0
     if MASK:
         # exp2(-inf) is 0, so keys outside the span add nothing to the sums.
-        seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
-        s = tl.where(seen, s, -float("inf"))
+        visible = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
+        s = tl.where(visible, s, -float("inf"))
     # The running maximum is subtracted, so no power exceeds 1 (Milakov and Gimelshein 2018).
     highest = tl.maximum(top, tl.max(s, 1) * unit)
     shift = highest
@@ -185,7 +185,7 @@ def _attend(
     if LATE:
         return out, highest, total, shares.to(p.dtype), less
     v_ND = load_rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
-    out = product(shares.to(p.dtype), v_ND, out * less[:, None], PRECISION)
+    out = multiply_add(shares.to(p.dtype), v_ND, out * less[:, None], PRECISION)
     return out, highest, total, p, decay
 
 
@@ -229,8 +229,8 @@ def forward(
     head (Dao et al. 2022)."""
     blocks = tl.cdiv(queries, M)
     turn, head, sample = share_programs(blocks, together, heads)
-    mine = blocks - 1 - turn  # with a causal mask the last queries see the most keys
-    query = mine * M + tl.arange(0, M)
+    own_block = blocks - 1 - turn  # with a causal mask the last queries see the most keys
+    query = own_block * M + tl.arange(0, M)
     # 64-bit from here, because offsets of samples and heads may exceed 32 bits.
     group = (head // per_group).to(tl.int64)
     head, batch = head.to(tl.int64), sample.to(tl.int64)
@@ -240,7 +240,7 @@ def forward(
     stop = tl.load(stops + batch * queries + query, mask=inside, other=0)
     low, high, whole_low, whole_high = find_visits(start, stop, inside, keys, N)
     q_rows = q + batch * q_batch + head * q_head
-    q_MD = load_rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
+    q_MD = load_rows(q_rows, own_block, q_stride, queries, width, True, M, WIDTH, EVEN)
     k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
     # All running numbers are fp32, and are rounded once, when stored.
     total = tl.zeros([M], tl.float32)
@@ -276,7 +276,7 @@ def forward(
         # The shares of the last visit have not met their values yet. Without any visit they are 0.
         behind = _block_at(tl.maximum(high - low - 1, 0), low, left, whole_low, whole_high, edges)
         v_ND = load_rows(v_rows, behind, v_stride, keys, width, True, N, WIDTH, EVEN)
-        result = product(p, v_ND, result * decay[:, None], PRECISION)
+        result = multiply_add(p, v_ND, result * decay[:, None], PRECISION)
     # A query that sees nothing gets 0 instead of 0 / 0, and a log-sum-exp of -inf.
     some = total > 0.0
     result = result / tl.where(some, total, 1.0)[:, None]

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megaframe_kernels.attention import backward_device, forward_device
-from megaframe_kernels.device import ceil_div, generation, launch, power_of_2
+from megaframe_kernels.device import ceil_div, launch, next_power_of_2, read_generation
 
 PADDING: int = backward_device.PADDING.value
 _CACHED = 32 * 2**20
@@ -86,7 +86,7 @@ def choose_blocks(table: Table, x: Tensor, wide_numbers: Tiling = WIDE_NUMBERS) 
 
 def _choose_constants(x: Tensor, scale: float | None, softcap: float | None) -> dict[str, Any]:
     # Tiles are powers of two wide, and matrix products take at least 16.
-    width = power_of_2(max(x.shape[-1], 16))
+    width = next_power_of_2(max(x.shape[-1], 16))
     return {
         "CAP": softcap is not None,
         "WIDTH": width,
@@ -144,7 +144,7 @@ def launch_forward(
     per_group = heads // key.shape[2]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
-    blocks = blocks or choose_blocks(FORWARD[generation(query)], query)
+    blocks = blocks or choose_blocks(FORWARD[read_generation(query)], query)
     launch(
         forward_device.forward,
         (ceil_div(queries, blocks.queries) * heads * batch,),
@@ -169,7 +169,7 @@ def launch_forward(
         softcap or 1.0,
         # A scale above 0 keeps the order of products, so the maximum can be taken before scaling.
         RAW=softcap is None and scale_or_default(query, scale) > 0.0,
-        LATE=generation(query) > 8,  # matrix products are asynchronous there
+        LATE=read_generation(query) > 8,  # matrix products are asynchronous there
         M=blocks.queries,
         N=blocks.keys,
         warps=blocks.warps,
@@ -242,7 +242,7 @@ def launch_backward(
     else:
         # Bitwise repeatable: each gradient is the sum of one program, over keys in ascending order
         # of visits.
-        table = BACKWARD_QUERIES[generation(query)]
+        table = BACKWARD_QUERIES[read_generation(query)]
         by_query = choose_blocks(table, query, WIDE_NUMBERS_BY_QUERIES)
         launch(
             backward_device.backward_queries,
@@ -261,7 +261,7 @@ def launch_backward(
             **options,
         )
     # The copy engine adds from generation 9 on, but not in Triton's interpreter.
-    bulk = fused and generation(query) > 8 and query.device.type != "cpu"
+    bulk = fused and read_generation(query) > 8 and query.device.type != "cpu"
     launch(
         backward_device.backward_keys,
         (ceil_div(key.shape[1], by_key.keys) * groups * batch,),
@@ -283,8 +283,8 @@ def launch_backward(
     )
     if sums is not None and d_query.numel():
         # Without the padding of queries and width; scaled once for all keys, then rounded once.
-        made = sums.view(*delta.shape, -1)[:, :, :queries, :width]
-        torch.mul(made.transpose(1, 2), scale_or_default(query, scale), out=d_query)
+        summed = sums.view(*delta.shape, -1)[:, :, :queries, :width]
+        torch.mul(summed.transpose(1, 2), scale_or_default(query, scale), out=d_query)
     d_sinks = query.new_empty(0)
     if sinks is not None:
         # A sink has the value 0, so its d_p is 0 and d_s = share (0 - delta).
@@ -317,7 +317,7 @@ def _prepare(
         width,
         *d_out.stride()[:3],
         M=tall,
-        WIDTH=power_of_2(width),
+        WIDTH=next_power_of_2(width),
     )
     return shift, delta
 
@@ -327,4 +327,4 @@ def _choose_key_blocks(query: Tensor, softcap: float | None, fused: bool) -> Til
     if fused:
         # The tangent of a softcap needs registers of its own, so blocks are smaller with it.
         tables = BACKWARD_FUSED if softcap is None else BACKWARD_FUSED_CAPPED
-    return choose_blocks(tables[generation(query)], query)
+    return choose_blocks(tables[read_generation(query)], query)

@@ -75,8 +75,8 @@ def find_spans(
         The spans; `plain` if they are only a causal mask over as many queries as keys.
     """
     # Everything is computed in int64 on the device, so the host does not wait.
-    query = _places(query_places, queries, device)
-    key = _places(key_places, keys, device)
+    query = _make_places(query_places, queries, device)
+    key = _make_places(key_places, keys, device)
     starts = torch.zeros(batch, queries, dtype=torch.int64, device=device)
     stops = torch.full_like(starts, keys)
     if causal:
@@ -86,12 +86,12 @@ def find_spans(
         # The oldest place that a window of this size reaches.
         starts = starts.maximum(torch.searchsorted(key, query - window + 1))
     if query_documents is not None and key_documents is not None:
-        mine, theirs = query_documents.contiguous(), key_documents.contiguous()
+        query_numbers, key_numbers = query_documents.contiguous(), key_documents.contiguous()
         # Document numbers ascend, so a document is one run of keys.
-        starts = starts.maximum(torch.searchsorted(theirs, mine))
-        stops = stops.minimum(torch.searchsorted(theirs, mine, right=True))
-    given = (query_places, key_places, query_documents, key_documents)
-    plain = causal and queries == keys and all(g is None for g in given)
+        starts = starts.maximum(torch.searchsorted(key_numbers, query_numbers))
+        stops = stops.minimum(torch.searchsorted(key_numbers, query_numbers, right=True))
+    masks = (query_places, key_places, query_documents, key_documents)
+    plain = causal and queries == keys and all(g is None for g in masks)
     return make_spans(starts, stops, keys, plain, window)
 
 
@@ -117,15 +117,15 @@ def make_spans(
     first = torch.searchsorted(stops.long().contiguous(), key, right=True)
     last = torch.searchsorted(starts.long().contiguous(), key, right=True)
 
-    def narrow(x: Tensor) -> Tensor:
+    def convert(x: Tensor) -> Tensor:
         # int32 is enough for a sample's length, and half as much for the kernels to read.
         return x.to(torch.int32).contiguous()
 
-    ends = narrow(starts), narrow(stops), narrow(first), narrow(last)
+    ends = convert(starts), convert(stops), convert(first), convert(last)
     return Spans(*ends, plain, window)
 
 
-def _places(places: Tensor | None, length: int, device: torch.device | str) -> Tensor:
+def _make_places(places: Tensor | None, length: int, device: torch.device | str) -> Tensor:
     if places is None:
         return torch.arange(length, device=device)
     return places.to(torch.int64).contiguous()

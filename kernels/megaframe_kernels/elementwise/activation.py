@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels.device import ceil_div, flatten_rows, launch, power_of_2
+from megaframe_kernels.device import ceil_div, flatten_rows, launch, next_power_of_2
 from megaframe_kernels.direct import bypass_dispatcher
-from megaframe_kernels.installed import missing_liger, missing_nothing
+from megaframe_kernels.installed import check_liger, require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_nothing, refuse_types
 
 KINDS = ("swiglu", "gelu", "gelu_tanh", "relu2")
@@ -24,7 +24,7 @@ _TILE = 2048
 _COLUMNS = 1024
 
 
-def reference(x: Tensor, kind: str) -> Tensor:
+def run_reference(x: Tensor, kind: str) -> Tensor:
     """Apply the activation to x.
 
     gelu: x Phi(x), or its tanh form (Hendrycks and Gimpel 2016). relu2: max(x, 0)^2 (So et al.
@@ -58,7 +58,7 @@ def _tile(
 
 
 @triton.jit
-def _gelu_share(value: tl.tensor, TANH: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def _compute_gelu_share(value: tl.tensor, TANH: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Return gelu(x) / x and its derivative."""
     if TANH:
         # Beyond 20 the share is 0 or 1 in fp32, and the cube could overflow.
@@ -96,7 +96,7 @@ def _forward(
         positive = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
         result = positive * positive
     else:
-        share, _ = _gelu_share(value, KIND == "gelu_tanh")
+        share, _ = _compute_gelu_share(value, KIND == "gelu_tanh")
         result = value * share
     tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask=inside)
 
@@ -118,7 +118,7 @@ def _backward(
     (1 - s)), d_up = d_y gate s."""
     row, column, inside = _tile(rows, width, ROWS, COLUMNS)
     value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    given = tl.load(d_y + row * d_stride + column, mask=inside, other=0.0).to(tl.float32)
+    d_value = tl.load(d_y + row * d_stride + column, mask=inside, other=0.0).to(tl.float32)
     at = d_x + row * width + column
     if KIND == "swiglu":
         up = tl.load(x + row * stride + width + column, mask=inside, other=0.0).to(tl.float32)
@@ -126,22 +126,22 @@ def _backward(
         share = tl.sigmoid(value)
         # Gradients of gate and up are the two halves of one row, like their input.
         at = d_x + row * (2 * width) + column
-        d_up = given * value * share
+        d_up = d_value * value * share
         tl.store(at + width, d_up.to(d_x.dtype.element_ty), mask=inside)
-        result = given * up * share * (1.0 + value * (1.0 - share))
+        result = d_value * up * share * (1.0 + value * (1.0 - share))
     elif KIND == "relu2":
-        result = given * 2.0 * tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        result = d_value * 2.0 * tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
-        share, slope = _gelu_share(value, KIND == "gelu_tanh")
+        share, slope = _compute_gelu_share(value, KIND == "gelu_tanh")
         # Beyond 20 the slope is 0, and an infinite value times 0 would be NaN.
         near = tl.clamp(value, -20.0, 20.0, propagate_nan=tl.PropagateNan.ALL)
-        result = given * (share + near * slope)
+        result = d_value * (share + near * slope)
     tl.store(at, result.to(d_x.dtype.element_ty), mask=inside)
 
 
 def _choose_grid(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
     """Return the grid and the tile sizes."""
-    columns = min(power_of_2(max(width, 16)), _COLUMNS)
+    columns = min(next_power_of_2(max(width, 16)), _COLUMNS)
     tall = _TILE // columns
     grid = (ceil_div(rows, tall) * ceil_div(width, columns),)
     return grid, {"ROWS": tall, "COLUMNS": columns}
@@ -191,12 +191,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.kind = inputs[1]
 
 
-def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+def _compute_gradients(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
     return _direct_backward(gradients[0], *ctx.saved_tensors, ctx.kind), None
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_keep)
-_direct_forward = bypass_dispatcher(_forward_op, launch_forward, _keep, _differentiate)
+_forward_op.register_autograd(_compute_gradients, setup_context=_keep)
+_direct_forward = bypass_dispatcher(_forward_op, launch_forward, _keep, _compute_gradients)
 _direct_backward = bypass_dispatcher(_backward_op, launch_backward)
 
 
@@ -212,13 +212,13 @@ def run_liger(x: Tensor, kind: str) -> Tensor:
     return functional.liger_swiglu(*(part.contiguous() for part in x.chunk(2, -1)))
 
 
-def _refuses(x: Tensor, kind: str) -> str | None:
+def _refuse_inputs(x: Tensor, kind: str) -> str | None:
     if kind == "swiglu" and x.shape[-1] % 2:
         return f"a row of {x.shape[-1]} does not split into two halves"
     return refuse_types(x)
 
 
-def _liger_refuses(x: Tensor, kind: str) -> str | None:
+def _refuse_for_liger(x: Tensor, kind: str) -> str | None:
     if kind != "swiglu":
         return "it is used for swiglu only"
     return None if x.is_cuda else "tensors are not on a GPU"
@@ -226,11 +226,11 @@ def _liger_refuses(x: Tensor, kind: str) -> str | None:
 
 KERNEL = Kernel(
     "activation",
-    reference,
+    run_reference,
     {
-        "triton": Implementation("triton", run_triton, missing_nothing, _refuses),
-        "torch": Implementation("torch", reference, missing_nothing, refuse_nothing),
-        "liger": Implementation("liger", run_liger, missing_liger, _liger_refuses),
+        "triton": Implementation("triton", run_triton, require_nothing, _refuse_inputs),
+        "torch": Implementation("torch", run_reference, require_nothing, refuse_nothing),
+        "liger": Implementation("liger", run_liger, check_liger, _refuse_for_liger),
     },
     # Arguments of exponentials reach 10 where the result matters, and their rounding grows with it.
     constant=16.0,

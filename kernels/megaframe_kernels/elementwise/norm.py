@@ -15,14 +15,14 @@ from torch import Tensor
 
 from megaframe_kernels.device import (
     ceil_div,
+    count_processors,
     flatten_rows,
     launch,
-    power_of_2,
-    processors,
+    next_power_of_2,
 )
 from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.elementwise import norm_device
-from megaframe_kernels.installed import missing_liger, missing_nothing
+from megaframe_kernels.installed import check_liger, require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_nothing, refuse_types
 
 _WIDEST = 16384
@@ -32,7 +32,7 @@ _TILE = 1024
 """Elements of a program's tile if rows are narrow."""
 
 
-def reference(
+def run_reference(
     x: Tensor,
     gain: Tensor,
     bias: Tensor | None = None,
@@ -71,7 +71,7 @@ def reference(
 def _choose_tile(x: Tensor) -> tuple[int, int, int]:
     """Return the rows and width of a tile of x [rows, width], and its number of warps, for 16 to 32
     elements per thread."""
-    padded = power_of_2(max(x.shape[1], 16))
+    padded = next_power_of_2(max(x.shape[1], 16))
     rows = max(1, _TILE // padded)
     warps = min(16, max(1, rows * padded // 512))
     if padded > _WHOLE and x.dtype == torch.float32:
@@ -158,7 +158,7 @@ def launch_backward(
     wide = tile_width > _WHOLE
     # 16 warps per multiprocessor, and no more programs than tiles. Only GPU and shape decide, so
     # the order of sums is repeatable.
-    programs = min(processors(total) * max(1, 16 // warps), max(1, ceil_div(rows, tile_rows)))
+    programs = min(count_processors(total) * max(1, 16 // warps), max(1, ceil_div(rows, tile_rows)))
     d_x = torch.empty_like(total, memory_format=torch.contiguous_format)
     # Every program writes its row of partial sums. Without rows none runs, so they must be 0.
     d_gain = scales.new_empty(programs, width) if rows else scales.new_zeros(programs, width)
@@ -234,7 +234,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+def _compute_gradients(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     total, gain, means, scales = ctx.saved_tensors
     d_y, d_total = gradients[0], gradients[1] if ctx.added else None
     d_y = torch.zeros_like(total) if d_y is None else d_y
@@ -250,8 +250,8 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
     )
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_keep)
-_direct_forward = bypass_dispatcher(_forward_op, launch_forward, _keep, _differentiate)
+_forward_op.register_autograd(_compute_gradients, setup_context=_keep)
+_direct_forward = bypass_dispatcher(_forward_op, launch_forward, _keep, _compute_gradients)
 _direct_backward = bypass_dispatcher(_backward_op, launch_backward)
 
 
@@ -310,7 +310,7 @@ def run_liger(
     return functional.liger_rms_norm(total, gain, eps, in_place=False), total
 
 
-def _refuses(
+def _refuse_inputs(
     x: Tensor, gain: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, **_: Any
 ) -> str | None:
     if x.shape[-1] > _WIDEST:
@@ -318,7 +318,7 @@ def _refuses(
     return refuse_types(x, gain, bias, residual)
 
 
-def _liger_refuses(
+def _refuse_for_liger(
     x: Tensor, gain: Tensor, bias: Tensor | None = None, *_: Any, kind: str = "rmsnorm", **__: Any
 ) -> str | None:
     if bias is not None and kind == "rmsnorm":
@@ -328,10 +328,10 @@ def _liger_refuses(
 
 KERNEL = Kernel(
     "norm",
-    reference,
+    run_reference,
     {
-        "triton": Implementation("triton", run_triton, missing_nothing, _refuses),
-        "torch": Implementation("torch", run_torch, missing_nothing, refuse_nothing),
-        "liger": Implementation("liger", run_liger, missing_liger, _liger_refuses),
+        "triton": Implementation("triton", run_triton, require_nothing, _refuse_inputs),
+        "torch": Implementation("torch", run_torch, require_nothing, refuse_nothing),
+        "liger": Implementation("liger", run_liger, check_liger, _refuse_for_liger),
     },
 )

@@ -125,10 +125,10 @@ def backward(
         at = row[:, None] * width + column[None, :]
         tl.store(d_x + at, result.to(d_x.dtype.element_ty), mask=inside)
     # One row of partial sums per program instead of atomics, so the order of sums is fixed.
-    mine = tl.program_id(0) * width + column
-    tl.store(d_gain + mine, tl.sum(gain_sum, 0), mask=column < width)
+    row_start = tl.program_id(0) * width + column
+    tl.store(d_gain + row_start, tl.sum(gain_sum, 0), mask=column < width)
     if d_bias is not None:
-        tl.store(d_bias + mine, tl.sum(bias_sum, 0), mask=column < width)
+        tl.store(d_bias + row_start, tl.sum(bias_sum, 0), mask=column < width)
 
 
 @triton.jit
@@ -149,8 +149,8 @@ def _read_half(
     # Unlike (t - mean) scale, this is one instruction per element, and fp32 rows fit in registers.
     normed = tl.load(total + column, mask=inside, other=0.0).to(tl.float32) * scale - mean * scale
     normed = tl.where(inside, normed, 0.0)
-    given = tl.load(d_y + column, mask=inside, other=0.0).to(tl.float32)
-    return column, given, normed, given * tl.load(gain + column, mask=inside, other=0.0)
+    d_value = tl.load(d_y + column, mask=inside, other=0.0).to(tl.float32)
+    return column, d_value, normed, d_value * tl.load(gain + column, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -203,12 +203,12 @@ def backward_wide(
         mean = 0.0
         if CENTER:
             mean = tl.load(means + row)
-        _, given, normed, inner = _read_half(y_row, t_row, gain, mean, scale, 0, width, HALF)
-        low_gain += given * normed
+        _, d_value, normed, inner = _read_half(y_row, t_row, gain, mean, scale, 0, width, HALF)
+        low_gain += d_value * normed
         # Both means are over the whole row, so nothing can be stored before both halves are read.
         slope, shift = tl.sum(inner * normed, 0), tl.sum(inner, 0)
-        _, given, normed, inner = _read_half(y_row, t_row, gain, mean, scale, HALF, width, HALF)
-        high_gain += given * normed
+        _, d_value, normed, inner = _read_half(y_row, t_row, gain, mean, scale, HALF, width, HALF)
+        high_gain += d_value * normed
         slope = (slope + tl.sum(inner * normed, 0)) / width
         shift = (shift + tl.sum(inner, 0)) / width
         if not CENTER:
@@ -220,7 +220,7 @@ def backward_wide(
         _finish_half(added, x_row, column, inner, normed, slope, shift, scale, width)
         column, _, normed, inner = _read_half(y_row, t_row, gain, mean, scale, HALF, width, HALF)
         _finish_half(added, x_row, column, inner, normed, slope, shift, scale, width)
-    mine = tl.program_id(0) * width
+    row_start = tl.program_id(0) * width
     low, high = tl.arange(0, HALF), HALF + tl.arange(0, HALF)
-    tl.store(d_gain + mine + low, low_gain, mask=low < width)
-    tl.store(d_gain + mine + high, high_gain, mask=high < width)
+    tl.store(d_gain + row_start + low, low_gain, mask=low < width)
+    tl.store(d_gain + row_start + high, high_gain, mask=high < width)

@@ -13,16 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels.device import ceil_div, launch, power_of_2
+from megaframe_kernels.device import ceil_div, launch, next_power_of_2
 from megaframe_kernels.direct import bypass_dispatcher
-from megaframe_kernels.installed import missing_nothing
+from megaframe_kernels.installed import require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_nothing, refuse_types
 
 _TILE = 2048
 """Pairs that a program rotates."""
 
 
-def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def run_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """(a, b) -> (a cos - b sin, b cos + a sin) for a = x[..., i], b = x[..., i + R].
 
     Args:
@@ -37,9 +37,9 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     kind = torch.promote_types(x.dtype, torch.float32)
     # unsqueeze: the same angle for all heads of a token.
     cos, sin = cos.detach().to(kind).unsqueeze(-2), sin.detach().to(kind).unsqueeze(-2)
-    first, second, rest = x.to(kind).split((half, half, x.shape[-1] - 2 * half), -1)
-    turned = (first * cos - second * sin, second * cos + first * sin, rest)
-    return torch.cat(turned, -1).to(x.dtype)
+    first, second, unrotated = x.to(kind).split((half, half, x.shape[-1] - 2 * half), -1)
+    rotated = (first * cos - second * sin, second * cos + first * sin, unrotated)
+    return torch.cat(rotated, -1).to(x.dtype)
 
 
 @triton.jit
@@ -84,8 +84,8 @@ def _turn(
     # x keeps its strides, so a view of a larger tensor is not copied; y is contiguous.
     start = (batch * batch_stride + place * token_stride)[:, None] + head[None, :] * head_stride
     out = (token * heads)[:, None] * head_width + head[None, :] * head_width
-    here = (token < tokens)[:, None] & (head < heads)[None, :]
-    inside = here[:, :, None] & (pair < half)[None, None, :]
+    in_range = (token < tokens)[:, None] & (head < heads)[None, :]
+    inside = in_range[:, :, None] & (pair < half)[None, None, :]
     at, to = x + start[:, :, None] + pair[None, None, :], y + out[:, :, None] + pair[None, None, :]
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
@@ -95,9 +95,9 @@ def _turn(
     if REST > 0:
         # Dims beyond the rotated ones are copied as they are.
         column = 2 * half + tl.arange(0, REST)
-        inside = here[:, :, None] & (column < head_width)[None, None, :]
-        rest = tl.load(x + start[:, :, None] + column[None, None, :], mask=inside, other=0.0)
-        tl.store(y + out[:, :, None] + column[None, None, :], rest, mask=inside)
+        inside = in_range[:, :, None] & (column < head_width)[None, None, :]
+        unrotated = tl.load(x + start[:, :, None] + column[None, None, :], mask=inside, other=0.0)
+        tl.store(y + out[:, :, None] + column[None, None, :], unrotated, mask=inside)
 
 
 def launch_turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
@@ -107,9 +107,9 @@ def launch_turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     batch, length, heads, width = x.shape
     half = cos.shape[-1]
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    padded = power_of_2(max(half, 1))
+    padded = next_power_of_2(max(half, 1))
     # As many heads as fit, because they share cosine and sine; then as many tokens.
-    tall = min(power_of_2(max(heads, 1)), max(1, _TILE // padded))
+    tall = min(next_power_of_2(max(heads, 1)), max(1, _TILE // padded))
     tokens = max(1, _TILE // (padded * tall))
     launch(
         _turn,
@@ -129,7 +129,7 @@ def launch_turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         TOKENS=tokens,
         HEADS=tall,
         HALF=padded,
-        REST=power_of_2(width - 2 * half) if width > 2 * half else 0,
+        REST=next_power_of_2(width - 2 * half) if width > 2 * half else 0,
     )
     return y
 
@@ -148,12 +148,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(cos, sin)
 
 
-def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+def _compute_gradients(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
     return _direct_turn(gradients[0], *ctx.saved_tensors, not ctx.back), None, None, None
 
 
-_turn_op.register_autograd(_differentiate, setup_context=_keep)
-_direct_turn = bypass_dispatcher(_turn_op, launch_turn, _keep, _differentiate)
+_turn_op.register_autograd(_compute_gradients, setup_context=_keep)
+_direct_turn = bypass_dispatcher(_turn_op, launch_turn, _keep, _compute_gradients)
 
 
 def run_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -163,9 +163,9 @@ def run_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 KERNEL = Kernel(
     "rotary",
-    reference,
+    run_reference,
     {
-        "triton": Implementation("triton", run_triton, missing_nothing, refuse_types),
-        "torch": Implementation("torch", reference, missing_nothing, refuse_nothing),
+        "triton": Implementation("triton", run_triton, require_nothing, refuse_types),
+        "torch": Implementation("torch", run_reference, require_nothing, refuse_nothing),
     },
 )

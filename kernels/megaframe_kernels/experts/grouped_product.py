@@ -8,7 +8,6 @@ by each, P = T K places (choices in the order of experts), E experts, N outputs,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,39 +16,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels.device import capability, ceil_div, generation, launch, power_of_2
-from megaframe_kernels.device_math import product
+from megaframe_kernels.device import ceil_div, launch, next_power_of_2
+from megaframe_kernels.device_math import multiply_add
 from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.experts import permute
-from megaframe_kernels.experts.tiles import find_tile, walk
-from megaframe_kernels.installed import missing_cuda, missing_triton
+from megaframe_kernels.experts.grouped_gradient import (
+    compute_weight_gradient,
+    make_adjacent,
+    refuse_place_for_torch,
+    refuse_strides_for_torch,
+)
+from megaframe_kernels.experts.tiles import Tiles, choose_tiles, find_tile, walk
+from megaframe_kernels.installed import check_cuda, check_triton
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
-
-@dataclass(frozen=True)
-class Tiles:
-    """Rows, columns and depth of a tile; warps and stages in Triton's sense."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-TILES = {
-    8: Tiles(128, 128, 64, 8, 3),
-    9: Tiles(128, 256, 64, 8, 3),
-    10: Tiles(128, 256, 64, 8, 3),
-}
-"""For 16-bit types, by generation of the chip."""
-_COLUMNS_OF_ADDING = 128
 _CLEARED = 64
-_WIDE_NUMBERS = Tiles(32, 32, 32, 4, 2)
-"""For fp32."""
 
 
-def reference(
+def run_reference(
     x: Tensor,
     weights_ENH: Tensor,
     ends_E: Tensor,
@@ -81,8 +65,8 @@ def reference(
     out = rows.new_zeros(rows.shape[0], weights_ENH.shape[1])
     start = 0
     for weight, end in zip(weights_ENH, ends_E.tolist(), strict=True):
-        mine = (place >= start) & (place < end)
-        out = out + torch.where(mine[:, None], rows, 0.0) @ weight.t()
+        inside = (place >= start) & (place < end)
+        out = out + torch.where(inside[:, None], rows, 0.0) @ weight.t()
         start = end
     if scatter and order_P is not None:
         return torch.zeros_like(out).index_copy(0, order_P.long(), out)
@@ -143,7 +127,7 @@ def _multiply(
         # Both operands are 0 beyond the depth, so that 0 is never multiplied by garbage.
         within = known[:, None] & (column[None, :] < outputs)
         b = tl.load(right + start * input_stride, mask=within, other=0.0)
-        total = product(a, b, total, PRECISION)
+        total = multiply_add(a, b, total, PRECISION)
     to = place.to(tl.int64)
     if scatter is not None:
         # Each choice has one place, so no two rows are written to the same one.
@@ -179,65 +163,6 @@ def _clear(
         tl.store(row + column[None, :], zeros, mask=beyond[:, None] & (column[None, :] < outputs))
 
 
-@triton.jit
-def _multiply_transposed(
-    d_y: tl.tensor,
-    x: tl.tensor,
-    ends: tl.tensor,
-    d_weights: tl.tensor,
-    outputs: tl.tensor,
-    inputs: tl.tensor,
-    d_stride: tl.tensor,
-    x_stride: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ADD: tl.constexpr,
-) -> None:
-    """d_weights[e] = sum over the places of e of d_y[p]^T x[p], which is 0 for an expert without
-    places. With ADD, d_weights += that."""
-    down, across = tl.cdiv(outputs, ROWS), tl.cdiv(inputs, COLUMNS)
-    expert, tile = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
-    below, right = walk(tile, down, across)
-    output = below * ROWS + tl.arange(0, ROWS)
-    column = right * COLUMNS + tl.arange(0, COLUMNS)
-    start = 0
-    if expert > 0:
-        start = tl.load(ends + expert - 1)
-    end = tl.load(ends + expert)
-    # One program sums over all places of its expert, so the order of the sum is fixed.
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(start, end, DEPTH):
-        place = first + tl.arange(0, DEPTH)
-        inside = place < end
-        row = place.to(tl.int64)
-        # d_y is read transposed, [ROWS, DEPTH]; the sum is over places.
-        at = d_y + row[None, :] * d_stride + output[:, None]
-        a = tl.load(at, mask=inside[None, :] & (output[:, None] < outputs), other=0.0)
-        at = x + row[:, None] * x_stride + column[None, :]
-        b = tl.load(at, mask=inside[:, None] & (column[None, :] < inputs), other=0.0)
-        total = product(a, b, total, PRECISION)
-    at = expert.to(tl.int64) * outputs * inputs + output[:, None] * inputs + column[None, :]
-    written = (output[:, None] < outputs) & (column[None, :] < inputs)
-    if ADD:
-        # Added in fp32 and rounded once to the gradient's type. Only this program has the tile, so
-        # it can be read and written without atomics.
-        total += tl.load(d_weights + at, mask=written, other=0.0).to(tl.float32)
-    tl.store(d_weights + at, total.to(d_weights.dtype.element_ty), mask=written)
-
-
-def _choose(x: Tensor, tiles: Tiles | None) -> tuple[Tiles, str]:
-    wide = x.dtype == torch.float32
-    chosen = _WIDE_NUMBERS if wide else TILES[generation(x)]
-    # fp32 operands are not rounded to tf32; 16-bit operands ignore this option.
-    return tiles or chosen, "ieee" if wide else "tf32"
-
-
-def _make_adjacent(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def launch_multiply(
     x: Tensor,
     weights_ENH: Tensor,
@@ -261,11 +186,11 @@ def launch_multiply(
     Returns:
         y [P, N].
     """
-    x = _make_adjacent(x)
+    x = make_adjacent(x)
     places = x.shape[0] if gather_P is None else gather_P.shape[0]
     experts, outputs, inputs = weights_ENH.shape
     out = x.new_empty(places, outputs)
-    tiles, precision = _choose(x, tiles)
+    tiles, precision = choose_tiles(x, tiles)
     launch(
         _multiply,
         # Each expert may end with a partial tile, so this many tiles suffice for any counts.
@@ -288,7 +213,7 @@ def launch_multiply(
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,
         # One more, for the places beyond the last end.
-        EXPERTS=power_of_2(experts + 1),
+        EXPERTS=next_power_of_2(experts + 1),
         PRECISION=precision,
         warps=tiles.warps,
         stages=tiles.stages,
@@ -300,68 +225,8 @@ def launch_clear(out_PN: Tensor, ends_E: Tensor) -> None:
     """Write zeros to the rows beyond the last end."""
     places, outputs = out_PN.shape
     tile = {"ROWS": _CLEARED, "COLUMNS": _CLEARED}
-    given = (out_PN, ends_E, ends_E.shape[0], places, outputs, out_PN.stride(0))
-    launch(_clear, (ceil_div(places, _CLEARED),), *given, **tile)
-
-
-def launch_weight_gradient(
-    d_y: Tensor,
-    x: Tensor,
-    weights_ENH: Tensor,
-    ends_E: Tensor,
-    tiles: Tiles | None = None,
-) -> Tensor:
-    """Return the gradient of the weights."""
-    # Not zeros: the kernel writes every tile, also those of experts without rows.
-    d_weights = torch.empty_like(weights_ENH, memory_format=torch.contiguous_format)
-    launch_weight_gradient_into(d_weights, d_y, x, ends_E, add=False, tiles=tiles)
-    return d_weights
-
-
-def launch_weight_gradient_into(
-    d_weights: Tensor,
-    d_y: Tensor,
-    x: Tensor,
-    ends_E: Tensor,
-    *,
-    add: bool,
-    tiles: Tiles | None = None,
-) -> None:
-    """Write the gradient of the weights to `d_weights`, or add it, in the type of `d_weights`.
-
-    Args:
-        d_weights: [E, N, H], contiguous.
-        d_y: gradient of the result, [P, N], in the order of experts.
-        x: rows [P, H], in the order of experts.
-        ends_E: where each expert's places end, int32.
-        add: whether the gradient is added to what is there.
-        tiles: by default those of `TILES`, narrower with `add`.
-    """
-    d_y, x = _make_adjacent(d_y), _make_adjacent(x)
-    experts, outputs, inputs = d_weights.shape
-    if add and tiles is None and x.dtype != torch.float32:
-        # The old values take as many registers as the sums, so tiles are narrower.
-        tiles = replace(TILES[generation(x)], columns=_COLUMNS_OF_ADDING)
-    tiles, precision = _choose(x, tiles)
-    launch(
-        _multiply_transposed,
-        (experts * ceil_div(outputs, tiles.rows) * ceil_div(inputs, tiles.columns),),
-        d_y,
-        x,
-        ends_E,
-        d_weights,
-        outputs,
-        inputs,
-        d_y.stride(0),
-        x.stride(0),
-        ROWS=tiles.rows,
-        COLUMNS=tiles.columns,
-        DEPTH=tiles.depth,
-        PRECISION=precision,
-        ADD=add,
-        warps=tiles.warps,
-        stages=tiles.stages,
-    )
+    arguments = (out_PN, ends_E, ends_E.shape[0], places, outputs, out_PN.stride(0))
+    launch(_clear, (ceil_div(places, _CLEARED),), *arguments, **tile)
 
 
 @torch.library.custom_op("megaframe::grouped_product", mutates_args=())
@@ -374,16 +239,6 @@ def _multiply_op(
     chosen: int,
 ) -> Tensor:
     return launch_multiply(x, weights_ENH, ends_E, gather_P, scatter_P, chosen)
-
-
-@torch.library.custom_op("megaframe::grouped_weight_gradient", mutates_args=())
-def _weight_op(d_y: Tensor, x: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> Tensor:
-    return launch_weight_gradient(d_y, x, weights_ENH, ends_E)
-
-
-@torch.library.custom_op("megaframe::grouped_gradient_", mutates_args=("grads_ENH",))
-def _gradient_op(grads_ENH: Tensor, d_y: Tensor, x: Tensor, ends_E: Tensor, add: bool) -> None:
-    launch_weight_gradient_into(grads_ENH, d_y, x, ends_E, add=add)
 
 
 clear_op = torch.library.custom_op(
@@ -404,13 +259,7 @@ def _(
     return x.new_empty(places, weights_ENH.shape[1])
 
 
-@_weight_op.register_fake
-def _(d_y: Tensor, x: Tensor, weights_ENH: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(weights_ENH, memory_format=torch.contiguous_format)
-
-
 _direct_multiply = bypass_dispatcher(_multiply_op, launch_multiply)
-_direct_weight = bypass_dispatcher(_weight_op, launch_weight_gradient)
 
 
 class _Product(torch.autograd.Function):
@@ -428,8 +277,8 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(x, weights, ends, order, places)
         ctx.chosen = 1 if places is None else max(places.shape[1], 1)
         ctx.gather, ctx.scatter = gather, scatter
-        moved = order if gather else None, order if scatter else None
-        return _direct_multiply(x, weights, ends, *moved, ctx.chosen)
+        orders = order if gather else None, order if scatter else None
+        return _direct_multiply(x, weights, ends, *orders, ctx.chosen)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -446,7 +295,7 @@ class _Product(torch.autograd.Function):
             # Rows are gathered first. The kernel reads each row once per tile of the other operand,
             # and for contiguous rows it needs no registers or loads for their places.
             x = permute.gather(x, order, None, ctx.chosen) if ctx.gather else x
-            d_weights = _direct_weight(d_y, x, weights, ends)
+            d_weights = compute_weight_gradient(d_y, x, weights, ends)
         return d_x, d_weights, None, None, None, None, None
 
 
@@ -462,46 +311,6 @@ def run_triton(
 ) -> Tensor:
     """Compute the reference in Triton."""
     return _Product.apply(x, weights_ENH, ends_E, order_P, places_TK, gather, scatter)
-
-
-def reference_gradient(
-    grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
-) -> Tensor:
-    """grads[e] = sum over the places of e of d_y[p]^T x[p], in place; with `add`, grads[e] += that.
-
-    Args:
-        grads_ENH: receives the gradients; may be of higher precision than the rows.
-        d_y_PN: gradient of the result, in the order of experts.
-        x_PH: rows in the order of experts.
-        ends_E: where each expert's places end.
-        add: whether the gradient is added to what is there.
-
-    Returns:
-        grads_ENH.
-    """
-    start = 0
-    for grad, end in zip(grads_ENH, ends_E.tolist(), strict=True):
-        made = d_y_PN[start:end].to(grad.dtype).t() @ x_PH[start:end].to(grad.dtype)
-        grad.copy_(grad + made if add else made)
-        start = end
-    return grads_ENH
-
-
-def run_triton_gradient(
-    grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
-) -> Tensor:
-    """Compute the reference in Triton. The gradient never exists in low precision."""
-    _gradient_op(grads_ENH, d_y_PN, x_PH, ends_E, add)
-    return grads_ENH
-
-
-def run_torch_gradient(
-    grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
-) -> Tensor:
-    """Compute the reference by torch's grouped product, whose result has the type of the rows."""
-    # In the type of the rows: it is rounded once more than in the Triton kernel.
-    made = torch._grouped_mm(d_y_PN.t(), x_PH, offs=ends_E)
-    return grads_ENH.add_(made) if add else grads_ENH.copy_(made)
 
 
 def _multiply_by_torch(x: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> Tensor:
@@ -549,7 +358,7 @@ def run_torch(
     return out
 
 
-def _refuses(
+def _refuse_inputs(
     x: Tensor,
     weights_ENH: Tensor,
     ends_E: Tensor,
@@ -559,8 +368,8 @@ def _refuses(
     gather: bool = False,
     scatter: bool = False,
 ) -> str | None:
-    given = (ends_E, order_P, places_TK)
-    if any(t is not None and t.dtype != torch.int32 for t in given):
+    arguments = (ends_E, order_P, places_TK)
+    if any(t is not None and t.dtype != torch.int32 for t in arguments):
         return "ends, order and places must be int32"
     if (gather or scatter) and (order_P is None or places_TK is None):
         return "rows can be moved only by an order and places"
@@ -569,62 +378,17 @@ def _refuses(
     return refuse_types(x, weights_ENH)
 
 
-def _gradient_refuses(
-    grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
-) -> str | None:
-    if not grads_ENH.is_contiguous():
-        return "gradients are not contiguous"
-    if ends_E.dtype != torch.int32 or d_y_PN.dtype != x_PH.dtype:
-        return f"ends are {ends_E.dtype}, not int32, or rows {d_y_PN.dtype} and {x_PH.dtype}"
-    return refuse_types(grads_ENH, d_y_PN)
-
-
-def _torch_gradient_refuses(grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, *_: Any) -> str | None:
-    return _torch_refuses_place(d_y_PN) or _torch_refuses_strides(d_y_PN, x_PH)
-
-
-def _torch_refuses(x: Tensor, weights_ENH: Tensor, *_: Any, **__: Any) -> str | None:
-    return _torch_refuses_place(x) or _torch_refuses_strides(x, weights_ENH)
-
-
-def _torch_refuses_place(x: Tensor) -> str | None:
-    if not x.is_cuda or x.dtype != torch.bfloat16:
-        return "torch's grouped product takes bf16 on a GPU"
-    if capability(x.device.index)[0] not in (9, 10):
-        return "torch's grouped product waits for the device unless that is of generation 9 or 10"
-    return None
-
-
-def _torch_refuses_strides(*matrices: Tensor) -> str | None:
-    """Return why torch cannot take these matrices [.., H] or [E, N, H], or None. Their rows or
-    columns must be contiguous and start at multiples of 16 bytes, and so must those of the product
-    and of the gradients."""
-    for x in matrices:
-        columns, (down, across) = x.shape[-1], x.stride()[-2:]
-        if across != 1:
-            columns, down, across = x.shape[-2], across, down
-        shifts = (*x.shape[1:], down, x.storage_offset())
-        uneven = any(shift * x.element_size() % 16 for shift in shifts)
-        if across != 1 or down < columns or uneven:
-            return f"torch's grouped product needs strides of whole 16 bytes, not {x.stride()}"
-    return None
+def _refuse_for_torch(x: Tensor, weights_ENH: Tensor, *_: Any, **__: Any) -> str | None:
+    return refuse_place_for_torch(x) or refuse_strides_for_torch(x, weights_ENH)
 
 
 KERNEL = Kernel(
     "grouped_product",
-    reference,
-    {
-        "triton": Implementation("triton", run_triton, partial(missing_triton, (3, 6)), _refuses),
-        "torch": Implementation("torch", run_torch, missing_cuda, _torch_refuses),
-    },
-)
-GRADIENT = Kernel(
-    "grouped_gradient",
-    reference_gradient,
+    run_reference,
     {
         "triton": Implementation(
-            "triton", run_triton_gradient, partial(missing_triton, (3, 6)), _gradient_refuses
+            "triton", run_triton, partial(check_triton, (3, 6)), _refuse_inputs
         ),
-        "torch": Implementation("torch", run_torch_gradient, missing_cuda, _torch_gradient_refuses),
+        "torch": Implementation("torch", run_torch, check_cuda, _refuse_for_torch),
     },
 )

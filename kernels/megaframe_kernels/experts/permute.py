@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels import cuda_library
-from megaframe_kernels.device import ceil_div, launch, power_of_2
+from megaframe_kernels.device import ceil_div, launch, next_power_of_2
 from megaframe_kernels.direct import bypass_dispatcher
-from megaframe_kernels.installed import missing_nothing
+from megaframe_kernels.installed import require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refuse_types
 
 _CHOICES = 128
@@ -42,7 +42,7 @@ class ExpertOrder:
     ends_E: Tensor
 
 
-def reference_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def run_reference_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort choices by expert, then by token.
 
     Args:
@@ -74,10 +74,10 @@ def _count(
     choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
     chosen = tl.load(experts + choice, mask=choice < choices, other=-1)
     expert = tl.arange(0, EXPERTS)
-    here = (chosen[:, None] == expert[None, :]).to(tl.int32)
+    is_expert = (chosen[:, None] == expert[None, :]).to(tl.int32)
     # By expert, then block: one running sum over all counts then gives every block's start.
     at = expert * tl.num_programs(0) + tl.program_id(0)
-    tl.store(counts + at, tl.sum(here, 0), mask=expert < count)
+    tl.store(counts + at, tl.sum(is_expert, 0), mask=expert < count)
 
 
 @triton.jit
@@ -98,24 +98,24 @@ def _place(
     # -1 matches no expert.
     chosen = tl.load(experts + choice, mask=inside, other=-1)
     expert = tl.arange(0, EXPERTS)
-    here = (chosen[:, None] == expert[None, :]).to(tl.int32)
+    is_expert = (chosen[:, None] == expert[None, :]).to(tl.int32)
     at = expert * tl.num_programs(0) + tl.program_id(0)
     # The running sum up to the entry before is where this block's choices of the expert start.
     start = tl.load(along + at - 1, mask=(expert < count) & (at > 0), other=0)
     # How many earlier choices of the block have the same expert: ranks in order of choices, so the
     # sort is stable.
-    before = tl.cumsum(here, 0) - here + start[None, :]
+    before = tl.cumsum(is_expert, 0) - is_expert + start[None, :]
     # One column per row is 1, so the sum selects it.
-    place = tl.sum(before * here, 1)
+    place = tl.sum(before * is_expert, 1)
     tl.store(places + choice, place, mask=inside)
     tl.store(order + place, choice, mask=inside & (chosen >= 0) & (chosen < count))
 
 
 def launch_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `reference_order` in Triton."""
+    """Compute `run_reference_order` in Triton."""
     flat = experts_TK.contiguous()
     choices = flat.numel()
-    padded = power_of_2(max(count, 16))
+    padded = next_power_of_2(max(count, 16))
     # A program holds a matrix of choices and experts, of at most _TILE elements.
     block = max(16, min(_CHOICES, _TILE // padded))
     blocks = max(ceil_div(choices, block), 1)
@@ -133,12 +133,12 @@ def launch_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor
     return order, places, ends
 
 
-def reference_permute(x_TH: Tensor, order_P: Tensor, places_TK: Tensor) -> Tensor:
+def run_reference_permute(x_TH: Tensor, order_P: Tensor, places_TK: Tensor) -> Tensor:
     """Return each token's row at each of its places, [P, H]."""
     return x_TH[order_P.long() // max(places_TK.shape[1], 1)]
 
 
-def reference_unpermute(
+def run_reference_unpermute(
     y_PH: Tensor, weights_TK: Tensor | None, order_P: Tensor, places_TK: Tensor
 ) -> Tensor:
     """Return for each token the sum of the rows at its places times their weights.
@@ -211,7 +211,7 @@ def _combine(
 
 
 @triton.jit
-def _inner(
+def _reduce_inner_product(
     d_out: tl.tensor,
     y: tl.tensor,
     places: tl.tensor,
@@ -229,25 +229,25 @@ def _inner(
     total = tl.zeros([COLUMNS], tl.float32)
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        given = tl.load(d_out + token * d_stride + column, mask=column < width, other=0.0)
+        d_row = tl.load(d_out + token * d_stride + column, mask=column < width, other=0.0)
         row = tl.load(y + place * stride + column, mask=column < width, other=0.0)
-        total += given.to(tl.float32) * row.to(tl.float32)
+        total += d_row.to(tl.float32) * row.to(tl.float32)
     tl.store(d_weights + choice, tl.sum(total, 0).to(d_weights.dtype.element_ty))
 
 
-def _columns(width: int) -> int:
-    return min(_COLUMNS, power_of_2(max(width, 16)))
+def _choose_columns(width: int) -> int:
+    return min(_COLUMNS, next_power_of_2(max(width, 16)))
 
 
-def _rows(x: Tensor) -> Tensor:
+def _make_rows_adjacent(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def launch_gather(x_TH: Tensor, order_P: Tensor, weights: Tensor | None, k: int) -> Tensor:
     """Return the rows of x at their places, [P, H]."""
-    x, width = _rows(x_TH), x_TH.shape[1]
+    x, width = _make_rows_adjacent(x_TH), x_TH.shape[1]
     out = x.new_empty(order_P.shape[0], width)
-    columns = _columns(width)
+    columns = _choose_columns(width)
     weights = None if weights is None else weights.contiguous()
     grid = (order_P.shape[0] * ceil_div(width, columns),)
     launch(_gather, grid, x, order_P, weights, out, width, k, x.stride(0), COLUMNS=columns)
@@ -256,10 +256,10 @@ def launch_gather(x_TH: Tensor, order_P: Tensor, weights: Tensor | None, k: int)
 
 def launch_combine(y_PH: Tensor, weights: Tensor | None, places_TK: Tensor) -> Tensor:
     """Return the sums of rows, [T, H]."""
-    y, width = _rows(y_PH), y_PH.shape[1]
+    y, width = _make_rows_adjacent(y_PH), y_PH.shape[1]
     tokens, k = places_TK.shape
     out = y.new_empty(tokens, width)
-    columns = _columns(width)
+    columns = _choose_columns(width)
     weights = None if weights is None else weights.contiguous()
     grid = (tokens * ceil_div(width, columns),)
     launch(_combine, grid, y, weights, places_TK, out, width, k, y.stride(0), COLUMNS=columns)
@@ -268,18 +268,18 @@ def launch_combine(y_PH: Tensor, weights: Tensor | None, places_TK: Tensor) -> T
 
 def launch_inner(d_out_TH: Tensor, y_PH: Tensor, places_TK: Tensor, like: Tensor) -> Tensor:
     """Return the gradient of the weights, [T, K]."""
-    d_out, y = _rows(d_out_TH), _rows(y_PH)
+    d_out, y = _make_rows_adjacent(d_out_TH), _make_rows_adjacent(y_PH)
     d_weights = torch.empty_like(like, memory_format=torch.contiguous_format)
     width = y.shape[1]
     sizes = (width, places_TK.shape[1], d_out.stride(0), y.stride(0))
-    columns = _columns(width)
-    given = (d_out, y, places_TK, d_weights)
-    launch(_inner, (places_TK.numel(),), *given, *sizes, COLUMNS=columns)
+    columns = _choose_columns(width)
+    arguments = (d_out, y, places_TK, d_weights)
+    launch(_reduce_inner_product, (places_TK.numel(),), *arguments, *sizes, COLUMNS=columns)
     return d_weights
 
 
 def launch_order_cuda(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `reference_order` in CUDA C++."""
+    """Compute `run_reference_order` in CUDA C++."""
     flat = experts_TK.contiguous()
     blocks = cuda_library.count("megaframe_expert_order_blocks", flat.numel())
     # Zeros, because choices of an expert that does not exist are not written.
@@ -288,8 +288,8 @@ def launch_order_cuda(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, T
     # The library gets addresses only. `starts` is freed on return; torch reuses it only for later
     # work on the same stream, so the kernels still have it.
     outputs = (t.data_ptr() for t in (starts, order, places, ends))
-    given = flat.data_ptr(), flat.numel(), count, *outputs
-    cuda_library.call("megaframe_expert_order", flat, *given)
+    arguments = flat.data_ptr(), flat.numel(), count, *outputs
+    cuda_library.call("megaframe_expert_order", flat, *arguments)
     return order, places, ends
 
 
@@ -305,10 +305,10 @@ _inner_op = torch.library.custom_op("megaframe::expert_inner", launch_inner, mut
 @_order_op.register_fake
 @_order_cuda_op.register_fake
 def _(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    def empty(*shape: int) -> Tensor:
+    def make_empty(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int32, device=experts_TK.device)
 
-    return empty(experts_TK.numel()), empty(*experts_TK.shape), empty(count)
+    return make_empty(experts_TK.numel()), make_empty(*experts_TK.shape), make_empty(count)
 
 
 @_gather_op.register_fake
@@ -372,7 +372,7 @@ def _order_refuses(experts_TK: Tensor, count: int) -> str | None:
     return refuse_place(experts_TK)
 
 
-def _cuda_order_refuses(experts_TK: Tensor, count: int) -> str | None:
+def _refuse_for_cuda_order(experts_TK: Tensor, count: int) -> str | None:
     reason = _order_refuses(experts_TK, count)
     return reason or (None if experts_TK.is_cuda else "experts are not on a GPU")
 
@@ -387,21 +387,21 @@ def _permute_refuses(x_TH: Tensor, *_: Any) -> str | None:
 
 ORDER = Kernel(
     "expert_order",
-    reference_order,
+    run_reference_order,
     {
-        "triton": Implementation("triton", _direct_order, missing_nothing, _order_refuses),
+        "triton": Implementation("triton", _direct_order, require_nothing, _order_refuses),
         "cuda": Implementation(
-            "cuda", _direct_order_cuda, cuda_library.missing_library, _cuda_order_refuses
+            "cuda", _direct_order_cuda, cuda_library.explain_missing_library, _refuse_for_cuda_order
         ),
     },
 )
 PERMUTE = Kernel(
     "permute",
-    reference_permute,
-    {"triton": Implementation("triton", _Permute.apply, missing_nothing, _permute_refuses)},
+    run_reference_permute,
+    {"triton": Implementation("triton", _Permute.apply, require_nothing, _permute_refuses)},
 )
 UNPERMUTE = Kernel(
     "unpermute",
-    reference_unpermute,
-    {"triton": Implementation("triton", _Unpermute.apply, missing_nothing, _unpermute_refuses)},
+    run_reference_unpermute,
+    {"triton": Implementation("triton", _Unpermute.apply, require_nothing, _unpermute_refuses)},
 )

@@ -14,16 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels.device import ceil_div, launch, power_of_2
+from megaframe_kernels.device import ceil_div, launch, next_power_of_2
 from megaframe_kernels.direct import bypass_dispatcher
-from megaframe_kernels.installed import missing_nothing
+from megaframe_kernels.installed import require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
 _TILE = 1024
 _MOST_EXPERTS = 1024
 
 
-def reference(
+def run_reference(
     logits_TE: Tensor,
     k: int,
     bias_E: Tensor | None = None,
@@ -57,7 +57,7 @@ def reference(
 
 
 @triton.jit
-def _scores(logits: tl.tensor, known: tl.tensor, SIGMOID: tl.constexpr) -> tl.tensor:
+def _compute_scores(logits: tl.tensor, known: tl.tensor, SIGMOID: tl.constexpr) -> tl.tensor:
     if SIGMOID:
         return tl.where(known, tl.sigmoid(logits), 0.0)
     # The maximum is subtracted, so no exponential exceeds 1. Padding counts as -inf.
@@ -89,7 +89,7 @@ def _forward(
     known = expert[None, :] < count
     inside = (token[:, None] < tokens) & known
     at = logits + token[:, None] * stride + expert[None, :]
-    scores = _scores(tl.load(at, mask=inside, other=0.0).to(tl.float32), known, SIGMOID)
+    scores = _compute_scores(tl.load(at, mask=inside, other=0.0).to(tl.float32), known, SIGMOID)
     by = scores
     if bias is not None:
         # Only the choice is by score plus bias; `scores` stays as it is.
@@ -104,11 +104,11 @@ def _forward(
     share = tl.zeros([TOKENS, CHOSEN], tl.float32)
     for place in range(0, k):
         chosen = tl.argmax(by, 1, tie_break_left=True)
-        here = expert[None, :] == chosen[:, None]
+        is_chosen = expert[None, :] == chosen[:, None]
         # One element per row is left, so the sum reads it exactly. It is the score without bias.
-        value = tl.sum(tl.where(here, scores, 0.0), 1)
+        value = tl.sum(tl.where(is_chosen, scores, 0.0), 1)
         # Not chosen again.
-        by = tl.where(here, -float("inf"), by)
+        by = tl.where(is_chosen, -float("inf"), by)
         now = rank[None, :] == place
         best = tl.where(now, chosen[:, None], best)
         share = tl.where(now, value[:, None], share)
@@ -144,7 +144,9 @@ def _backward(
     inside = (token[:, None] < tokens) & known
     at = token[:, None] * stride + expert[None, :]
     # Computed again from the logits: only these, weights and experts are saved.
-    scores = _scores(tl.load(logits + at, mask=inside, other=0.0).to(tl.float32), known, SIGMOID)
+    scores = _compute_scores(
+        tl.load(logits + at, mask=inside, other=0.0).to(tl.float32), known, SIGMOID
+    )
     d_scores = tl.zeros([TOKENS, EXPERTS], tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
     inner = tl.zeros([TOKENS], tl.float32)
@@ -152,11 +154,11 @@ def _backward(
         choice = token * k + place
         # Tokens of padding choose expert -1, which matches none.
         chosen = tl.load(experts + choice, mask=token < tokens, other=-1)
-        given = tl.load(d_weights + choice, mask=token < tokens, other=0.0).to(tl.float32)
-        here = expert[None, :] == chosen[:, None]
-        d_scores += tl.where(here, given[:, None], 0.0)
-        total += tl.sum(tl.where(here, scores, 0.0), 1)
-        inner += given * tl.load(weights + choice, mask=token < tokens, other=0.0)
+        d_weight = tl.load(d_weights + choice, mask=token < tokens, other=0.0).to(tl.float32)
+        is_chosen = expert[None, :] == chosen[:, None]
+        d_scores += tl.where(is_chosen, d_weight[:, None], 0.0)
+        total += tl.sum(tl.where(is_chosen, scores, 0.0), 1)
+        inner += d_weight * tl.load(weights + choice, mask=token < tokens, other=0.0)
     if NORMALISE:  # w = s / sum(s), so d_s = (d_w - sum(d_w w)) / sum(s) for chosen experts
         among = tl.zeros([TOKENS, EXPERTS], tl.float32)
         for place in range(0, k):
@@ -177,7 +179,7 @@ def _backward(
 
 
 def _choose_tile(tokens: int, experts: int) -> tuple[tuple[int], dict[str, int]]:
-    padded = power_of_2(max(experts, 16))
+    padded = next_power_of_2(max(experts, 16))
     tall = max(1, _TILE // padded)
     return (ceil_div(tokens, tall),), {"TOKENS": tall, "EXPERTS": padded}
 
@@ -192,9 +194,9 @@ def launch_forward(
     experts = flat.new_empty(tokens, k, dtype=torch.int32)
     grid, tile = _choose_tile(tokens, count)
     bias = None if bias_E is None else bias_E.contiguous()
-    options = {"SIGMOID": sigmoid, "NORMALISE": normalise, "CHOSEN": power_of_2(k), **tile}
-    given = (flat, bias, weights, experts, tokens, count, k, flat.stride(0))
-    launch(_forward, grid, *given, **options)
+    options = {"SIGMOID": sigmoid, "NORMALISE": normalise, "CHOSEN": next_power_of_2(k), **tile}
+    arguments = (flat, bias, weights, experts, tokens, count, k, flat.stride(0))
+    launch(_forward, grid, *arguments, **options)
     return weights, experts
 
 
@@ -269,13 +271,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+def _compute_gradients(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     d_logits = _direct_backward(gradients[0], *ctx.saved_tensors, ctx.sigmoid, ctx.normalise)
     return d_logits, None, None, None, None
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_keep)
-_direct_forward = bypass_dispatcher(_forward_op, launch_forward, _keep, _differentiate)
+_forward_op.register_autograd(_compute_gradients, setup_context=_keep)
+_direct_forward = bypass_dispatcher(_forward_op, launch_forward, _keep, _compute_gradients)
 _direct_backward = bypass_dispatcher(_backward_op, launch_backward)
 
 
@@ -291,7 +293,7 @@ def run_triton(
     return _direct_forward(logits_TE, k, bias_E, score == "sigmoid", normalise)
 
 
-def _refuses(logits_TE: Tensor, k: int, bias_E: Tensor | None = None, **_: Any) -> str | None:
+def _refuse_inputs(logits_TE: Tensor, k: int, bias_E: Tensor | None = None, **_: Any) -> str | None:
     count = logits_TE.shape[1]
     if not 0 < k <= count <= _MOST_EXPERTS:
         return f"{k} of {count} experts; it takes 1 to all of at most {_MOST_EXPERTS}"
@@ -300,7 +302,7 @@ def _refuses(logits_TE: Tensor, k: int, bias_E: Tensor | None = None, **_: Any) 
 
 KERNEL = Kernel(
     "router",
-    reference,
-    {"triton": Implementation("triton", run_triton, missing_nothing, _refuses)},
+    run_reference,
+    {"triton": Implementation("triton", run_triton, require_nothing, _refuse_inputs)},
     constant=8.0,
 )

@@ -1,4 +1,4 @@
-"""Device code of grouped products: which rows belong to a tile, and in which order tiles are
+"""Tiles of grouped products: their sizes, which rows belong to each, and in which order they are
 computed.
 
 Each expert's rows are divided into tiles starting at its first row, so no tile has rows of two
@@ -7,12 +7,48 @@ experts. The tiles of all experts are numbered consecutively.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from megaframe_kernels.device import read_generation
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows, columns and depth of a tile; warps and stages in Triton's sense."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+TILES = {
+    8: Tiles(128, 128, 64, 8, 3),
+    9: Tiles(128, 256, 64, 8, 3),
+    10: Tiles(128, 256, 64, 8, 3),
+}
+"""For 16-bit types, by generation of the chip."""
+_FP32_TILES = Tiles(32, 32, 32, 4, 2)
+"""For fp32."""
+
+
+def choose_tiles(x: Tensor, tiles: Tiles | None) -> tuple[Tiles, str]:
+    """Return the tiles for the type and chip of x, unless they are given, and the precision of
+    products in Triton's sense."""
+    wide = x.dtype == torch.float32
+    chosen = _FP32_TILES if wide else TILES[read_generation(x)]
+    # fp32 operands are not rounded to tf32; 16-bit operands ignore this option.
+    return tiles or chosen, "ieee" if wide else "tf32"
 
 
 @triton.jit
-def _tiles(
+def _count_tiles(
     ends: tl.tensor,
     count: tl.tensor,
     places: tl.tensor,
@@ -41,25 +77,29 @@ def find_tile(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the expert of a tile of rows (more than `count` if there is no such tile), the tile's
     first place, and where the expert's places end."""
-    expert, start, end, tiles = _tiles(ends, count, places, ROWS, EXPERTS)
+    expert, start, end, tiles = _count_tiles(ends, count, places, ROWS, EXPERTS)
     # The tile's expert is the number of experts whose tiles all come before it.
     until = tl.cumsum(tiles, 0)
-    mine = tl.sum(tl.where((expert <= count) & (until <= tile), 1, 0), 0)
-    here = expert == mine
+    selected = tl.sum(tl.where((expert <= count) & (until <= tile), 1, 0), 0)
+    here = expert == selected
     # One element is left, so the sum selects it. until - tiles is the number of the expert's first
     # tile.
     first = tl.sum(tl.where(here, start + (tile - until + tiles) * ROWS, 0), 0)
-    return mine, first, tl.sum(tl.where(here, end, 0), 0)
+    return selected, first, tl.sum(tl.where(here, end, 0), 0)
 
 
 @triton.jit
-def tiles_of(
-    ends: tl.tensor, mine: tl.tensor, count: tl.tensor, ROWS: tl.constexpr, EXPERTS: tl.constexpr
+def find_tiles(
+    ends: tl.tensor,
+    selected: tl.tensor,
+    count: tl.tensor,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the first tile of expert `mine`, which is below `count`, and its number of tiles."""
-    expert, _, _, tiles = _tiles(ends, count, 0, ROWS, EXPERTS)
-    before = tl.sum(tl.where(expert < mine, tiles, 0), 0)
-    return before, tl.sum(tl.where(expert == mine, tiles, 0), 0)
+    """Return the first tile of expert `selected`, below `count`, and its number of tiles."""
+    expert, _, _, tiles = _count_tiles(ends, count, 0, ROWS, EXPERTS)
+    before = tl.sum(tl.where(expert < selected, tiles, 0), 0)
+    return before, tl.sum(tl.where(expert == selected, tiles, 0), 0)
 
 
 @triton.jit

@@ -1,38 +1,35 @@
-"""Grouped products in 8 bits: the rows and matrices of all experts are quantised, and multiplied in
-one launch.
+"""Grouped products in 8 bits: the rows and matrices of all experts are multiplied in one launch.
 
 Every result is the same as from multiplying each expert on its own, because only numbers of one
-expert share a scale. Rows are quantised by the usual kernel (`fp8.QUANTISE`), unless each expert
-has one scale. The gradient of a matrix is a sum over the rows of its expert, and matrix units
-multiply 8-bit numbers only if the summed dimension is contiguous. Columns are therefore written as
-rows, in which each expert starts at a multiple of 128. The buffers have room for any division of
-the rows over experts, so the host needs no counts.
+expert share a scale (`grouped_quantize`).
 
-Shape legend: P places (rows in the order of experts), E experts, C columns, K summed over, N
-outputs, H inputs, W = 128 (ceil(P / 128) + E) spaced places, S scales of a column.
+Shape legend: P places (rows in the order of experts), E experts, K summed over, N outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels.device import capability, ceil_div, generation, launch, power_of_2
+from megaframe_kernels.device import (
+    ceil_div,
+    launch,
+    next_power_of_2,
+    read_capability,
+    read_generation,
+)
 from megaframe_kernels.device_math import INTERPRETED
 from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.experts import grouped_product
-from megaframe_kernels.experts.grouped_product import Tiles
-from megaframe_kernels.experts.tiles import find_tile, tiles_of, walk
-from megaframe_kernels.fp8 import quantize
+from megaframe_kernels.experts.tiles import Tiles, find_tile, walk
+from megaframe_kernels.fp8 import quantize, scaled_product
+from megaframe_kernels.fp8.grouped_quantize import iterate_spans
 from megaframe_kernels.fp8.quantize import SHARED, TYPES
-from megaframe_kernels.fp8.quantize_device import magnitude, narrow, scale_of
-from megaframe_kernels.installed import missing_cuda, missing_triton
+from megaframe_kernels.installed import check_cuda, check_triton
 from megaframe_kernels.kernel import FLOATS, Implementation, Kernel, refuse_place, refuse_types
 
 TILES = {
@@ -44,84 +41,9 @@ TILES = {
 Before generation 10, the sums of that many products are added in fp32 outside of the matrix units,
 because those of generation 9 keep only about 14 bits of their sums (DeepSeek-AI 2024). With scales
 per 128 elements this is so on every generation, because each sum is scaled first."""
-SHARING = ("expert", "column", "block")
-"""Which numbers share a scale when columns are quantised: all of an expert, each column of an
-expert, or every 128 numbers of a column."""
-_COLUMNS = 64
 
 
-def _spans(ends_E: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield the places of each expert, and its spaced places including padding."""
-    start = spaced = 0
-    for end in ends_E.tolist():
-        # Each expert starts at a multiple of 128, so no tile has numbers of two experts.
-        filled = ceil_div(end - start, SHARED) * SHARED
-        yield slice(start, end), slice(spaced, spaced + filled)
-        start, spaced = end, spaced + filled
-
-
-def _spaced(places: int, experts: int) -> int:
-    # Enough for any division of the places over experts, so the host needs no counts.
-    return SHARED * (ceil_div(places, SHARED) + experts)
-
-
-def _scales_down(spaced: int, experts: int, sharing: str) -> int:
-    """Return the number of scales of a column."""
-    return spaced // SHARED if sharing == "block" else experts
-
-
-def reference_experts(
-    x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
-) -> tuple[Tensor, Tensor]:
-    """Return x [P, C] in 8 bits with one scale per expert, repeated for its places, fp32 [P, 1].
-    Places beyond the last end share a scale of their own."""
-    parts = x_PC.tensor_split(ends_E.tolist())
-    made = [quantize.reference(part, dtype) for part in parts]
-    scales = [s.expand(len(part), 1) for part, (_, s) in zip(parts, made, strict=True)]
-    # As bytes, so that concatenation need not know the 8-bit types.
-    return torch.cat([q.view(torch.uint8) for q, _ in made]).view(dtype), torch.cat(scales)
-
-
-def reference_columns(
-    x_PC: Tensor,
-    ends_E: Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    sharing: str = "column",
-) -> tuple[Tensor, Tensor]:
-    """Quantise the columns and write them as rows.
-
-    Each expert's places start at a multiple of 128 and are followed by zeros.
-
-    Args:
-        x_PC: rows in the order of experts.
-        ends_E: where each expert's places end.
-        dtype: the 8-bit type.
-        sharing: which numbers share a scale, one of `SHARING`.
-
-    Returns:
-        The columns in 8 bits, [C, W], and fp32 scales [S, C] with S = E, or W / 128 for blocks.
-    """
-    places, columns = x_PC.shape
-    spaced = _spaced(places, len(ends_E))
-    out = x_PC.new_zeros(columns, spaced, dtype=dtype)
-    none = x_PC.new_zeros(_scales_down(spaced, len(ends_E), sharing), columns, dtype=torch.float32)
-    # An expert without rows has the scale of zeros.
-    scales = quantize.scale_by(none, dtype)
-    block = {"expert": None, "column": (1, 0), "block": (1, SHARED)}[sharing]
-    for expert, (here, there) in enumerate(_spans(ends_E)):
-        if here.stop == here.start:
-            continue
-        made, by = quantize.reference(x_PC[here].t(), dtype, block)
-        start = there.start
-        out[:, start : start + made.shape[1]] = made
-        rows = slice(expert, expert + 1)
-        if sharing == "block":
-            rows = slice(start // SHARED, there.stop // SHARED)
-        scales[rows] = by.t()
-    return out, scales
-
-
-def reference(
+def run_reference(
     a_PK: Tensor,
     b_ENK: Tensor,
     a_scales: Tensor,
@@ -143,126 +65,15 @@ def reference(
         y [P, N].
     """
     y_PN = a_PK.new_zeros(a_PK.shape[0], b_ENK.shape[1], dtype=dtype)
-    for expert, (here, _) in enumerate(_spans(ends_E)):
-        if here.stop > here.start:
-            given = a_PK[here], b_ENK[expert], a_scales[here], b_scales[expert]
-            y_PN[here] = quantize.reference_product(*given, dtype)
+    for expert, (rows, _) in enumerate(iterate_spans(ends_E)):
+        if rows.stop > rows.start:
+            operands = a_PK[rows], b_ENK[expert], a_scales[rows], b_scales[expert]
+            y_PN[rows] = scaled_product.run_reference(*operands, dtype)
     return y_PN
 
 
-def reference_gradient(
-    grads_ENH: Tensor,
-    a_NW: Tensor,
-    b_HW: Tensor,
-    a_scales: Tensor,
-    b_scales: Tensor,
-    ends_E: Tensor,
-    add: bool,
-) -> Tensor:
-    """grads[e] = sum over the spaced places w of expert e of a[n, w] b[h, w], in place; with `add`,
-    grads[e] += that.
-
-    Args:
-        grads_ENH: receives the gradients.
-        a_NW: gradients of the result in 8 bits, as from `reference_columns`.
-        b_HW: inputs in 8 bits, as from `reference_columns`.
-        a_scales: [S, N].
-        b_scales: [S, H].
-        ends_E: where the places of each expert end, without spacing.
-        add: whether the gradient is added to what is there.
-
-    Returns:
-        grads_ENH.
-    """
-    for expert, (_, there) in enumerate(_spans(ends_E)):
-        rows = slice(expert, expert + 1)
-        if len(a_scales) != len(ends_E):
-            rows = slice(there.start // SHARED, there.stop // SHARED)
-        given = a_NW[:, there], b_HW[:, there], a_scales[rows].t(), b_scales[rows].t()
-        grad = grads_ENH[expert]
-        # An expert without rows has a gradient of 0.
-        made = torch.zeros_like(grad)
-        if there.stop > there.start:
-            made = quantize.reference_product(*given, grad.dtype)
-        grad.copy_(grad + made if add else made)
-    return grads_ENH
-
-
 @triton.jit
-def _largest_of_columns(
-    x: tl.tensor,
-    ends: tl.tensor,
-    scales: tl.tensor,
-    width: tl.tensor,
-    stride: tl.tensor,
-    MOST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Compute the scales of some columns of an expert."""
-    across = tl.cdiv(width, COLUMNS)
-    expert = tl.program_id(0) // across
-    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
-    start = 0
-    if expert > 0:
-        start = tl.load(ends + expert - 1)
-    end = tl.load(ends + expert)
-    # Bits of magnitudes, whose order as integers is that of the numbers; NaN is highest.
-    top = tl.zeros([ROWS, COLUMNS], tl.int32)
-    for first in range(start, end, ROWS):
-        place = first + tl.arange(0, ROWS)
-        inside = (place < end)[:, None] & (column < width)[None, :]
-        at = x + place.to(tl.int64)[:, None] * stride + column[None, :]
-        top = tl.maximum(top, magnitude(tl.load(at, mask=inside, other=0.0)))
-    scale = scale_of(tl.max(top, 0), MOST, False)
-    tl.store(scales + expert * width + column, scale, mask=column < width)
-
-
-@triton.jit
-def _quantise_columns(
-    x: tl.tensor,
-    ends: tl.tensor,
-    known: tl.tensor,
-    out: tl.tensor,
-    scales: tl.tensor,
-    places: tl.tensor,
-    experts: tl.tensor,
-    width: tl.tensor,
-    spaced: tl.tensor,
-    stride: tl.tensor,
-    MOST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-) -> None:
-    """Quantise a tile of rows, by `known` scales of experts or by the scales of the tile's own
-    columns, which are stored. Tiles that belong to no expert become zeros, although they are never
-    read."""
-    across = tl.cdiv(width, COLUMNS)
-    tile = tl.program_id(0) // across
-    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
-    # Tile i of the spaced places is tile i of the rows, because both start each expert anew.
-    expert, first, end = find_tile(ends, tile, experts, places, ROWS, EXPERTS)
-    place = first + tl.arange(0, ROWS)
-    here = column < width
-    inside = ((place < end) & (expert < experts))[:, None] & here[None, :]
-    at = x + place.to(tl.int64)[:, None] * stride + column[None, :]
-    # Zeros between experts: they add nothing to the sum over places.
-    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    if known is not None:
-        scale = tl.load(known + expert * width + column, mask=here & (expert < experts), other=1.0)
-    else:
-        scale = scale_of(tl.max(magnitude(value), 0), MOST, False)
-        tl.store(scales + tile.to(tl.int64) * width + column, scale, mask=here)
-    result = narrow(value, scale[None, :], MOST, out.dtype.element_ty)
-    to = tile * ROWS + tl.arange(0, ROWS)
-    # Columns become rows, because 8-bit products need the summed dimension contiguous.
-    at = out + column.to(tl.int64)[:, None] * spaced + to[None, :]
-    tl.store(at, tl.trans(result), mask=here[:, None])
-
-
-@triton.jit
-def _add_product(
+def add_product(
     total: tl.tensor,
     a: tl.tensor,
     b: tl.tensor,
@@ -342,137 +153,18 @@ def _multiply(
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, terms, DEPTH):
         known = start + depth < terms
-        one = tl.load(left + start, mask=inside[:, None] & known[None, :], other=0.0)
-        other = tl.load(right + start, mask=known[:, None] & within[None, :], other=0.0)
+        a_tile = tl.load(left + start, mask=inside[:, None] & known[None, :], other=0.0)
+        b_tile = tl.load(right + start, mask=known[:, None] & within[None, :], other=0.0)
         if BLOCKS:
             # A tile is as deep as the numbers that share a scale.
             left_scale = tl.load(down + start // DEPTH, mask=inside, other=0.0)
             right_scale = tl.load(across + start // DEPTH, mask=within, other=0.0)
-        total = _add_product(total, one, other, left_scale, right_scale, BLOCKS, FEW_BITS)
+        total = add_product(total, a_tile, b_tile, left_scale, right_scale, BLOCKS, FEW_BITS)
     if not BLOCKS:
         # Scales that hold for the whole sum are applied once.
         total *= left_scale[:, None] * right_scale[None, :]
     at = out + place.to(tl.int64)[:, None] * outputs + column[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=inside[:, None] & within[None, :])
-
-
-@triton.jit
-def _multiply_columns(
-    a: tl.tensor,
-    b: tl.tensor,
-    a_scales: tl.tensor,
-    b_scales: tl.tensor,
-    ends: tl.tensor,
-    grads: tl.tensor,
-    experts: tl.tensor,
-    outputs: tl.tensor,
-    inputs: tl.tensor,
-    spaced: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    FEW_BITS: tl.constexpr,
-    ADD: tl.constexpr,
-) -> None:
-    """grads[e] (+)= sum over the spaced places w of expert e of a[n, w] b[h, w], with scales."""
-    high, wide = tl.cdiv(outputs, ROWS), tl.cdiv(inputs, COLUMNS)
-    expert, tile = tl.program_id(0) // (high * wide), tl.program_id(0) % (high * wide)
-    below, right = walk(tile, high, wide)
-    row = below * ROWS + tl.arange(0, ROWS)
-    column = right * COLUMNS + tl.arange(0, COLUMNS)
-    inside, within = row < outputs, column < inputs
-    # Tiles of 128 spaced places: padding is 0, so only whole tiles are read and depth needs no
-    # mask.
-    first, tiles = tiles_of(ends, expert, experts, DEPTH, EXPERTS)
-    place = first * DEPTH + tl.arange(0, DEPTH)
-    left = a + row.to(tl.int64)[:, None] * spaced + place[None, :]
-    right = b + column.to(tl.int64)[None, :] * spaced + place[:, None]
-    group = expert
-    if BLOCKS:
-        # With scales of blocks, one row of scales per 128 places; otherwise one per expert.
-        group = first
-    down = a_scales + group.to(tl.int64) * outputs + row
-    across = b_scales + group.to(tl.int64) * inputs + column
-    left_scale = tl.load(down, mask=inside, other=0.0)
-    right_scale = tl.load(across, mask=within, other=0.0)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for step in range(0, tiles):
-        one = tl.load(left + step * DEPTH, mask=inside[:, None], other=0.0)
-        other = tl.load(right + step * DEPTH, mask=within[None, :], other=0.0)
-        if BLOCKS:
-            left_scale = tl.load(down + step * outputs, mask=inside, other=0.0)
-            right_scale = tl.load(across + step * inputs, mask=within, other=0.0)
-        total = _add_product(total, one, other, left_scale, right_scale, BLOCKS, FEW_BITS)
-    if not BLOCKS:
-        total *= left_scale[:, None] * right_scale[None, :]
-    at = grads + expert.to(tl.int64) * outputs * inputs + row[:, None] * inputs + column[None, :]
-    written = inside[:, None] & within[None, :]
-    if ADD:
-        # Added in fp32 and rounded once. Only this program has the tile.
-        total += tl.load(at, mask=written, other=0.0).to(tl.float32)
-    tl.store(at, total.to(grads.dtype.element_ty), mask=written)
-
-
-def _scales_of_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return one scale per expert and one more for places beyond the last end, [E + 1]; and the
-    expert of each place."""
-    # The largest magnitude of each row; those of an expert's rows are then combined on the device.
-    magnitude_P = quantize.launch_largest(x_PC, len(x_PC))
-    place_P = torch.arange(len(x_PC), dtype=torch.int32, device=x_PC.device)
-    # The number of ends at or before a place: E for places beyond the last.
-    expert_P = torch.searchsorted(ends_E, place_P, right=True)
-    magnitude_X = magnitude_P.new_zeros(len(ends_E) + 1)
-    magnitude_X = magnitude_X.scatter_reduce(0, expert_P, magnitude_P, "amax")
-    return quantize.scale_by(magnitude_X, dtype), expert_P
-
-
-def launch_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute `reference_experts`."""
-    x = x_PC if x_PC.stride(1) == 1 else x_PC.contiguous()
-    scales_X, expert_P = _scales_of_experts(x, ends_E, dtype)
-    scales_P = scales_X[expert_P]
-    return quantize.launch_quantise_by(x, scales_P, dtype), scales_P[:, None]
-
-
-def launch_columns(
-    x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype, sharing: str
-) -> tuple[Tensor, Tensor]:
-    """Compute `reference_columns`."""
-    x = x_PC if x_PC.stride(1) == 1 else x_PC.contiguous()
-    (places, columns), experts = x.shape, len(ends_E)
-    spaced, most = _spaced(places, experts), torch.finfo(dtype).max
-    across = ceil_div(columns, _COLUMNS)
-    tile: dict[str, Any] = {"MOST": most, "ROWS": SHARED, "COLUMNS": _COLUMNS}
-    # With scales of blocks, the kernel finds and writes them while it has the tile.
-    scales = x.new_empty(_scales_down(spaced, experts, sharing), columns, dtype=torch.float32)
-    if sharing == "column":
-        # A first pass for the scales: a column of an expert may be longer than a tile.
-        given = x, ends_E, scales, columns, x.stride(0)
-        launch(_largest_of_columns, (experts * across,), *given, **tile, warps=8)
-    elif sharing == "expert":
-        by_expert, _ = _scales_of_experts(x, ends_E, dtype)
-        scales.copy_(by_expert[:experts, None])
-    out = torch.empty(columns, spaced, dtype=dtype, device=x.device)
-    launch(
-        _quantise_columns,
-        (spaced // SHARED * across,),
-        x,
-        ends_E,
-        None if sharing == "block" else scales,
-        out,
-        scales,
-        places,
-        experts,
-        columns,
-        spaced,
-        x.stride(0),
-        EXPERTS=power_of_2(experts + 1),
-        **tile,
-        warps=8,
-    )
-    return out, scales
 
 
 def launch_multiply(
@@ -483,11 +175,11 @@ def launch_multiply(
     ends_E: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute `reference`."""
+    """Compute `run_reference`."""
     (places, inputs), (experts, outputs, _) = a_PK.shape, b_ENK.shape
     b = b_ENK if b_ENK.stride(2) == 1 else b_ENK.contiguous()
     out = torch.empty(places, outputs, dtype=dtype, device=a_PK.device)
-    tiles, parts = TILES[generation(a_PK)], a_scales.shape[1]
+    tiles, parts = TILES[read_generation(a_PK)], a_scales.shape[1]
     launch(
         _multiply,
         # Each expert may end with a partial tile, so this many suffice for any counts.
@@ -507,78 +199,20 @@ def launch_multiply(
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,
-        EXPERTS=power_of_2(experts + 1),
+        EXPERTS=next_power_of_2(experts + 1),
         ALIKE=1 if b_scales.shape[1] == outputs else SHARED,
         BLOCKS=parts > 1,
         # Units of generation 9 keep about 14 bits of a sum (DeepSeek-AI 2024).
-        FEW_BITS=generation(a_PK) < 10,
+        FEW_BITS=read_generation(a_PK) < 10,
         warps=tiles.warps,
         stages=tiles.stages,
     )
     return out
 
 
-def launch_gradient(
-    grads_ENH: Tensor,
-    a_NW: Tensor,
-    b_HW: Tensor,
-    a_scales: Tensor,
-    b_scales: Tensor,
-    ends_E: Tensor,
-    add: bool,
-) -> None:
-    """Compute `reference_gradient`."""
-    experts, outputs, inputs = grads_ENH.shape
-    tiles = TILES[generation(a_NW)]
-    launch(
-        _multiply_columns,
-        (experts * ceil_div(outputs, tiles.rows) * ceil_div(inputs, tiles.columns),),
-        *(t.contiguous() for t in (a_NW, b_HW, a_scales, b_scales)),
-        ends_E,
-        grads_ENH,
-        experts,
-        outputs,
-        inputs,
-        a_NW.shape[1],
-        ROWS=tiles.rows,
-        COLUMNS=tiles.columns,
-        DEPTH=tiles.depth,
-        EXPERTS=power_of_2(experts + 1),
-        BLOCKS=len(a_scales) != experts,
-        FEW_BITS=generation(a_NW) < 10,
-        ADD=add,
-        warps=tiles.warps,
-        stages=tiles.stages,
-    )
-
-
-_experts_op = torch.library.custom_op(
-    "megaframe::quantise_experts", launch_experts, mutates_args=()
-)
-_columns_op = torch.library.custom_op(
-    "megaframe::quantise_columns", launch_columns, mutates_args=()
-)
 _multiply_op = torch.library.custom_op(
     "megaframe::grouped_scaled_product", launch_multiply, mutates_args=()
 )
-_gradient_op = torch.library.custom_op(
-    "megaframe::grouped_scaled_gradient_", launch_gradient, mutates_args=("grads_ENH",)
-)
-
-
-@_experts_op.register_fake
-def _(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    scales = x_PC.new_empty(len(x_PC), 1, dtype=torch.float32)
-    return x_PC.new_empty(x_PC.shape, dtype=dtype), scales
-
-
-@_columns_op.register_fake
-def _(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype, sharing: str) -> tuple[Tensor, Tensor]:
-    (places, columns), experts = x_PC.shape, len(ends_E)
-    spaced = _spaced(places, experts)
-    shape = _scales_down(spaced, experts, sharing), columns
-    scales = x_PC.new_empty(shape, dtype=torch.float32)
-    return x_PC.new_empty(columns, spaced, dtype=dtype), scales
 
 
 @_multiply_op.register_fake
@@ -593,27 +227,7 @@ def _(
     return a_PK.new_empty(a_PK.shape[0], b_ENK.shape[1], dtype=dtype)
 
 
-_direct_experts = bypass_dispatcher(_experts_op, launch_experts)
-_direct_columns = bypass_dispatcher(_columns_op, launch_columns)
 _direct_multiply = bypass_dispatcher(_multiply_op, launch_multiply)
-_direct_gradient = bypass_dispatcher(_gradient_op, launch_gradient)
-
-
-def run_experts(
-    x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
-) -> tuple[Tensor, Tensor]:
-    """Compute `reference_experts` in Triton."""
-    return _direct_experts(x_PC, ends_E, dtype)
-
-
-def run_columns(
-    x_PC: Tensor,
-    ends_E: Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    sharing: str = "column",
-) -> tuple[Tensor, Tensor]:
-    """Compute `reference_columns` in Triton."""
-    return _direct_columns(x_PC, ends_E, dtype, sharing)
 
 
 def run_triton(
@@ -624,7 +238,7 @@ def run_triton(
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Compute `reference` in Triton."""
+    """Compute `run_reference` in Triton."""
     return _direct_multiply(a_PK, b_ENK, a_scales, b_scales, ends_E, dtype)
 
 
@@ -636,7 +250,7 @@ def run_torch(
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Compute `reference` by torch's scaled grouped product, for scales of rows."""
+    """Compute `run_reference` by torch's scaled grouped product, for scales of rows."""
     out = torch._scaled_grouped_mm(
         a_PK,
         b_ENK.transpose(1, 2),
@@ -649,34 +263,7 @@ def run_torch(
     return out
 
 
-def run_gradient(
-    grads_ENH: Tensor,
-    a_NW: Tensor,
-    b_HW: Tensor,
-    a_scales: Tensor,
-    b_scales: Tensor,
-    ends_E: Tensor,
-    add: bool,
-) -> Tensor:
-    """Compute `reference_gradient` in Triton."""
-    _direct_gradient(grads_ENH, a_NW, b_HW, a_scales, b_scales, ends_E, add)
-    return grads_ENH
-
-
-def _rounding_refuses(
-    x_PC: Tensor,
-    ends_E: Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    sharing: str = "column",
-) -> str | None:
-    if sharing not in SHARING:
-        return f"{sharing!r} is none of {', '.join(SHARING)}"
-    if ends_E.dtype != torch.int32:
-        return f"ends are {ends_E.dtype}, not int32"
-    return quantize.refuse_rounding(x_PC, dtype)
-
-
-def _refuses(
+def refuse_inputs(
     a: Tensor,
     b: Tensor,
     a_scales: Tensor,
@@ -693,7 +280,7 @@ def _refuses(
     return quantize.refuse_chip(a) or refuse_place(a) or refuse_types(a_scales, b_scales)
 
 
-def _torch_refuses(
+def _refuse_for_torch(
     a_PK: Tensor,
     b_ENK: Tensor,
     a_scales: Tensor,
@@ -701,7 +288,7 @@ def _torch_refuses(
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> str | None:
-    if not a_PK.is_cuda or capability(a_PK.device.index)[0] != 9:
+    if not a_PK.is_cuda or read_capability(a_PK.device.index)[0] != 9:
         return "torch's scaled grouped product is known to run on generation 9 only"
     if a_scales.shape[1] > 1 or b_scales.shape[1] != b_ENK.shape[1]:
         return "torch's scaled grouped product takes one scale for a row"
@@ -711,47 +298,15 @@ def _torch_refuses(
         return "torch's scaled grouped product needs dims that 16 divides"
     if not a_PK.is_contiguous() or b_ENK.stride(2) != 1 or any(s % 16 for s in b_ENK.stride()[:2]):
         return "operands of torch's scaled grouped product lie together, by rows of whole 16 bytes"
-    return _refuses(a_PK, b_ENK, a_scales, b_scales, ends_E, dtype)
+    return refuse_inputs(a_PK, b_ENK, a_scales, b_scales, ends_E, dtype)
 
 
-def _gradient_refuses(
-    grads_ENH: Tensor,
-    a_NW: Tensor,
-    b_HW: Tensor,
-    a_scales: Tensor,
-    b_scales: Tensor,
-    ends_E: Tensor,
-    add: bool,
-) -> str | None:
-    if not grads_ENH.is_contiguous():
-        return "gradients do not lie together"
-    return _refuses(a_NW, b_HW, a_scales, b_scales, ends_E, grads_ENH.dtype)
-
-
-_missing = partial(missing_triton, (3, 6))
-QUANTISE_EXPERTS = Kernel(
-    "quantise_experts",
-    reference_experts,
-    {"triton": Implementation("triton", run_experts, _missing, _rounding_refuses)},
-    constant=1.0,
-)
-QUANTISE_COLUMNS = Kernel(
-    "quantise_columns",
-    reference_columns,
-    {"triton": Implementation("triton", run_columns, _missing, _rounding_refuses)},
-    constant=1.0,
-)
+_missing = partial(check_triton, (3, 6))
 KERNEL = Kernel(
     "grouped_scaled_product",
-    reference,
+    run_reference,
     {
-        "triton": Implementation("triton", run_triton, _missing, _refuses),
-        "torch": Implementation("torch", run_torch, missing_cuda, _torch_refuses),
+        "triton": Implementation("triton", run_triton, _missing, refuse_inputs),
+        "torch": Implementation("torch", run_torch, check_cuda, _refuse_for_torch),
     },
-)
-# There is no torch implementation: its product fails on the device if an expert has no rows.
-GRADIENT = Kernel(
-    "grouped_scaled_gradient",
-    reference_gradient,
-    {"triton": Implementation("triton", run_gradient, _missing, _gradient_refuses)},
 )

@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels.device import capability, ceil_div, launch, power_of_2
+from megaframe_kernels.device import ceil_div, launch, next_power_of_2, read_capability
 from megaframe_kernels.fp8.quantize_device import (
-    largest_of_rows,
-    magnitude,
-    narrow,
+    find_largest_of_rows,
     quantise_by,
+    read_magnitude_bits,
+    round_to_fp8,
     scale_of,
 )
-from megaframe_kernels.installed import missing_cuda, missing_nothing
+from megaframe_kernels.installed import require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -37,7 +37,7 @@ _LEAST = 1e-30
 """Lower bound of the largest magnitude, so that a block of zeros has a scale."""
 
 
-def reference(
+def run_reference(
     x_RC: Tensor,
     dtype: torch.dtype = torch.float8_e4m3fn,
     block: tuple[int, int] | None = None,
@@ -115,12 +115,12 @@ def _quantise_blocks(
     inside = (row < height) & (within[0] < rows) & (column < width) & (within[1] < columns)
     value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     # A maximum of integers, the bits of magnitudes, because one of floats may lose NaN.
-    largest = tl.max(tl.max(magnitude(value), 3, keep_dims=True), 1, keep_dims=True)
+    largest = tl.max(tl.max(read_magnitude_bits(value), 3, keep_dims=True), 1, keep_dims=True)
     scale = scale_of(largest, MOST, POWER_OF_TWO)
     # Only blocks that exist have a scale.
-    here = (down * rows < height) & (right < blocks)
-    tl.store(scales + down * blocks + right, scale, mask=here)
-    result = narrow(value, scale, MOST, out.dtype.element_ty)
+    exists = (down * rows < height) & (right < blocks)
+    tl.store(scales + down * blocks + right, scale, mask=exists)
+    result = round_to_fp8(value, scale, MOST, out.dtype.element_ty)
     tl.store(out + row * width + column, result, mask=inside)
 
 
@@ -143,13 +143,13 @@ def _quantise_row(
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         value = tl.load(x + row * stride + column, mask=column < width, other=0.0)
-        top = tl.maximum(top, magnitude(value))
+        top = tl.maximum(top, read_magnitude_bits(value))
     scale = scale_of(tl.max(top, 0), MOST, POWER_OF_TWO)
     tl.store(scales + row, scale)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         value = tl.load(x + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
-        result = narrow(value, scale, MOST, out.dtype.element_ty)
+        result = round_to_fp8(value, scale, MOST, out.dtype.element_ty)
         tl.store(out + row * width + column, result, mask=column < width)
 
 
@@ -166,7 +166,7 @@ def launch_quantise(
     most = torch.finfo(dtype).max
     grid = ceil_div(height, rows), ceil_div(width, columns)
     scales = x.new_empty(grid, dtype=torch.float32)
-    tall, wide = power_of_2(rows), power_of_2(columns)
+    tall, wide = next_power_of_2(rows), next_power_of_2(columns)
     if tall * wide > _WIDEST:
         launch(
             _quantise_row,
@@ -184,7 +184,7 @@ def launch_quantise(
         return out, scales
     # As many blocks as make up a tile: first along the row, where memory is adjacent.
     blocks = max(1, _TILE // (tall * wide))
-    across = min(blocks, power_of_2(grid[1]))
+    across = min(blocks, next_power_of_2(grid[1]))
     down = blocks // across
     launch(
         _quantise_blocks,
@@ -222,11 +222,11 @@ def launch_largest(x_RC: Tensor, parts: int) -> Tensor:
     contiguous."""
     height, width = x_RC.shape
     # Zeros, because a part without rows has no program.
-    found = x_RC.new_zeros(parts, dtype=torch.float32)
+    largest = x_RC.new_zeros(parts, dtype=torch.float32)
     grid = (min(height, parts) if width else 0,)
-    tile = {"BLOCK": _elements_per_program(width)}
-    launch(largest_of_rows, grid, x_RC, found, height, width, x_RC.stride(0), **tile)
-    return found
+    tile = {"BLOCK": _choose_elements_per_program(width)}
+    launch(find_largest_of_rows, grid, x_RC, largest, height, width, x_RC.stride(0), **tile)
+    return largest
 
 
 def scale_by(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
@@ -241,7 +241,7 @@ def launch_quantise_by(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     out = torch.empty(height, width, dtype=dtype, device=x_RC.device)
     launch(
         quantise_by,
-        (height * ceil_div(width, _elements_per_program(width)),),
+        (height * ceil_div(width, _choose_elements_per_program(width)),),
         x_RC,
         out,
         scales,
@@ -250,14 +250,14 @@ def launch_quantise_by(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
         # With a stride of 0 all rows read the one scale.
         0 if len(scales) == 1 else 1,
         MOST=torch.finfo(dtype).max,
-        BLOCK=_elements_per_program(width),
+        BLOCK=_choose_elements_per_program(width),
     )
     return out
 
 
-def _elements_per_program(width: int) -> int:
+def _choose_elements_per_program(width: int) -> int:
     """Return how many elements of a row one program takes at a time."""
-    return min(_TILE, power_of_2(max(width, 16)))
+    return min(_TILE, next_power_of_2(max(width, 16)))
 
 
 _quantise_op = torch.library.custom_op("megaframe::quantise", launch_quantise, mutates_args=())
@@ -291,13 +291,13 @@ def refuse_chip(x: Tensor) -> str | None:
     """Return why Triton cannot compute with 8-bit floats on this tensor's device, or None."""
     if x.is_cuda and torch.version.hip:
         return "8-bit floats of these types are NVIDIA's"
-    if x.is_cuda and capability(x.device.index) < (8, 9):
-        return f"8-bit floats need compute capability 8.9, and this GPU has {_format_capability(x)}"
+    if x.is_cuda and read_capability(x.device.index) < (8, 9):
+        return f"8-bit floats need compute capability 8.9, and this GPU has {format_capability(x)}"
     return None
 
 
-def _format_capability(x: Tensor) -> str:
-    return ".".join(map(str, capability(x.device.index)))
+def format_capability(x: Tensor) -> str:
+    return ".".join(map(str, read_capability(x.device.index)))
 
 
 def refuse_rounding(x: Tensor, dtype: torch.dtype) -> str | None:
@@ -307,14 +307,14 @@ def refuse_rounding(x: Tensor, dtype: torch.dtype) -> str | None:
     return refuse_chip(x) or refuse_types(x)
 
 
-def _refuses(
+def _refuse_inputs(
     x_RC: Tensor,
     dtype: torch.dtype = torch.float8_e4m3fn,
     block: tuple[int, int] | None = None,
     power_of_two: bool = False,
 ) -> str | None:
     rows, columns = _block(x_RC, block)
-    fits = block is None or power_of_2(rows) * power_of_2(columns) <= _WIDEST
+    fits = block is None or next_power_of_2(rows) * next_power_of_2(columns) <= _WIDEST
     if not fits and (rows > 1 or columns < x_RC.shape[1]):
         return f"a block of {rows} x {columns} does not fit in registers"
     return refuse_rounding(x_RC, dtype)
@@ -322,104 +322,7 @@ def _refuses(
 
 QUANTISE = Kernel(
     "quantise",
-    reference,
-    {"triton": Implementation("triton", run_triton, missing_nothing, _refuses)},
+    run_reference,
+    {"triton": Implementation("triton", run_triton, require_nothing, _refuse_inputs)},
     constant=1.0,
-)
-
-
-def reference_product(
-    a_MK: Tensor,
-    b_NK: Tensor,
-    a_scales: Tensor,
-    b_scales: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """Return a b^T of quantised matrices, rounded once to `dtype`.
-
-    Args:
-        a_MK: [M, K] in 8 bits.
-        b_NK: [N, K] in 8 bits.
-        a_scales: as from `reference`: one per tensor, [1, 1], per row, [M, 1], or per 128 elements
-            of a row, [M, ceil(K / 128)].
-        b_scales: likewise, for N rows; in the last case 128 rows of b may share them.
-        dtype: type of the result.
-
-    Returns:
-        [M, N].
-    """
-    wide = torch.promote_types(dtype, torch.float32)
-    # Restored, multiplied and summed in fp32 at least; rounded once to `dtype`.
-    a, b = (_dequantize(x, s, wide) for x, s in ((a_MK, a_scales), (b_NK, b_scales)))
-    return (a @ b.t()).to(dtype)
-
-
-def _dequantize(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    by = scales.to(dtype)
-    if scales.shape[0] not in (1, x_RC.shape[0]):
-        by = by.repeat_interleave(SHARED, 0)[: x_RC.shape[0]]
-    if scales.shape[1] > 1:
-        by = by.repeat_interleave(SHARED, 1)[:, : x_RC.shape[1]]
-    return x_RC.to(dtype) * by
-
-
-def run_scaled_product(
-    a_MK: Tensor,
-    b_NK: Tensor,
-    a_scales: Tensor,
-    b_scales: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """Compute the reference by torch's scaled product."""
-    if a_scales.shape == b_scales.shape == (1, 1):
-        scales = a_scales[0, 0], b_scales[0, 0]
-    elif a_scales.shape[1] == 1 and b_scales.shape == (b_NK.shape[0], 1):
-        scales = a_scales, b_scales.t()
-    else:  # scales of blocks: torch expects those of adjacent rows to be adjacent
-        # Strides change here, not the numbers.
-        lies = a_scales.t().contiguous().t()
-        theirs = b_scales if b_scales.shape[0] != b_NK.shape[0] else b_scales.t().contiguous().t()
-        scales = lies, theirs.t()
-    return torch._scaled_mm(a_MK, b_NK.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=dtype)
-
-
-def _product_refuses(
-    a_MK: Tensor,
-    b_NK: Tensor,
-    a_scales: Tensor,
-    b_scales: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-) -> str | None:
-    if not a_MK.is_cuda:
-        return "torch's scaled product needs a GPU"
-    if reason := refuse_chip(a_MK):
-        return reason
-    of_tensors = a_scales.shape == b_scales.shape == (1, 1)
-    shared = not of_tensors and b_scales.shape[0] != b_NK.shape[0]
-    if shared or a_scales.shape[1] > 1:
-        if capability(a_MK.device.index)[0] != 9:
-            return (
-                "torch's scaled product takes scales of 128 on compute capability 9.0, and this "
-                f"GPU has {_format_capability(a_MK)}"
-            )
-        if _cuda_version() < (12, 9):  # whose cuBLASLt is the first that has them
-            return "torch's scaled product takes scales of 128 from CUDA 12.9 on"
-    if shared and b_scales.shape[1] % 4:  # torch either refuses these or reads them wrongly
-        return f"a row has {b_scales.shape[1]} scales of 128 x 128; cuBLASLt takes groups of four"
-    if a_MK.shape[1] % 16 or b_NK.shape[0] % 16:
-        return "torch's scaled product needs dims divisible by 16"
-    if dtype != torch.bfloat16:
-        return f"results in {dtype} are left to the reference"
-    return None
-
-
-def _cuda_version() -> tuple[int, ...]:
-    """The one that torch was built with; (0,) for another platform."""
-    return tuple(map(int, (torch.version.cuda or "0").split(".")))
-
-
-SCALED_PRODUCT = Kernel(
-    "scaled_product",
-    reference_product,
-    {"torch": Implementation("torch", run_scaled_product, missing_cuda, _product_refuses)},
 )

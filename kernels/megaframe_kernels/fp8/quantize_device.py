@@ -9,7 +9,9 @@ from megaframe_kernels.device_math import INTERPRETED
 
 
 @triton.jit
-def narrow(value: tl.tensor, scale: tl.tensor, MOST: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
+def round_to_fp8(
+    value: tl.tensor, scale: tl.tensor, MOST: tl.constexpr, KIND: tl.constexpr
+) -> tl.tensor:
     """Divide by a scale and round to 8 bits, ties to even.
 
     The interpreter loses NaN, and the carry when a mantissa rounds up to the next power of two.
@@ -36,7 +38,7 @@ def narrow(value: tl.tensor, scale: tl.tensor, MOST: tl.constexpr, KIND: tl.cons
 
 
 @triton.jit
-def magnitude(value: tl.tensor) -> tl.tensor:
+def read_magnitude_bits(value: tl.tensor) -> tl.tensor:
     """Return the bits of |value| in fp32. As integers they have the order of the numbers, with NaN,
     which a maximum of floats may lose, at the top."""
     return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -58,7 +60,7 @@ def scale_of(largest: tl.tensor, MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr)
 
 
 @triton.jit
-def largest_of_rows(
+def find_largest_of_rows(
     x: tl.tensor, parts: tl.tensor, height: tl.tensor, width: tl.tensor, stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -70,7 +72,7 @@ def largest_of_rows(
             column = first + tl.arange(0, BLOCK)
             at = x + tl.cast(row, tl.int64) * stride + column
             value = tl.load(at, mask=column < width, other=0.0)
-            top = tl.maximum(top, magnitude(value))
+            top = tl.maximum(top, read_magnitude_bits(value))
     tl.store(parts + tl.program_id(0), tl.max(top, 0).to(tl.float32, bitcast=True))
 
 
@@ -91,5 +93,5 @@ def quantise_by(
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
     scale = tl.load(scales + row * scale_stride)
-    result = narrow(value, scale, MOST, out.dtype.element_ty)
+    result = round_to_fp8(value, scale, MOST, out.dtype.element_ty)
     tl.store(out + row * width + column, result, mask=column < width)

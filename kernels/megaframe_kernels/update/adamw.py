@@ -16,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels.device import ceil_div, launch
-from megaframe_kernels.device_math import random_bits, round_stochastically
-from megaframe_kernels.installed import missing_apex, missing_nothing
+from megaframe_kernels.device_math import draw_random_bits, round_stochastically
+from megaframe_kernels.installed import check_apex, require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
 _BLOCK = 2048
 
 
-def reference(
+def run_reference(
     weights: Tensor,
     grads: Tensor,
     mean: Tensor,
@@ -72,15 +72,15 @@ def reference(
     new_mean = mean.to(wide).lerp(g, 1.0 - beta1)
     new_square = square.to(wide) * beta2 + g * g * (1.0 - beta2)
     scale = (new_square / (1.0 - beta2**step)).sqrt() + eps
-    moved = weights.to(wide) * (1.0 - lr * weight_decay)
-    moved = moved - lr * new_mean / (1.0 - beta1**step) / scale
-    changed = [(mean, new_mean), (square, new_square), (weights, moved)]
+    new_weights = weights.to(wide) * (1.0 - lr * weight_decay)
+    new_weights = new_weights - lr * new_mean / (1.0 - beta1**step) / scale
+    changed = [(mean, new_mean), (square, new_square), (weights, new_weights)]
     if copy is not None:
-        changed.append((copy, moved))
+        changed.append((copy, new_weights))
     for old, new in changed:
         # Selected on the device, so the host does not wait for the flag.
-        kept = old if skip is None else torch.where(skip.bool(), old, new.to(old.dtype))
-        old.copy_(new if skip is None else kept)
+        selected = old if skip is None else torch.where(skip.bool(), old, new.to(old.dtype))
+        old.copy_(new if skip is None else selected)
     return tuple(old for old, _ in changed)
 
 
@@ -142,7 +142,7 @@ def _step(
     bits, mean_bits, square_bits = place, place, place
     if STOCHASTIC:
         # Numbered in the whole span, so rounding does not depend on its division into shards.
-        bits, mean_bits, square_bits, _ = random_bits(seed, place + first)
+        bits, mean_bits, square_bits, _ = draw_random_bits(seed, place + first)
     _store(mean + place, m, mean_bits, inside, STOCHASTIC)
     _store(square + place, v, square_bits, inside, STOCHASTIC)
     _store(weights + place, w, bits, inside, STOCHASTIC)
@@ -295,7 +295,7 @@ def run_apex(
     return mean, square, weights, copy
 
 
-def _refuses(
+def _refuse_inputs(
     weights: Tensor,
     grads: Tensor,
     mean: Tensor,
@@ -312,7 +312,7 @@ def _refuses(
     return refuse_types(*tensors, divisor, skip)
 
 
-def _library_refuses(
+def _refuse_for_library(
     *spans: Tensor | None,
     seed: int | None = None,
     **_: Any,
@@ -324,7 +324,7 @@ def _library_refuses(
     return None if len(kinds) == 1 else "weights, gradients and moments must be of one type"
 
 
-def _torch_refuses(
+def _refuse_for_torch(
     *spans: Tensor | None,
     divisor: Tensor | None = None,
     skip: Tensor | None = None,
@@ -332,10 +332,10 @@ def _torch_refuses(
 ) -> str | None:
     if any(number is not None and number.dtype != torch.float32 for number in (divisor, skip)):
         return "torch's fused AdamW takes divisor and skip in fp32, whatever the weights are"
-    return _library_refuses(*spans, **options)
+    return _refuse_for_library(*spans, **options)
 
 
-def _apex_refuses(
+def _refuse_for_apex(
     weights: Tensor,
     *rest: Any,
     divisor: Tensor | None = None,
@@ -344,16 +344,16 @@ def _apex_refuses(
 ) -> str | None:
     if divisor is not None or skip is not None:
         return "it neither divides gradients nor skips a step"
-    return _library_refuses(weights, *rest, **options)
+    return _refuse_for_library(weights, *rest, **options)
 
 
 KERNEL = Kernel(
     "adamw",
-    reference,
+    run_reference,
     {
-        "triton": Implementation("triton", run_triton, missing_nothing, _refuses),
-        "torch": Implementation("torch", run_torch, missing_nothing, _torch_refuses),
-        "apex": Implementation("apex", run_apex, missing_apex, _apex_refuses),
+        "triton": Implementation("triton", run_triton, require_nothing, _refuse_inputs),
+        "torch": Implementation("torch", run_torch, require_nothing, _refuse_for_torch),
+        "apex": Implementation("apex", run_apex, check_apex, _refuse_for_apex),
     },
     constant=8.0,
 )

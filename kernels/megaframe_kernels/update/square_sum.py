@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaframe_kernels.device import ceil_div, launch, processors
-from megaframe_kernels.installed import missing_nothing
+from megaframe_kernels.device import ceil_div, count_processors, launch
+from megaframe_kernels.installed import require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_nothing, refuse_types
 
 _BLOCK = 4096
@@ -22,13 +22,13 @@ _PROGRAMS = 4
 time."""
 
 
-def reference(x: Tensor) -> Tensor:
+def run_reference(x: Tensor) -> Tensor:
     """Return the sum of x^2 over all elements, an fp64 scalar; infinite or NaN if an element is."""
     return x.to(torch.float64).square().sum()
 
 
 @triton.jit
-def _partial(x: tl.tensor, sums: tl.tensor, length: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _sum_part(x: tl.tensor, sums: tl.tensor, length: tl.tensor, BLOCK: tl.constexpr) -> None:
     """sums[i] = sum of x^2 over the blocks of program i, in fp64."""
     total = tl.zeros([BLOCK], tl.float64)
     # A fixed number of programs strides over the span, each over its own blocks.
@@ -45,9 +45,9 @@ def launch_sum(x: Tensor) -> Tensor:
     """Compute the reference in Triton."""
     flat = x.contiguous()
     # Depends on length and GPU only, and with it the order of sums.
-    programs = min(ceil_div(flat.numel(), _BLOCK), processors(flat) * _PROGRAMS)
+    programs = min(ceil_div(flat.numel(), _BLOCK), count_processors(flat) * _PROGRAMS)
     sums = flat.new_empty(programs, dtype=torch.float64)
-    launch(_partial, (programs,), flat, sums, flat.numel(), BLOCK=_BLOCK, warps=8)
+    launch(_sum_part, (programs,), flat, sums, flat.numel(), BLOCK=_BLOCK, warps=8)
     # One fp64 number per program; torch adds them on the device.
     return sums.sum()
 
@@ -69,9 +69,9 @@ def run_torch(x: Tensor) -> Tensor:
 
 KERNEL = Kernel(
     "square_sum",
-    reference,
+    run_reference,
     {
-        "triton": Implementation("triton", _sum_op, missing_nothing, refuse_types),
-        "torch": Implementation("torch", run_torch, missing_nothing, refuse_nothing),
+        "triton": Implementation("triton", _sum_op, require_nothing, refuse_types),
+        "torch": Implementation("torch", run_torch, require_nothing, refuse_nothing),
     },
 )

@@ -39,7 +39,7 @@ class Experts(Module):
             tensor: How products are computed.
         """
         self.tensor, self.activation = tensor, description.activation
-        self.up, self.down = map(Parameter, description.experts.parameters(name))
+        self.up, self.down = map(Parameter, description.experts.declare_parameters(name))
 
     def __call__(
         self,

@@ -30,7 +30,7 @@ class Router(Module):
 
     def __init__(self, name: str, description: MoEDescription, run: RunContext) -> None:
         self.name, self.moe, self.run = name, description.moe, run
-        self.weight, self.balance = map(Parameter, description.router.parameters(name))
+        self.weight, self.balance = map(Parameter, description.router.declare_parameters(name))
 
     def __call__(
         self, x_RH: Tensor, context: MicrobatchContext, state: PassState

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megaframe.architecture.pipeline import build_step_schedule
-from megaframe.architecture.stages import stage_plans
+from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.planner.communication_volume import communication_bytes
@@ -55,7 +55,7 @@ def _compare_memory(
     count = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(build_step_schedule(config, count))
     pipeline_rank = layout.get_coordinate(rank)["pipeline"]
-    plan = compute_rank_memory(config, layout, stage_plans(config), schedule, pipeline_rank)
+    plan = compute_rank_memory(config, layout, plan_stages(config), schedule, pipeline_rank)
     buffers = plan.weights + plan.values + plan.gradients
     activations = plan.activations + plan.messages
     yield ComparisonRow("weights, values, gradients", measured.buffers, buffers)
@@ -63,7 +63,7 @@ def _compare_memory(
     if plan.host:
         yield ComparisonRow("on the host", measured.host, plan.host)
         yield ComparisonRow("rooms", measured.staging, plan.rooms)
-    recomputes = any(p.recomputed for p in stage_plans(config))
+    recomputes = any(p.recomputed for p in plan_stages(config))
     counted = measured.activations + measured.temporaries if recomputes else measured.activations
     planned = activations + plan.temporaries if recomputes else activations
     name = "activations, messages" + ", temporaries" * recomputes
@@ -82,7 +82,7 @@ def _compare_traffic(
     count = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(build_step_schedule(config, count))
     pipeline_rank = layout.get_coordinate(rank)["pipeline"]
-    plans = stage_plans(config)
+    plans = plan_stages(config)
     own_plans = [plans[stage] for stage in schedule.list_stages(pipeline_rank)]
     planned = dict(communication_bytes(config, layout, own_plans, schedule.ranks[pipeline_rank]))
     for axes, size in sorted(measured.traffic.items()):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megaframe.architecture.buckets import (
     LATENCY_SHARE,
     BucketBlocks,
-    balanced_bucket_count,
+    compute_bucket_count,
     group_blocks_into_buckets,
 )
 from megaframe.config import RunConfig
@@ -41,7 +41,7 @@ def make_config(model=None, **parallel):
 @settings(deadline=None, max_examples=100)
 @given(transfer=st.floats(1e-3, 10), latency=st.floats(1e-5, 1))
 def test_latencies_and_the_last_bucket_are_balanced(transfer, latency):
-    count = float(balanced_bucket_count(transfer, latency))
+    count = float(compute_bucket_count(transfer, latency))
 
     def cost(n):
         return n * latency + transfer / n
@@ -98,7 +98,7 @@ def test_the_number_of_buckets_follows_from_latency_and_bandwidth():
     latency = 2 * 255 * alpha
     transfer = (4 + 2) * MATRICES * 255 / 256 / bandwidth
     assert size == pytest.approx(
-        min(64.0, float(balanced_bucket_count(transfer, latency))), rel=1e-6
+        min(64.0, float(compute_bucket_count(transfer, latency))), rel=1e-6
     )
     half = exchange_times(machine, MATRICES, 2.0).total_at(1)
     full_bucket = exchange_times(machine, MATRICES, 1.0).total_at(1)

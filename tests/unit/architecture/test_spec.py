@@ -7,7 +7,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.architecture.spec import Box, Constant, ParamSpec, locate_shard, row_major_runs
+from megaframe.architecture.spec import (
+    Box,
+    Constant,
+    ParamSpec,
+    iterate_row_major_runs,
+    locate_shard,
+)
 
 AXES = ("tensor", "context", "data")
 
@@ -31,7 +37,7 @@ def test_local_pieces_cover_every_element(data):
     spec = ParamSpec("a", shape, Constant(0), role="matrix", axes=dict(enumerate(split)))
     elements = set()
     for index in product(*(range(sizes[axis]) for axis in AXES)):
-        box = spec.local(dict(zip(AXES, index, strict=True)), sizes)
+        box = spec.find_local_box(dict(zip(AXES, index, strict=True)), sizes)
         elements.update(
             product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True)))
         )
@@ -46,7 +52,7 @@ def test_a_run_of_elements_is_few_boxes_in_order(shape, data):
     stop = data.draw(st.integers(start, size))
     offset = tuple(data.draw(st.integers(0, 3)) for _ in shape)
     numbers = np.arange(size).reshape(shape)
-    boxes = list(row_major_runs(Box(offset, tuple(shape)), start, stop))
+    boxes = list(iterate_row_major_runs(Box(offset, tuple(shape)), start, stop))
     pieces = [
         numbers[tuple(slice(o - base, o - base + n) for o, base, n in zip(*place, strict=True))]
         for place in ((box.offset, offset, box.shape) for box in boxes)
@@ -74,10 +80,10 @@ def test_what_two_boxes_share_is_what_is_in_both(first, other):
     def elements(box):
         return set(product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))))
 
-    shared = first.intersection(other)
+    shared = first.intersect(other)
     assert (elements(shared) if shared else set()) == elements(first) & elements(other)
     if shared:
-        inner = shared.relative_to(first)
+        inner = shared.make_relative(first)
         assert inner.shape == shared.shape
         spans = zip(inner.offset, inner.shape, first.shape, strict=True)
         assert all(o >= 0 and o + n <= m for o, n, m in spans)

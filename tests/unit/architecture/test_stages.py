@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from megaframe.architecture.block import describe_block
 from megaframe.architecture.stages import (
+    compute_stage_costs,
     divide_blocks,
-    stage_costs,
-    stage_plans,
+    plan_stages,
 )
 from megaframe.config import RunConfig
 from megaframe.metrics import count_flops
@@ -58,7 +58,7 @@ def test_no_division_is_better_balanced(blocks, head, stages):
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 3))
 def test_every_layer_is_on_one_stage(layers, ranks, chunks):
-    plans = stage_plans(make_config(layers, pipeline=ranks, chunks=chunks))
+    plans = plan_stages(make_config(layers, pipeline=ranks, chunks=chunks))
     assert [layer for plan in plans for layer in plan.blocks] == list(range(layers))
     assert [plan.number for plan in plans if plan.first] == [0]
     assert [plan.number for plan in plans if plan.last] == [ranks * chunks - 1]
@@ -66,7 +66,7 @@ def test_every_layer_is_on_one_stage(layers, ranks, chunks):
 
 def test_a_heavy_head_is_a_stage_of_its_own():
     config = make_config(model={"vocab": 50304, "hidden": 512, "heads": 8}, pipeline=2)
-    assert [len(plan.blocks) for plan in stage_plans(config)] == [6, 0]
+    assert [len(plan.blocks) for plan in plan_stages(config)] == [6, 0]
 
 
 def test_layers_count_with_what_their_windows_see():
@@ -76,9 +76,9 @@ def test_layers_count_with_what_their_windows_see():
     seq, matrices = 3840, 12 * 64 * 64
     model = {"window": (1,) * 7 + (None,) * 3, "vocab": 1}
     config = make_config(10, model=model, train={"seq": seq}, pipeline=2)
-    plans = stage_plans(config)
+    plans = plan_stages(config)
     assert [len(plan.blocks) for plan in plans] == [8, 2]
-    costs = stage_costs(config, plans)
+    costs = compute_stage_costs(config, plans)
     local, full = (4 * 64 * keys for keys in (1 - 1 / (2 * seq), seq / 2))
     assert full == 5 * 2 * matrices
     for stage, (near_layers, far) in enumerate([(7, 1), (0, 2)]):
@@ -96,10 +96,10 @@ def test_layers_count_with_what_their_windows_see():
 
 def test_layers_are_as_given_and_blocks_run_again_as_said():
     config = make_config(pipeline=2, layers_per_stage=(1, 5), train={"recompute_blocks": (2, 3)})
-    plans = stage_plans(config)
+    plans = plan_stages(config)
     assert [list(plan.blocks) for plan in plans] == [[0], [1, 2, 3, 4, 5]]
     assert [plan.recomputed for plan in plans] == [1, 3]
-    full = stage_plans(make_config(pipeline=2, train={"recompute": "full"}))
+    full = plan_stages(make_config(pipeline=2, train={"recompute": "full"}))
     assert all(plan.recomputed == len(plan.blocks) > 0 for plan in full)
 
 
@@ -116,7 +116,7 @@ def test_layers_are_as_given_and_blocks_run_again_as_said():
 )
 def test_work_adds_up_to_the_counted_flops(model, recompute):
     config = make_config(model=model, pipeline=3, train={"recompute": recompute})
-    costs = stage_costs(config, stage_plans(config))
+    costs = compute_stage_costs(config, plan_stages(config))
     flops = count_flops(list_model_specs(config), config)
     assert sum(map(sum, costs.list_by_stage(3))) == pytest.approx(flops.hardware, rel=1e-12)
     matrices = sum(spec.size for spec in list_model_specs(config) if spec.role == "matrix")
@@ -131,7 +131,7 @@ def test_stages_hold_the_parameters_of_the_model_once(tied, depth):
     config = make_config(pipeline=3, model=model)
     parameters = [
         p
-        for plan in stage_plans(config)
+        for plan in plan_stages(config)
         for chunk in build_chunks(config, [plan], RunContext()).values()
         for p in chunk.parameters()
     ]
@@ -146,7 +146,7 @@ def test_activations_are_those_in_flight():
     """1F1B keeps p - rank microbatches; recomputed blocks keep only their input."""
     config = make_config(8, pipeline=4, layers_per_stage=(2, 2, 2, 2))
     stream = 32 * 64 * 2
-    plans = stage_plans(config)
+    plans = plan_stages(config)
     for rank, actions in enumerate(generate("1f1b", 4, 1, 8).ranks):
         plan = compute_memory(config, NOTHING, 1, [plans[rank]], actions)
         each = 2 * (stream + block_bytes(config, 0)) + 2 * stream * (rank == 3)
@@ -155,7 +155,7 @@ def test_activations_are_those_in_flight():
         assert (plan.logits > 0) == (rank == 3)
     recomputed = make_config(8, pipeline=4, train={"recompute": "full"})
     plan = compute_memory(
-        recomputed, NOTHING, 1, stage_plans(recomputed)[:1], generate("1f1b", 4, 1, 8).ranks[0]
+        recomputed, NOTHING, 1, plan_stages(recomputed)[:1], generate("1f1b", 4, 1, 8).ranks[0]
     )
     assert plan.activations == 4 * (2 * stream + rotary_bytes(recomputed)) + block_bytes(
         recomputed, 0

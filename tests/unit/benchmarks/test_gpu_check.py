@@ -21,8 +21,8 @@ import kernel_bench  # noqa: E402
 import time_limit  # noqa: E402
 import training_gpu  # noqa: E402
 from gpu_goals import evaluate_goals, format_table, order_of  # noqa: E402
-from kernel_bench import Ceilings, Measurement, PassResult, Timing, error_of, pass_of, share  # noqa: E402
-from kernel_cases import MIDDLE, REAL, TINY, KernelCase, LeastWork, cases  # noqa: E402
+from kernel_bench import Ceilings, Measurement, PassResult, Timing, compute_error, pass_of, share  # noqa: E402
+from kernel_cases import MIDDLE, REAL, TINY, KernelCase, LeastWork, list_cases  # noqa: E402
 from megaframe_kernels.registry import KERNELS  # noqa: E402
 from time_limit import parse_object, run_limited, write_json  # noqa: E402
 
@@ -89,7 +89,7 @@ def test_some_kernels_alone_overwrite_no_result(monkeypatch, tmp_path):
 
 
 def test_sizes_have_the_same_cases_and_work_that_counts():
-    real, middle, tiny = (list(cases(size)) for size in (REAL, MIDDLE, TINY))
+    real, middle, tiny = (list(list_cases(size)) for size in (REAL, MIDDLE, TINY))
     assert [c.kernel for c in real] == [c.kernel for c in tiny] == [c.kernel for c in middle]
     assert {c.kernel for c in real} == set(gpu_check.NAMES)
     for case in real:
@@ -113,8 +113,8 @@ def test_the_share_is_of_the_ceiling_that_binds():
 
 
 def test_a_pass_stands_beside_a_copy_or_bare_products(monkeypatch):
-    monkeypatch.setattr(kernel_bench, "copy_seconds", lambda size, dry: size / 1e9)
-    monkeypatch.setattr(kernel_bench, "product_seconds", lambda shape, dry: 1e-3)
+    monkeypatch.setattr(kernel_bench, "time_copy", lambda size, dry: size / 1e9)
+    monkeypatch.setattr(kernel_bench, "time_product", lambda shape, dry: 1e-3)
     ceilings, timing = Ceilings(4e12, 8e14), Timing(4e-3, 3e-3, 5e-3)
     moved = pass_of(LeastWork(bytes=6e6), timing, ceilings, True)
     assert moved.copy_share == pytest.approx(0.75) and moved.product_share is None
@@ -158,7 +158,7 @@ def test_a_timing_has_enough_samples_and_nothing_of_what_precedes_a_call(
     def run():
         ran.append(pass_time(each * (1.5 if len(ran) % 2 else 1.0)))
 
-    timing = kernel_bench.timing_of(run, False, few)
+    timing = kernel_bench.measure_timing(run, False, few)
     assert len(ran) == pytest.approx(calls, abs=20 if each == 5e-3 else 0)
     assert timing.low == pytest.approx(each, rel=0.2) and timing.high == pytest.approx(1.5 * each)
     assert timing.low <= timing.seconds <= timing.high
@@ -187,17 +187,17 @@ def test_what_is_checked_is_gradients_and_whole_numbers_too():
         KernelCase("any", "any", given, LeastWork(1.0)),
         SimpleNamespace(reference=reference),
     )
-    assert error_of(kernel, reference, case) == 0.0  # twice a number is exact
-    assert error_of(kernel, Doubled.apply, case) == pytest.approx(0.25)
+    assert compute_error(kernel, reference, case) == 0.0  # twice a number is exact
+    assert compute_error(kernel, Doubled.apply, case) == pytest.approx(0.25)
     with pytest.raises(ValueError, match="output 1 differs"):
-        error_of(kernel, lambda x: (2.0 * x, (x > 0.5).int()), case)
+        compute_error(kernel, lambda x: (2.0 * x, (x > 0.5).int()), case)
     with pytest.raises(ValueError, match="output 0 is off by nan"):
-        error_of(kernel, lambda x: (2.0 * x / 0.0 * 0.0, (x > 0).int()), case)
+        compute_error(kernel, lambda x: (2.0 * x / 0.0 * 0.0, (x > 0).int()), case)
 
 
 def test_what_cannot_be_checked_is_timed_and_says_so(monkeypatch):
-    monkeypatch.setattr(kernel_bench, "error_of", lambda *_: 1 / 0)
-    case = next(c for c in cases(TINY) if c.kernel == "norm")
+    monkeypatch.setattr(kernel_bench, "compute_error", lambda *_: 1 / 0)
+    case = next(c for c in list_cases(TINY) if c.kernel == "norm")
     measurement = kernel_bench.measure(
         case, case, KERNELS["norm"], "torch", Ceilings(1.0, 1.0), dry=True
     )
@@ -340,7 +340,7 @@ def test_tests_end_as_pytest_says(tmp_path, monkeypatch):
     slow.write_text("import time\ndef test_one(): assert 1 == 2\ndef test_two(): time.sleep(600)")
 
     def run(path, seconds):
-        return gpu_check.run_tests(gpu_check.Tests(1.0, [], str(path)).command(True), seconds)
+        return gpu_check.run_tests(gpu_check.Tests(1.0, [], str(path)).build_command(True), seconds)
 
     assert run(good, 60)["outcome"] == "passed"
     outcome = run(bad, 60)

@@ -43,7 +43,7 @@ def test_rows_run_and_both_contenders_start_alike(tmp_path):
 
 @pytest.mark.parametrize("row", training_gpu.ROWS, ids=lambda row: row.name)
 def test_a_row_is_a_config_that_a_run_takes(row):
-    validate_config(load(str(ROOT / row.path), row.arguments(dry=False)), 1, data=False)
+    validate_config(load(str(ROOT / row.path), row.list_overrides(dry=False)), 1, data=False)
 
 
 def test_rows_have_names_of_their_own():
@@ -66,7 +66,7 @@ def run_script(tmp_path, monkeypatch, text):
     """Run `text` as the script of a contender."""
     (tmp_path / "one.py").write_text(f"import json, os, sys\n{text}\n")
     monkeypatch.setattr(training_gpu, "PEERS", tmp_path)
-    return training_gpu.contender("one.py", training_gpu.ROWS[0], dry=True, seconds=30.0)
+    return training_gpu.run_contender("one.py", training_gpu.ROWS[0], dry=True, seconds=30.0)
 
 
 def test_a_contender_finds_what_its_caller_finds(tmp_path, monkeypatch):

@@ -9,6 +9,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megaframe.config import DataSourceConfig, RunConfig, dump, explain, load
+from megaframe.config.blocks import (
+    AttentionConfig,
+    BlockConfig,
+    LatentMixerConfig,
+    MLPConfig,
+    MoEMixtureConfig,
+)
 from megaframe.config.describe import get_config_keys
 from megaframe.config.migration import translate_setting
 from megaframe.config.parallel import ParallelConfig
@@ -20,6 +27,15 @@ from megaframe.layout import count_fewest_ranks, resolve_axis_sizes
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12).filter(
     lambda text: find_text_mistake(text) is None
 )
+
+
+def section(annotation, **kept):
+    """Return a strategy for sections of which any keys are given, and always those of `kept`."""
+    fields = annotation.model_fields
+    optional = {
+        n: make_strategy(f.annotation, f.metadata) for n, f in fields.items() if n not in kept
+    }
+    return st.fixed_dictionaries({n: st.just(v) for n, v in kept.items()}, optional=optional)
 
 
 def make_strategy(annotation, bounds=()):
@@ -35,6 +51,8 @@ def make_strategy(annotation, bounds=()):
         return st.lists(make_strategy(args[0]), max_size=3)
     if origin is tuple:
         return st.tuples(*map(make_strategy, args)).map(list)
+    if annotation is BlockConfig:
+        return BLOCKS
     if annotation is DataSourceConfig:
         return st.fixed_dictionaries({"path": TEXT}, optional={"weight": st.floats(1e-3, 1e3)})
     limits = {n: getattr(b, n) for b in bounds for n in ("gt", "ge", "lt", "le") if hasattr(b, n)}
@@ -53,6 +71,21 @@ def make_strategy(annotation, bounds=()):
     return {bool: st.booleans(), str: TEXT}[annotation]
 
 
+PARTS = {
+    "mixer": (AttentionConfig, LatentMixerConfig),
+    "feed_forward": (MLPConfig, MoEMixtureConfig),
+}
+BLOCKS = st.fixed_dictionaries(
+    {},
+    optional={
+        "repeat": st.integers(1, 3),
+        "mixer": section(AttentionConfig) | section(LatentMixerConfig, kind="latent"),
+        "feed_forward": section(MLPConfig) | section(MoEMixtureConfig, kind="moe"),
+        "norms": st.sampled_from(["before", "after", "both", "none"]),
+        "parallel": st.sampled_from(["none", "one_norm", "two_norms"]),
+        "residual_scale": st.floats(1e-3, 1e3),
+    },
+)
 WHOLE = ("train.batch_ramp.", "model.latent.", "model.moe.")
 """Sections that are given whole or not at all."""
 EVERY_LEAF = {
@@ -178,6 +211,13 @@ def test_an_unknown_key_always_suggests_a_known_one(name):
             known = {
                 *get_config_keys(),
                 *(f"data.sources.{field}" for field in DataSourceConfig.model_fields),
+                *(f"model.blocks.{field}" for field in BlockConfig.model_fields),
+            }
+            known |= {
+                f"model.blocks.{part}.{field}"
+                for part, kinds in PARTS.items()
+                for kind in kinds
+                for field in kind.model_fields
             }
             assert known.issuperset(suggested.split(", "))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megaframe.architecture.pipeline import build_step_schedule
-from megaframe.architecture.stages import stage_plans
+from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
@@ -50,7 +50,7 @@ def test_all_ranks_and_the_plan_put_the_same_blocks_together(model, parallel, wo
             parallel={"node_size": 8, "bucket_size": least, **parallel},
         )
         layout = Layout.from_parallel(config.parallel, world)
-        plans, schedule = stage_plans(config), build_step_schedule(config, 2)
+        plans, schedule = plan_stages(config), build_step_schedule(config, 2)
         for rank in {0, 1, world - 1}:
             place = layout.get_coordinate(rank)["pipeline"]
             own_plans = [plans[stage] for stage in schedule.list_stages(place)]

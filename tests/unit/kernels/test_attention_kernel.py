@@ -27,7 +27,7 @@ def name(request, monkeypatch):
     second one visit later. On a GPU both do what is best for that GPU."""
     order, name = request.param
     if DEVICE == "cpu":
-        monkeypatch.setattr(launches, "generation", lambda _: order)
+        monkeypatch.setattr(launches, "read_generation", lambda _: order)
     return name
 
 
@@ -89,11 +89,11 @@ def test_softcap_sinks_and_scale(softcap, scale, name):
     class WithSinks:
         """Takes the sinks as a tensor argument, so that their gradient is compared too."""
 
-        constant, tolerance = KERNEL.constant, KERNEL.tolerance
+        constant, compute_tolerance = KERNEL.constant, KERNEL.compute_tolerance
 
         @staticmethod
         def reference(q, k, v, s, **options):
-            return attention.reference(q, k, v, spans, sinks_N=s, **options)
+            return attention.run_reference(q, k, v, spans, sinks_N=s, **options)
 
         class UnguardedImplementation:
             @staticmethod
@@ -184,7 +184,7 @@ def test_a_ring_of_tiles_is_the_whole(fused):
     d_out = make_random(1, 48, 2, 16, seed=8)
     full_spans = find_spans(1, 48, 48, DEVICE, window=30)
     exact = [widen(x).requires_grad_() for x in (query, key, value)]
-    expected, expected_lse = attention.reference(*exact, full_spans, need_lse=True)
+    expected, expected_lse = attention.run_reference(*exact, full_spans, need_lse=True)
     (truth,) = torch.autograd.grad(expected, exact[0], d_out.double())
     own_places = torch.cat((torch.arange(12), torch.arange(36, 48)))
     others = torch.arange(12, 36)
@@ -290,7 +290,7 @@ def test_blocks_of_queries_divide_what_is_kept_of_them():
 def test_torch_does_the_same():
     tensors, spans = make_heads(24, n=4, g=2), find_spans(1, 24, 24, DEVICE)
     check(KERNEL, "torch", (*tensors, spans), {}, 24 * 4, scale=0.5)
-    reason = KERNEL.implementations["torch"].why_not(
+    reason = KERNEL.implementations["torch"].explain_refusal(
         *tensors, find_spans(1, 24, 24, DEVICE, window=3)
     )
     assert "window" in reason

@@ -12,7 +12,7 @@ from megaframe_kernels.cuda_build import (
     CHIPS,
     BuildError,
     build,
-    cached_path,
+    find_cached_library,
     find_nvcc,
     list_sources,
 )
@@ -68,7 +68,7 @@ def test_compiles_without_spills(chip, tmp_path):
 def test_expert_order(library, tokens, k, experts):
     chosen = torch.randint(0, experts, (tokens, k), generator=make_generator(3), device="cpu")
     chosen = chosen.to(torch.int32).to(DEVICE)
-    expected = permute.reference_order(chosen, experts)
+    expected = permute.run_reference_order(chosen, experts)
     for actual, exact in zip(permute.launch_order_cuda(chosen, experts), expected, strict=True):
         assert actual.dtype == torch.int32 and torch.equal(actual, exact)
 
@@ -100,7 +100,7 @@ def test_a_build_is_of_its_compiler_and_of_its_processor(tmp_path, monkeypatch):
         monkeypatch.setenv("CUDA_HOME", make_compiler(tmp_path / version, version))
         for processor in ("x86_64", "aarch64"):
             monkeypatch.setattr("platform.machine", lambda name=processor: name)
-            paths.add(cached_path(90))
+            paths.add(find_cached_library(90))
     assert len(paths) == 4
 
 
@@ -116,7 +116,7 @@ def test_what_stands_in_the_way_is_one_line(tmp_path):
     with pytest.raises(BuildError, match="nvcc failed"):
         build(path, (1,))
     assert not path.exists() and not list(tmp_path.iterdir())
-    reason = cuda_library.missing_library()
+    reason = cuda_library.explain_missing_library()
     assert (reason is None) == (DEVICE == "cuda") and "\n" not in str(reason)
     path.write_bytes(b"not a library")
     with pytest.raises(BuildError, match="do not load"):

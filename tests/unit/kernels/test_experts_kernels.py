@@ -14,7 +14,7 @@ from kernel_exactness import (
     make_random,
     widen,
 )
-from megaframe_kernels.experts import grouped_product, permute, router
+from megaframe_kernels.experts import grouped_gradient, grouped_product, permute, router
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -39,7 +39,7 @@ def test_nan_is_passed_on_and_chooses_experts_that_are_there(score):
     logits = make_random(9, 11)
     logits[2] = torch.nan
     logits[5, 7] = torch.nan
-    expected, chosen = router.reference(logits, 4, score=score)
+    expected, chosen = router.run_reference(logits, 4, score=score)
     weights, indices = router.run_triton(logits, 4, score=score)
     assert torch.equal(indices, chosen) and torch.equal(weights.isnan(), expected.isnan())
     assert (
@@ -52,7 +52,7 @@ def order_of(tokens, k, experts, seed=0, skipped=()):
     allowed = torch.tensor([e for e in range(experts) if e not in skipped], device="cpu")
     draws = torch.rand(tokens, len(allowed), generator=make_generator(seed), device="cpu")
     chosen = allowed[draws.argsort(1)[:, :k]].to(torch.int32).to(DEVICE)
-    return chosen, permute.ExpertOrder(*permute.reference_order(chosen, experts))
+    return chosen, permute.ExpertOrder(*permute.run_reference_order(chosen, experts))
 
 
 @settings(deadline=None, max_examples=20)
@@ -120,7 +120,7 @@ def test_gradients_of_experts_in_higher_precision(dtype, add):
     _, order = order_of(37, 2, 6, skipped=(0, 3))
     d_y, x = make_random(74, 21, dtype=dtype), make_random(74, 40, dtype=dtype, seed=1)
     arguments = (make_random(6, 21, 40, seed=2), d_y, x, order.ends_E, add)
-    check(grouped_product.GRADIENT, "triton", arguments, {}, 74, scale=4.0)
+    check(grouped_gradient.KERNEL, "triton", arguments, {}, 74, scale=4.0)
 
 
 @pytest.mark.parametrize("name", ["triton", "torch"])
@@ -133,7 +133,7 @@ def test_places_beyond_the_last_expert_are_zero(name, ends):
         y = grouped_product.KERNEL.implementations[name].run(*arguments)
         d_x, d_weights = torch.autograd.grad(y, (x, weights), torch.ones_like(y))
     assert (y[ends[-1] :] == 0).all() and (d_x[ends[-1] :] == 0).all()
-    expected = grouped_product.reference(*(widen(t) for t in arguments))
+    expected = grouped_product.run_reference(*(widen(t) for t in arguments))
     assert_close(grouped_product.KERNEL, y.detach(), expected.detach(), 16, "product", scale=4.0)
     assert torch.isfinite(d_weights).all()
 
@@ -153,7 +153,7 @@ def test_places_beyond_the_last_expert_are_zero(name, ends):
     ],
 )
 def test_torch_is_given_strides_of_whole_16_bytes(shape, change, taken):
-    reason = grouped_product._torch_refuses_strides(
+    reason = grouped_gradient.refuse_strides_for_torch(
         change(make_random(*shape, dtype=torch.bfloat16))
     )
     assert (reason is None) == taken

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_exactness import DEVICE, DTYPES, assert_close, make_random
-from megaframe_kernels.fp8 import quantize
+from megaframe_kernels.fp8 import quantize, scaled_product
 from tolerances import assert_near
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,7 +16,7 @@ BLOCKS = [None, (1, 0), (1, 128), (4, 16), (0, 8), (3, 20)]
 def test_quantise(dtype, block, power_of_two):
     x = make_random(9, 200, scale=30.0)
     actual, scales = quantize.run_triton(x, dtype, block, power_of_two)
-    expected, true_scales = quantize.reference(x, dtype, block, power_of_two)
+    expected, true_scales = quantize.run_reference(x, dtype, block, power_of_two)
     assert torch.equal(scales, true_scales)
     assert actual.dtype == dtype and torch.equal(
         actual.view(torch.uint8), expected.view(torch.uint8)
@@ -33,7 +33,7 @@ def test_strided_low_precision_and_zeros(dtype, block):
     x = make_random(12, 300, dtype=dtype)[::2, 20:150]
     x[3:] = 0.0
     actual, scales = quantize.run_triton(x, block=block)
-    expected, true_scales = quantize.reference(x, block=block)
+    expected, true_scales = quantize.run_reference(x, block=block)
     assert torch.equal(scales, true_scales) and (scales > 0).all()
     assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
@@ -51,7 +51,7 @@ def test_rows_that_registers_do_not_hold(power_of_two):
     assert "3 x 20000" in implementation.refuses(x, block=(3, 0))
     assert implementation.refuses(x, block=(1, 0)) is None
     actual, scales = quantize.run_triton(x, block=(1, 0), power_of_two=power_of_two)
-    expected, true_scales = quantize.reference(x, block=(1, 0), power_of_two=power_of_two)
+    expected, true_scales = quantize.run_reference(x, block=(1, 0), power_of_two=power_of_two)
     assert torch.equal(scales, true_scales)
     assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
@@ -64,7 +64,7 @@ def test_what_is_not_finite_shows(dtype, block, power_of_two):
         x = make_random(9, width)
         x[1, 3], x[7, 150] = float("nan"), float("inf")
         actual, scales = quantize.run_triton(x, dtype, block, power_of_two)
-        expected, true_scales = quantize.reference(x, dtype, block, power_of_two)
+        expected, true_scales = quantize.run_reference(x, dtype, block, power_of_two)
         assert actual[1, 3].float().isnan() and actual[7, 150].float().isnan()
         exact = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
         torch.testing.assert_close(scales, true_scales, **exact)
@@ -101,26 +101,27 @@ def test_a_scale_that_is_a_power_of_two_stays(block):
     ],
 )
 def test_what_the_scaled_product_refuses(a_scales, b_scales, major, cuda, why, monkeypatch):
-    monkeypatch.setattr(quantize, "capability", lambda index: (major, 0))
+    for module in (quantize, scaled_product):
+        monkeypatch.setattr(module, "read_capability", lambda index: (major, 0))
     monkeypatch.setattr(torch.version, "cuda", cuda)
     columns = a_scales[1] * 128
     with FakeTensorMode(), torch.device("cuda"):
         rows = a_scales[0] if b_scales != (1, 1) else 64
         a, b = (torch.empty(n, columns, dtype=torch.float8_e4m3fn) for n in (rows, 256))
         scales = torch.empty(a_scales), torch.empty(b_scales)
-        reason = quantize.SCALED_PRODUCT.implementations["torch"].refuses(a, b, *scales)
+        reason = scaled_product.KERNEL.implementations["torch"].refuses(a, b, *scales)
     assert reason is None if why is None else why in reason
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_scales_of_a_single_row_are_not_those_of_a_tensor(rows):
-    a, a_scales = quantize.reference(make_random(rows, 32), block=(1, 0))
-    b, b_scales = quantize.reference(make_random(16, 32, seed=1), block=(1, 0))
+    a, a_scales = quantize.run_reference(make_random(rows, 32), block=(1, 0))
+    b, b_scales = quantize.run_reference(make_random(16, 32, seed=1), block=(1, 0))
     operands = a, b, a_scales, b_scales
-    reason = quantize.SCALED_PRODUCT.implementations["torch"].refuses(*operands)
+    reason = scaled_product.KERNEL.implementations["torch"].refuses(*operands)
     if DEVICE == "cuda" and reason:  # a CPU has the product for tests alone
         pytest.skip(reason)
-    expected = quantize.reference_product(*operands, torch.float64)
+    expected = scaled_product.run_reference(*operands, torch.float64)
     assert_close(
-        quantize.SCALED_PRODUCT, quantize.run_scaled_product(*operands), expected, 32, "product"
+        scaled_product.KERNEL, scaled_product.run_torch(*operands), expected, 32, "product"
     )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_exactness import DEVICE, DTYPES, assert_close, deterministic, make_random
-from megaframe_kernels.fp8 import grouped_fp8, quantize
+from megaframe_kernels.fp8 import grouped_fp8, grouped_fp8_gradient, grouped_quantize, quantize
 from megaframe_kernels.kernel import KernelError
 from megaframe_kernels.registry import KERNELS
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -51,7 +51,7 @@ def test_every_expert_has_a_scale_of_its_own(counts, dtype):
 @pytest.mark.quick(when=lambda counts: counts == COUNTS[0])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("dtype", quantize.TYPES)
-@pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
+@pytest.mark.parametrize("sharing", grouped_quantize.SHARING)
 def test_columns(counts, dtype, sharing):
     x = make_random(sum(counts), 75, scale=30.0)
     assert is_same("quantise_columns", x, compute_ends(counts), dtype, sharing)
@@ -59,7 +59,7 @@ def test_columns(counts, dtype, sharing):
 
 @pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
+@pytest.mark.parametrize("sharing", grouped_quantize.SHARING)
 def test_columns_of_strided_low_precision_with_zeros_and_rows_of_nobody(dtype, sharing):
     x = make_random(300, 150, dtype=dtype)[::2, 20:90]
     x[3:9] = 0.0
@@ -72,16 +72,16 @@ def test_columns_of_strided_low_precision_with_zeros_and_rows_of_nobody(dtype, s
     )
 
 
-@pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
+@pytest.mark.parametrize("sharing", grouped_quantize.SHARING)
 def test_rounding_is_that_of_each_expert_alone(sharing):
     """In the transposed result, each expert's rows start at a multiple of 128."""
     x, counts = make_random(331, 48), (3, 0, 200, 128)
     block = {"expert": None, "column": (1, 0), "block": (1, 128)}[sharing]
-    actual, scales = grouped_fp8.run_columns(x, compute_ends(counts), sharing=sharing)
+    actual, scales = grouped_quantize.run_columns(x, compute_ends(counts), sharing=sharing)
     start = spaced = 0
     for expert, count in enumerate(counts):
         if count:
-            expected, by = quantize.reference(x[start : start + count].t(), block=block)
+            expected, by = quantize.run_reference(x[start : start + count].t(), block=block)
             rows = slice(expert, expert + 1)
             if sharing == "block":
                 rows = slice(spaced // 128, spaced // 128 + by.shape[1])
@@ -90,14 +90,14 @@ def test_rounding_is_that_of_each_expert_alone(sharing):
         start, spaced = start + count, spaced + -(-count // 128) * 128
 
 
-@pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
+@pytest.mark.parametrize("sharing", grouped_quantize.SHARING)
 def test_what_is_not_finite_shows_in_the_products_of_its_expert_alone(sharing):
     counts = (40, 30, 50)
     ends, x, dy = compute_ends(counts), make_random(120, 16), make_random(120, 32, seed=1)
     x[45, 3] = float("nan")
     grads = torch.zeros(3, 32, 16)
-    left, right = (grouped_fp8.run_columns(t, ends, sharing=sharing) for t in (dy, x))
-    grouped_fp8.run_gradient(grads, left[0], right[0], left[1], right[1], ends, False)
+    left, right = (grouped_quantize.run_columns(t, ends, sharing=sharing) for t in (dy, x))
+    grouped_fp8_gradient.run_triton(grads, left[0], right[0], left[1], right[1], ends, False)
     assert grads[1, :, 3].isnan().all() and grads[[0, 2]].isfinite().all()
     weights, by = make_random(3, 8, 16, seed=2), (1, 0)
     q, scales = quantize.run_triton(x, block=by)
@@ -111,11 +111,11 @@ def make_operands(counts, outputs, inputs, blocks, left=torch.float8_e4m3fn, sca
     """Return rows and matrices in 8 bits, with a scale per row or per block."""
     x = make_random(sum(counts), inputs, scale=scale)
     weights = make_random(len(counts) * outputs, inputs, seed=1)
-    a, a_scales = quantize.reference(x, left, (1, 128) if blocks else (1, 0))
+    a, a_scales = quantize.run_reference(x, left, (1, 128) if blocks else (1, 0))
     if not blocks:
-        b, b_scales = quantize.reference(weights, block=(1, 0))
+        b, b_scales = quantize.run_reference(weights, block=(1, 0))
     else:
-        pairs = [quantize.reference(w, block=(128, 128)) for w in weights.split(outputs)]
+        pairs = [quantize.run_reference(w, block=(128, 128)) for w in weights.split(outputs)]
         b = torch.cat([q.view(torch.uint8) for q, _ in pairs]).view(torch.float8_e4m3fn)
         b_scales = torch.cat([s for _, s in pairs])
     experts = len(counts)
@@ -144,7 +144,7 @@ def test_a_result_may_be_rounded_to_its_own_type_whatever_sums_are_kept_in():
 def test_product(dtype, blocks, counts, outputs, inputs):
     operands_ = make_operands(counts, outputs, inputs, blocks)
     actual = choose_kernel("grouped_scaled_product", *operands_, dtype)(*operands_, dtype)
-    expected = grouped_fp8.reference(*operands_, torch.float64)
+    expected = grouped_fp8.run_reference(*operands_, torch.float64)
     # A sum may be much smaller than its terms, so errors are compared with at least 1.
     assert_close(grouped_fp8.KERNEL, actual, expected, inputs, "product", 1.0, SUMS)
     assert actual.dtype == dtype
@@ -164,7 +164,7 @@ def test_rows_of_matrices_may_lie_apart():
 def test_products_of_two_types_and_of_any_size(scale):
     operands_ = make_operands((40, 0, 30), 48, 96, False, torch.float8_e5m2, scale)
     actual = grouped_fp8.run_triton(*operands_, torch.float32)
-    expected = grouped_fp8.reference(*operands_, torch.float64)
+    expected = grouped_fp8.run_reference(*operands_, torch.float64)
     assert_close(grouped_fp8.KERNEL, actual, expected, 96, "product", scale, SUMS)
 
 
@@ -193,36 +193,37 @@ def test_places_beyond_the_last_expert_are_zero():
 
 
 @pytest.mark.quick(when=lambda counts: counts == COUNTS[4])
-@pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
+@pytest.mark.parametrize("sharing", grouped_quantize.SHARING)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_gradient(sharing, counts):
     ends = compute_ends(counts)
     dy, x = make_random(sum(counts), 144), make_random(sum(counts), 75, seed=1)
     wide = torch.float8_e5m2 if sharing == "expert" else torch.float8_e4m3fn
     left, right = (
-        grouped_fp8.run_columns(t, ends, kind, sharing)
+        grouped_quantize.run_columns(t, ends, kind, sharing)
         for t, kind in ((dy, wide), (x, torch.float8_e4m3fn))
     )
     for dtype, add in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, True)):
         operands_ = left[0], right[0], left[1], right[1], ends, add
         initial = make_random(len(counts), 144, 75, seed=2, dtype=dtype)
-        expected = grouped_fp8.reference_gradient(initial.double(), *operands_)
+        expected = grouped_fp8_gradient.run_reference(initial.double(), *operands_)
         run = choose_kernel("grouped_scaled_gradient", initial, *operands_)
         actual = run(initial, *operands_)
         assert actual is initial
         length, scale = max(counts), max(counts) ** 0.5
-        assert_close(grouped_fp8.GRADIENT, actual, expected, length, "gradient", scale, SUMS)
+        assert_close(grouped_fp8_gradient.KERNEL, actual, expected, length, "gradient", scale, SUMS)
 
 
-@pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
+@pytest.mark.parametrize("sharing", grouped_quantize.SHARING)
 def test_all_is_bitwise_repeatable(sharing):
     def products():
         ends = compute_ends((130, 0, 70))
         left, right = (
-            grouped_fp8.run_columns(make_random(200, n), ends, sharing=sharing) for n in (32, 48)
+            grouped_quantize.run_columns(make_random(200, n), ends, sharing=sharing)
+            for n in (32, 48)
         )
         grads = torch.zeros(3, 32, 48)
-        grouped_fp8.run_gradient(grads, left[0], right[0], left[1], right[1], ends, True)
+        grouped_fp8_gradient.run_triton(grads, left[0], right[0], left[1], right[1], ends, True)
         return grads, grouped_fp8.run_triton(*make_operands((130, 0, 70), 32, 48, False))
 
     for first, other in zip(products(), products(), strict=True):
@@ -231,7 +232,7 @@ def test_all_is_bitwise_repeatable(sharing):
 
 def test_what_cannot_be_rounded_is_refused():
     x, ends = make_random(4, 16), compute_ends((4,))
-    refuses = grouped_fp8.QUANTISE_COLUMNS.implementations["triton"].refuses
+    refuses = grouped_quantize.QUANTISE_COLUMNS.implementations["triton"].refuses
     assert refuses(x, ends) is None
     assert "int64" in refuses(x, ends.long())
     assert "float64" in refuses(x.double(), ends)
@@ -257,7 +258,7 @@ def test_what_cannot_be_rounded_is_refused():
 )
 def test_what_torch_is_not_given(change, why, monkeypatch):
     for module in (quantize, grouped_fp8):
-        monkeypatch.setattr(module, "capability", lambda index: (change.get("major", 9), 0))
+        monkeypatch.setattr(module, "read_capability", lambda index: (change.get("major", 9), 0))
     with FakeTensorMode(), torch.device("cuda"):
         a = torch.empty(change.get("a", (100, 48)), dtype=change.get("kind", torch.float8_e4m3fn))
         apart = change.get("apart", a.shape[1])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_exactness import DEVICE, DTYPES, assert_close, check, make_generator, make_random
 from megaframe_kernels import loss
-from megaframe_kernels.loss import IGNORE
+from megaframe_kernels.loss_reference import IGNORE
 from torch.nn import functional
 
 OPTIONS = [
@@ -30,7 +30,7 @@ def test_the_reference_is_the_cross_entropy_of_torch(smoothing):
     options = {"ignore_index": IGNORE, "reduction": "none", "label_smoothing": smoothing}
     expected = functional.cross_entropy(leaf, chosen, **options)
     (truth,) = torch.autograd.grad(expected.sum(), leaf)
-    actual, gradient = loss.reference(logits, chosen, label_smoothing=smoothing)
+    actual, gradient = loss.run_reference(logits, chosen, label_smoothing=smoothing)
     torch.testing.assert_close(actual, expected.detach(), rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(gradient, truth, rtol=1e-13, atol=1e-13)
 
@@ -44,7 +44,7 @@ def test_odd_sizes(shape):
 def test_strided_and_large_logits():
     logits = make_random(6, 40, scale=1e4)[:, 3:36]
     check(loss.KERNEL, "triton", (logits, make_labels(6, 33)), {}, 33)
-    reason = loss.KERNEL.implementations["triton"].why_not(
+    reason = loss.KERNEL.implementations["triton"].explain_refusal(
         make_random(40, 6).t(), make_labels(6, 40)
     )
     assert "not contiguous" in reason
@@ -80,7 +80,7 @@ def on_ranks(compute, vocab, bounds):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_divided_vocabulary_gives_the_losses_and_gradients_of_the_whole(options):
     logits, chosen = make_random(6, 29, scale=2.0), make_labels(6, 29)
-    expected, truth = loss.reference(logits.double(), chosen, **options)
+    expected, truth = loss.run_reference(logits.double(), chosen, **options)
 
     def compute(part, join):
         arguments = logits[:, part].clone(), chosen
@@ -97,7 +97,7 @@ def test_words_that_cannot_be():
     """Some logits of a row are -inf, and all logits of one rank."""
     logits, chosen = make_random(6, 29, scale=2.0), torch.arange(6)
     logits[:, 9:25] = -float("inf")
-    expected, truth = loss.reference(logits.double(), chosen)
+    expected, truth = loss.run_reference(logits.double(), chosen)
     actual, gradient = loss.run_triton(logits.clone(), chosen)
     assert_close(loss.KERNEL, actual, expected, 29, "loss")
     assert_close(loss.KERNEL, gradient, truth, 29, "gradient")

@@ -66,6 +66,6 @@ def test_gradients_are_bitwise_repeatable():
 
 def test_what_does_not_fit_is_refused():
     wide = torch.zeros(1, 20000)
-    assert "20000" in norm.KERNEL.implementations["triton"].why_not(wide, wide[0])
+    assert "20000" in norm.KERNEL.implementations["triton"].explain_refusal(wide, wide[0])
     double = torch.zeros(2, 8, dtype=torch.float64)
     assert not norm.KERNEL.implementations["triton"].supports(double, double[0])

@@ -13,7 +13,7 @@ from torch.nn import functional
 ops = torch.ops.megaframe
 CHOICES = select(KERNELS)
 CHOSEN = torch.tensor([[0, 2], [1, 0], [2, 1]], dtype=torch.int32, device=DEVICE)
-ORDER = permute.ExpertOrder(*permute.reference_order(CHOSEN, 3))
+ORDER = permute.ExpertOrder(*permute.run_reference_order(CHOSEN, 3))
 
 
 def make_leaf(*shape, seed=0, dtype=torch.float32):

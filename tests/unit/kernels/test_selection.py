@@ -10,7 +10,7 @@ from kernel_exactness import assert_close, make_random
 from megaframe_kernels import installed, selection
 from megaframe_kernels.kernel import REFERENCE, KernelError
 from megaframe_kernels.registry import KERNELS
-from megaframe_kernels.selection import TABLE, KernelChoice, chip_name, select
+from megaframe_kernels.selection import TABLE, KernelChoice, read_chip_name, select
 
 
 def test_the_table_names_what_exists():
@@ -73,7 +73,7 @@ def test_a_measured_chip_has_its_own_order(tmp_path, monkeypatch):
     assert select(KERNELS, chip="h200")["norm"].active == "torch"
     assert select(KERNELS, chip="h200")["rotary"].active == REFERENCE
     assert select(KERNELS, chip="another")["norm"].active == "triton"
-    assert chip_name() == "cpu" or torch.cuda.is_available()
+    assert read_chip_name() == "cpu" or torch.cuda.is_available()
 
 
 def test_the_unrelated_package_apex_is_told_from_nvidias(tmp_path, monkeypatch):
@@ -81,32 +81,32 @@ def test_the_unrelated_package_apex_is_told_from_nvidias(tmp_path, monkeypatch):
         for file in files:
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).touch()
-        for cached in (installed._folder, installed.missing_apex):
+        for cached in (installed._find_folder, installed.check_apex):
             cached.cache_clear()
         sys.path_importer_cache.clear()
-        return installed.missing_apex()
+        return installed.check_apex()
 
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "not installed" in reason()
     assert "not NVIDIA's" in reason("apex/__init__.py")
     assert "without its CUDA extensions" in reason("apex/multi_tensor_apply/__init__.py")
     assert reason("amp_C.py") is None
-    for cached in (installed._folder, installed.missing_apex):
+    for cached in (installed._find_folder, installed.check_apex):
         cached.cache_clear()
 
 
 def test_a_triton_that_is_too_old_is_named(monkeypatch):
-    assert installed.missing_triton((3, 5)) is None
+    assert installed.check_triton((3, 5)) is None
     monkeypatch.setattr(triton, "__version__", "3.5.1+gitbfeb0668")  # not a released version
-    assert installed.missing_triton((3, 5)) is None
-    assert "3.6 does" in installed.missing_triton((3, 6))
-    assert "does not compile it; 99.0 does" in installed.missing_triton((99, 0))
+    assert installed.check_triton((3, 5)) is None
+    assert "3.6 does" in installed.check_triton((3, 6))
+    assert "does not compile it; 99.0 does" in installed.check_triton((99, 0))
 
 
 def test_the_tolerance_is_that_of_the_type_and_of_the_sum():
     norm = KERNELS["norm"]
-    assert norm.tolerance(torch.float32, 1) == norm.constant * 2 * 2**-23
-    assert norm.tolerance(torch.bfloat16, 10**4) == norm.constant * (2**-7 + 100 * 2**-23)
+    assert norm.compute_tolerance(torch.float32, 1) == norm.constant * 2 * 2**-23
+    assert norm.compute_tolerance(torch.bfloat16, 10**4) == norm.constant * (2**-7 + 100 * 2**-23)
 
 
 def test_a_choice_is_a_plain_value():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.architecture.attention import mean_keys
+from megaframe.architecture.attention import compute_mean_keys
 from megaframe.architecture.spec import Normal, ParamSpec
 from megaframe.config import RunConfig
 from megaframe.metrics.flops import count_flops
@@ -85,7 +85,7 @@ def test_only_what_is_multiplied_counts():
 @given(st.integers(1, 300), st.integers(1, 400))
 def test_windows_count_the_keys_inside_them(seq, window):
     exact = sum(min(position + 1, window) for position in range(seq)) / seq
-    counted = mean_keys(seq, window)
+    counted = compute_mean_keys(seq, window)
     # `exact` counts the query's own key fully: half a key more in the triangle, no more after it.
     assert counted == pytest.approx(exact - min(window, seq) / (2 * seq), rel=1e-12)
 
@@ -112,5 +112,5 @@ def test_every_layer_counts_the_keys_of_its_own_window():
 
 
 def test_without_a_window_half_of_the_square_counts():
-    assert mean_keys(1024, None) == mean_keys(1024, 5000) == 512
-    assert mean_keys(10**9, 128) == pytest.approx(128, rel=1e-6)
+    assert compute_mean_keys(1024, None) == compute_mean_keys(1024, 5000) == 512
+    assert compute_mean_keys(10**9, 128) == pytest.approx(128, rel=1e-6)

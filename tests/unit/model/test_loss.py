@@ -49,7 +49,7 @@ def compute_expected(hidden, labels, weight):
 
 @pytest.mark.parametrize("rows", [1, 7, 29, 1000])
 def test_chunks_change_nothing(rows, monkeypatch):
-    monkeypatch.setattr(loss_module, "max_logits_per_chunk", lambda host: rows * VOCAB)
+    monkeypatch.setattr(loss_module, "get_max_logits_per_chunk", lambda host: rows * VOCAB)
     hidden, labels, weight = make_head(torch.float64, torch.float64)
     result = compute_loss(hidden, labels, weight)
     loss, d_hidden, d_weight = compute_expected(hidden, labels, weight)

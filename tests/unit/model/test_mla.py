@@ -20,6 +20,10 @@ PUBLISHED = {
 }
 
 
+def frequencies_of(model):
+    return compute_frequencies(describe_block(model, 0).mixer.rotary)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_of_the_released_layers(name):
     """Published: the elements of the attention's tensors in one layer of the released weights."""
@@ -41,14 +45,18 @@ def make_yarn_config(**changes):
 @pytest.mark.parametrize("mscale", [0.707, 1.0])
 def test_equal_strengths_scale_scores_and_not_the_rotated_part(mscale):
     """In the released configs both are equal: 0.707 in V2, 1.0 in V3."""
-    rate, factor = compute_frequencies(make_yarn_config(mscale=mscale, mscale_all_dim=mscale))
+    rate, factor = compute_frequencies(
+        describe_block(make_yarn_config(mscale=mscale, mscale_all_dim=mscale), 0).mixer.rotary
+    )
     assert factor == 1.0 and len(rate) == 32
     found = compute_scores_factor(make_yarn_config(mscale=mscale, mscale_all_dim=mscale))
     assert found == near((1 + 0.1 * mscale * math.log(40)) ** 2, 8)
 
 
 def test_other_strengths_are_divided():
-    _, factor = compute_frequencies(make_yarn_config(mscale=0.5, mscale_all_dim=0.8))
+    _, factor = compute_frequencies(
+        describe_block(make_yarn_config(mscale=0.5, mscale_all_dim=0.8), 0).mixer.rotary
+    )
     assert factor == near((0.05 * math.log(40) + 1) / (0.08 * math.log(40) + 1), 8)
     assert compute_scores_factor(make_yarn_config()) == 1.0
-    assert compute_frequencies(make_yarn_config())[1] == near(0.1 * math.log(40) + 1, 4)
+    assert frequencies_of(make_yarn_config())[1] == near(0.1 * math.log(40) + 1, 4)

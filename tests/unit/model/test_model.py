@@ -73,6 +73,44 @@ MODELS |= {
     "three_further": {"mtp_depth": 3, "position": "learned", "bias": True, "window": (5, 2)},
     "latent_of_one_width": {"latent": {**LATENT, "query_rank": 12, "value_dim": 10}},
 }
+MODELS |= {
+    "gemma_like": {
+        "layers": 4,
+        "norm": "rmsnorm",
+        "embedding_scale": 4.0,
+        "blocks": [
+            {"norms": "both", "mixer": {"window": 4, "rotary_base": 500.0}, "repeat": 2},
+            {"norms": "both", "mixer": {"kv_heads": 1, "score_scale": 0.3, "qk_norm": True}},
+        ],
+    },
+    "olmo_2": {"norm": "rmsnorm", "blocks": [{"norms": "after", "mixer": {"qk_norm": True}}]},
+    "parallel": {
+        "bias": True,
+        "blocks": [
+            {"parallel": "one_norm", "residual_scale": 0.5, "mixer": {"rotary_fraction": 0.5}},
+            {"parallel": "two_norms", "feed_forward": {"ffn": 10, "activation": "swiglu"}},
+        ],
+    },
+    "no_rotation_in_some": {
+        "layers": 3,
+        "blocks": [
+            {"mixer": {"window": 5}, "norms": "none", "residual_scale": 0.7},
+            {"mixer": {"rotary": False, "heads": 2, "kv_heads": 2, "head_dim": 6, "bias": True}},
+        ],
+    },
+    "mixed": {
+        "layers": 4,
+        "norm": "rmsnorm",
+        "latent": {**LATENT, "query_rank": 12},
+        "moe": {"experts": 4, "ffn": 10},
+        "blocks": [
+            {"mixer": {"kind": "latent"}, "feed_forward": {"kind": "moe"}, "norms": "both"},
+            {"feed_forward": {"activation": "relu2", "bias": True}},
+            {"parallel": "one_norm", "feed_forward": {"kind": "moe"}},
+            {"parallel": "one_norm", "norms": "both", "mixer": {"kind": "latent", "window": 3}},
+        ],
+    },
+}
 TRAIN = {"label_smoothing": 0.1, "z_loss": 0.01}
 TERMS = 6 * (6 * 16 + 12) + 37 + 36
 """Lengths of the sums from a token to a gradient: up to six blocks with six products, in which 16

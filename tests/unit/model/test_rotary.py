@@ -6,6 +6,7 @@ import pytest
 import torch
 from tolerances import assert_near, near
 
+from megaframe.architecture.block import describe_block
 from megaframe.config import ModelConfig
 from megaframe.model.rotary import Rotary, compute_frequencies
 
@@ -13,6 +14,10 @@ pytestmark = pytest.mark.numeric
 
 POWER = 32
 """Roundings of a power: its exponent's is multiplied by the base's logarithm, which is below 16."""
+
+
+def frequencies_of(model):
+    return compute_frequencies(describe_block(model, 0).mixer.rotary)
 
 
 def make_model(**changes):
@@ -24,7 +29,10 @@ def test_scores_depend_on_the_distance_only():
     query, key = torch.randn(2, 1, 1, 1, 128, dtype=torch.float64, generator=generator)
 
     def score(at, other):
-        turn = [Rotary(make_model(), torch.tensor([p]), torch.float64) for p in (at, other)]
+        turn = [
+            Rotary(describe_block(make_model(), 0).mixer.rotary, torch.tensor([p]), torch.float64)
+            for p in (at, other)
+        ]
         return float((turn[0](query) * turn[1](key)).sum())
 
     # An angle is a position times a rate, so its rounding is up to 1004 times that of a number.
@@ -34,15 +42,17 @@ def test_scores_depend_on_the_distance_only():
 
 
 def test_plain_frequencies():
-    rate, factor = compute_frequencies(make_model(rotary_base=500000.0))
+    rate, factor = frequencies_of(make_model(rotary_base=500000.0))
     assert factor == 1.0 and rate[0] == 1.0
     assert float(rate[32]) == near(500000.0**-0.5, POWER)
 
 
 def test_llama3_keeps_short_waves_and_stretches_long_ones():
     scaling = {"kind": "llama3", "factor": 8, "original_length": 8192}
-    plain, _ = compute_frequencies(make_model(rotary_base=500000.0))
-    rate, factor = compute_frequencies(make_model(rotary_base=500000.0, rotary_scaling=scaling))
+    plain, _ = frequencies_of(make_model(rotary_base=500000.0))
+    rate, factor = compute_frequencies(
+        describe_block(make_model(rotary_base=500000.0, rotary_scaling=scaling), 0).mixer.rotary
+    )
     assert factor == 1.0
     wavelength = 2 * math.pi / plain
     assert torch.equal(rate[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
@@ -64,8 +74,10 @@ def test_yarn_ramps_between_its_two_rotation_counts():
         "low_frequency": 1,
         "high_frequency": 32,
     }
-    plain, _ = compute_frequencies(make_model(rotary_base=1e6))
-    rate, factor = compute_frequencies(make_model(rotary_base=1e6, rotary_scaling=scaling))
+    plain, _ = frequencies_of(make_model(rotary_base=1e6))
+    rate, factor = compute_frequencies(
+        describe_block(make_model(rotary_base=1e6, rotary_scaling=scaling), 0).mixer.rotary
+    )
     assert factor == near(0.1 * math.log(4) + 1, 4)
     # The pair that turns n times in the original length is 64 ln(32768 / (2 pi n)) / ln 1e6.
     low, high = (64 * math.log(32768 / (2 * math.pi * n)) / math.log(1e6) for n in (32, 1))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from saved_bytes import measure_block_bytes
 
-from megaframe.architecture.stages import stage_plans
+from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch, look_ahead
 from megaframe.distributed.collectives import barrier
@@ -82,7 +82,7 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
             sum(tensor.untyped_storage().nbytes() for tensor in saved_tensors.values())
         )
         plan = compute_memory(
-            built.config, RankParameters(0, (), ()), 1, stage_plans(built.config), FORWARD
+            built.config, RankParameters(0, (), ()), 1, plan_stages(built.config), FORWARD
         )
         saved_bytes.append(plan.activations)
     assert saved_bytes[2] - saved_bytes[0] == saved_bytes[3] - saved_bytes[1]
@@ -104,7 +104,7 @@ def measure_memory(precision, zero, model, optim=None, expert=1, bucket_size="au
     microbatches = [Microbatch(tokens, tokens, torch.arange(1))] * (4 // layout.data)
     for step in range(2):
         train_step.train(microbatches, step, 1.0)
-    plans = stage_plans(config)
+    plans = plan_stages(config)
     parameter_counts, schedule = (
         count_parameters(config, layout, plans),
         train_step.schedule.ranks[0],
@@ -177,7 +177,7 @@ def test_a_backward_that_is_not_split_frees_what_it_used():
     config = RunConfig(model={"layers": 1, "vocab": 64}, train={"seq": 8, "recompute": "full"})
     first, second = ((Action(ActionKind.F, 0, n), Action(ActionKind.B, 0, n)) for n in (0, 1))
     split = [*first, Action(ActionKind.W, 0, 0)]
-    plans = stage_plans(config)
+    plans = plan_stages(config)
     single_activations = compute_memory(
         config, RankParameters(0, (), ()), 1, plans, split
     ).activations

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.architecture.pipeline import build_step_schedule
-from megaframe.architecture.stages import stage_plans
+from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
@@ -47,7 +47,7 @@ def compute_needed(config, layout, chip, blocks):
     train = config.train.model_copy(update={"recompute_blocks": blocks})
     config = config.model_copy(update={"train": train})
     schedule = lower(build_step_schedule(config, 16))
-    plans = stage_plans(config)
+    plans = plan_stages(config)
     return [
         compute_rank_memory(config, layout, plans, schedule, rank).total + overhead_bytes(chip)
         for rank in range(layout.pipeline)
@@ -65,7 +65,7 @@ def test_every_rank_fits_and_no_stage_needs_one_fewer(parallel, recompute, part)
     layout = Layout.from_parallel(
         config.parallel, config.parallel.tensor * config.parallel.pipeline
     )
-    plans = stage_plans(config)
+    plans = plan_stages(config)
     all_blocks = tuple(len(plan.blocks) for plan in plans)
     none = (0,) * len(plans)
     low, high = (

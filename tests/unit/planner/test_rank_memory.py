@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.architecture.pipeline import build_step_schedule
-from megaframe.architecture.stages import stage_plans
+from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
@@ -204,7 +204,7 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
     also in bytes sent. numbers: bytes of the tokens' numbers, which the plan does not count."""
     train = config.train
     schedule = build_step_schedule(config, train.global_batch // train.microbatch // layout.data)
-    plans, lowered = stage_plans(config), lower(schedule)
+    plans, lowered = plan_stages(config), lower(schedule)
     for rank in ranks:
         step = run_meta_step(config, layout, rank)
         plan = compute_rank_memory(
@@ -298,7 +298,7 @@ def test_factors_travel_twice_and_the_gradients_behind_them_go():
         config = make_config(4, model, {}, {"zero": zero, "compress": "powersgd"})
         schedule = lower(build_step_schedule(config, 2))
         step = run_meta_step(config, layout, 0)
-        plan = compute_rank_memory(config, layout, stage_plans(config), schedule, 0)
+        plan = compute_rank_memory(config, layout, plan_stages(config), schedule, 0)
         buffers = plan.weights + plan.values + plan.gradients
         assert step.buffers == pytest.approx(buffers, rel=0.01)
         sizes.append(step.buffers)

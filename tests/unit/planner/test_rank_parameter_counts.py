@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.architecture.spec import EXPERT_AXES, copies_of
-from megaframe.architecture.stages import stage_plans
+from megaframe.architecture.spec import EXPERT_AXES, count_copies
+from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig, load
 from megaframe.layout import Layout
 from megaframe.model.forward_context import RunContext
@@ -23,7 +23,7 @@ LAYOUTS = [
 
 
 def count_by_plan(config, layout, plan):
-    """Return the same numbers as `count_by_specs`, from the plan."""
+    """Return the same numbers as `by_specs`, from the plan."""
     counts = count_parameters(config, layout, [plan])
     parts = (
         (*counts.tables, counts.positions),
@@ -41,7 +41,7 @@ def test_every_config_holds_what_its_layers_declare(path, sizes):
     pipeline = sizes.get("pipeline", 1)
     config = load(str(path), [f"parallel.pipeline={pipeline}", "model.vocab=5003"])
     layout = Layout(**sizes)
-    for plan in stage_plans(config):
+    for plan in plan_stages(config):
         assert count_by_plan(config, layout, plan) == count_by_specs(config, layout, [plan])
 
 
@@ -52,7 +52,7 @@ def count_by_specs(config, layout, plans):
     counts = {"vector": 0, "table": 0, "split": 0, "whole": 0, "shared": 0, "experts": 0}
     for parameter in {p: None for chunk in chunks.values() for p in chunk.parameters()}:
         spec = parameter.spec
-        size = spec.local(layout.get_full_coordinate(0), layout.sizes).size
+        size = spec.find_local_box(layout.get_full_coordinate(0), layout.sizes).size
         if spec.role in ("gain", "bias"):
             counts["vector"] += size
         elif spec.role in ("embedding", "head"):
@@ -61,7 +61,7 @@ def count_by_specs(config, layout, plans):
             counts["experts"] += size
         elif spec.role == "matrix":
             dims = [dim for dim, axis in spec.axes.items() if axis == "tensor"]
-            copies = [copies_of(spec.shape[dim], layout.tensor) for dim in dims]
+            copies = [count_copies(spec.shape[dim], layout.tensor) for dim in dims]
             replicated = not dims and layout.tensor > 1
             shared = bool(dims) and copies[0] > 1
             counts["whole" if replicated else "shared" if shared else "split"] += size
@@ -105,5 +105,5 @@ def test_what_is_held_is_what_layers_declare(model, tensor, pipeline):
         parallel={"tensor": tensor, "pipeline": pipeline, "expert": tensor if moe else 1},
     )
     layout = Layout.from_parallel(config.parallel, 4 * tensor * pipeline)
-    for plan in stage_plans(config):
+    for plan in plan_stages(config):
         assert count_by_plan(config, layout, plan) == count_by_specs(config, layout, [plan])

@@ -12,7 +12,7 @@ import zipfile
 
 import pytest
 from megaframe_kernels import cuda_library
-from megaframe_kernels.cuda_build import BuildError, find_nvcc, prebuilt_path
+from megaframe_kernels.cuda_build import BuildError, find_nvcc, find_prebuilt_library
 from repo_copy import ROOT, copy_tracked
 
 from megaframe import __version__
@@ -87,7 +87,7 @@ def test_a_wheel_with_the_cuda_kernels_is_for_its_platform_and_they_load(wheel, 
     machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert built.name.endswith(f"-py3-none-{machine}.whl")
     zipfile.ZipFile(built).extractall(tmp_path / "here")
-    library = tmp_path / "here/megaframe_kernels" / prebuilt_path().name
+    library = tmp_path / "here/megaframe_kernels" / find_prebuilt_library().name
     assert cuda_library.load(library).megaframe_expert_order_blocks(10_000) > 0
     assert not list((source / "kernels/megaframe_kernels").glob("*.so"))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megaframe.architecture.attention import window_of
+from megaframe.architecture.attention import get_window
 from megaframe.checkpoint.convert.huggingface.config_keys import Shape, check_keys, check_sizes
 from megaframe.config import ModelConfig, RotaryScalingConfig
 from megaframe.errors import UserError
@@ -318,7 +318,7 @@ def _write_qwen(model: ModelConfig) -> Keys:
 
 
 def _list_layer_windows(model: ModelConfig) -> list[int | None]:
-    return [window_of(model, layer) for layer in range(model.layers)]
+    return [get_window(model, layer) for layer in range(model.layers)]
 
 
 def _find_shortest_pattern(windows: Sequence[int | None]) -> int | tuple[int | None, ...] | None:

@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from tolerances import assert_near
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaframe.architecture.attention import windows
+from megaframe.architecture.attention import list_windows
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.checkpoint.convert.huggingface.families import (
@@ -192,7 +192,9 @@ def test_windows_are_the_shortest_pattern_of_their_layers(name, window):
     model = read_model_config(MODELS[name]().to_dict())
     assert model.window == window
     assert read_model_config(write_model_config(model, 64)).window == window
-    repeated_model = model.model_copy(update={"window": (*windows(model), *windows(model))})
+    repeated_model = model.model_copy(
+        update={"window": (*list_windows(model), *list_windows(model))}
+    )
     assert write_model_config(repeated_model, 64) == write_model_config(model, 64)
 
 

@@ -1,0 +1,99 @@
+"""The layers of a model one by one: keys of `model.blocks`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from megaframe.config.section import Positive, Section
+
+Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu"]
+
+
+class AttentionConfig(Section):
+    kind: Literal["attention"] = "attention"
+    """Attention with grouped key and value heads."""
+    heads: Positive | None = None
+    """Number of query heads. Default: `model.heads`."""
+    kv_heads: Positive | None = None
+    """Number of key and value heads. Default: `model.kv_heads`."""
+    head_dim: Positive | None = None
+    """Width of one head. Default: `model.head_dim`."""
+    window: Positive | None = None
+    """Sliding window in tokens; null for all tokens before."""
+    rotary: bool | None = None
+    """Whether queries and keys are rotated. Default: whether `model.position` is rotary."""
+    rotary_base: Annotated[float, Field(gt=0)] | None = None
+    """Base of the rotary wavelengths. Default: `model.rotary_base`."""
+    rotary_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of each head's width that is rotated. Default: `model.rotary_fraction`."""
+    qk_norm: bool | None = None
+    """RMS-normalise each query and key head. Default: `model.qk_norm`."""
+    score_scale: Annotated[float, Field(gt=0)] | None = None
+    """Factor of the scores. Default: 1 / sqrt(head_dim)."""
+    qkv_bias: bool | None = None
+    """Biases of queries, keys and values. Default: `model.qkv_bias`."""
+    bias: bool | None = None
+    """Bias of the output. Default: `model.bias`."""
+
+
+class LatentMixerConfig(Section):
+    kind: Literal["latent"]
+    """Multi-head latent attention, as `model.latent` describes it."""
+    window: Positive | None = None
+    """Sliding window in tokens; null for all tokens before."""
+
+
+class MLPConfig(Section):
+    kind: Literal["mlp"] = "mlp"
+    """A dense MLP."""
+    ffn: Positive | None = None
+    """Inner width. Default: `model.ffn`."""
+    activation: Activation | None = None
+    """Activation. Default: `model.activation`."""
+    bias: bool | None = None
+    """Biases of both products. Default: `model.bias`."""
+
+
+class MoEMixtureConfig(Section):
+    kind: Literal["moe"]
+    """Experts, as `model.moe` describes them."""
+
+
+def _kind_of(value: Any) -> str | None:
+    return value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+
+
+def _mixer_kind(value: Any) -> str | None:
+    return _kind_of(value) or "attention"
+
+
+def _feed_forward_kind(value: Any) -> str | None:
+    return _kind_of(value) or "mlp"
+
+
+MixerConfig = Annotated[
+    Annotated[AttentionConfig, Tag("attention")] | Annotated[LatentMixerConfig, Tag("latent")],
+    Discriminator(_mixer_kind),
+]
+FeedForwardConfig = Annotated[
+    Annotated[MLPConfig, Tag("mlp")] | Annotated[MoEMixtureConfig, Tag("moe")],
+    Discriminator(_feed_forward_kind),
+]
+
+
+class BlockConfig(Section):
+    repeat: Positive = 1
+    """Number of consecutive layers like this one."""
+    mixer: MixerConfig = AttentionConfig()
+    """What mixes tokens: `attention` or `latent`, and its keys."""
+    feed_forward: FeedForwardConfig = MLPConfig()
+    """What follows it: `mlp` or `moe`, and its keys."""
+    norms: Literal["before", "after", "both", "none"] = "before"
+    """Where the stream's norms are: before each half of the block, after it (on what it adds to the
+    stream), both, or nowhere."""
+    parallel: Literal["none", "one_norm", "two_norms"] = "none"
+    """Let both halves start from the same stream, with one norm for both or one for each."""
+    residual_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Factor of what each half adds to the stream."""

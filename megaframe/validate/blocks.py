@@ -1,0 +1,123 @@
+"""Checks of `model.blocks`: parts that the model describes, keys that it replaces, and for each
+block the checks that a model of such blocks has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megaframe.architecture.spec import count_copies
+from megaframe.config.blocks import AttentionConfig, BlockConfig, MLPConfig
+from megaframe.config.model import ModelConfig
+
+_REPLACED = {
+    "heads": "heads",
+    "kv_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "rotary_fraction": "rotary_fraction",
+    "qk_norm": "qk_norm",
+    "qkv_bias": "qkv_bias",
+}
+"""Keys of a block's attention, and the keys of the model that they replace."""
+
+
+def find_block_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
+    """Yield a message for each mistake in model.blocks. tensor: tensor ranks."""
+    if model.blocks is None:
+        return
+    if not model.blocks:
+        yield (
+            f"model.blocks=[] has 0 blocks to repeat over model.layers={model.layers}; leave it "
+            "out, or describe one"
+        )
+        return
+    pattern = sum(block.repeat for block in model.blocks)
+    if pattern > model.layers:
+        yield (
+            f"model.blocks describes {pattern} layers and model.layers={model.layers}; use 1 to "
+            f"{model.layers} of them, which are repeated from the first layer on"
+        )
+    if model.emulate is not None:
+        yield "model.blocks has no effect with model.emulate, whose blocks only wait; leave it out"
+    if model.window is not None:
+        yield (
+            "model.window has no effect with model.blocks; say window in the mixer of each block"
+        )
+    moe = model.moe
+    if moe is not None and (moe.first, moe.every) != (0, 1):
+        yield (
+            f"model.moe.first={moe.first} and model.moe.every={moe.every} have no effect with "
+            "model.blocks, which says what each layer has; leave them out"
+        )
+    for name, kind, section in (("moe", "moe", moe), ("latent", "latent", model.latent)):
+        used = [
+            number
+            for number, block in enumerate(model.blocks)
+            if kind in (block.mixer.kind, block.feed_forward.kind)
+        ]
+        if used and section is None:
+            yield (
+                f"model.blocks.{used[0]} has kind: {kind}, and model.{name} is missing; set its "
+                "keys, or use another kind"
+            )
+        if section is not None and not used:
+            yield (
+                f"model.{name} has no effect, because no block of model.blocks has kind: {kind}; "
+                "leave it out"
+            )
+    for number, block in enumerate(model.blocks):
+        if block.parallel == "one_norm" and block.norms in ("after", "none"):
+            yield (
+                f"model.blocks.{number}.parallel=one_norm has no norm to share with norms="
+                f"{block.norms}; use parallel=two_norms, or norms=before or both"
+            )
+    yield from _find_copy_mistakes(model, tensor)
+
+
+def _find_copy_mistakes(model: ModelConfig, tensor: int) -> Iterator[str]:
+    """Yield a message if blocks divide their key and value heads differently over tensor ranks."""
+    assert model.blocks is not None
+    groups = {
+        block.mixer.kv_heads or model.kv_heads
+        for block in model.blocks
+        if isinstance(block.mixer, AttentionConfig)
+    }
+    fewer = sorted(group for group in groups if count_copies(group, tensor) > 1)
+    if len(fewer) > 1:
+        yield (
+            f"model.blocks has attention with {' and '.join(map(str, fewer))} key and value heads, "
+            f"which parallel.tensor={tensor} ranks would share in different groups; use "
+            f"parallel.tensor={fewer[1]} or fewer"
+        )
+
+
+def check_each_block(
+    model: ModelConfig, check: Callable[[ModelConfig], Iterator[str]]
+) -> Iterator[str]:
+    """Yield the messages of a check of the whole model, or with `model.blocks` for a model of each
+    of its blocks, each message once."""
+    if model.blocks is None:
+        yield from check(model)
+        return
+    seen: set[str] = set()
+    for number, block in enumerate(model.blocks):
+        for message in check(make_model_of_block(model, block)):
+            if message not in seen:
+                seen.add(message)
+                yield f"model.blocks.{number}: {message}"
+
+
+def make_model_of_block(model: ModelConfig, block: BlockConfig) -> ModelConfig:
+    """Return a model all of whose blocks are like this one, without `model.blocks`."""
+    changes: dict[str, object] = {"blocks": None, "window": block.mixer.window}
+    mixer, feed_forward = block.mixer, block.feed_forward
+    if isinstance(mixer, AttentionConfig):
+        changes["latent"] = None
+        for key, replaced in _REPLACED.items():
+            if getattr(mixer, key) is not None:
+                changes[replaced] = getattr(mixer, key)
+        if mixer.rotary is not None:
+            changes["position"] = "rotary" if mixer.rotary else "none"
+    if isinstance(feed_forward, MLPConfig):
+        changes["moe"] = None
+        changes["ffn"] = feed_forward.ffn or model.ffn
+    return model.model_copy(update=changes)
