@@ -11,9 +11,7 @@ def measure_block_bytes(stage, microbatch, buckets):
     leaf = torch.randn(rows, stage.config.model.hidden).to(stage.precision.compute)
     leaf.requires_grad_()
     known = [bucket.parameters[0].value for bucket in buckets] + [leaf]
-    tables = ()
-    if context.rotary is not None:
-        tables = (context.rotary.cos, context.rotary.sin)
+    tables = [table for rotary in context.rotary.values() for table in (rotary.cos, rotary.sin)]
     known = {tensor.untyped_storage().data_ptr() for tensor in (*known, *tables)}
     storages = {}
 
