@@ -15,6 +15,7 @@ MODELS = {
     "global": {"moe": {**MOE, "balance": "global", "z_loss": 0.05, "jitter": 0.2, "first": 1}},
     "groups": {
         **GATED,
+        "activation": "swiglu_clamped",
         "moe": {**MOE, "experts": 8, "groups": 4, "top_groups": 2, "top_k": 3, "balance": "none"},
     },
 }

@@ -28,8 +28,8 @@ SHAPES = {
         **{"layers": 2, "window": (4, None)},
     },
     "moe": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "shared": 1}},
-    "moe, tensor": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "ffn": 16}},
-    "moe, row": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "ffn": 16}},
+    "moe, tensor": {"norm": "rmsnorm", "activation": "geglu", "moe": {**MOE, "ffn": 16}},
+    "moe, row": {"norm": "rmsnorm", "activation": "swiglu_clamped", "moe": {**MOE, "ffn": 16}},
     "moe, block": {"norm": "rmsnorm", "hidden": 128, "init_std": 0.06, "moe": {**MOE, "ffn": 128}},
 }
 """A name's second word, after a comma, is the scaling of 8-bit products."""

@@ -23,7 +23,11 @@ from megaframe.training.train_step import TrainStep
 SHAPES = {
     **MODELS,
     "smooth": {"position": "none", "logit_softcap": 3.0, "activation": "relu2", "bias": True},
-    "windows": {"window": (4, None), "qkv_bias": True, "kv_heads": 4, "ffn": 30},
+    "windows": {
+        **{"window": (4, None), "qkv_bias": True, "kv_heads": 4, "ffn": 30},
+        "activation": "geglu",
+    },
+    "clamped": {"norm": "rmsnorm", "activation": "swiglu_clamped", "bias": True, "init_std": 1.0},
 }
 TRAIN = {"smooth": {"label_smoothing": 0.1, "z_loss": 0.01}}
 INTERLEAVED = {"tensor": 2, "pipeline": 2, "chunks": 2, "schedule": "interleaved"}
@@ -44,6 +48,7 @@ QUICK = [
     ("gpt2", {"tensor": 2, "data": 2}, "none"),
     ("llama", INTERLEAVED, "full"),
     ("smooth", ZB_V, "none"),
+    ("clamped", {"tensor": 2}, "none"),
 ]
 """Each shape, each number of ranks and each kind of recompute once."""
 CHUNKED = [

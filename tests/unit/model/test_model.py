@@ -83,6 +83,24 @@ MODELS |= {
             {"norms": "both", "mixer": {"kv_heads": 1, "score_scale": 0.3, "qk_norm": True}},
         ],
     },
+    "geglu": {
+        "norm": "rmsnorm",
+        "activation": "geglu",
+        "moe": {"experts": 4, "ffn": 10, "shared": 1, "every": 2},
+    },
+    "gpt_oss": {
+        "norm": "rmsnorm",
+        "activation": "swiglu_clamped",
+        "bias": True,
+        "init_std": 1.0,  # every twelfth gate is clamped
+        "moe": {"experts": 4, "ffn": 10, "shared": 1},
+        "blocks": [
+            {"mixer": {"score_scale": 0.02}, "feed_forward": {"kind": "moe"}},
+            {"mixer": {"score_scale": 0.02}},
+            {"feed_forward": {"activation": "geglu", "bias": False}, "norms": "both"},
+        ],
+        "layers": 3,
+    },
     "olmo_2": {"norm": "rmsnorm", "blocks": [{"norms": "after", "mixer": {"qk_norm": True}}]},
     "parallel": {
         "bias": True,
