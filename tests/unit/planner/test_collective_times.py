@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.hardware.cluster import Cluster, Tier, load_cluster
+from megaframe.layout import exchange_steps
 from megaframe.planner.collective_times import (
     ALGORITHMS,
     GroupLevel,
@@ -15,6 +16,8 @@ from megaframe.planner.collective_times import (
     collective_seconds,
     group_levels,
     group_size,
+    pairwise_all_to_all,
+    stepped_exchange,
 )
 
 ALPHA, BANDWIDTH = 5e-6, 2e10
@@ -185,3 +188,26 @@ def test_bus_bandwidth_is_that_of_the_link():
         group = [GroupLevel(8.0, 0.0, BANDWIDTH)]
         seconds = float(ALGORITHMS[operation][algorithm](1e9, group))
         assert bus_bandwidth(operation, 1e9, 8, seconds) == pytest.approx(BANDWIDTH)
+
+
+def count_messages(ranks, inside):
+    """Return the messages that a rank sends in an exchange in steps."""
+    return sum(size - 1 for size in exchange_steps(ranks, inside))
+
+
+def test_an_exchange_in_steps_takes_its_messages_and_the_same_bytes():
+    alpha, bandwidth, size = 2e-5, 4e10, 1e9
+    for ranks in (64, 2048):
+        group = [GroupLevel(1.0, 3e-6, 4e11), GroupLevel(float(ranks), alpha, bandwidth)]
+        transfer = size * (ranks - 1) / ranks / bandwidth
+        assert float(stepped_exchange(size, group)) == pytest.approx(
+            count_messages(ranks, 1) * alpha + transfer
+        )
+        assert float(pairwise_all_to_all(size, group)) == pytest.approx(
+            (ranks - 1) * alpha + transfer
+        )
+    # Within a node first: the slow links carry an eighth.
+    group = [GroupLevel(8.0, 3e-6, 4e11), GroupLevel(np.float64(16.0), alpha, bandwidth)]
+    outer = size / 8 * 15 / 16 / bandwidth + count_messages(16, 1) * alpha
+    inner = size * 7 / 8 / 4e11 + 7 * 3e-6
+    assert float(stepped_exchange(size, group)) == pytest.approx(inner + outer)
