@@ -165,8 +165,8 @@ def _attend_locally(
     value_BSGV: Tensor,
     mask: SequenceMask,
     scale: float,
-    softcap: float | None,
-    sinks_N: Tensor | None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Compute attention among tokens that are all on this rank, [B, S, N, V]."""
     if query_BSND.is_meta:  # shapes do not depend on what is seen
