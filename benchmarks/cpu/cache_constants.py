@@ -155,30 +155,30 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
     parser.add_argument("--write", type=Path, help="write all ratios as JSON to this file")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     tune_host_allocator()
     found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
-    for precision in given.precision:
+    for precision in arguments.precision:
         dtype = PRECISIONS[precision].compute
         routines = autotune.load_or_measure(dtype)[0]
         matmul.use_libraries(dtype, routines.products)
         print(f"\n{precision}, time relative to that of the constant; low and high of rounds")
         print(f"{'':<34}" + "".join(f"{f'x {factor:g}':>18}" for factor in FACTORS))
         for name, case in CASES.items():
-            ratios = measure(case, dtype, given.rounds)
+            ratios = measure(case, dtype, arguments.rounds)
             cells = (f"{r.median:.2f} ({r.low:.2f}-{r.high:.2f})" for r in ratios.values())
             print(f"{name:<34}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
             by_factor = {f"{factor:g}": asdict(ratio) for factor, ratio in ratios.items()}
             found.setdefault(precision, {})[name] = by_factor
-    if given.write:
+    if arguments.write:
         document = {
             "commit": read_commit(),
             "machine": describe_machine(),
-            "threads": given.threads,
+            "threads": arguments.threads,
             **found,
         }
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
 
 
 if __name__ == "__main__":

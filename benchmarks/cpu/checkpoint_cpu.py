@@ -61,27 +61,27 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank is not None:
-        print(json.dumps(measure(given.folder, given.rounds)))
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        print(json.dumps(measure(arguments.folder, arguments.rounds)))
         return
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        one, other = start(folder, given.rounds)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        one, other = start(folder, arguments.rounds)
     seconds = {name: [*map(max, one[name], other[name])] for name in one}
     show(seconds)
-    if given.write:
+    if arguments.write:
         document = {
             "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": describe_machine(),
-            "config": {"ranks": RANKS, "bytes": BYTES, "rounds": given.rounds},
+            "config": {"ranks": RANKS, "bytes": BYTES, "rounds": arguments.rounds},
             "summary": {name: asdict(Spread.of(values)) for name, values in seconds.items()},
             "ratios": {name: asdict(ratio(seconds, *pair)) for name, pair in RATIOS.items()},
             "seconds": seconds,
         }
-        given.write.parent.mkdir(parents=True, exist_ok=True)
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
-        print(f"wrote {given.write}")
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {arguments.write}")
 
 
 def start(folder: str, rounds: int) -> list[Measured]:
@@ -226,8 +226,8 @@ class MegaframeCheckpoint(CheckpointedState):
         from megaframe.checkpoint import CheckpointWriter
 
         super().__init__(folder, mesh)
-        given = {"rank": self.rank, "world": RANKS, "store": mesh.store}
-        self.writer, self.number = CheckpointWriter(self.folder, **given, keep=1), 0
+        arguments = {"rank": self.rank, "world": RANKS, "store": mesh.store}
+        self.writer, self.number = CheckpointWriter(self.folder, **arguments, keep=1), 0
 
     def turns(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         self.clear()

@@ -28,18 +28,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--write", type=Path, metavar="FILE")
     parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        work(Path(given.worker), given.steps)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work(Path(arguments.worker), arguments.steps)
         return
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        command += [__file__, "--worker", folder, "--steps", str(given.steps)]
+        command += [__file__, "--worker", folder, "--steps", str(arguments.steps)]
         subprocess.run(command, check=True, cwd=ROOT)
         found = json.loads((Path(folder) / "found.json").read_text())
     print(json.dumps(found, indent=1))
-    if given.write:
-        given.write.write_text(json.dumps(found, indent=1) + "\n")
+    if arguments.write:
+        arguments.write.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def work(folder: Path, steps: int) -> None:

@@ -208,27 +208,27 @@ def run_peer(python: Path, action: str, prefix: str, arrays: Path, *more: str) -
 
 
 def main() -> None:
-    given = _parse_options()
+    arguments = _parse_options()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        corpus, texts = make_corpus(folder, given.megabytes)
+        corpus, texts = make_corpus(folder, arguments.megabytes)
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
         for kind in ("bpe", "unigram"):
             model = str(folder / kind)
             train_sentencepiece([str(corpus)], CorpusFormat(), model, VOCAB, kind, 2)
         train_hugging_face(texts[:200], folder / "hf.json")
-        texts, megabytes = texts * given.repeat, megabytes * given.repeat
-        print(f"{len(texts)} documents, {megabytes:.1f} MB, {given.rounds} rounds, one process")
-        measured = measure_speed(folder, [str(corpus)] * given.repeat, texts, given.rounds)
+        texts, megabytes = texts * arguments.repeat, megabytes * arguments.repeat
+        print(f"{len(texts)} documents, {megabytes:.1f} MB, {arguments.rounds} rounds, one process")
+        measured = measure_speed(folder, [str(corpus)] * arguments.repeat, texts, arguments.rounds)
         summary = summarise(measured, megabytes)
         files = {}
-        if given.megatron_python:
-            python = given.megatron_python.absolute()  # not resolved: a venv's python is a link
+        if arguments.megatron_python:
+            python = arguments.megatron_python.absolute()  # not resolved: a venv's python is a link
             files = compare_with_megatron(python, folder, str(folder / "sentencepiece-bpe"))
         else:
             print("megatron-core is left out: --megatron-python PATH names one that has it")
-    if given.write:
+    if arguments.write:
         document = {
             "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -239,9 +239,9 @@ def main() -> None:
             "megatron_core_files": files,
             "rounds": measured,
         }
-        given.write.parent.mkdir(parents=True, exist_ok=True)
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
-        print(f"wrote {given.write}")
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {arguments.write}")
 
 
 def _parse_options() -> argparse.Namespace:

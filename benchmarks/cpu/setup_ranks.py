@@ -42,20 +42,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
     parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.world is not None:
-        print(json.dumps(measure(given.world)))
+    arguments = parser.parse_args()
+    if arguments.world is not None:
+        print(json.dumps(measure(arguments.world)))
         return
-    found: dict[int, list[dict[str, float]]] = {world: [] for world in given.worlds}
-    for _ in range(given.rounds):
-        for world in given.worlds:
+    found: dict[int, list[dict[str, float]]] = {world: [] for world in arguments.worlds}
+    for _ in range(arguments.rounds):
+        for world in arguments.worlds:
             found[world].append(run_in_process(world))
     lines = {
         world: {name: Spread.of([run[name] for run in runs]) for name in runs[0]}
         for world, runs in found.items()
     }
     show(lines)
-    if given.write:
+    if arguments.write:
         document = {
             "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -66,8 +66,8 @@ def main() -> None:
                 for world, line in lines.items()
             },
         }
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
-        print(f"wrote {given.write}")
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {arguments.write}")
 
 
 def run_in_process(world: int) -> dict[str, float]:

@@ -93,13 +93,15 @@ def main() -> int:
     parser.add_argument("--quiet", type=float, default=10.0, help="seconds without any fault")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     outcomes = []
-    for fault in given.faults:
-        outcome = measure(fault, given.clients, given.processes, given.timeout, given.quiet)
+    for fault in arguments.faults:
+        outcome = measure(
+            fault, arguments.clients, arguments.processes, arguments.timeout, arguments.quiet
+        )
         outcomes.append(outcome)
         if len(outcomes) == 1:
-            print(f"{given.clients} clients, parallel.timeout={given.timeout:g} s")
+            print(f"{arguments.clients} clients, parallel.timeout={arguments.timeout:g} s")
             print(f"{'':8}{'set up':>9}{'quiet':>12}{'named':>17}{'right':>13}{'requests':>20}")
         print(
             f"{fault:8}{outcome.set_up:7.1f} s{outcome.quiet:10.2f}/s"
@@ -111,16 +113,16 @@ def main() -> int:
     print(
         "fault until the first and the last client name it; requests: per client from the fault on"
     )
-    if given.write:
+    if arguments.write:
         document = {
             "commit": read_commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": describe_machine(),
-            "clients": given.clients,
-            "timeout": given.timeout,
+            "clients": arguments.clients,
+            "timeout": arguments.timeout,
             "outcomes": [asdict(outcome) for outcome in outcomes],
         }
-        given.write.write_text(json.dumps(document, indent=2) + "\n")
+        arguments.write.write_text(json.dumps(document, indent=2) + "\n")
     return 0 if all(outcome.right == outcome.of for outcome in outcomes) else 1
 
 

@@ -308,51 +308,51 @@ def parse_arguments() -> argparse.Namespace:
     rows = [row.name for row in training_gpu.ROWS]
     parser.add_argument("--rows", nargs="+", default=[], choices=rows, help="of whole steps")
     parser.add_argument("--write", type=Path, help="by default results/<chip>.json")
-    given = parser.parse_args()
-    if given.only and given.only_training:
+    arguments = parser.parse_args()
+    if arguments.only and arguments.only_training:
         parser.error("--only names kernels, and --only-training leaves all of them out")
-    return given
+    return arguments
 
 
 def main() -> int:
     """Run the command. The status is 1 if tests have not passed or there is no GPU to check."""
     begun = time.monotonic()
-    given = parse_arguments()
+    arguments = parse_arguments()
     # On SIGTERM exit normally, which also ends the processes that run in groups of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     import torch
 
     here = torch.cuda.is_available()
-    if not here and not given.dry:
+    if not here and not arguments.dry:
         print("torch sees no GPU: nothing to check here (--dry tries the script itself)")
         return 1
     if not here:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     from megaframe_kernels.selection import TABLE, read_chip_name
 
-    path = given.write
-    if path is None and not given.only:
+    path = arguments.write
+    if path is None and not arguments.only:
         path = ROOT / "benchmarks" / "results" / f"{read_chip_name()}.json"
-    results = begin(path, given.dry)
-    whole = 60 * given.minutes
+    results = begin(path, arguments.dry)
+    whole = 60 * arguments.minutes
     until = begun + whole
-    if not given.only_training:
+    if not arguments.only_training:
         results.known |= _OF_KERNELS
-        if not given.skip_tests:
-            check_tests(results, "kernels", whole, until, given.dry)
-        alone = given.skip_training or given.only
+        if not arguments.skip_tests:
+            check_tests(results, "kernels", whole, until, arguments.dry)
+        alone = arguments.skip_training or arguments.only
         kernels_until = until if alone else until - _OF_TRAINING * whole
-        check_kernels(results, given.only, kernels_until, given.dry)
-    if not given.skip_training and not given.only:
-        if not given.skip_tests:
-            check_tests(results, "steps", whole, until, given.dry)
-        check_training(results, given.rows, until, given.dry)
+        check_kernels(results, arguments.only, kernels_until, arguments.dry)
+    if not arguments.skip_training and not arguments.only:
+        if not arguments.skip_tests:
+            check_tests(results, "steps", whole, until, arguments.dry)
+        check_training(results, arguments.rows, until, arguments.dry)
     results.add(seconds=time.monotonic() - begun)
     for left in results.known["left_out_for_time"]:
         print(f"left out for time: {left}")
     print(format_table(results.known["goals"]))
     print(f"{f'wrote {path}' if path else 'done'} after {results.known['seconds']:.0f} s")
-    if given.choose:
+    if arguments.choose:
         choose(results.known, TABLE)
     return 0 if all(one["outcome"] == "passed" for one in results.known["tests"].values()) else 1
 

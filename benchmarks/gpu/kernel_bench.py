@@ -256,18 +256,18 @@ def compute_error(kernel: Any, run: Callable[..., Any], case: Any) -> float:
 
 
 def time_case(
-    case: Any, given: Sequence[Any], run: Callable[..., Any], dry: bool, few: bool
+    case: Any, arguments: Sequence[Any], run: Callable[..., Any], dry: bool, few: bool
 ) -> tuple[Timing, Timing | None]:
     """Time forward and backward (None if there is no backward)."""
     import torch
 
     def forward() -> Any:
-        return run(*given, **case.options)
+        return run(*arguments, **case.options)
 
     if case.backward is None:
         return measure_timing(forward, dry, few), None
     outputs = [t for t in list_tensors(forward()) if t.requires_grad]
-    leaves = [t for t in list_tensors(list(given)) if t.requires_grad]
+    leaves = [t for t in list_tensors(list(arguments)) if t.requires_grad]
     gradients = [torch.randn_like(t) for t in outputs]
     forth = measure_timing(forward, dry, few)
 
@@ -305,9 +305,9 @@ def measure(
         run = run_of(kernel, name)
         if run is None:
             return None
-        given = case.arguments()
+        arguments = case.arguments()
         if name in kernel.implementations:
-            reason = kernel.implementations[name].refuses(*given, **case.options)
+            reason = kernel.implementations[name].refuses(*arguments, **case.options)
             if reason:
                 return Measurement(*label, trouble=reason)
         if name != COMPILED:
@@ -316,7 +316,7 @@ def measure(
             except Exception as broken:
                 trouble = f"check: {format_first_line(broken)}"
                 details = traceback.format_exc()[-LAST:]
-        forth, back = time_case(case, given, run, dry, few=name == REFERENCE)
+        forth, back = time_case(case, arguments, run, dry, few=name == REFERENCE)
         passes = (
             pass_of(case.forward, forth, ceilings, dry),
             pass_of(case.backward, back, ceilings, dry) if back is not None else None,
@@ -345,28 +345,30 @@ def list_active(kernel: Any) -> list[str]:
     return [*(one.name for one in select({kernel.name: kernel})[kernel.name].order), REFERENCE]
 
 
-def yield_lines(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def yield_lines(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield what is printed. Ends the process if it cannot use its GPU any more."""
     import torch
     from kernel_cases import MIDDLE, REAL, TINY, list_cases
     from megaframe_kernels.registry import KERNELS
 
-    ceilings = Ceilings(*given.ceilings) if given.ceilings else measure_ceilings(given.dry)
-    if not given.ceilings:
+    ceilings = (
+        Ceilings(*arguments.ceilings) if arguments.ceilings else measure_ceilings(arguments.dry)
+    )
+    if not arguments.ceilings:
         yield {"ceilings": asdict(ceilings)}
-    if not given.begin:
-        yield {"active": {name: list_active(KERNELS[name]) for name in given.only}}
-    sizes = (TINY, TINY) if given.dry else (REAL, MIDDLE)
+    if not arguments.begin:
+        yield {"active": {name: list_active(KERNELS[name]) for name in arguments.only}}
+    sizes = (TINY, TINY) if arguments.dry else (REAL, MIDDLE)
     todo = [
         (case, checked, KERNELS[case.kernel], name)
         for case, checked in zip(*map(list_cases, sizes), strict=True)
-        if case.kernel in given.only
-        for name in list_names(KERNELS[case.kernel], given.dry)
+        if case.kernel in arguments.only
+        for name in list_names(KERNELS[case.kernel], arguments.dry)
     ]
     yield {"todo": [[case.kernel, case.name, name] for case, _, _, name in todo]}
-    for number, one in enumerate(todo[given.begin :], given.begin):
+    for number, one in enumerate(todo[arguments.begin :], arguments.begin):
         yield {"begun": number}
-        found = measure(*one, ceilings, given.dry)
+        found = measure(*one, ceilings, arguments.dry)
         if found is not None:
             yield {"measured": asdict(found)}
         if torch.cuda.is_available():
@@ -385,15 +387,15 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="tiny sizes, no measurement")
     parser.add_argument("--begin", type=int, default=0, metavar="N", help="leave out the first")
     parser.add_argument("--ceilings", type=float, nargs=2, metavar=("COPY", "PRODUCT"))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     import torch
 
     here = torch.cuda.is_available()
-    if given.dry and not here:
+    if arguments.dry and not here:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.manual_seed(0)
     with torch.device("cuda" if here else "cpu"):
-        for line in yield_lines(given):
+        for line in yield_lines(arguments):
             print(json.dumps(line), flush=True)
 
 

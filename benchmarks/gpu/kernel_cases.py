@@ -321,8 +321,8 @@ def _make_fp8_experts(s: CaseSizes) -> Iterator[KernelCase]:
         return torch.rand(shape) / s.hidden**0.5
 
     def make_rows(sharing: str | None = None) -> tuple[Any, ...]:
-        given = draw_normal(places, s.hidden), draw_ends(), torch.float8_e4m3fn
-        return given if sharing is None else (*given, sharing)
+        arguments = draw_normal(places, s.hidden), draw_ends(), torch.float8_e4m3fn
+        return arguments if sharing is None else (*arguments, sharing)
 
     moved = float(places * s.hidden)
     yield KernelCase("quantise_experts", "tensor", make_rows, LeastWork(5 * moved))
@@ -332,9 +332,9 @@ def _make_fp8_experts(s: CaseSizes) -> Iterator[KernelCase]:
         )
 
     def make_product(alike: int, parts: int) -> tuple[Any, ...]:
-        given = draw_fp8(places, s.hidden), draw_fp8(experts, s.ffn, s.hidden)
+        arguments = draw_fp8(places, s.hidden), draw_fp8(experts, s.ffn, s.hidden)
         return (
-            *given,
+            *arguments,
             draw_scales(places, parts),
             draw_scales(experts, -(-s.ffn // alike), parts),
             draw_ends(),
@@ -346,10 +346,10 @@ def _make_fp8_experts(s: CaseSizes) -> Iterator[KernelCase]:
         return torch.randn(experts, s.ffn, s.hidden), *operands, *by, draw_ends(), True
 
     work = LeastWork(flops=2.0 * places * s.ffn * s.hidden)
-    for name, given, count in (("row", (1, 1), experts), ("128", (128, blocks), width // 128)):
+    for name, arguments, count in (("row", (1, 1), experts), ("128", (128, blocks), width // 128)):
         case = f"{name}, {experts} experts"
         yield KernelCase(
-            "grouped_scaled_product", case, partial(make_product, *given), work, length=s.hidden
+            "grouped_scaled_product", case, partial(make_product, *arguments), work, length=s.hidden
         )
         made = partial(make_gradient, count)
         yield KernelCase("grouped_scaled_gradient", case, made, work, length=places)

@@ -85,10 +85,10 @@ def run_limited(
             end(signal.SIGINT)
             begin(_GRACE, end, signal.SIGKILL)
 
-        def begin(left: float, what: Callable[..., None], *given: Any) -> None:
+        def begin(left: float, what: Callable[..., None], *arguments: Any) -> None:
             nonlocal timer
             timer.cancel()
-            timer = threading.Timer(max(left, 0.0), what, given)
+            timer = threading.Timer(max(left, 0.0), what, arguments)
             timer.start()
 
         begin(min(seconds, quiet), end_late)

@@ -69,8 +69,8 @@ class TrainingCase:
 
 def _make_host_case(config: str, *overrides: str) -> TrainingCase:
     goal = "host_seconds_per_block"
-    given = config, goal, 180e-6, True, False, overrides
-    return TrainingCase(f"{config}-host", *given, script="gpu_host.py")
+    arguments = config, goal, 180e-6, True, False, overrides
+    return TrainingCase(f"{config}-host", *arguments, script="gpu_host.py")
 
 
 GRAPH = ("train.cuda_graph=true",)
@@ -219,21 +219,21 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], choices=[row.name for row in ROWS])
     parser.add_argument("--minutes", type=float, default=_MINUTES)
     parser.add_argument("--write", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     # On SIGTERM exit normally, which also ends the processes that run in groups of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     import torch
 
-    if not torch.cuda.is_available() and not given.dry:
+    if not torch.cuda.is_available() and not arguments.dry:
         print("torch sees no GPU: nothing to measure here (--dry tries the script itself)")
         return 1
     rows: list[dict[str, Any]] = []
-    traces = given.write.with_suffix("") if given.write and not given.dry else None
-    for row in measure(given.dry, given.only, begun + 60 * given.minutes, traces):
+    traces = arguments.write.with_suffix("") if arguments.write and not arguments.dry else None
+    for row in measure(arguments.dry, arguments.only, begun + 60 * arguments.minutes, traces):
         rows.append(row)
         print(format_line(row), flush=True)
-        if given.write:
-            write_json(given.write, with_ratios(rows))
+        if arguments.write:
+            write_json(arguments.write, with_ratios(rows))
     return 0
 
 

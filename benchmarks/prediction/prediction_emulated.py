@@ -24,7 +24,7 @@ from pipeline_emulated import make_config
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.constants import constants_of
+from megaframe.planner.constants import get_family_constants
 from megaframe.planner.prediction import predict
 
 RUNS = (
@@ -64,7 +64,7 @@ def measure_seconds(
     config: RunConfig, layout: Layout, steps: int, cluster: Cluster
 ) -> tuple[float, float]:
     """Return the measured (median) and the predicted seconds of a step of blocks that wait."""
-    constants = constants_of("cpu")
+    constants = get_family_constants("cpu")
     quiet = replace(constants, software=replace(constants.software, step_kernels=0.0))
     expected = predict(config, layout, cluster, quiet)
     seen = run_in_world(run_steps, config, steps)

@@ -21,8 +21,8 @@ from published_tables import TABLES, PublishedRun
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.constants import Constants, constants_of
-from megaframe.planner.prediction import Prediction, model_flops, predict
+from megaframe.planner.constants import Constants, get_family_constants
+from megaframe.planner.prediction import Prediction, count_model_flops, predict
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "prediction.md"
@@ -83,7 +83,7 @@ def predict_run(
     is therefore predicted. known: constants by family, in place of the shipped ones.
     """
     cluster = find_cluster(row.cluster)
-    constants = known[cluster.chip.family] if known else constants_of(cluster.chip.family)
+    constants = known[cluster.chip.family] if known else get_family_constants(cluster.chip.family)
     constants = replace(constants, software=row.software)
     predictions = []
     for config in row.configs:
@@ -125,7 +125,7 @@ def _count_flops(row: PublishedRun) -> tuple[float, ...]:
     """Return a rank's operations in a step, counted in different ways."""
     config = row.configs[0]
     tokens = config.train.global_batch * config.train.seq / row.world
-    model, hardware = model_flops(config)
+    model, hardware = count_model_flops(config)
     m = config.model
     masked = 6.0 * m.layers * m.heads * m.head_dim * config.train.seq
     recomputed = masked / 3 if config.train.recompute == "full" else 0.0
@@ -199,7 +199,7 @@ def fit(family: str, rounds: int = 6) -> Constants:
     """Return the constants with the least absolute relative errors over every other row of the
     family's tables. All tables have the same weight, except those in `DOUBLE_WEIGHT`. The best of
     several starting points is used."""
-    start = constants_of(family)
+    start = get_family_constants(family)
     rows: list[tuple[PublishedRun, float]] = []
     for name, table in TABLES.items():
         own = [r for r in list(table.rows())[::2] if find_cluster(r.cluster).chip.family == family]

@@ -191,9 +191,9 @@ def test_a_run_goes_on_where_state_lies_elsewhere(first, zero, pool, overrides, 
             assert one.read_bytes() == other.read_bytes()
 
 
-def rooms(zero):
-    """Train one offloaded step -> bytes of the rooms, of the largest chunk, of what is away, of the
-    weights, and what the device holds."""
+def measure_buffers(zero):
+    """Train one offloaded step -> bytes of the buffers, of the largest chunk, of what is away, of
+    the weights, and what the device holds."""
     largest = 0
     plain = Moments.iterate_chunks
 
@@ -219,7 +219,7 @@ def rooms(zero):
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_the_device_has_room_for_three_chunks_and_the_host_all(zero, pool):
-    for size, largest, away, weights, memory in pool.run(2, rooms, zero):
+    for size, largest, away, weights, memory in pool.run(2, measure_buffers, zero):
         assert size == 3 * largest > 0
         assert away == 4 * weights  # weights, two moments and an average, all in fp32
         assert memory["weights"] == memory["optimizer"] == 0
