@@ -23,7 +23,7 @@ _PAINTED = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
 def main() -> None:
     """Measure, print, and write the results if requested."""
     from playwright.sync_api import sync_playwright
-    from run_folders import lines, write
+    from run_folders import make_lines, write
 
     from megaframe.dashboard.page import PAGE_FILE, render_page, write_atomically
     from megaframe.dashboard.panels import build_page_data
@@ -38,7 +38,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         steps, ranks = arguments.steps, arguments.ranks
-        records = lines(steps, ranks=ranks, stages=8, ranks_every=steps // 100)
+        records = make_lines(steps, ranks=ranks, stages=8, ranks_every=steps // 100)
         folder = write(Path(name) / "run", records, environment={"ranks": ranks})
         start = time.perf_counter()
         text = render_page(build_page_data([RunFolder(folder)]))

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from saved_bytes import kept_by_block
+from saved_bytes import measure_block_bytes
 
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
@@ -47,7 +47,7 @@ def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, ma
     train = {"precision": precision, "seq": 32, "recompute": recompute}
     built = build({"layers": 1, "hidden": 64, **model}, train=train)
     microbatch = make_microbatch(built.config)
-    saved = kept_by_block(built.stage, microbatch, built.sharded_parameters.buckets)
+    saved = measure_block_bytes(built.stage, microbatch, built.sharded_parameters.buckets)
     assert saved == compute_block_bytes(built.config, 0)
 
 
@@ -88,7 +88,7 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
     assert saved_bytes[2] - saved_bytes[0] == saved_bytes[3] - saved_bytes[1]
 
 
-def allocated(precision, zero, model, optim=None, expert=1, bucket_size="auto"):
+def measure_memory(precision, zero, model, optim=None, expert=1, bucket_size="auto"):
     """Train two steps -> the planned memory, the bytes of optimizer state, and the buffers."""
     config = RunConfig(
         model={"layers": 3, "hidden": 128, "heads": 4, "vocab": 500, "bias": True, **model},
@@ -128,7 +128,7 @@ def allocated(precision, zero, model, optim=None, expert=1, bucket_size="auto"):
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_state_is_what_is_allocated_within_one_percent(ranks, tie, precision, zero, pool):
     model = {"tie_embeddings": tie, "position": "learned"}
-    for plan, state, buffers in pool.run(ranks, allocated, precision, zero, model):
+    for plan, state, buffers in pool.run(ranks, measure_memory, precision, zero, model):
         assert state == pytest.approx(plan.optimizer, rel=0.01)
         planned = plan.weights + plan.values + plan.gradients
         assert buffers.bytes == pytest.approx(planned, rel=0.01)
@@ -139,7 +139,7 @@ def test_state_is_what_is_allocated_within_one_percent(ranks, tie, precision, ze
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_blocks_that_share_buckets_are_planned_within_one_percent(zero, pool):
     """Two of three blocks share buckets, for which as much room is needed."""
-    for plan, _, buffers in pool.run(4, allocated, "bf16", zero, {}, None, 1, 300_000):
+    for plan, _, buffers in pool.run(4, measure_memory, "bf16", zero, {}, None, 1, 300_000):
         planned = plan.weights + plan.values + plan.gradients
         assert buffers.bytes == pytest.approx(planned, rel=0.01)
         assert buffers.receive == pytest.approx(plan.buffers, rel=0.01)
@@ -149,7 +149,7 @@ def test_blocks_that_share_buckets_are_planned_within_one_percent(zero, pool):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_state_of_experts_is_planned_within_one_percent(zero, pool):
     model = {"moe": {"experts": 4, "ffn": 160, "first": 1}}
-    for plan, state, buffers in pool.run(4, allocated, "bf16", zero, model, None, 2):
+    for plan, state, buffers in pool.run(4, measure_memory, "bf16", zero, model, None, 2):
         assert state == pytest.approx(plan.optimizer, rel=0.01)
         planned = plan.weights + plan.values + plan.gradients
         assert buffers.bytes == pytest.approx(planned, rel=0.01)
@@ -168,7 +168,7 @@ def test_state_of_experts_is_planned_within_one_percent(zero, pool):
     ],
 )
 def test_state_of_every_optimizer_is_planned_within_one_percent(optim, pool):
-    for plan, state, _ in pool.run(2, allocated, "bf16", 1, {}, optim):
+    for plan, state, _ in pool.run(2, measure_memory, "bf16", 1, {}, optim):
         assert state == pytest.approx(plan.optimizer, rel=0.01)
 
 

@@ -56,7 +56,7 @@ def test_an_owner_computes_what_is_counted(sides):
     assert estimate_newton_schulz_seconds(ENDLESS, *sides) == counter.get_total_flops()
 
 
-def muon(layers=4, moe=None, **parallel):
+def make_muon_config(layers=4, moe=None, **parallel):
     sections = {"moe": moe} if moe else {}
     return RunConfig(
         model={"layers": layers, "hidden": 256, "heads": 4, "vocab": 512, **sections},
@@ -72,10 +72,10 @@ def count_elements(layer, config):
 
 
 CASES = {
-    "tensor": (8, muon(tensor=2, zero=1)),
-    "whole gradients": (4, muon(tensor=2, zero=0)),
-    "divided": (4, muon(zero=3)),
-    "experts": (8, muon(tensor=2, zero=1, expert=4, moe={"experts": 8, "ffn": 128})),
+    "tensor": (8, make_muon_config(tensor=2, zero=1)),
+    "whole gradients": (4, make_muon_config(tensor=2, zero=0)),
+    "divided": (4, make_muon_config(zero=3)),
+    "experts": (8, make_muon_config(tensor=2, zero=1, expert=4, moe={"experts": 8, "ffn": 128})),
 }
 
 
@@ -103,7 +103,7 @@ def test_pieces_travel_as_often_as_planned(name):
 def test_who_works_most_is_bound_by_all_and_by_the_largest():
     """Compares with the real distribution, over as many buckets at a time as there are owners."""
     for data in (2, 4, 8, 16, 64):
-        config = muon(layers=8, zero=1)
+        config = make_muon_config(layers=8, zero=1)
         layout = Layout(data=data)
         machine = Machine(
             config, CLUSTER, get_family_constants("h100"), make_layout_sizes(config, layout)
@@ -128,7 +128,7 @@ def test_who_works_most_is_bound_by_all_and_by_the_largest():
 
 
 def test_a_step_with_muon_is_longer_by_what_muon_takes():
-    config = muon(tensor=2, zero=1)
+    config = make_muon_config(tensor=2, zero=1)
     layout = Layout.from_parallel(config.parallel, 16)
     adamw = config.model_copy(update={"optim": config.optim.model_copy(update={"name": "adamw"})})
     constants = get_family_constants("h100")

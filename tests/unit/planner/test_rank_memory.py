@@ -168,7 +168,7 @@ QUICK += ("weight passes later, blocks again", "muon", "powersgd, few heads", "a
 """Each axis, each ZeRO stage that moves gradients, and each kind of state."""
 
 
-def made(world, model, train, parallel, optim=None):
+def make_config(world, model, train, parallel, optim=None):
     """Return a config with two microbatches for each data rank, or eight in a pipeline."""
     parts = [parallel.get(axis, 1) for axis in ("tensor", "context", "pipeline")]
     each = (8 if parts[-1] > 1 else 2) * train.get("microbatch", 1)
@@ -240,7 +240,7 @@ def blocks_gone(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_what_a_rank_counts_within_one_percent(name, blocks_gone):
     world, *sections = CASES[name]
-    config = made(world, *sections)
+    config = make_config(world, *sections)
     assert_counted(
         config, Layout.from_parallel(config.parallel, world), {0, world - 1}, traffic=True
     )
@@ -252,7 +252,7 @@ KINDS = [LLAMA, {"position": "learned", "bias": True}, {"norm": "rmsnorm", "late
 
 
 @st.composite
-def runs(draw):
+def draw_runs(draw):
     """Draw the config and layout of a run, so wide that the tokens' numbers do not matter."""
     schedule, pipeline = draw(st.sampled_from(sorted(SCHEDULES))), draw(st.sampled_from([1, 2, 4]))
     chunks = SCHEDULES[schedule] if pipeline > 1 else 1
@@ -273,13 +273,13 @@ def runs(draw):
     train = {"precision": draw(st.sampled_from(["bf16", "fp32"]))}
     train |= {"recompute": draw(st.sampled_from(["none", "selective"]))}
     world = math.prod([*sizes.values(), pipeline, data])
-    config = made(world, model, train, parallel)
+    config = make_config(world, model, train, parallel)
     return config, Layout.from_parallel(config.parallel, world)
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=20)
-@given(run=runs(), ends=st.sampled_from([0, -1]))
+@given(run=draw_runs(), ends=st.sampled_from([0, -1]))
 def test_any_run_is_planned_as_it_counts(run, ends):
     """Context ranks copy their part of the tokens' numbers of a step, which is more than 1% if a
     stage has hardly any blocks."""
@@ -295,7 +295,7 @@ def test_factors_travel_twice_and_the_gradients_behind_them_go():
     model, layout = {**LLAMA, "layers": 16}, Layout(data=4)
     sizes = []
     for zero in (1, 2):
-        config = made(4, model, {}, {"zero": zero, "compress": "powersgd"})
+        config = make_config(4, model, {}, {"zero": zero, "compress": "powersgd"})
         schedule = lower(build_step_schedule(config, 2))
         step = run_meta_step(config, layout, 0)
         plan = compute_rank_memory(config, layout, plan_stages(config), schedule, 0)
@@ -307,7 +307,7 @@ def test_factors_travel_twice_and_the_gradients_behind_them_go():
 
 def test_a_dry_run_says_what_is_on_the_host_and_counts_it_for_no_gpu():
     away, on_device = (
-        made(4, LLAMA, {}, {"zero": 1}, {"offload": offload}) for offload in (True, False)
+        make_config(4, LLAMA, {}, {"zero": 1}, {"offload": offload}) for offload in (True, False)
     )
 
     def sizes(config, **options):

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda.build import library, obstacle
-from fake_cuda.nccl_layouts import LAYOUTS, configured, named, recorded
+from fake_cuda.build import build_library, explain_obstacle
+from fake_cuda.nccl_layouts import LAYOUTS, make_config, name_layout, record_layout
 from fake_cuda.nccl_rules import CollectiveCall, CreateCommunicator, MessageGroup, simulate
 from rank_pool import free_port
-from tolerances import promised, unit_roundoff
+from tolerances import compute_roundoff, promised
 from torch.distributed.flight_recorder import fr_trace
 
 from megaframe.errors import EXIT_LOST_RANKS
 
-if (reason := obstacle()) is not None:
+if (reason := explain_obstacle()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,7 +50,7 @@ class FakeCuda:
 
     def __init__(self, folder):
         paths = (ROOT, ROOT / "kernels", ROOT / "tests/support", *sys.path)
-        variables = {"FAKE_CUDA_LIBRARY": str(library()), "FAKE_CUDA_DEVICES": "4"}
+        variables = {"FAKE_CUDA_LIBRARY": str(build_library()), "FAKE_CUDA_DEVICES": "4"}
         environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(map(str, paths))}
         self._folder, self._runs = folder, 0
         self._server = subprocess.Popen(
@@ -75,7 +75,7 @@ class FakeCuda:
         lines = [path.read_text().splitlines() for path in sorted(folder.glob("*.jsonl"))]
         self.statuses, self.failed = statuses, statuses != [0] * world
         if not self.failed:
-            recordings = zip(*map(calls_in, sorted(folder.glob("*.calls"))), strict=True)
+            recordings = zip(*map(read_calls, sorted(folder.glob("*.calls"))), strict=True)
             self.calls, queues = recordings
             simulate(self.calls, min(queues))
         self.reports = [tuple(json.loads(line)) for part in lines for line in part]
@@ -90,7 +90,7 @@ class FakeCuda:
         self._server.stdout.close()
 
 
-def calls_in(path):
+def read_calls(path):
     return pickle.loads(path.read_bytes())
 
 
@@ -107,7 +107,7 @@ PLAIN = {f"kernels__{key}": "reference" for key in ("elementwise", "attention", 
 SMALL = {"train__seq": 8, "train__global_batch": 4, "train__steps": 3, "train__eval_samples": 4}
 
 
-def trained(fake_gpu, keys, world=1):
+def train_on_gpu(fake_gpu, keys, world=1):
     """Train; return what every step recorded, and the validation losses."""
     fake_gpu.run("pretrain_gpt:main", *keys, world=world)
     folder = Path(next(key for key in keys if key.startswith("run.dir=")).partition("=")[2])
@@ -133,10 +133,10 @@ def both(fake_gpu, overrides, tmp_path):
             f"parallel__{axis}": 1 for axis in ("tensor", "context", "pipeline", "expert")
         }
         single_rank["train__cuda_graph"] = "false"
-        expected = trained(
+        expected = train_on_gpu(
             fake_gpu, overrides(**changes | single_rank | {"run__dir": tmp_path / "cpu"})
         )
-        actual = trained(fake_gpu, overrides(**changes, run__device="cuda"), world)
+        actual = train_on_gpu(fake_gpu, overrides(**changes, run__device="cuda"), world)
         assert_no_problem(fake_gpu, waits)
         assert len(actual) == len(expected) >= 6
         assert actual == promised(expected)
@@ -159,11 +159,11 @@ def test_offload_recompute_saves_and_a_resumed_run(fake_gpu, overrides, tmp_path
         "checkpoint__every": 1,
         "checkpoint__memory_every": 1,
     }
-    expected = trained(fake_gpu, overrides(**keys | {"run__dir": tmp_path / "cpu"}))
+    expected = train_on_gpu(fake_gpu, overrides(**keys | {"run__dir": tmp_path / "cpu"}))
     keys |= {"run__device": "cuda", "train__offload": "true", "optim__offload": "true"}
-    trained(fake_gpu, overrides(**keys | {"train__steps": 2}))
+    train_on_gpu(fake_gpu, overrides(**keys | {"train__steps": 2}))
     assert_no_problem(fake_gpu)
-    actual = trained(fake_gpu, overrides(**keys, checkpoint__resume="latest"))
+    actual = train_on_gpu(fake_gpu, overrides(**keys, checkpoint__resume="latest"))
     assert_no_problem(fake_gpu)
     assert len(actual) == len(expected) == 10
     assert actual == promised(expected)
@@ -196,19 +196,19 @@ def test_bf16_with_the_kernels_of_a_gpu(fake_gpu, overrides, tmp_path):
         "train__steps": 2,
         "train__global_batch": 2,
     }
-    exact = trained(fake_gpu, overrides(**keys | {"run__dir": tmp_path / "exact"}))
+    exact = train_on_gpu(fake_gpu, overrides(**keys | {"run__dir": tmp_path / "exact"}))
     keys["train__precision"] = "bf16"
-    plain = trained(fake_gpu, overrides(**keys | {"run__dir": tmp_path / "plain"}))
-    actual = trained(fake_gpu, overrides(**keys, run__device="cuda"))
+    plain = train_on_gpu(fake_gpu, overrides(**keys | {"run__dir": tmp_path / "plain"}))
+    actual = train_on_gpu(fake_gpu, overrides(**keys, run__device="cuda"))
     assert_no_problem(fake_gpu)
     assert len(actual) == len(exact) == 4
     for kind in (slice(0, None, 2), slice(1, None, 2)):  # losses, norms
-        rounding = unit_roundoff(torch.bfloat16) * max(exact[kind])
-        allowed = max(2 * farthest(plain[kind], exact[kind]), rounding)
-        assert farthest(actual[kind], exact[kind]) <= allowed
+        rounding = compute_roundoff(torch.bfloat16) * max(exact[kind])
+        allowed = max(2 * measure_farthest(plain[kind], exact[kind]), rounding)
+        assert measure_farthest(actual[kind], exact[kind]) <= allowed
 
 
-def farthest(these, those):
+def measure_farthest(these, those):
     return max(abs(this - that) for this, that in zip(these, those, strict=True))
 
 
@@ -263,7 +263,7 @@ A100, ADA = ("NVIDIA A100-SXM4-40GB", "8.0", "39.4"), ("NVIDIA L40S", "8.9", "44
 STRANGER = ("NVIDIA Abacus", "9.0", "47")
 
 
-def pretrained(fake_gpu, on, keys, fails=False):
+def pretrain_on(fake_gpu, on, keys, fails=False):
     """Pretrain on a device: name, compute capability, GiB. Return what was printed."""
     return fake_gpu.run("fake_cuda.programs:pretrain_on", *on, *keys, fails=fails)
 
@@ -271,7 +271,7 @@ def pretrained(fake_gpu, on, keys, fails=False):
 def test_chip_and_kernels_are_in_the_log_and_in_the_environment(fake_gpu, overrides, tmp_path):
     keys = {**SMALL, **PLAIN, "kernels__update": "auto", "train__steps": 1}
     keys["train__precision"] = "fp32"
-    output = pretrained(fake_gpu, A100, overrides(**keys, run__device="cuda"))
+    output = pretrain_on(fake_gpu, A100, overrides(**keys, run__device="cuda"))
     for line in (
         "NVIDIA A100-SXM4-40GB is the chip a100-40gb, with 39.4 GiB; parallel.cluster is not given",
         "kernels, and why not faster ones:",
@@ -301,23 +301,23 @@ def test_what_the_kernels_of_another_stage_refuse_is_in_the_log(fake_gpu, overri
 
 def test_8_bits_that_would_be_slow_are_an_error_unless_they_are_asked_for(fake_gpu, overrides):
     keys = {**SMALL, **PLAIN, "train__precision": "bf16", "train__steps": 1, "run__device": "cuda"}
-    output = pretrained(fake_gpu, A100, overrides(**keys, train__fp8="row"), fails=True)
+    output = pretrain_on(fake_gpu, A100, overrides(**keys, train__fp8="row"), fails=True)
     assert fake_gpu.failed and "train.fp8=row would run as the reference on this GPU" in output
     assert "need compute capability 8.9, and this GPU has 8.0; use train.fp8=none, or ker" in output
-    output = pretrained(fake_gpu, ADA, overrides(**keys, train__fp8="block"), fails=True)
+    output = pretrain_on(fake_gpu, ADA, overrides(**keys, train__fp8="block"), fails=True)
     assert fake_gpu.failed and "takes scales of 128 on compute capability 9.0" in output
     assert "use train.fp8=tensor or train.fp8=row or train.fp8=none" in output
     plain = overrides(**keys, train__fp8="row", kernels__fp8="reference")
-    assert "warning: train.fp8=row runs as the reference" in pretrained(fake_gpu, A100, plain)
+    assert "warning: train.fp8=row runs as the reference" in pretrain_on(fake_gpu, A100, plain)
 
 
 def test_an_unknown_chip_runs_and_has_no_prediction(fake_gpu, overrides):
     keys = {**SMALL, **PLAIN, "train__steps": 1, "run__device": "cuda"}
     keys["meter__peak_tflops"] = "null"
-    output = pretrained(fake_gpu, STRANGER, overrides(**keys))
+    output = pretrain_on(fake_gpu, STRANGER, overrides(**keys))
     assert "unknown chip NVIDIA Abacus with 47.0 GiB: its memory is planned" in output
     assert "mfu n/a: unknown chip: 'NVIDIA Abacus'; set meter.peak_tflops" in output
-    output = pretrained(fake_gpu, STRANGER, overrides(**keys, parallel__auto="true"), fails=True)
+    output = pretrain_on(fake_gpu, STRANGER, overrides(**keys, parallel__auto="true"), fails=True)
     assert fake_gpu.failed and "speed is not predicted; measure it there with" in output
 
 
@@ -443,17 +443,17 @@ ALSO_ALONE = [
 
 
 @pytest.mark.quick(when=lambda layout: "context" in LAYOUTS[layout][2])
-@pytest.mark.parametrize("layout", ALSO_ALONE, ids=[named(*LAYOUTS[i]) for i in ALSO_ALONE])
+@pytest.mark.parametrize("layout", ALSO_ALONE, ids=[name_layout(*LAYOUTS[i]) for i in ALSO_ALONE])
 def test_a_rank_that_runs_alone_calls_the_same(fake_gpu, layout):
     """So what is simulated of many ranks is what they call."""
     world, model, parallel = LAYOUTS[layout]
     fake_gpu.run("fake_cuda.programs:main", "layout_of_a_test", str(layout), world=world)
-    single_recorded = recorded(configured(world, model, parallel), world)
-    assert [*map(transfers, fake_gpu.calls)] == [*map(transfers, single_recorded)]
-    assert all(len(transfers(calls)) > 20 for calls in single_recorded)
+    single_recorded = record_layout(make_config(world, model, parallel), world)
+    assert [*map(list_transfers, fake_gpu.calls)] == [*map(list_transfers, single_recorded)]
+    assert all(len(list_transfers(calls)) > 20 for calls in single_recorded)
 
 
-def transfers(calls):
+def list_transfers(calls):
     """Return what a rank makes and transfers, without lines and streams. One number more is summed
     over each communicator that torch splits from another."""
     kinds = [
@@ -482,7 +482,7 @@ FAILING = {
 }
 
 
-def losses(folder):
+def read_losses(folder):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row["loss"] for row in rows}
 
@@ -508,7 +508,7 @@ def test_a_transfer_that_hangs_is_aborted_and_the_run_goes_on(
     assert (
         "restarted in the same processes (1 of faults.restarts=3): step 6 took more than" in output
     )
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert read_losses(tmp_path / "run") == read_losses(tmp_path / "whole")
     assert output.count("flight record in ") == 2
 
 
