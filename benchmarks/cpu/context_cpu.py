@@ -38,10 +38,10 @@ TOLERANCE = 0.02
 def make_contenders(arguments: argparse.Namespace, ranks: str, seq: str) -> list[Contender]:
     """Return the commands of ours and of PyTorch's ring in both variants."""
 
-    def make_contender(name: str, script: str, *more: str, ours: bool = False) -> Contender:
+    def make_contender(name: str, script: str, *options: str, ours: bool = False) -> Contender:
         size = ("--ranks", ranks, "--seq", seq, "--precision", arguments.precision)
         steps = ("--steps", str(arguments.steps))
-        command = (sys.executable, str(PEERS / script), *size, *steps, *more)
+        command = (sys.executable, str(PEERS / script), *size, *steps, *options)
         return Contender(name, command, ours)
 
     return [

@@ -59,7 +59,7 @@ def main() -> None:
                 read.append(tab.evaluate(_PAINTED) / 1000)
                 tab.close()
             browser.close()
-    found = {
+    results = {
         "steps": arguments.steps,
         "ranks": arguments.ranks,
         "page_bytes": len(text),
@@ -68,9 +68,9 @@ def main() -> None:
         "first_screen_seconds": statistics.median(opened),
         "first_screen_slowest": max(opened),
     }
-    print(json.dumps(found, indent=1))
+    print(json.dumps(results, indent=1))
     if arguments.write:
-        arguments.write.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.write.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -43,13 +43,13 @@ def make_contenders(arguments: argparse.Namespace, shape: str, precision: str) -
         size = ("--shape", shape, "--precision", precision, "--steps", str(arguments.steps))
         return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
 
-    found = [
+    contenders = [
         make_contender("megaframe", "experts_ours.py", ours=True),
         make_contender("loop over experts", "experts_loop.py"),
     ]
     if arguments.huggingface_python is not None:
-        found.append(make_contender("Hugging Face", "experts_huggingface.py"))
-    return found
+        contenders.append(make_contender("Hugging Face", "experts_huggingface.py"))
+    return contenders
 
 
 def parse_arguments() -> argparse.Namespace:

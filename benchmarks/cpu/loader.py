@@ -78,11 +78,11 @@ def measure_order(folder: str) -> dict[str, Any]:
     def order() -> None:
         sample_indices(numbers, windows, derive_source_key(1, prefix))
 
-    def file_and_order() -> None:
+    def open_and_shuffle() -> None:
         GPTDataset(prefix, "train", (0.98, 0.02, 0.0), SEQ, VOCAB)
         order()
 
-    for name, action in (("order", order), ("file and order", file_and_order)):
+    for name, action in (("order", order), ("file and order", open_and_shuffle)):
         start = time.perf_counter()
         action()
         seconds = time.perf_counter() - start
@@ -134,15 +134,15 @@ def measure_speed(arguments: argparse.Namespace, prefix: str) -> dict[str, list[
 def summarise(outcomes: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Print and return medians, spreads and, with a peer, ratios to it within rounds."""
     speeds = {name: [run["samples_per_second"] for run in runs] for name, runs in outcomes.items()}
-    beside = speeds.get("megatron-core")
+    peer_speeds = speeds.get("megatron-core")
     summary: dict[str, Any] = {}
     for name, values in speeds.items():
         spread = Spread.of(values)
         memory = max(run["peak_rss_bytes"] for run in outcomes[name])
         line = f"{name:<28}{spread.median:10.0f} samples/s ({spread.low:.0f}-{spread.high:.0f})"
         summary[name] = {"samples_per_second": asdict(spread), "peak_rss_bytes": memory}
-        if beside:
-            ratio = Spread.of([a / b for a, b in zip(values, beside, strict=True)])
+        if peer_speeds:
+            ratio = Spread.of([a / b for a, b in zip(values, peer_speeds, strict=True)])
             summary[name]["ratio"] = asdict(ratio)
             line += f"  ratio {ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
         print(f"{line}  {memory / 1e6:.0f} MB")

@@ -80,7 +80,7 @@ def make_contenders(arguments: argparse.Namespace, precision: str) -> list[Conte
     return chosen
 
 
-def documents() -> Iterator[dict[str, Any]]:
+def iterate_documents() -> Iterator[dict[str, Any]]:
     """Yield the files of measurements, one for each processor."""
     for path in sorted(RESULTS.glob("train_cpu*.json")):
         yield json.loads(path.read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ def format_readme_table() -> str:
     and without recompute, the fastest peer's, and the products alone."""
     head = f"| processor | | {OURS} | {OURS}, recompute | fastest peer | {LIMIT} | ratio |"
     lines = [head, "|---|---|---|---|---|---|---|"]
-    for document in documents():
+    for document in iterate_documents():
         for precision, part in document["results"].items():
             rows = {row["name"]: row for row in part["summary"]}
             peers = [row for name, row in rows.items() if not name.startswith(OURS)]
@@ -153,13 +153,13 @@ def main() -> None:
 def judge(lines: Sequence[ContenderSummary], limit: Sequence[float]) -> str:
     """Return in words how far our default is from the goal."""
     of = Spread.of(limit).median
-    ours = next((line for line in lines if line.name == OURS), None)
-    if ours is None:
+    own_line = next((line for line in lines if line.name == OURS), None)
+    if own_line is None:
         return f"{LIMIT}: {of:.0f} tokens/s"
-    goal = min(GOAL * ours.speed.median / ours.ratio, GOAL_OF_LIMIT * of)
-    share = ours.speed.median / goal
+    goal = min(GOAL * own_line.speed.median / own_line.ratio, GOAL_OF_LIMIT * of)
+    share = own_line.speed.median / goal
     return (
-        f"{LIMIT}: {of:.0f} tokens/s, of which {OURS} reaches {ours.speed.median / of:.1%}; "
+        f"{LIMIT}: {of:.0f} tokens/s, of which {OURS} reaches {own_line.speed.median / of:.1%}; "
         f"{share:.2f} of the goal of {goal:.0f} tokens/s"
     )
 

@@ -222,35 +222,37 @@ def compute_error(kernel: Any, run: Callable[..., Any], case: Any) -> float:
         return [convert(t, change) for t in tree] if isinstance(tree, list) else tree
 
     def run_passes(function: Callable[..., Any], change: Callable[[Any], Any]) -> tuple[Any, Any]:
-        arguments = [convert(a, change) for a in given]
+        arguments = [convert(a, change) for a in inputs]
         outputs = list_tensors(function(*arguments, **case.options))
         return outputs, [t for t in list_tensors(arguments) if t.requires_grad]
 
-    def compute_relative_error(what: str, mine: Any, true: Any) -> float:
-        if not true.is_floating_point():
-            if not torch.equal(mine.long(), true.long()):
-                raise ValueError(f"{what} differs")
+    def compute_relative_error(name: str, actual: Any, expected: Any) -> float:
+        if not expected.is_floating_point():
+            if not torch.equal(actual.long(), expected.long()):
+                raise ValueError(f"{name} differs")
             return 0.0
-        size = true.double().norm().item()
-        found = (mine.double() - true.double()).norm().item() / (size or 1.0)
-        if not math.isfinite(found):
-            raise ValueError(f"{what} is off by {found}")
-        return found
+        size = expected.double().norm().item()
+        error = (actual.double() - expected.double()).norm().item() / (size or 1.0)
+        if not math.isfinite(error):
+            raise ValueError(f"{name} is off by {error}")
+        return error
 
-    given = case.arguments()
-    got, leaves = run_passes(run, torch.Tensor.clone)
-    want, true_leaves = run_passes(kernel.reference, torch.Tensor.double)
+    inputs = case.arguments()
+    actual_outputs, leaves = run_passes(run, torch.Tensor.clone)
+    expected_outputs, true_leaves = run_passes(kernel.reference, torch.Tensor.double)
     errors = [
-        compute_relative_error(f"output {i}", mine.detach(), true.detach())
-        for i, (mine, true) in enumerate(zip(got, want, strict=True))
+        compute_relative_error(f"output {i}", actual.detach(), expected.detach())
+        for i, (actual, expected) in enumerate(zip(actual_outputs, expected_outputs, strict=True))
     ]
     if leaves:
-        pairs = [(m, t) for m, t in zip(got, want, strict=True) if t.requires_grad]
-        ahead = [torch.randn_like(mine) for mine, _ in pairs]
-        mine = torch.autograd.grad([m for m, _ in pairs], leaves, ahead)
+        pairs = [
+            (m, t) for m, t in zip(actual_outputs, expected_outputs, strict=True) if t.requires_grad
+        ]
+        ahead = [torch.randn_like(actual) for actual, _ in pairs]
+        actual = torch.autograd.grad([m for m, _ in pairs], leaves, ahead)
         wide = [g.to(t.dtype) for g, (_, t) in zip(ahead, pairs, strict=True)]
-        true = torch.autograd.grad([t for _, t in pairs], true_leaves, wide)
-        both = enumerate(zip(mine, true, strict=True))
+        expected = torch.autograd.grad([t for _, t in pairs], true_leaves, wide)
+        both = enumerate(zip(actual, expected, strict=True))
         errors += [compute_relative_error(f"gradient {i}", m, t) for i, (m, t) in both]
     return max(errors)
 
@@ -285,8 +287,8 @@ def pass_of(work: Any, timing: Timing, ceilings: Ceilings, dry: bool) -> PassRes
     if work.products:
         bare = sum(time_product(shape, dry) for shape in work.products) / seconds
     most = share(work, seconds, ceilings)
-    found = timing.seconds, timing.low, timing.high, work.bytes, work.flops, most
-    return PassResult(*found, copy_share=copied, product_share=bare)
+    values = timing.seconds, timing.low, timing.high, work.bytes, work.flops, most
+    return PassResult(*values, copy_share=copied, product_share=bare)
 
 
 def share(work: Any, seconds: float, ceilings: Ceilings) -> float:
@@ -342,7 +344,13 @@ def list_active(kernel: Any) -> list[str]:
     refuse."""
     from megaframe_kernels.selection import select
 
-    return [*(one.name for one in select({kernel.name: kernel})[kernel.name].order), REFERENCE]
+    return [
+        *(
+            implementation.name
+            for implementation in select({kernel.name: kernel})[kernel.name].order
+        ),
+        REFERENCE,
+    ]
 
 
 def yield_lines(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -366,11 +374,11 @@ def yield_lines(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for name in list_names(KERNELS[case.kernel], arguments.dry)
     ]
     yield {"todo": [[case.kernel, case.name, name] for case, _, _, name in todo]}
-    for number, one in enumerate(todo[arguments.begin :], arguments.begin):
+    for number, entry in enumerate(todo[arguments.begin :], arguments.begin):
         yield {"begun": number}
-        found = measure(*one, ceilings, arguments.dry)
-        if found is not None:
-            yield {"measured": asdict(found)}
+        measurement = measure(*entry, ceilings, arguments.dry)
+        if measurement is not None:
+            yield {"measured": asdict(measurement)}
         if torch.cuda.is_available():
             try:
                 torch.cuda.synchronize()
@@ -390,11 +398,11 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
-    here = torch.cuda.is_available()
-    if arguments.dry and not here:
+    has_gpu = torch.cuda.is_available()
+    if arguments.dry and not has_gpu:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.manual_seed(0)
-    with torch.device("cuda" if here else "cpu"):
+    with torch.device("cuda" if has_gpu else "cpu"):
         for line in yield_lines(arguments):
             print(json.dumps(line), flush=True)
 

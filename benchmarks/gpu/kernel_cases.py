@@ -202,16 +202,16 @@ def _make_attention(s: CaseSizes) -> Iterator[KernelCase]:
     near = window * (window + 1) / 2 + (s.length - window) * window
     inside = 8 * (s.length // 8) * (s.length // 8 + 1) / 2
     groups = max(s.heads // 4, 1)
-    for name, seen, arguments in (
+    for name, visibility, arguments in (
         ("causal", pairs, make(s.heads, None, False)),
         ("causal, grouped heads", pairs, make(groups, None, False)),
         ("window", near, make(groups, window, False)),
         ("packed", inside, make(groups, None, True)),
     ):
-        product = 2.0 * seen * s.heads * s.width
-        whole = f"{name}, head {s.width}, {s.length} tokens"
+        product = 2.0 * visibility * s.heads * s.width
+        title = f"{name}, head {s.width}, {s.length} tokens"
         forth, back = LeastWork(flops=2 * product), LeastWork(flops=5 * product)
-        yield KernelCase("attention", whole, arguments, forth, back, length=s.length * s.heads)
+        yield KernelCase("attention", title, arguments, forth, back, length=s.length * s.heads)
 
     def make_tile() -> tuple[Any, ...]:
         where = torch.get_default_device()
@@ -351,5 +351,5 @@ def _make_fp8_experts(s: CaseSizes) -> Iterator[KernelCase]:
         yield KernelCase(
             "grouped_scaled_product", case, partial(make_product, *arguments), work, length=s.hidden
         )
-        made = partial(make_gradient, count)
-        yield KernelCase("grouped_scaled_gradient", case, made, work, length=places)
+        make_arguments = partial(make_gradient, count)
+        yield KernelCase("grouped_scaled_gradient", case, make_arguments, work, length=places)

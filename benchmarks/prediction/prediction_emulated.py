@@ -67,9 +67,9 @@ def measure_seconds(
     constants = get_family_constants("cpu")
     quiet = replace(constants, software=replace(constants.software, step_kernels=0.0))
     expected = predict(config, layout, cluster, quiet)
-    seen = run_in_world(run_steps, config, steps)
-    starts = zip(*(rank.starts for rank in seen), strict=True)
-    ends = zip(*(rank.ends for rank in seen), strict=True)
+    rank_steps = run_in_world(run_steps, config, steps)
+    starts = zip(*(rank.starts for rank in rank_steps), strict=True)
+    ends = zip(*(rank.ends for rank in rank_steps), strict=True)
     times = [max(end) - min(start) for start, end in zip(starts, ends, strict=True)]
     return statistics.median(times), expected.step_seconds
 

@@ -150,20 +150,20 @@ def simulate(
     halves = [*zip(counts.split[1::2], counts.split[::2], strict=True)]
     least = config.parallel.bucket_size
     groups = group_blocks_into_buckets(halves, 1 if least == "auto" else least)
-    one, end = estimate_block_times(machine, 0).combined, estimate_head_times(machine).combined
-    forward, backward = float(one.forward), float(one.backward + one.weight)
-    ends, layers = float(end.total), config.model.layers
+    block, head = estimate_block_times(machine, 0).combined, estimate_head_times(machine).combined
+    forward, backward = float(block.forward), float(block.backward + block.weight)
+    ends, layers = float(head.total), config.model.layers
 
     tables = [float(size) for size in counts.tables]  # a tied head is the embedding
     ready, sizes = [0.0] * (len(tables) - 1), tables[1:]
     arriving: list[float] = []
     for of in reversed(groups):
-        late, rest = halves[of.start]
+        second_half, first_half = halves[of.start]
         done = (layers - of.start) * backward
         if of.halves:
-            ready += [done - backward * rest / (late + rest), done]
-            sizes += [late, rest]
-            arriving.append(late + rest)
+            ready += [done - backward * first_half / (second_half + first_half), done]
+            sizes += [second_half, first_half]
+            arriving.append(second_half + first_half)
         else:
             ready.append(done)
             sizes.append(sum(map(sum, halves[of.start : of.stop])))
@@ -295,7 +295,7 @@ def _draw_panel(
     for number in ranks:
         yield f'<text x="{x(number):.1f}" y="{y(0) + 12:.1f}" text-anchor="middle">{number}</text>'
     for variant, colour in zip(VARIANTS, _COLOURS, strict=True):
-        of = sorted((one.ranks, one.efficiency) for one in some if one.variant == variant.name)
+        of = sorted((step.ranks, step.efficiency) for step in some if step.variant == variant.name)
         points = " ".join(f"{x(number):.1f},{y(share):.1f}" for number, share in of)
         yield f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
 
