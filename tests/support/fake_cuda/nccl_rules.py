@@ -419,7 +419,7 @@ class _Simulation:
             path, last = path[path.index(node) :], "the last for the first"
         else:
             path, last = [*path, node], "the last never comes"
-        text = "\n".join(f"  {self._told(node)}" for node in path)
+        text = "\n".join(f"  {self._describe_call(node)}" for node in path)
         ranks = [node if isinstance(node, int) else node.rank for node in path]
         return Deadlock(f"each waits for the next, and {last}:\n{text}", ranks)
 
@@ -436,7 +436,7 @@ class _Simulation:
             return [*self._missing(node)]
         return [fifo[0] for fifo in node.fifos if fifo[0] is not node]
 
-    def _told(self, node):
+    def _describe_call(self, node):
         if isinstance(node, _DeviceTask):
             return f"rank {node.rank}, device: {_show(node.call)}"
         state = self._ranks[node]
