@@ -15,6 +15,7 @@ from gpu_workload import make_batches, read, run
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megaframe.architecture.mlp import GATED
 from megaframe.config import ModelConfig
 
 
@@ -70,6 +71,8 @@ def activate(kind: str, x: Tensor) -> Tensor:
     if kind == "swiglu":
         gate, up = x.chunk(2, -1)
         return functional.silu(gate) * up
+    if kind not in ("gelu", "gelu_tanh"):
+        raise ValueError(f"the plain model has no activation {kind}, only swiglu, gelu, gelu_tanh")
     return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
@@ -79,7 +82,7 @@ class TorchMLP(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.kind = model.activation
-        wide = model.ffn * (2 if model.activation == "swiglu" else 1)
+        wide = model.ffn * (2 if model.activation in GATED else 1)
         self.up = nn.Linear(model.hidden, wide, bias=False)
         self.down = nn.Linear(model.ffn, model.hidden, bias=False)
 
@@ -95,7 +98,7 @@ class TorchExperts(nn.Module):
         assert model.moe is not None
         self.kind, self.k = model.activation, model.moe.top_k
         count, wide = model.moe.experts, model.moe.ffn or model.ffn
-        outer = wide * (2 if model.activation == "swiglu" else 1)
+        outer = wide * (2 if model.activation in GATED else 1)
         self.router = nn.Linear(model.hidden, count, bias=False)
         self.up = nn.Parameter(torch.empty(count, outer, model.hidden))
         self.down = nn.Parameter(torch.empty(count, model.hidden, wide))
@@ -111,9 +114,9 @@ class TorchExperts(nn.Module):
         rows = flat[order // self.k].to(kind)
         inner = functional.grouped_mm(rows, self.up.to(kind).mT, offs=ends)
         inner = activate(self.kind, inner)
-        made = functional.grouped_mm(inner, self.down.to(kind).mT, offs=ends)
-        made = made * gates.flatten()[order, None].to(kind)
-        home = torch.empty_like(made).index_copy(0, order, made)
+        outputs = functional.grouped_mm(inner, self.down.to(kind).mT, offs=ends)
+        outputs = outputs * gates.flatten()[order, None].to(kind)
+        home = torch.empty_like(outputs).index_copy(0, order, outputs)
         return home.unflatten(0, (-1, self.k)).sum(1).view(x.shape)
 
 

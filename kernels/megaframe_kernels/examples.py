@@ -56,7 +56,7 @@ def _launch_norms() -> Iterator[Example]:
 
 def _launch_activations() -> Iterator[Example]:
     def call(kind: str) -> None:
-        x = _make_tensor(8192, 2 * 14336 if kind == "swiglu" else 16384)
+        x = _make_tensor(8192, 2 * 14336 if kind in activation.GATED else 16384)
         activation.launch_backward(activation.launch_forward(x, kind), x, kind)
 
     for kind in activation.KINDS:

@@ -9,8 +9,8 @@ from megaframe.architecture.layer import FeedForwardDescription, HasParameters, 
 from megaframe.architecture.linear import LinearSpec
 from megaframe.config.parallel import ParallelConfig
 
-GATED = ("swiglu",)
-"""Activations of two inputs."""
+GATED = ("swiglu", "geglu", "swiglu_clamped")
+"""Activations of two inputs, gate and up. Their layers have a first product twice as wide."""
 
 
 @dataclass(frozen=True, kw_only=True)

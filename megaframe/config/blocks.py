@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag
 
 from megaframe.config.section import Positive, Section
 
-Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu"]
+Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "swiglu_clamped"]
 
 
 class AttentionConfig(Section):

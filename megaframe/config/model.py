@@ -139,7 +139,9 @@ class ModelConfig(Section):
     rotary_scaling: RotaryScalingConfig = RotaryScalingConfig()
     """Scaling of rotary frequencies to longer contexts."""
     activation: Activation = "gelu_tanh"
-    """Activation of the MLP; `relu2` is squared ReLU, `swiglu` is gated with SiLU."""
+    """Activation of the MLP and of experts; `relu2` is squared ReLU. Gated are `swiglu` with SiLU,
+    `geglu` with `gelu_tanh` (Gemma), and `swiglu_clamped` (gpt-oss): (up + 1) * gate *
+    sigmoid(1.702 gate), with gate at most 7 and up within -7 and 7. Experts have no biases."""
     bias: bool = False
     """Biases in all linear layers and, with layernorm, in the norms."""
     qkv_bias: bool = Field(default_factory=lambda values: values["bias"])

@@ -235,7 +235,7 @@ def _experts(weights, model, name, y, counted):
                 out[b, s] = out[b, s] + gate * (down[e] @ inner)
     if moe.shared:
         width = moe.shared * moe.ffn
-        outputs = width * (2 if model.activation == "swiglu" else 1)
+        outputs = width * (2 if kind in _GATES else 1)
         inner = _activated(kind, _linear(weights, f"{name}.moe.shared.up", y, outputs), width)
         out = out + _linear(weights, f"{name}.moe.shared.down", inner, model.hidden)
     share = scores / scores.sum(-1, keepdim=True) * counted[..., None]
@@ -247,20 +247,36 @@ def _experts(weights, model, name, y, counted):
     return out, losses + moe.z_loss * (logits.logsumexp(-1).square() * counted).sum()
 
 
+def _gelu_tanh(y):
+    return 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+
+
+def _gate_as_gpt_oss(gate, up):
+    gate, up = torch.where(gate > 7, 7, gate), torch.where(up.abs() > 7, 7 * up.sign(), up)
+    return (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
+
+
+_GATES = {
+    "swiglu": lambda gate, up: gate * torch.sigmoid(gate) * up,
+    "geglu": lambda gate, up: _gelu_tanh(gate) * up,
+    "swiglu_clamped": _gate_as_gpt_oss,
+}
+
+
 def _activated(kind, y, width):
-    if kind == "swiglu":
-        return y[..., :width] * torch.sigmoid(y[..., :width]) * y[..., width:]
+    if kind in _GATES:
+        return _GATES[kind](y[..., :width], y[..., width:])
     if kind == "relu2":
         return y.clamp_min(0) ** 2
     if kind == "gelu":
         return y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
-    return 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+    return _gelu_tanh(y)
 
 
 def _mlp(weights, model, feed_forward, name, y):
     kind = _choose(feed_forward.activation, model.activation)
     width = _choose(feed_forward.ffn, model.ffn)
-    outputs = width * (2 if kind == "swiglu" else 1)
+    outputs = width * (2 if kind in _GATES else 1)
     y = _activated(kind, _linear(weights, f"{name}.mlp.up", y, outputs), width)
     return _linear(weights, f"{name}.mlp.down", y, model.hidden)
 

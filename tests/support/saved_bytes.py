@@ -3,7 +3,7 @@
 import torch
 
 
-def kept_by_block(stage, microbatch, buckets):
+def measure_block_bytes(stage, microbatch, buckets):
     """Return the bytes that the first block keeps, not counting its input, its weights, the rotary
     tables and scalars."""
     context = stage._make_context(microbatch, scale=torch.ones((), dtype=torch.float64))
@@ -11,9 +11,7 @@ def kept_by_block(stage, microbatch, buckets):
     leaf = torch.randn(rows, stage.config.model.hidden).to(stage.precision.compute)
     leaf.requires_grad_()
     known = [bucket.parameters[0].value for bucket in buckets] + [leaf]
-    tables = ()
-    if context.rotary is not None:
-        tables = (context.rotary.cos, context.rotary.sin)
+    tables = [table for rotary in context.rotary.values() for table in (rotary.cos, rotary.sin)]
     known = {tensor.untyped_storage().data_ptr() for tensor in (*known, *tables)}
     storages = {}
 

@@ -1,7 +1,7 @@
-"""SwiGLU, GELU and squared ReLU. The backward pass recomputes them from their input.
+"""Gated activations, GELU and squared ReLU. The backward pass recomputes them from their input.
 
-Only the input is saved, so a block keeps one wide activation instead of two. SwiGLU reads gate and
-up from the two halves of a row, as the fused linear before it writes them.
+Only the input is saved, so a block keeps one wide activation instead of two. Gated activations read
+gate and up from the two halves of a row, as the fused linear before it writes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from megaframe_kernels.direct import bypass_dispatcher
 from megaframe_kernels.installed import check_liger, require_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_nothing, refuse_types
 
-KINDS = ("swiglu", "gelu", "gelu_tanh", "relu2")
+GATED = ("swiglu", "geglu", "swiglu_clamped")
+KINDS = (*GATED, "gelu", "gelu_tanh", "relu2")
 _TILE = 2048
 _COLUMNS = 1024
 
@@ -28,18 +29,24 @@ def run_reference(x: Tensor, kind: str) -> Tensor:
     """Apply the activation to x.
 
     gelu: x Phi(x), or its tanh form (Hendrycks and Gimpel 2016). relu2: max(x, 0)^2 (So et al.
-    2021). swiglu: silu(gate) up (Shazeer 2020).
+    2021). swiglu: silu(gate) up (Shazeer 2020). geglu: gelu_tanh(gate) up. swiglu_clamped: (up + 1)
+    gate sigmoid(1.702 gate), with gate at most 7 and up within -7 and 7 (gpt-oss, 2025).
 
     Args:
-        x: [..., F]; for swiglu [..., 2F], which is (gate, up).
+        x: [..., F]; for gated kinds [..., 2F], which is (gate, up).
         kind: one of `KINDS`.
 
     Returns:
         The activation, [..., F].
     """
-    if kind == "swiglu":
+    if kind in GATED:
         gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
+        if kind == "swiglu":
+            return F.silu(gate) * up
+        if kind == "geglu":
+            return F.gelu(gate, approximate="tanh") * up
+        gate = gate.clamp(max=7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1.0)
     if kind == "relu2":
         return F.relu(x).square()
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
@@ -83,14 +90,22 @@ def _forward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """y = f(x) for one tile; silu(gate) up for swiglu."""
+    """y = f(x) for one tile."""
     row, column, inside = _tile(rows, width, ROWS, COLUMNS)
     # All in fp32; the result is rounded once, when stored.
     value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    if KIND == "swiglu":
+    if KIND == "swiglu" or KIND == "geglu" or KIND == "swiglu_clamped":
         # The second half of the row, as the fused linear wrote it.
-        up = tl.load(x + row * stride + width + column, mask=inside, other=0.0)
-        result = value * tl.sigmoid(value) * up.to(tl.float32)
+        up = tl.load(x + row * stride + width + column, mask=inside, other=0.0).to(tl.float32)
+        if KIND == "swiglu":
+            result = value * tl.sigmoid(value) * up
+        elif KIND == "geglu":
+            share, _ = _compute_gelu_share(value, True)
+            result = value * share * up
+        else:
+            value = tl.minimum(value, 7.0, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
+            result = value * tl.sigmoid(1.702 * value) * (up + 1.0)
     elif KIND == "relu2":
         # A plain maximum would turn NaN into 0.
         positive = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -115,20 +130,34 @@ def _backward(
     COLUMNS: tl.constexpr,
 ) -> None:
     """d_x = d_y f'(x) for one tile. For swiglu, with s = sigmoid(gate): d_gate = d_y up s (1 + gate
-    (1 - s)), d_up = d_y gate s."""
+    (1 - s)), d_up = d_y gate s; other gated kinds alike."""
     row, column, inside = _tile(rows, width, ROWS, COLUMNS)
     value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     d_value = tl.load(d_y + row * d_stride + column, mask=inside, other=0.0).to(tl.float32)
     at = d_x + row * width + column
-    if KIND == "swiglu":
+    if KIND == "swiglu" or KIND == "geglu" or KIND == "swiglu_clamped":
         up = tl.load(x + row * stride + width + column, mask=inside, other=0.0).to(tl.float32)
-        # The slope of x sigmoid(x) is s (1 + x (1 - s)).
-        share = tl.sigmoid(value)
         # Gradients of gate and up are the two halves of one row, like their input.
         at = d_x + row * (2 * width) + column
-        d_up = d_value * value * share
+        if KIND == "swiglu":
+            # The slope of x sigmoid(x) is s (1 + x (1 - s)).
+            share = tl.sigmoid(value)
+            d_up = d_value * value * share
+            result = d_value * up * share * (1.0 + value * (1.0 - share))
+        elif KIND == "geglu":
+            share, slope = _compute_gelu_share(value, True)
+            near = tl.clamp(value, -20.0, 20.0, propagate_nan=tl.PropagateNan.ALL)
+            d_up = d_value * value * share
+            result = d_value * up * (share + near * slope)
+        else:
+            gate = tl.minimum(value, 7.0, propagate_nan=tl.PropagateNan.ALL)
+            share = tl.sigmoid(1.702 * gate)
+            factor = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
+            # Nothing changes with what is clamped. Compared this way, NaN is not masked.
+            d_up = tl.where(tl.abs(up) > 7.0, 0.0, d_value * gate * share)
+            slope = share * (1.0 + 1.702 * gate * (1.0 - share))
+            result = tl.where(value > 7.0, 0.0, d_value * factor * slope)
         tl.store(at + width, d_up.to(d_x.dtype.element_ty), mask=inside)
-        result = d_value * up * share * (1.0 + value * (1.0 - share))
     elif KIND == "relu2":
         result = d_value * 2.0 * tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
@@ -151,7 +180,7 @@ def launch_forward(x: Tensor, kind: str) -> Tensor:
     """Return the activation of x."""
     flat = flatten_rows(x)
     # The width of the result, not of the input.
-    width = flat.shape[1] // 2 if kind == "swiglu" else flat.shape[1]
+    width = flat.shape[1] // 2 if kind in GATED else flat.shape[1]
     y = x.new_empty(*x.shape[:-1], width)
     grid, tile = _choose_grid(flat.shape[0], width)
     launch(_forward, grid, flat, y, flat.shape[0], width, flat.stride(0), KIND=kind, **tile)
@@ -177,7 +206,7 @@ _backward_op = torch.library.custom_op(
 
 @_forward_op.register_fake
 def _(x: Tensor, kind: str) -> Tensor:
-    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2 if kind == "swiglu" else x.shape[-1])
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2 if kind in GATED else x.shape[-1])
 
 
 @_backward_op.register_fake
@@ -213,7 +242,7 @@ def run_liger(x: Tensor, kind: str) -> Tensor:
 
 
 def _refuse_inputs(x: Tensor, kind: str) -> str | None:
-    if kind == "swiglu" and x.shape[-1] % 2:
+    if kind in GATED and x.shape[-1] % 2:
         return f"a row of {x.shape[-1]} does not split into two halves"
     return refuse_types(x)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megaframe.architecture.moe import MoEDescription
 from megaframe.expert_parallel.transfer import ExpertRows, LocalStep
-from megaframe.model.mlp import activate, recompute_activation
+from megaframe.model.activation import activate, recompute_activation
 from megaframe.model.pass_state import PassState
 from megaframe.ops.fp8 import Fp8Matmul
 from megaframe.ops.matmul import multiply_into

@@ -12,7 +12,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from checkpoint_helpers import load_all, part, partitions, save, shapes, whole
+from checkpoint_helpers import cut_slice, draw_partition, load_all, make_slice, save, shapes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from s3_server import BUCKET, SECRET, Server, use
@@ -80,14 +80,14 @@ def home(request):
     return request.getfixturevalue(request.param)
 
 
-def names(home):
+def list_names(home):
     """Return the names of all objects below a URL."""
     system, path = retry.open_filesystem(home)
     system.invalidate_cache()
     return sorted(paths.partition("/checkpoints/")[2] for paths in system.find(path))
 
 
-def content(file):
+def read_content(file):
     system, path = retry.open_filesystem(file)
     return system.cat_file(path)
 
@@ -97,29 +97,31 @@ def put(file, data):
     system.pipe_file(path, data)
 
 
-def weight(value=1.0, size=1000):
+def make_weight(value=1.0, size=1000):
     return torch.arange(float(size)) + value
 
 
-def saved(home, *values, **options):
+def save_steps(home, *values, **options):
     """Save a checkpoint of two ranks for each value, at steps 1, 2, ...; return the last one."""
     for step, value in enumerate(values, 1):
-        full = weight(value)
-        ranks = [[part("a", full, ((start,), (500,)))] for start in (0, 500)]
+        full = make_weight(value)
+        ranks = [[cut_slice("a", full, ((start,), (500,)))] for start in (0, 500)]
         path = save(home, ranks, step=step, state={"value": value}, **options)
     return path
 
 
 def test_what_is_saved_is_found_and_loaded(home):
     assert find_checkpoint(home, "latest") is None
-    path = saved(home, 1.0, 2.0)
+    path = save_steps(home, 1.0, 2.0)
     assert str(find_checkpoint(home, "latest")) == f"{home}/step-00000002" == str(path)
-    assert torch.equal(load_all(path)["a"], weight(2.0).double())
+    assert torch.equal(load_all(path)["a"], make_weight(2.0).double())
     assert find_checkpoint(home, str(path)) == path
     with open_checkpoint(path) as checkpoint:
         assert (checkpoint.step, checkpoint.state) == (2, {"value": 2.0})
         assert len({piece.file for piece in checkpoint.tensors["a"].slices}) == 2 * 2
-    sizes = [len(content(home / name)) for name in names(home) if name.endswith(".safetensors")]
+    sizes = [
+        len(read_content(home / name)) for name in list_names(home) if name.endswith(".safetensors")
+    ]
     assert len(sizes) == 8 and max(sizes) <= FILE + 4096  # plus a header
 
 
@@ -130,47 +132,49 @@ def test_any_partition_loads_as_any_other(data):
     shape = data.draw(shapes)
     full = torch.randn(shape, dtype=torch.float64)
     ranks = [[], []]
-    for box in data.draw(partitions(shape)):
-        ranks[data.draw(st.integers(0, 1))].append(part("a", full, box))
+    for box in data.draw(draw_partition(shape)):
+        ranks[data.draw(st.integers(0, 1))].append(cut_slice("a", full, box))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_module, "FILE_BYTES", data.draw(st.sampled_from([8, 64, 4096])))
         path = save(home, ranks)
         slices = [
             Slice("a", shape, offset, torch.full(size, torch.nan, dtype=torch.float64))
-            for offset, size in data.draw(partitions(shape))
+            for offset, size in data.draw(draw_partition(shape))
         ]
         with open_checkpoint(path) as checkpoint:
             checkpoint.load(slices)
-    assert all(torch.equal(piece.tensor, part("a", full, piece.box).tensor) for piece in slices)
+    assert all(
+        torch.equal(piece.tensor, cut_slice("a", full, piece.box).tensor) for piece in slices
+    )
 
 
 def test_the_newest_are_kept_and_a_step_is_replaced(home):
     put(home / "step-00000001.backup" / "notes", b"mine")
-    saved(home, 1.0, 2.0, 3.0, keep=2)
-    steps = {name.partition("/")[0] for name in names(home)}
+    save_steps(home, 1.0, 2.0, 3.0, keep=2)
+    steps = {name.partition("/")[0] for name in list_names(home)}
     assert steps == {"latest", "step-00000001.backup", "step-00000002", "step-00000003"}
-    before = names(home)
-    replaced = save(home, [[whole("a", weight(9.0))]], step=3, keep=2)
-    assert torch.equal(load_all(replaced)["a"], weight(9.0).double())
+    before = list_names(home)
+    replaced = save(home, [[make_slice("a", make_weight(9.0))]], step=3, keep=2)
+    assert torch.equal(load_all(replaced)["a"], make_weight(9.0).double())
     old = [name for name in before if name.startswith("step-00000003/rank")]
-    assert old and not set(old) & set(names(home))
+    assert old and not set(old) & set(list_names(home))
 
 
 def test_files_that_no_manifest_names_are_no_checkpoint_and_go_at_the_start(home):
-    path = saved(home, 1.0)
-    remaining = names(home)
+    path = save_steps(home, 1.0)
+    remaining = list_names(home)
     for stale in (
         "step-00000009/rank-00000.00000.0a1b2c3d.safetensors",
         "step-00000001/rank-00000.00000.0a1b2c3d.safetensors",
     ):
-        put(home / stale, content(home / remaining[-1]))
+        put(home / stale, read_content(home / remaining[-1]))
     assert find_checkpoint(home, "latest") == path
     with pytest.raises(UserError, match=r"step-00000009 is not a checkpoint: manifest\.json"):
         open_checkpoint(find_checkpoint(home, f"{home}/step-00000009"))
     CheckpointWriter(home, rank=1, world=2, store=HashStore(), keep=1)
-    assert len(names(home)) == len(remaining) + 2
+    assert len(list_names(home)) == len(remaining) + 2
     CheckpointWriter(home, rank=0, world=2, store=HashStore(), keep=1)
-    assert names(home) == remaining
+    assert list_names(home) == remaining
 
 
 class TestInterruptions:
@@ -188,8 +192,8 @@ class TestInterruptions:
         server.fault = fault
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            path = save(home, [[whole("a", weight(5.0, self.SIZE))]])
-        assert torch.equal(load_all(path)["a"], weight(5.0, self.SIZE).double())
+            path = save(home, [[make_slice("a", make_weight(5.0, self.SIZE))]])
+        assert torch.equal(load_all(path)["a"], make_weight(5.0, self.SIZE).double())
         files = [name for name in server.puts if name.endswith(".safetensors")]
         assert len(files) == self.FILES
         return files
@@ -227,22 +231,22 @@ class TestInterruptions:
         assert 1 <= repeats <= remote_module._PARALLEL_REQUESTS
 
     def test_reading_goes_on_after_a_break(self, server, s3):
-        path = saved(s3, 1.0)
+        path = save_steps(s3, 1.0)
         times = itertools.count()
         server.fault = lambda method, path: 500 if next(times) % 2 == 0 else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert torch.equal(load_all(path)["a"], weight(1.0).double())
+            assert torch.equal(load_all(path)["a"], make_weight(1.0).double())
 
     def test_one_that_fails_for_good_is_named_and_the_last_one_stays(self, server, s3, monkeypatch):
         monkeypatch.setattr(retry, "RETRY_SECONDS", 0.3)
-        good = saved(s3, 1.0)
+        good = save_steps(s3, 1.0)
         store = HashStore()
         writers = [
             CheckpointWriter(s3, rank=rank, world=2, store=store, keep=1, timeout=20)
             for rank in range(2)
         ]
-        half = [[part("a", weight(2.0), ((at,), (500,)))] for at in (0, 500)]
+        half = [[cut_slice("a", make_weight(2.0), ((at,), (500,)))] for at in (0, 500)]
         server.fault = lambda method, path: 500 if "2/rank-00001.00001." in path else None
         for writer, slices in zip(writers, half, strict=True):
             writer.save(2, slices, {})
@@ -253,30 +257,30 @@ class TestInterruptions:
             text = str(error.value)
             assert "rank 1: cannot write" in text and f"{s3}/step-00000002/rank-00001.00001" in text
         assert find_checkpoint(s3, "latest") == good and list(find_damage(good)) == []
-        assert {name.partition("/")[0] for name in names(s3)} == {"latest", "step-00000001"}
+        assert {name.partition("/")[0] for name in list_names(s3)} == {"latest", "step-00000001"}
         server.clear()
         for writer, slices in zip(writers, half, strict=True):
             writer.save(3, slices, {})
         for writer in writers:
             writer.wait()
-        assert torch.equal(load_all(find_checkpoint(s3, "latest"))["a"], weight(2.0).double())
+        assert torch.equal(load_all(find_checkpoint(s3, "latest"))["a"], make_weight(2.0).double())
 
     def test_an_answer_that_is_lost_after_the_commit_loses_no_checkpoint(
         self, server, s3, monkeypatch
     ):
         """The manifest is stored, but its answer is lost: what it names must not be deleted."""
         monkeypatch.setattr(retry, "RETRY_SECONDS", 0.3)
-        saved(s3, 1.0)
+        save_steps(s3, 1.0)
         inner = server._application
-        monkeypatch.setattr(server, "_application", lost(inner, "manifest.json"))
+        monkeypatch.setattr(server, "_application", lose_answer(inner, "manifest.json"))
         with warnings.catch_warnings(), pytest.raises(UserError):
             warnings.simplefilter("ignore")
-            save(s3, [[whole("a", weight(3.0))]], step=1)
+            save(s3, [[make_slice("a", make_weight(3.0))]], step=1)
         monkeypatch.setattr(server, "_application", inner)
-        assert torch.equal(load_all(find_checkpoint(s3, "latest"))["a"], weight(3.0).double())
+        assert torch.equal(load_all(find_checkpoint(s3, "latest"))["a"], make_weight(3.0).double())
 
 
-def lost(application, name):
+def lose_answer(application, name):
     """Wrap an application: it executes a PUT of `name`, and then answers with an error."""
 
     def answer(environ, start_response):
@@ -294,7 +298,7 @@ class Died(BaseException):
 
 
 @contextlib.contextmanager
-def dying(number):
+def fail_from(number):
     """Let all writing requests to memory:// fail from the `number`-th on, as in a dead process.
 
     Yields a list that is not empty once a request has failed.
@@ -322,11 +326,13 @@ def test_a_writer_can_die_before_any_request(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     for number in itertools.count(1):
         home = parse_path(f"memory://dying{next(COUNT)}/checkpoints")
-        saved(home, 1.0, 2.0, keep=2)
-        with dying(number) as dead, contextlib.suppress(Died):
+        save_steps(home, 1.0, 2.0, keep=2)
+        with fail_from(number) as dead, contextlib.suppress(Died):
             writer = CheckpointWriter(home, rank=0, world=1, store=HashStore(), keep=2)
             for step in (2, 3):  # replaces step 2, then makes step 1 superfluous
-                writer.save(step, [whole("a", weight(10.0 + step))], {"value": 10.0 + step})
+                writer.save(
+                    step, [make_slice("a", make_weight(10.0 + step))], {"value": 10.0 + step}
+                )
                 writer.wait()
                 if dead:
                     break
@@ -336,17 +342,19 @@ def test_a_writer_can_die_before_any_request(monkeypatch):
         with open_checkpoint(path) as checkpoint:
             value = checkpoint.state["value"]
         assert value >= 2.0 and list(find_damage(path)) == []
-        assert torch.equal(load_all(path)["a"], weight(value).double())
-        save(home, [[whole("a", weight(20.0))]], step=5, keep=2)
-        assert torch.equal(load_all(find_checkpoint(home, "latest"))["a"], weight(20.0).double())
-        expected_names = {f"{path_.parent.name}/{path_.name}" for path_ in all_named(home)}
-        assert {name for name in names(home) if "rank-" in name} == expected_names
+        assert torch.equal(load_all(path)["a"], make_weight(value).double())
+        save(home, [[make_slice("a", make_weight(20.0))]], step=5, keep=2)
+        assert torch.equal(
+            load_all(find_checkpoint(home, "latest"))["a"], make_weight(20.0).double()
+        )
+        expected_names = {f"{path_.parent.name}/{path_.name}" for path_ in list_named_files(home)}
+        assert {name for name in list_names(home) if "rank-" in name} == expected_names
         if not dead:
             break
     assert number > 10
 
 
-def all_named(home):
+def list_named_files(home):
     for step in ("step-00000001", "step-00000002", "step-00000003", "step-00000005"):
         with contextlib.suppress(UserError), open_checkpoint(home / step) as checkpoint:
             for tensor in checkpoint.tensors.values():
@@ -363,7 +371,7 @@ class TestTools:
 
     @pytest.mark.slow
     def test_inspect_verify_diff_and_reshard(self, s3, tmp_path, capsys, monkeypatch):
-        path = saved(s3, 1.0)
+        path = save_steps(s3, 1.0)
         status, text = self.run(capsys, monkeypatch, "inspect", s3, "--tensors")
         assert status == 0 and f"{path}: step 1, 4 files" in text
         status, text = self.run(capsys, monkeypatch, "verify", path)
@@ -392,9 +400,9 @@ class TestTools:
         assert status == 2 and f"{remote_copy}/step-00000001 already exists" in text
 
     def test_every_flipped_byte_is_found_and_named(self, memory, capsys, monkeypatch):
-        path = saved(memory, 1.0)
-        for name in ("manifest.json", *{path_.name for path_ in all_named(memory)}):
-            before = content(path / name)
+        path = save_steps(memory, 1.0)
+        for name in ("manifest.json", *{path_.name for path_ in list_named_files(memory)}):
+            before = read_content(path / name)
             for at in (0, len(before) // 2, len(before) - 1):
                 put(path / name, before[:at] + bytes([before[at] ^ 1]) + before[at + 1 :])
                 status, text = self.run(capsys, monkeypatch, "verify", path)
@@ -403,7 +411,7 @@ class TestTools:
             status, text = self.run(capsys, monkeypatch, "verify", path)
             assert status == 1 and name in text
             put(path / name, before)
-        one = next(all_named(memory))
+        one = next(list_named_files(memory))
         system, gone = retry.open_filesystem(one)
         system.rm_file(gone)
         status, text = self.run(capsys, monkeypatch, "verify", path)
@@ -420,7 +428,7 @@ class TestTools:
 @given(st.binary(max_size=80) | st.sampled_from([b"../../x", b"step-00000002", b"latest"]))
 def test_a_pointer_of_any_content_leads_nowhere_else(pointer):
     home = parse_path(f"memory://pointer{next(COUNT)}/checkpoints")
-    path = saved(home, 1.0)
+    path = save_steps(home, 1.0)
     put(home / "latest", pointer)
     assert find_checkpoint(home, "latest", lambda note: None) == path
 
@@ -430,8 +438,8 @@ def test_a_pointer_of_any_content_leads_nowhere_else(pointer):
 @given(st.data())
 def test_a_manifest_of_any_content_is_refused_or_means_the_same(data):
     home = parse_path(f"memory://manifest{next(COUNT)}/checkpoints")
-    path = saved(home, 1.0)
-    manifest = json.loads(content(path / "manifest.json"))
+    path = save_steps(home, 1.0)
+    manifest = json.loads(read_content(path / "manifest.json"))
     del manifest["checksum"]
     names_ = st.sampled_from(
         ["../../step-00000001/rank-00000.safetensors", "/etc/passwd", "s3://b/x", "manifest.json"]
@@ -449,7 +457,7 @@ def test_a_manifest_of_any_content_is_refused_or_means_the_same(data):
     body = json.dumps(manifest, separators=(",", ":"))[1:].encode()
     put(path / "manifest.json", b'{"checksum":"%s",' % checksum(body).encode() + body)
     with contextlib.suppress(UserError):
-        assert torch.equal(load_all(path)["a"], weight(1.0).double())
+        assert torch.equal(load_all(path)["a"], make_weight(1.0).double())
 
 
 class TestSecrets:
@@ -547,4 +555,4 @@ def test_a_run_saves_resumes_and_starts_warm_from_urls(server, s3, pool, overrid
     assert list(run("warm", train__steps=2, **weights)) == [1, 2]
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or SECRET.encode() not in file.read_bytes()
-    assert all(SECRET.encode() not in content(s3 / name) for name in names(s3))
+    assert all(SECRET.encode() not in read_content(s3 / name) for name in list_names(s3))

@@ -12,7 +12,7 @@ from megaframe.ops.kernel_dispatch import NO_KERNELS
 pytestmark = pytest.mark.numeric
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "swiglu_clamped", "gelu"])
 def test_one_product_of_all_experts_is_the_loop_over_them(activation, build, make_microbatch):
     """The loop computes the truth in fp64, in which torch has no grouped product."""
     gradients = []

@@ -22,7 +22,7 @@ LAYOUTS = [
 ]
 
 
-def counted(config, layout, plan):
+def count_by_plan(config, layout, plan):
     """Return the same numbers as `by_specs`, from the plan."""
     counts = count_parameters(config, layout, [plan])
     parts = (
@@ -42,10 +42,10 @@ def test_every_config_holds_what_its_layers_declare(path, sizes):
     config = load(str(path), [f"parallel.pipeline={pipeline}", "model.vocab=5003"])
     layout = Layout(**sizes)
     for plan in plan_stages(config):
-        assert counted(config, layout, plan) == by_specs(config, layout, [plan])
+        assert count_by_plan(config, layout, plan) == count_by_specs(config, layout, [plan])
 
 
-def by_specs(config, layout, plans):
+def count_by_specs(config, layout, plans):
     """Return the elements of (vectors, tables, split matrices, whole matrices, shared matrices,
     experts' matrices) on the first rank, from the layers' specs."""
     chunks = build_chunks(config, plans, RunContext())
@@ -106,4 +106,4 @@ def test_what_is_held_is_what_layers_declare(model, tensor, pipeline):
     )
     layout = Layout.from_parallel(config.parallel, 4 * tensor * pipeline)
     for plan in plan_stages(config):
-        assert counted(config, layout, plan) == by_specs(config, layout, [plan])
+        assert count_by_plan(config, layout, plan) == count_by_specs(config, layout, [plan])

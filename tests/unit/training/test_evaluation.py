@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from entry_runs import lines, train
+from entry_runs import read_lines, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import near
@@ -44,7 +44,7 @@ LOGITS = 4
 """Roundings to fp32 of a token's loss, whose logits and partition are about as large as itself."""
 
 
-def tool():
+def load_tool():
     spec = importlib.util.spec_from_file_location("evaluate_tool", ROOT / "tools/evaluate.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -53,7 +53,7 @@ def tool():
 
 def run(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, arguments)])
-    tool().main()
+    load_tool().main()
 
 
 def write(prefix, documents):
@@ -63,7 +63,7 @@ def write(prefix, documents):
     return str(prefix)
 
 
-def numbers(seed, length, below):
+def make_numbers(seed, length, below):
     return np.random.default_rng(seed).integers(0, below, length)
 
 
@@ -71,7 +71,7 @@ def numbers(seed, length, below):
 def saved_run(tmp_path_factory):
     """Return checkpoints of a byte-level model after one step on one rank."""
     folder = tmp_path_factory.mktemp("saved_run")
-    data = write(folder / "data", [numbers(n, 40, 257) for n in range(10)])
+    data = write(folder / "data", [make_numbers(n, 40, 257) for n in range(10)])
     config = RunConfig(
         run={"dir": str(folder / "run"), "device": "cpu"},
         model={"layers": 1, "hidden": 16, "heads": 2, "vocab": 257, "position": "learned"},
@@ -111,8 +111,8 @@ def test_windows_count_every_token_once_and_with_all_that_fits_before_it(length,
     ],
 )
 def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrides, tmp_path):
-    trained_documents = [np.append(numbers(n, 60, 60), 60) for n in range(8)]
-    held_out = [np.append(numbers(9, 59, 60), 60), np.append(numbers(10, 36, 60), 60)]
+    trained_documents = [np.append(make_numbers(n, 60, 60), 60) for n in range(8)]
+    held_out = [np.append(make_numbers(9, 59, 60), 60), np.append(make_numbers(10, 36, 60), 60)]
     source = write(tmp_path / "all", [*trained_documents, *held_out])
     write(tmp_path / "held", held_out)  # 97 tokens are six windows of 16 and one token
     options = {"train__steps": 2, "train__eval_every": 2, "checkpoint__every": 2}
@@ -122,7 +122,7 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     passage = read_sequence(str(tmp_path / "held.bin"), None, CorpusFormat())
     (score_,) = score(stage, [passage], context=16, stride=16, data=config.data)
     assert score_.tokens == 96 - bool(heed)
-    assert score_.loss == near(lines(tmp_path / "run")[-1]["eval_loss"], LOGITS, torch.float32)
+    assert score_.loss == near(read_lines(tmp_path / "run")[-1]["eval_loss"], LOGITS, torch.float32)
     ((name, same),) = read_split(config, "validation")
     assert name == "all" and np.array_equal(same.tokens, passage.tokens)
     assert np.array_equal(same.beginnings, passage.beginnings)
@@ -135,18 +135,18 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
 
 def test_an_evaluation_without_a_label_is_said_and_the_run_goes_on(pool, overrides, tmp_path):
     """The validation documents have one token each, so every label begins a document."""
-    trained_documents = [np.append(numbers(n, 30, 60), 60) for n in range(80)]
+    trained_documents = [np.append(make_numbers(n, 30, 60), 60) for n in range(80)]
     source = write(tmp_path / "all", [*trained_documents, *([60] for _ in range(20))])
     options = {"train__steps": 2, "train__eval_every": 1, "data__mask_eod": True}
     pool.run(2, train, overrides(**options, data__sources=f"[{{path: {source}}}]"))
-    assert "eval_loss" not in lines(tmp_path / "run")[-1]
+    assert "eval_loss" not in read_lines(tmp_path / "run")[-1]
     logged = (tmp_path / "run/run.log").read_text()
     assert "no evaluation token has a label" in logged
 
 
 def test_a_stride_of_one_gives_every_token_a_whole_window_before_it(build):
     stage = build().stage
-    tokens = torch.from_numpy(numbers(0, 40, 37))
+    tokens = torch.from_numpy(make_numbers(0, 40, 37))
     (score_,) = score(stage, [TokenSequence(tokens.numpy())], context=12, stride=1, batch=5)
     nats = 0.0
     for place_ in range(1, 40):
@@ -159,7 +159,7 @@ def test_a_stride_of_one_gives_every_token_a_whole_window_before_it(build):
 
 def test_passages_beside_each_other_change_nothing(build):
     stage = build().stage
-    passages = [TokenSequence(numbers(n, 3 + 7 * n, 37), 1 + n) for n in range(5)]
+    passages = [TokenSequence(make_numbers(n, 3 + 7 * n, 37), 1 + n) for n in range(5)]
     together = score(stage, passages, context=12, stride=6, batch=4)
     apart = [score(stage, [passage], context=12, stride=6, batch=1)[0] for passage in passages]
     for first, other in zip(together, apart, strict=True):
