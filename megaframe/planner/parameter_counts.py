@@ -84,7 +84,7 @@ class RankParameters:
             + -(-sum(self.experts) // expert_ranks)
         )
 
-    def largest_bucket_shard(self, ranks: int, expert_ranks: int) -> int:
+    def compute_largest_bucket_shard(self, ranks: int, expert_ranks: int) -> int:
         """Return the largest size of a rank's own part of one bucket; arguments as in
         `count_shard`."""
         tables = (*self.tables, self.positions)

@@ -5,8 +5,8 @@ import pytest
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.constants import constants_of
-from megaframe.planner.plan_page import communication_rooflines
+from megaframe.planner.constants import get_family_constants
+from megaframe.planner.plan_page import compute_communication_rooflines
 
 CLUSTER = load_cluster("h100-ib")
 GPT = {"layers": 24, "hidden": 4096, "heads": 32, "vocab": 32000}
@@ -16,9 +16,11 @@ def test_communication_rooflines():
     config = RunConfig.model_validate(
         {"model": GPT, "train": {"seq": 2048, "global_batch": 256}, "parallel": {"tensor": 8}}
     )
-    constants = constants_of("h100")
+    constants = get_family_constants("h100")
     layout = Layout.from_parallel(config.parallel, 64)
-    rooflines = {b.axis: b for b in communication_rooflines(config, layout, CLUSTER, constants)}
+    rooflines = {
+        b.axis: b for b in compute_communication_rooflines(config, layout, CLUSTER, constants)
+    }
     assert set(rooflines) == {"tensor", "data"}
     assert rooflines["tensor"].tier == "nvlink" and rooflines["data"].tier == "infiniband"
     # Each row has 6 x 12 h^2 / 8 matrix operations and moves 10 x 2 h x 7/8 bytes; rows cancel.
