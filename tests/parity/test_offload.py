@@ -192,8 +192,8 @@ def test_a_run_goes_on_where_state_lies_elsewhere(first, zero, pool, overrides, 
 
 
 def measure_buffers(zero):
-    """Train one offloaded step -> bytes of the rooms, of the largest chunk, of what is away, of the
-    weights, and what the device holds."""
+    """Train one offloaded step -> bytes of the buffers, of the largest chunk, of what is away, of
+    the weights, and what the device holds."""
     largest = 0
     plain = Moments.iterate_chunks
 

@@ -16,7 +16,7 @@ from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.planner.activations import block_bytes
+from megaframe.planner.activations import compute_block_bytes
 from megaframe.tensor_parallel import symmetric_memory
 from megaframe.training.train_step import TrainStep
 
@@ -171,7 +171,7 @@ def measure_block(model, recompute, tensor, chunks):
     train_step.train([microbatch], 0, 1.0)
     moved, _ = group.traffic.take()
     mesh.close()
-    return saved, block_bytes(config, 0) // tensor, moved
+    return saved, compute_block_bytes(config, 0) // tensor, moved
 
 
 @pytest.mark.quick(when=lambda recompute, tensor: (recompute, tensor) == ("selective", 4))

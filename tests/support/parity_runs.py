@@ -159,12 +159,9 @@ def assert_same(results, expected):
     """Assert that all ranks agree with the one-process result, and together hold all of it."""
     gathered = {}
     for rank in results:
-        for values, reference in (
-            (rank.losses, expected.losses),
-            (rank.norms, expected.norms),
-            (rank.evaluation, expected.evaluation),
-        ):
-            assert values == promised(reference)
+        for label in ("losses", "norms", "evaluation"):
+            values, reference = getattr(rank, label), getattr(expected, label)
+            assert values == promised(reference), f"{label}: {values}, on one rank {reference}"
         for name, pieces in rank.weights.items():
             full = gathered.setdefault(name, torch.full_like(expected.whole(name), torch.nan))
             for box, weights in pieces:

@@ -13,9 +13,13 @@ from megaframe.architecture.buckets import (
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.constants import cluster_constants
-from megaframe.planner.data_parallel_times import exchange_times, num_buckets, resolve_bucket_size
-from megaframe.planner.layout_sizes import sizes_of
+from megaframe.planner.constants import get_cluster_constants
+from megaframe.planner.data_parallel_times import (
+    count_buckets,
+    estimate_exchange_times,
+    resolve_bucket_size,
+)
+from megaframe.planner.layout_sizes import make_layout_sizes
 from megaframe.planner.machine import Machine
 from megaframe.training.auto_layout import choose_bucket_size
 
@@ -81,8 +85,10 @@ def test_half_a_block_is_the_least():
 def count_of(zero=1, latency=None, world=1024, **parallel):
     config = make_config(zero=zero, **parallel)
     layout = Layout.from_parallel(config.parallel, world)
-    machine = Machine(config, CLUSTER, cluster_constants(CLUSTER), sizes_of(config, layout))
-    return float(num_buckets(machine, MATRICES, 1, 32)), machine
+    machine = Machine(
+        config, CLUSTER, get_cluster_constants(CLUSTER), make_layout_sizes(config, layout)
+    )
+    return float(count_buckets(machine, MATRICES, 1, 32)), machine
 
 
 def test_the_number_of_buckets_follows_from_latency_and_bandwidth():
@@ -96,8 +102,8 @@ def test_the_number_of_buckets_follows_from_latency_and_bandwidth():
     assert size == pytest.approx(
         min(64.0, float(compute_bucket_count(transfer, latency))), rel=1e-6
     )
-    half = exchange_times(machine, MATRICES, 2.0).total_at(1)
-    full_bucket = exchange_times(machine, MATRICES, 1.0).total_at(1)
+    half = estimate_exchange_times(machine, MATRICES, 2.0).sum_for_zero(1)
+    full_bucket = estimate_exchange_times(machine, MATRICES, 1.0).sum_for_zero(1)
     assert half - full_bucket == pytest.approx(latency, rel=1e-6)
 
 

@@ -16,7 +16,7 @@ from megaframe.config import RunConfig
 from megaframe.metrics import count_flops
 from megaframe.model.forward_context import RunContext
 from megaframe.model.model_chunk import build_chunks, list_model_specs
-from megaframe.planner.activations import block_bytes, rotary_bytes
+from megaframe.planner.activations import compute_block_bytes, compute_rotary_bytes
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters
 from megaframe.schedule import generate
@@ -149,14 +149,14 @@ def test_activations_are_those_in_flight():
     plans = plan_stages(config)
     for rank, actions in enumerate(generate("1f1b", 4, 1, 8).ranks):
         plan = compute_memory(config, NOTHING, 1, [plans[rank]], actions)
-        each = 2 * (stream + block_bytes(config, 0)) + 2 * stream * (rank == 3)
-        each += rotary_bytes(config)
+        each = 2 * (stream + compute_block_bytes(config, 0)) + 2 * stream * (rank == 3)
+        each += compute_rotary_bytes(config)
         assert plan.activations == (4 - rank) * each
         assert (plan.logits > 0) == (rank == 3)
     recomputed = make_config(8, pipeline=4, train={"recompute": "full"})
     plan = compute_memory(
         recomputed, NOTHING, 1, plan_stages(recomputed)[:1], generate("1f1b", 4, 1, 8).ranks[0]
     )
-    assert plan.activations == 4 * (2 * stream + rotary_bytes(recomputed)) + block_bytes(
-        recomputed, 0
-    )
+    assert plan.activations == 4 * (
+        2 * stream + compute_rotary_bytes(recomputed)
+    ) + compute_block_bytes(recomputed, 0)

@@ -116,6 +116,24 @@ MODELS |= {
             {"mixer": {"rotary": False, "heads": 2, "kv_heads": 2, "head_dim": 6, "bias": True}},
         ],
     },
+    "gemma_2_scores": {
+        "layers": 2,
+        "norm": "rmsnorm",
+        "init_std": 0.5,  # scores reach the bound
+        "blocks": [
+            {"mixer": {"softcap": 1.5, "window": 4, "kv_heads": 2}, "norms": "both"},
+            {"mixer": {"softcap": 2.0}, "norms": "both"},
+        ],
+    },
+    "sinks": {
+        "layers": 3,
+        "init_std": 0.5,
+        "blocks": [
+            {"mixer": {"sinks": True, "window": 4, "kv_heads": 2}},
+            {"mixer": {"sinks": True}},
+            {"mixer": {"sinks": True, "softcap": 3.0, "kv_heads": 1}},
+        ],
+    },
     "mixed": {
         "layers": 4,
         "norm": "rmsnorm",

@@ -122,7 +122,7 @@ def test_bytes_of_an_element(state, most):
 @pytest.mark.parametrize("count", [(BLOCK << 10) + 100, 1000])
 @pytest.mark.parametrize("state", ["master", "bf16", "int8"])
 def test_state_in_host_memory_gives_the_same_bits(state, count):
-    """There are more chunks than rooms, and the last one fills no block; or there is one chunk,
+    """There are more chunks than buffers, and the last one fills no block; or there is one chunk,
     which is fetched right after it was put back. Weights are on the device or with the state."""
     generator = torch.Generator().manual_seed(1)
     first = torch.randn(count, generator=generator)
@@ -151,7 +151,7 @@ def test_state_in_host_memory_gives_the_same_bits(state, count):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("state", ["master", "int8"])
 def test_a_gpu_gets_the_bits_that_it_keeps_itself(state, monkeypatch):
-    """There are more chunks than rooms, and the host runs far ahead of the device."""
+    """There are more chunks than buffers, and the host runs far ahead of the device."""
     monkeypatch.setattr(optimizer_state, "OFFLOAD_CHUNK", BLOCK << 10)
     monkeypatch.setattr(optimizer_state, "_GPU_CHUNK", BLOCK << 10)
     count = (BLOCK << 14) + 100

@@ -12,10 +12,10 @@ from megaframe.layout import exchange_steps
 from megaframe.planner.collective_times import (
     ALGORITHMS,
     GroupLevel,
-    bus_bandwidth,
-    collective_seconds,
-    group_levels,
-    group_size,
+    compute_bus_bandwidth,
+    count_group_ranks,
+    estimate_collective_seconds,
+    list_group_levels,
     pairwise_all_to_all,
     stepped_exchange,
 )
@@ -74,17 +74,17 @@ def test_a_number_of_ranks_that_is_no_power_of_two_pays_for_the_rest():
 @given(count=ranks, size=sizes, other=sizes, operation=st.sampled_from(sorted(ALGORITHMS)))
 def test_the_choice_is_the_best_of_all_and_grows_with_the_size(count, size, other, operation):
     group = make_tier(count)
-    best = float(collective_seconds(operation, size, group))
+    best = float(estimate_collective_seconds(operation, size, group))
     each = {name: float(f(size, group)) for name, f in ALGORITHMS[operation].items()}
     assert (
         best
         == min(each.values())
-        == float(collective_seconds(operation, size, group, [min(each, key=each.get)]))
+        == float(estimate_collective_seconds(operation, size, group, [min(each, key=each.get)]))
     )
     if count == 1:
         assert best == 0
     if other >= size:
-        assert float(collective_seconds(operation, other, group)) >= best
+        assert float(estimate_collective_seconds(operation, other, group)) >= best
 
 
 @settings(deadline=None, max_examples=60)
@@ -123,10 +123,12 @@ def test_each_hop_has_the_latency_of_its_tier(counts):
 
 def test_shares_of_links_are_of_each_tier():
     cluster = load_cluster("gb200-nvl72")
-    full_levels, part = (group_levels(cluster, 1, 144, shares) for shares in ((1.0,), (0.5, 0.75)))
+    full_levels, part = (
+        list_group_levels(cluster, 1, 144, shares) for shares in ((1.0,), (0.5, 0.75))
+    )
     shares_found = [
-        float(shared.bandwidth / all_.bandwidth)
-        for all_, shared in zip(full_levels, part, strict=True)
+        float(shared.bandwidth / full.bandwidth)
+        for full, shared in zip(full_levels, part, strict=True)
     ]
     assert shares_found == [0.5] + [0.75] * (len(cluster.tiers) - 1)
 
@@ -135,19 +137,19 @@ def test_shares_of_links_are_of_each_tier():
 @given(stride=st.sampled_from([1, 2, 4, 8, 16, 64]), size=st.integers(1, 2000))
 def test_levels_hold_the_whole_group(stride, size):
     cluster = load_cluster("h100-ib")
-    group = group_levels(cluster, stride, size)
+    group = list_group_levels(cluster, stride, size)
     inner = max(1, min(size, 8 // stride))
     assert float(group[0].members) == inner
-    assert float(group_size(group)) >= size
-    assert float(group_size(group)) < size + inner
+    assert float(count_group_ranks(group)) >= size
+    assert float(count_group_ranks(group)) < size + inner
 
 
 def test_levels_of_many_groups_are_those_of_each():
     cluster = load_cluster("gb200-nvl72")
     strides, counts = np.array([1, 8, 72, 576]), np.array([144, 9, 4, 16])
-    many = group_levels(cluster, strides, counts)
+    many = list_group_levels(cluster, strides, counts)
     for place, (stride, count) in enumerate(zip(strides, counts, strict=True)):
-        single_group = group_levels(cluster, int(stride), int(count))
+        single_group = list_group_levels(cluster, int(stride), int(count))
         assert [float(level.members[place]) for level in many] == [
             float(level.members) for level in single_group
         ]
@@ -178,7 +180,7 @@ def test_one_dimension_of_a_torus_has_its_own_links_only():
     cluster = Cluster(
         "torus", load_cluster("tpu-v5p").chip, (Tier("t", 512, 1e-6, 3e11, "torus", 3),), 1e4, 1.0
     )
-    line, cube = (float(group_levels(cluster, 1, n)[0].bandwidth) for n in (8, 512))
+    line, cube = (float(list_group_levels(cluster, 1, n)[0].bandwidth) for n in (8, 512))
     assert (line, cube) == (pytest.approx(1e11), pytest.approx(3e11))
 
 
@@ -187,7 +189,7 @@ def test_bus_bandwidth_is_that_of_the_link():
         algorithm = "pairwise" if operation == "all_to_all" else "ring"
         group = [GroupLevel(8.0, 0.0, BANDWIDTH)]
         seconds = float(ALGORITHMS[operation][algorithm](1e9, group))
-        assert bus_bandwidth(operation, 1e9, 8, seconds) == pytest.approx(BANDWIDTH)
+        assert compute_bus_bandwidth(operation, 1e9, 8, seconds) == pytest.approx(BANDWIDTH)
 
 
 def count_messages(ranks, inside):

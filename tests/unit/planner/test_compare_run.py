@@ -5,7 +5,7 @@ import pytest
 from megaframe.config import dump, load
 from megaframe.errors import UserError
 from megaframe.planner.compare_run import compare_run, compare_run_or_reason
-from megaframe.planner.constants import constants_of
+from megaframe.planner.constants import get_family_constants
 from megaframe.planner.layout_search import search
 
 SMALL = ["model.layers=4", "model.hidden=256", "model.heads=4", "model.vocab=512", "train.seq=128"]
@@ -26,7 +26,9 @@ def test_a_layout_that_waits_is_told_a_better_one(tmp_path):
     sentence, *reasons = comparison.suggest_layouts()
     assert "instead of" in sentence and "tensor" not in sentence and reasons
     cluster = comparison.cluster
-    better = search(comparison.choice.config, 4, cluster, constants_of(cluster.chip.family)).best
+    better = search(
+        comparison.choice.config, 4, cluster, get_family_constants(cluster.chip.family)
+    ).best
     path.write_text(dump(better.config))
     assert "none of " in next(compare_run(path, {"ranks": 4, "device": "CPU"}).suggest_layouts())
 

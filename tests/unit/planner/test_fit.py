@@ -13,7 +13,7 @@ from megaframe.config import load
 from megaframe.config.load import resolve_config_path
 from megaframe.hardware.cluster import DEFAULT, load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.constants import constants_of
+from megaframe.planner.constants import get_family_constants
 from megaframe.planner.fit import compute_fit, suggest_changes
 from megaframe.planner.layout_search import find_fastest
 from megaframe.planner.peak_memory import resolve_recompute_blocks
@@ -31,7 +31,7 @@ def explain_misfit(config, world, cluster):
     if config.faults.elastic:
         config, world = fit_layout(config, world)
     if config.parallel.auto:
-        constants = constants_of(cluster.chip.family)
+        constants = get_family_constants(cluster.chip.family)
         return [] if find_fastest(config, world, cluster, constants) else ["no layout fits"]
     wrong = find_mistakes(config, world, data=False)
     if wrong:
@@ -53,8 +53,8 @@ def read_machine(path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_shipped_config_fits_on_the_machine_that_it_names(path):
     count, cluster, command = read_machine(path)
-    command_ = Command(command)
-    assert command_.config == str(path.relative_to(ROOT)) and command_.world == count
+    parsed = Command(command)
+    assert parsed.config == str(path.relative_to(ROOT)) and parsed.world == count
     assert explain_misfit(load(str(path)), count, load_cluster(cluster)) == []
 
 
@@ -106,7 +106,7 @@ def test_a_documented_command_fits_on_the_machine_that_it_names(line):
     name = command.cluster or read_machine(Path(resolve_config_path(command.config)))[1]
     cluster = load_cluster(name)
     if command.searches:
-        constants = constants_of(cluster.chip.family)
+        constants = get_family_constants(cluster.chip.family)
         fixed = {key.split(".")[1]: 2 for key in command.overrides if key == "parallel.tensor=2"}
         assert find_fastest(config, command.world, cluster, constants, fixed)
     else:
@@ -146,7 +146,7 @@ def test_what_is_offered_fits_when_it_is_pasted(name, gpus, cluster, keys, first
     config = load(name, keys)
     assert find_mistakes(config, gpus, data=False) == []
     assert not compute_fit(config, Layout.from_parallel(config.parallel, gpus), machine.chip).fits
-    offers = list(suggest_changes(config, gpus, machine, constants_of(machine.chip.family)))
+    offers = list(suggest_changes(config, gpus, machine, get_family_constants(machine.chip.family)))
     assert offers and offers[0].startswith(first)
     for offer in offers:
         pasted = shlex.split(offer.rpartition(": ")[0])
@@ -157,7 +157,7 @@ def test_what_is_offered_fits_when_it_is_pasted(name, gpus, cluster, keys, first
 def test_smaller_changes_come_first_and_none_includes_another():
     machine = load_cluster("h100-ib")
     config = load("llama3-8b", ["parallel.zero=1", "train.recompute=none"])
-    offers = list(suggest_changes(config, 8, machine, constants_of("h100")))
+    offers = list(suggest_changes(config, 8, machine, get_family_constants("h100")))
     assert [offer.partition(":")[0] for offer in offers[:2]] == [
         "parallel.zero=2",
         "train.recompute_blocks=auto",
@@ -168,5 +168,5 @@ def test_smaller_changes_come_first_and_none_includes_another():
 def test_where_nothing_fits_larger_machines_are_offered():
     machine = load_cluster("h100-ib")
     config = load("llama3-70b", ["parallel.pipeline=1", "parallel.tensor=8", "parallel.chunks=1"])
-    offers = list(suggest_changes(config, 8, machine, constants_of("h100")))
+    offers = list(suggest_changes(config, 8, machine, get_family_constants("h100")))
     assert offers[0].startswith("16 GPUs of h100-ib: ") and "an hour" in offers[0]

@@ -12,7 +12,7 @@ from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_alternatives, describe_decision
 from megaframe.planner.candidates import apply_candidate, enumerate_candidates
-from megaframe.planner.constants import constants_of
+from megaframe.planner.constants import get_family_constants
 from megaframe.planner.fit import compute_fit, suggest_changes
 from megaframe.planner.layout_search import search
 from megaframe.planner.peak_memory import fits_with_margin
@@ -34,7 +34,7 @@ MOE = {**DENSE, "layers": 24, "hidden": 2048, "moe": {"experts": 64, "ffn": 1408
 TIED = {**DENSE, "layers": 13, "kv_heads": 32, "tie_embeddings": True, "position": "learned"}
 WORLDS = [(DENSE, 64, 256), (DENSE, 96, 192), (MOE, 64, 512), (TIED, 32, 64)]
 CLUSTER = load_cluster("h100-ib")
-CONSTANTS = constants_of("h100")
+CONSTANTS = get_family_constants("h100")
 
 
 def make_config(model, batch, seq=4096, **sections):

@@ -13,7 +13,7 @@ from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, read_world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.planner.activations import block_bytes
+from megaframe.planner.activations import compute_block_bytes
 from megaframe.planner.memory import compute_memory
 from megaframe.planner.parameter_counts import RankParameters, count_parameters
 from megaframe.schedule import Action, ActionKind
@@ -32,6 +32,8 @@ MODELS = [
     {"latent": {**LATENT, "query_rank": 24, "value_dim": 14}},
     {"activation": "swiglu", "norm": "rmsnorm", "moe": {"experts": 8, "ffn": 24, "shared": 2}},
     {"moe": {"experts": 5, "ffn": 24, "top_k": 3, "balance": "none", "score": "softmax"}},
+    {"kv_heads": 2, "blocks": [{"mixer": {"softcap": 5.0, "sinks": True}}]},
+    {"position": "none", "blocks": [{"mixer": {"sinks": True, "window": 5}}]},
     {
         "activation": "gelu",
         "norm": "rmsnorm",
@@ -48,7 +50,7 @@ def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, ma
     built = build({"layers": 1, "hidden": 64, **model}, train=train)
     microbatch = make_microbatch(built.config)
     saved = measure_block_bytes(built.stage, microbatch, built.sharded_parameters.buckets)
-    assert saved == block_bytes(built.config, 0)
+    assert saved == compute_block_bytes(built.config, 0)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -117,7 +119,7 @@ def measure_memory(precision, zero, model, optim=None, expert=1, bucket_size="au
     barrier(mesh.world)  # no rank closes connections that others use
     mesh.close()
     buffers = train_step.sharded_parameters.buffers
-    sizes = SimpleNamespace(bytes=buffers.bytes, rooms=buffers.receive_bytes)
+    sizes = SimpleNamespace(bytes=buffers.bytes, receive=buffers.receive_bytes)
     return plan, sum(tensor.nbytes for tensor in state), sizes
 
 
@@ -132,7 +134,7 @@ def test_state_is_what_is_allocated_within_one_percent(ranks, tie, precision, ze
         assert state == pytest.approx(plan.optimizer, rel=0.01)
         planned = plan.weights + plan.values + plan.gradients
         assert buffers.bytes == pytest.approx(planned, rel=0.01)
-        assert buffers.rooms == pytest.approx(plan.rooms, rel=0.01)
+        assert buffers.receive == pytest.approx(plan.buffers, rel=0.01)
 
 
 @pytest.mark.quick(when=lambda zero: zero == 1)
@@ -142,7 +144,7 @@ def test_blocks_that_share_buckets_are_planned_within_one_percent(zero, pool):
     for plan, _, buffers in pool.run(4, measure_memory, "bf16", zero, {}, None, 1, 300_000):
         planned = plan.weights + plan.values + plan.gradients
         assert buffers.bytes == pytest.approx(planned, rel=0.01)
-        assert buffers.rooms == pytest.approx(plan.rooms, rel=0.01)
+        assert buffers.receive == pytest.approx(plan.buffers, rel=0.01)
 
 
 @pytest.mark.quick(when=lambda zero: zero == 3)
@@ -153,8 +155,8 @@ def test_state_of_experts_is_planned_within_one_percent(zero, pool):
         assert state == pytest.approx(plan.optimizer, rel=0.01)
         planned = plan.weights + plan.values + plan.gradients
         assert buffers.bytes == pytest.approx(planned, rel=0.01)
-        # Some rooms reuse free buffers.
-        assert 0.75 * plan.rooms <= buffers.rooms <= 1.01 * plan.rooms
+        # Some receive buffers reuse free buffers.
+        assert 0.75 * plan.buffers <= buffers.receive <= 1.01 * plan.buffers
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from megaframe.architecture.stages import plan_stages
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.planner.constants import constants_of
+from megaframe.planner.constants import get_family_constants
 from megaframe.planner.layout_search import search
 from megaframe.planner.memory import compute_rank_memory
 from megaframe.planner.peak_memory import (
+    compute_overhead_bytes,
+    find_min_recomputed_blocks,
     fits_with_margin,
-    min_recomputed_blocks,
-    overhead_bytes,
     resolve_recompute_blocks,
 )
 from megaframe.schedule import lower
@@ -49,7 +49,8 @@ def compute_needed(config, layout, chip, blocks):
     schedule = lower(build_step_schedule(config, 16))
     plans = plan_stages(config)
     return [
-        compute_rank_memory(config, layout, plans, schedule, rank).total + overhead_bytes(chip)
+        compute_rank_memory(config, layout, plans, schedule, rank).total
+        + compute_overhead_bytes(chip)
         for rank in range(layout.pipeline)
     ]
 
@@ -72,7 +73,7 @@ def test_every_rank_fits_and_no_stage_needs_one_fewer(parallel, recompute, part)
         max(compute_needed(config, layout, H100.chip, tried)) for tried in (all_blocks, none)
     )
     chip = replace(H100.chip, memory=round((low + part * (high - low)) / 0.95))
-    blocks = min_recomputed_blocks(config, layout, chip)
+    blocks = find_min_recomputed_blocks(config, layout, chip)
     schedule = lower(build_step_schedule(config, 16))
     memory = compute_needed(config, layout, chip, blocks)
     for rank in range(layout.pipeline):
@@ -91,7 +92,7 @@ def test_earlier_ranks_of_a_pipeline_compute_more_again():
     layout = Layout.from_parallel(config.parallel, 4)
     most = max(compute_needed(config, layout, H100.chip, (0,) * 4))
     chip = replace(H100.chip, memory=round(0.75 * most))
-    blocks = min_recomputed_blocks(config, layout, chip)
+    blocks = find_min_recomputed_blocks(config, layout, chip)
     assert blocks[0] > blocks[1] > blocks[2] == 0  # the last rank has the head and its logits
 
 
@@ -113,7 +114,7 @@ def test_a_search_takes_fewer_blocks_where_it_may(blocks):
         train={"seq": 4096, "global_batch": 32, "recompute_blocks": blocks},
         optim={"state": "bf16"},
     )
-    family = constants_of(H100.chip.family)
+    family = get_family_constants(H100.chip.family)
     fixed = {"recompute": "full", "microbatch": 32, "tensor": 4, "pipeline": 1}
     best = search(config, 4, H100, family, fixed).best
     if blocks == 0:

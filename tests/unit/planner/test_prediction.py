@@ -12,18 +12,18 @@ from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner.advice import describe_prediction
 from megaframe.planner.candidates import Candidates
-from megaframe.planner.constants import CONSTANTS, constants_of
+from megaframe.planner.constants import CONSTANTS, get_family_constants
 from megaframe.planner.layout_search import LayoutChoice
 from megaframe.planner.layout_sizes import RECOMPUTE, SCHEDULES, LayoutSizes
 from megaframe.planner.machine import PassTimes
-from megaframe.planner.prediction import model_flops, predict
-from megaframe.planner.vectorized import bubble_seconds, estimate
+from megaframe.planner.prediction import count_model_flops, predict
+from megaframe.planner.vectorized import estimate, estimate_bubble_seconds
 from megaframe.schedule import generate
 from megaframe.schedule.costs import ActionCosts
 from megaframe.schedule.simulate import simulate
 
 CLUSTER = load_cluster("h100-ib")
-CONSTANTS_H100 = constants_of("h100")
+CONSTANTS_H100 = get_family_constants("h100")
 GPT = {"layers": 24, "hidden": 4096, "heads": 32, "vocab": 32000}
 MOE = {**GPT, "moe": {"experts": 8, "ffn": 4096, "first": 2}}
 
@@ -133,7 +133,9 @@ def test_what_must_make_a_step_longer_does():
     full = make_config(train={"recompute": "full"}, tensor=8, pipeline=4)
     recomputed = predict_step(full, 64)
     assert 1.15 * base < recomputed.step_seconds < 1.4 * base
-    assert recomputed.hfu / recomputed.mfu == pytest.approx(np.divide(*model_flops(full)[::-1]))
+    assert recomputed.hfu / recomputed.mfu == pytest.approx(
+        np.divide(*count_model_flops(full)[::-1])
+    )
     for name in ("product", "attention", "memory"):
         worse = replace(CONSTANTS_H100, **{name: getattr(CONSTANTS_H100, name) / 2})
         worse = replace(worse, software=replace(worse.software, kernels=0.0))
@@ -208,7 +210,7 @@ def test_what_does_not_fit_is_said():
 def test_what_the_host_keeps_comes_and_goes_in_the_update(name, link, optim, precision, width):
     """4 ranks divide 24 layers, each with matrices [hidden, 12 hidden], and two tables."""
     cluster = load_cluster(name)
-    constants = constants_of(cluster.chip.family)
+    constants = get_family_constants(cluster.chip.family)
     parameters = 24 * 12 * 4096**2 + 2 * 32000 * 4096
 
     def update(optim=optim, **chip):
@@ -261,7 +263,7 @@ def test_impossible_questions():
     with pytest.raises(UserError, match=r"train.precision=bf16: chip cpu .* use fp32"):
         predict_step(make_config(), 1, replace(cpu, chip=chip), CONSTANTS["cpu"])
     with pytest.raises(UserError, match="no constants are known of chips of the family z80"):
-        constants_of("z80")
+        get_family_constants("z80")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -284,7 +286,9 @@ def test_bubbles_of_the_closed_forms_are_simulated_ones(name, ranks):
         timeline = simulate(
             generate(name, ranks, chunks, many), ActionCosts(*times).divide_by_chunks(chunks)
         )
-        bubbles = bubble_seconds(ones_array * SCHEDULES.index(name), sizes, PassTimes(*times))
+        bubbles = estimate_bubble_seconds(
+            ones_array * SCHEDULES.index(name), sizes, PassTimes(*times)
+        )
         assert float(bubbles[0]) == pytest.approx(float(timeline.time) - many * sum(times))
 
 

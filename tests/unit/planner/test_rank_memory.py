@@ -12,7 +12,7 @@ from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner import activations
-from megaframe.planner.communication_volume import communication_bytes
+from megaframe.planner.communication_volume import compute_communication_bytes
 from megaframe.planner.memory import compute_rank_memory
 from megaframe.schedule import lower
 from megaframe.training.dry_run import describe_run
@@ -214,7 +214,7 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
         assert step.buffers == pytest.approx(buffers, rel=0.01)
         assert step.optimizer == pytest.approx(plan.optimizer, rel=0.01)
         assert step.host == pytest.approx(plan.host, rel=0.01)
-        assert step.staging == pytest.approx(plan.rooms, rel=0.01)
+        assert step.staging == pytest.approx(plan.buffers, rel=0.01)
         kept_bytes = plan.activations + plan.messages
         # Experts also keep the indices of their routes, and latents a whole part of the keys.
         small = config.model.moe is not None or config.model.latent is not None
@@ -226,14 +226,14 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
         if traffic:
             place = layout.get_coordinate(rank)["pipeline"]
             own_plans = [plans[stage] for stage in schedule.list_stages(place)]
-            planned = communication_bytes(config, layout, own_plans, lowered.ranks[place])
+            planned = compute_communication_bytes(config, layout, own_plans, lowered.ranks[place])
             assert_moved(step.traffic, planned, layout, config)
 
 
 @pytest.fixture
 def blocks_gone(monkeypatch):
     """Plan no recomputed activations: a rehearsal counts between actions, when they are gone."""
-    monkeypatch.setattr(activations, "_recompute_bytes", lambda config, plan: 0)
+    monkeypatch.setattr(activations, "_compute_recompute_bytes", lambda config, plan: 0)
 
 
 @pytest.mark.quick(when=lambda name: name in QUICK)
@@ -319,6 +319,6 @@ def test_a_dry_run_says_what_is_on_the_host_and_counts_it_for_no_gpu():
     state_bytes = plain["weights"] + plain["optimizer"]
     assert gpu["weights"] == gpu["optimizer"] == 0
     assert gpu["on the host"] == pytest.approx(state_bytes, abs=0.002) and state_bytes > 0.01
-    assert gpu["total"] == pytest.approx(plain["total"] - state_bytes + gpu["rooms"], abs=0.002)
+    assert gpu["total"] == pytest.approx(plain["total"] - state_bytes + gpu["buffers"], abs=0.002)
     on_host = {"cluster": load_cluster("cpu")}
     assert sizes(away, **on_host) == sizes(on_device, **on_host)  # here all memory is the host's
